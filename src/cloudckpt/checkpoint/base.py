@@ -1,15 +1,15 @@
-"""What an earlier checkpoint holds, by content: bytes that are there need not be sent again.
+"""The contents of an earlier checkpoint, by digest: bytes it has need not be sent again.
 
-An item (a rank's chunk of a tensor, or a pickled value) is known by a digest of 128 bits (XXH3) of
-its bytes, its element type and its shape. The digests stand in the record of a checkpoint that was
-saved with ``Config(incremental=True)``, a pair of numbers for each row. Who saves computes those of
-its own items, and does not send one whose digest is there: the row of the new checkpoint names the
-object that has the bytes. That object is never itself a reference, so that what is to be read is
-one step away, however many saves there were.
+An item (a rank's chunk of a tensor, or a pickled value) is identified by a digest of 128 bits
+(XXH3) of its bytes, its element type and its shape. The digests are in the record of a checkpoint
+that was saved with ``Config(incremental=True)``, a pair of numbers for each row. A save computes
+the digests of its own items and does not send an item whose digest is there: its row in the new
+checkpoint names the object that has the bytes. That object is never itself a reference, so that all
+bytes are one step away, however many saves there were.
 
-XXH3 is no cryptographic hash. Two states that training brings about by chance have the same digest
-once in 10^38 pairs; whoever makes up tensors on purpose so that two digests agree can make only a
-checkpoint of his own wrong. A checksum is no identity: those of 32 or 64 bits are equal by chance.
+XXH3 is not a cryptographic hash. Two different items from training share a digest by chance once in
+10^38 pairs; constructing tensors with equal digests can only corrupt one's own checkpoint. The
+store's checksums can't identify an item: 32 or 64 bits may be equal by chance.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from cloudckpt.transfer.memory import bytes_of
 __all__ = ["VALUE", "Base", "Digest", "Digester", "digest_of_bytes", "kind_of"]
 
 Digest = tuple[int, int]
-"""Both halves, as numbers of int64."""
+"""Both halves of a digest, as int64."""
 
 _HALVES = struct.Struct(">qq")
 
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
-    """What the bytes of a tensor mean, its elements being in row-major order."""
+    """The meaning of a tensor's row-major bytes: element type and shape."""
     return f"{dtype}{list(shape)}\0".encode()
 
 
 VALUE = b"\0"
-"""What those of a pickled value do."""
+"""The same for the bytes of a pickled value."""
 
 
 class Digester:
-    """The digest of one item; feeding it lets go of the GIL while it reads more than a little.
+    """Computes the digest of one item; releases the GIL while reading all but small inputs.
 
     Args:
         kind: What the bytes mean: :func:`kind_of` a tensor, or ``VALUE``.
@@ -61,24 +61,24 @@ class Digester:
         """Takes the next bytes."""
 
     def result(self) -> Digest:
-        """That of all bytes so far."""
+        """The digest of all bytes so far."""
         high, low = _HALVES.unpack(self._hash.digest())
         return high, low
 
 
 def digest_of_bytes(kind: bytes, view: bytes | memoryview) -> Digest:
-    """That of an item whose bytes are all there; see :class:`Digester`."""
+    """The digest of an item whose bytes are all available; see :class:`Digester`."""
     digester = Digester(kind)
     digester.add(view)
     return digester.result()
 
 
 class Base:
-    """Items of a checkpoint, by digest: 16 bytes each, besides the columns that it is given.
+    """Items of a checkpoint, by digest; takes 16 bytes per item in addition to the given columns.
 
     Attributes:
-        attempt: The random name of the save that has made the checkpoint.
-        objects: The objects that have the items, each with its folder.
+        attempt: The random name of the save that made the checkpoint.
+        objects: The objects that hold the items, each with its folder.
     """
 
     def __init__(self, attempt: str, objects: Sequence[WrittenObject], extents: Extents) -> None:
@@ -100,12 +100,12 @@ class Base:
     def of(
         cls, attempt: str, folder: str, objects: Sequence[WrittenObject], extents: Extents
     ) -> Base:
-        """That of what a save has written to the checkpoint that is called ``folder``."""
+        """The base of what a save has written to the checkpoint named ``folder``."""
         placed = [one if one.folder else replace(one, folder=folder) for one in objects]
         return cls(attempt, placed, extents)
 
     def find(self, digest: Digest) -> Place | None:
-        """Where bytes of a digest are, by the number of the object in ``objects``; or None."""
+        """Where the bytes with a digest are (the object is an index into ``objects``), or None."""
         objects, offsets, lengths, _, lows = self._columns
         high, low = digest
         for place in range(bisect.bisect_left(self._highs, high), len(self._highs)):
@@ -121,7 +121,7 @@ class Base:
 
 
 def _numbers(column: torch.Tensor) -> memoryview:
-    """The numbers of a column of int64 that somebody keeps, each without a tensor of its own."""
+    """The numbers of a kept int64 column, without creating a tensor for each."""
     return memoryview(bytes_of(column)).cast("q") if column.numel() else memoryview(b"").cast("q")
 
 

@@ -1,36 +1,39 @@
-"""The commit: one conditional write of ``.metadata`` makes a checkpoint visible, or nothing does.
+"""The commit: one conditional write of ``.metadata``, which alone makes a checkpoint visible.
 
-A save goes like this:
+The steps of a save:
 
-1. :func:`begin` notes which version of ``.metadata`` is there, if any: the :class:`Baseline`.
+1. :func:`begin` records the current version of ``.metadata``, if any: the :class:`Baseline`.
 2. Each rank uploads its objects, whose names have a random part. Two attempts never write to the
    same key, nothing is renamed, and nothing is deleted yet.
-3. :func:`publish`, on the rank that commits, looks whether all that the metadata promise was
-   written, and whether it sees the objects of the other ranks as they have written them. It tries
-   whether the store honours conditions where nobody knows, and reads the names of the objects that
-   will have no purpose from the very version of the baseline.
-4. :func:`commit` writes ``.metadata`` on the condition that it is still that version, or still
-   missing. It is one PUT at any size: some stores ignore conditions where multipart uploads end.
-5. What was replaced is deleted.
+3. :func:`publish`, on the rank that commits, checks that everything the metadata promise was
+   written, and that it sees the other ranks' objects as they wrote them. It tests whether the store
+   honours conditions if this is unknown, and reads from the baseline's exact version the names of
+   the objects that the commit makes obsolete.
+4. :func:`commit` writes ``.metadata`` on the condition that it still has that version, or is still
+   missing. It is one PUT at any size: some stores ignore conditions on completing multipart
+   uploads.
+5. The objects that were replaced are deleted.
 
-So these can't happen, where A and B are two jobs, or a process that was thought dead and the one
-that was started in its place:
+This rules out the following, where A and B are two jobs, or a process presumed dead and its
+replacement:
 
-- *Both begin, A commits, then B.* B's condition does not hold: it gets a conflict, and deletes
-  what it has written itself, which A's checkpoint does not name.
-- *A lists what it replaces, B commits, A deletes B's objects.* A deletes behind its own commit
-  only, and what that replaces is what A has listed, by the condition.
-- *A dies.* Before its commit nothing is visible, and what was there is whole. Behind it the new
-  checkpoint is whole, and objects of the old one may stay, which no metadata name.
-- *The store carries out A's commit, and the answer is lost.* Sent again, it is refused, for A
-  itself has changed the version. So a try counts as failed only if the store itself says so
-  (``StoreError.certain``). Behind any other, ``.metadata`` is compared with what was sent: if it is
-  A's, the save has succeeded; if the store has refused a try and another's is there, B was faster.
-- *A gateway answers 503, and has A's commit carried out seconds later.* Nobody knows that it will
-  not, also when nothing is there yet: that is a :class:`CommitUnknownError`, and nothing is deleted
-  that the checkpoint would need.
-- *A reader has the old metadata when step 5 deletes their objects.* It finds that the metadata were
-  replaced and begins anew (``transfer.retry.retry_if_replaced``); it never takes this for damage.
+- *Both begin, A commits, then B.* B's condition fails: B gets a conflict and deletes what it wrote
+  itself, which A's checkpoint does not name.
+- *A lists what it replaces, B commits, A deletes B's objects.* A deletes only after its own commit,
+  and the condition guarantees that this commit replaced exactly what A had listed.
+- *A dies.* Before its commit nothing is visible, and the earlier checkpoint is intact. After it the
+  new checkpoint is intact, and objects of the old one that no metadata name may remain.
+- *The store carries out A's commit, and the answer is lost.* The retry is refused, because A itself
+  has changed the version. So a try counts as failed only if the store itself says so
+  (``StoreError.certain``). After any other failure, ``.metadata`` is compared with what was sent:
+  if it is A's, the save has succeeded; if the store has refused a try and another writer's is
+  there, B was faster.
+- *A gateway answers 503, and A's commit is carried out seconds later.* Even if nothing is there
+  yet, this can't be excluded: it raises :class:`CommitUnknownError`, and nothing that the
+  checkpoint would need is deleted.
+- *A reader has the old metadata when step 5 deletes their objects.* It sees that the metadata were
+  replaced and starts again (``transfer.retry.retry_if_replaced``); it never mistakes this for
+  damage.
 
 """
 
@@ -85,14 +88,14 @@ __all__ = [
 logger = logging.getLogger("cloudckpt")
 
 LONGEST_SAVE = 12 * 3600.0
-"""Seconds from the beginning of a save to its commit. Leftovers are swept when they are older than
-twice that."""
+"""The longest time from the beginning of a save to its commit, in seconds. Leftovers are swept once
+they are older than twice that."""
 
 _NO_VERSION = '"00000000000000000000000000000000"'
 
 
 def now() -> float:
-    """Seconds since some time in the past; they count while the machine is suspended, too."""
+    """Seconds since an arbitrary time, including time while the machine is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -103,7 +106,7 @@ class Baseline:
     Attributes:
         key: The commit object.
         version: Its version, or None if there was none.
-        began: When that was, in seconds by a clock that also counts while the machine sleeps.
+        began: When the save began, in seconds of :func:`now`.
     """
 
     key: str
@@ -111,14 +114,14 @@ class Baseline:
     began: float = field(default_factory=now, compare=False)
 
     def check_age(self, uri: str) -> None:
-        """Whether the save may still commit.
+        """Checks that the save is young enough to commit.
 
-        What is twice as old is swept as a leftover: an object that is, is of no save that will
-        commit. The commit is sent at once; docs/guarantees.md says what happens if the machine is
-        suspended just then.
+        Objects of twice that age are swept as leftovers, so none of them may belong to a save that
+        will commit. The commit is sent right after this check; docs/guarantees.md says what happens
+        if the machine is suspended in between.
 
         Raises:
-            IncompleteSaveError: If it began too long ago.
+            IncompleteSaveError: If the save began too long ago.
         """
         if now() - self.began > LONGEST_SAVE:
             raise IncompleteSaveError(
@@ -129,10 +132,10 @@ class Baseline:
 
 
 def begin(store: ObjectStore, key: str, *, overwrite: bool, retrier: Retrier) -> Baseline:
-    """Looks for a checkpoint that is there already.
+    """Looks for an existing checkpoint.
 
     Raises:
-        CheckpointExistsError: If there is one and it must not be overwritten.
+        CheckpointExistsError: If one exists that must not be overwritten.
     """
     try:
         version: str | None = retrier.call(lambda: store.head(key)).version
@@ -152,10 +155,10 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
 
     Args:
         store: The store.
-        setting: The user's word; ``auto`` believes the vendor's documentation where there is one
-            and tries it out otherwise, once for a store.
-        key: An object that nobody else writes, for the trial.
-        retrier: For transient failures of the trial.
+        setting: The user's setting; ``auto`` relies on the vendor's documentation where there is
+            one, and otherwise tests the store once.
+        key: An object for the test, which nothing else writes.
+        retrier: Retries transient failures of the test.
 
     Raises:
         ConfigError: If the store ignores conditions and the user has not accepted that.
@@ -186,9 +189,9 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
 
 
 def honours_conditions(store: ObjectStore, key: str, content: bytes, retrier: Retrier) -> bool:
-    """Whether a store minds conditions, found out with an object that may be written again.
+    """Whether a store honours conditions, tested on an object that may be overwritten.
 
-    It is: twice on conditions that do not hold, once on one that does.
+    It is written twice on conditions that do not hold, and once on one that does.
     """
     body = [memoryview(content)]
     checksum = store.capabilities.checksum.of(content)
@@ -203,10 +206,10 @@ def honours_conditions(store: ObjectStore, key: str, content: bytes, retrier: Re
             except PreconditionFailedError:
                 continue
             return False
-        # the version is asked for at each try: one whose answer was lost may have changed it
+        # each try asks for the version: a try whose answer was lost may have changed it
         retrier.call(lambda: put(if_version=store.head(key).version))
     except (PreconditionFailedError, InvalidRequestError):
-        return False  # the condition that holds was not recognized, or conditions are refused
+        return False  # a condition that holds failed, or conditions are refused
     return True
 
 
@@ -220,16 +223,17 @@ def commit(
 ) -> None:
     """Makes the checkpoint visible, in a single request.
 
-    A try fails for certain only if the store itself says so (:class:`StoreError`). Of all others
-    nobody knows: a gateway may answer 503 and have the request carried out seconds later, when the
-    commit object was looked for and not found. If there was one such try, the checkpoint must be
-    there, or another writer's be proof that it can't appear any more; else its data is needed.
+    A try certainly failed only if the store itself says so (:class:`StoreError`). The outcome of
+    any other failure is unknown: a gateway may answer 503 although the request is carried out
+    seconds later, after a look for the commit object found none. After such a try, either the
+    checkpoint must be there, or another writer's must prove that it can't appear any more;
+    otherwise its data must be kept.
 
     Raises:
-        CheckpointConflictError: If another writer has committed. Nothing of this save is visible,
-            nor will be.
-        CommitUnknownError: If it can't be found out whether the commit took place, or will.
-        StoreError: If it certainly did not, and will not.
+        CheckpointConflictError: If another writer has committed. Nothing of this save is or will
+            become visible.
+        CommitUnknownError: If it can't be determined whether the commit took place, or still will.
+        StoreError: If it certainly did not take place, and will not.
     """
     key, checksum = baseline.key, _checksum_of(store, body)
     absent = conditional and baseline.version is None
@@ -278,10 +282,10 @@ def _found(
     failure: StoreError,
     retrier: Retrier,
 ) -> tuple[bool, str | None]:
-    """Whether the commit object holds ``body`` now, and its version; None if there is no object.
+    """Whether the commit object now holds ``body``, and its version; None if there is no object.
 
-    A store that tells the checksum of an object is believed, as it says what is there now: its
-    bytes may come from a cache that keeps those of the checkpoint before.
+    If the store reports the object's checksum, that is compared, since it describes what is there
+    now; the bytes may come from a cache that still has the previous checkpoint.
 
     Raises:
         CommitUnknownError: If the store does not answer.
@@ -333,7 +337,7 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
 
 
 def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
-    """What a commit object says whose checkpoint is about to go; None if it can't be trusted."""
+    """The contents of a commit object whose checkpoint is about to go; None if untrustworthy."""
     try:
         return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:
@@ -349,16 +353,16 @@ def no_longer_needed(
     *,
     needed: Collection[str] = (),
 ) -> Sequence[str]:
-    """The keys of the objects of a checkpoint that is gone which nobody needs any more.
+    """The keys of a deleted or replaced checkpoint's objects that are no longer needed.
 
-    What can't be found out about is left behind, which is logged; it is swept one day.
+    Objects about which this can't be determined are left for a later sweep, and this is logged.
 
     Args:
         store: The store.
         uri: The checkpoint.
-        gone: Its commit object, which was deleted or replaced before; None if there was none.
+        gone: Its commit object, already deleted or replaced; None if there was none.
         config: Options.
-        needed: The keys that the checkpoint which has replaced it names.
+        needed: The keys named by the checkpoint that replaced it.
     """
     if gone is None:
         return ()
@@ -389,20 +393,20 @@ def publish(
     Args:
         store: The store of ``uri``.
         uri: The checkpoint.
-        config: The options.
+        config: Options.
         baseline: What was there when the save began.
         attempt: The random name of this save.
         objects: All data objects.
-        own: The names of those that this rank itself has written to ``store``; those of others are
-            looked for.
+        own: The names of the objects that this rank itself wrote to ``store``; the others are
+            looked up there.
         data: Makes the bytes of the commit object.
-        kept: The names of those that were there before, and stay if this fails.
+        kept: The names of objects that were there before and stay if this fails.
 
     Raises:
         DifferentCheckpointsError: If another rank has written to another store.
         CheckpointConflictError: If another writer has committed since the save began.
-        CommitUnknownError: If the store does not say whether the commit took place.
-        StoreError: If it did not take place, and will not.
+        CommitUnknownError: If the store's answers leave open whether the commit took place.
+        StoreError: If the commit did not take place, and will not.
     """
     named = {uri.key(record.name) for record in objects}
     sent = [
@@ -415,7 +419,7 @@ def publish(
         delete_quietly(store, sorted(keys), config.retry, threads=config.requests_at_once)
 
     def discard() -> None:
-        delete(map(uri.key, sent))  # never what it only refers to
+        delete(map(uri.key, sent))  # never objects that it only refers to
 
     retrier = Retrier(config.retry)
     try:

@@ -1,7 +1,7 @@
-"""Reads a commit object: as few of its bytes as tell what the checkpoint holds.
+"""Reads a commit object: only the bytes needed to know what the checkpoint holds.
 
-Our own have all that a reader needs at their end, so that a request for the last megabytes mostly
-fetches it; the pickle before it, which is for other readers, stays where it is.
+Our own have all that a reader needs at their end, so one request for the last megabytes usually
+fetches it. The pickle before it, for other readers, is not fetched.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ __all__ = ["CommitObject", "Fetched", "fetch", "object_names", "read_commit"]
 logger = logging.getLogger("cloudckpt")
 
 _TAIL = 4 * 1024 * 1024
-"""Bytes that are asked for at first: the columns of half a million chunks, or all of a small
-one."""
+"""Bytes of the first request: columns of half a million chunks, or all of a small commit object."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,14 @@ class Fetched:
 
     Attributes:
         info: The object.
-        data: Its bytes from some place on.
+        data: Its bytes from some offset to its end.
     """
 
     info: ObjectInfo
     data: bytearray
 
     def pack(self) -> bytes:
-        """It as bytes, for other ranks."""
+        """Packs it into bytes, for other ranks."""
         head = json.dumps([self.info.key, self.info.size, self.info.version]).encode()
         return struct.pack("<I", len(head)) + head + self.data
 
@@ -74,12 +73,12 @@ class Fetched:
 
 
 def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
-    """Reads what there is to know of a commit object: by two requests, mostly.
+    """Reads the necessary part of a commit object, usually in two requests.
 
     Args:
         store: The store.
         key: The commit object.
-        whole: Whether to read all of it; of other writers' that is always done.
+        whole: Whether to read all of it; other writers' are always read whole.
 
     Raises:
         ObjectNotFoundError: If there is none.
@@ -91,7 +90,7 @@ def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
     data = _range(store, info, start, info.size)
     if start:
         trailer = None
-        with contextlib.suppress(CheckpointCorruptError):  # of a newer version: who parses it says
+        with contextlib.suppress(CheckpointCorruptError):  # of a newer version: parsing it raises
             trailer = Trailer.at_end_of(data, store.uri(info.key))
         needed = info.size
         if trailer is not None and trailer.size + trailer.behind_pickle == info.size:
@@ -126,14 +125,14 @@ def _range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> bytea
 
 @dataclass(frozen=True)
 class CommitObject:
-    """What a commit object says.
+    """The contents of a commit object.
 
     Attributes:
         info: The object.
         metadata: torch's metadata; lazy if there is an inventory.
         record: Ours; None if another writer has written it.
-        notes: The notes, as they are stored.
-        trailer: What stands at its end; None if another writer has written it.
+        notes: The notes, as stored.
+        trailer: Its trailer; None if another writer has written it.
         whole: All of its bytes, if they were read.
     """
 
@@ -151,12 +150,12 @@ class CommitObject:
 
     @property
     def has_digests(self) -> bool:
-        """Whether it says what its items hold, so that others may refer to them."""
+        """Whether it has its items' digests, so that later checkpoints may refer to them."""
         return self.inventory is not None and self.inventory.extents.has_digests
 
     @property
     def objects(self) -> Sequence[WrittenObject]:
-        """Its data objects, if it is ours."""
+        """Its data objects, if cloudckpt wrote it."""
         return () if self.record is None else self.record.objects
 
     @property
@@ -166,16 +165,17 @@ class CommitObject:
 
     @property
     def structure(self) -> Structure:
-        """How what was saved was nested, beyond what the metadata say."""
+        """How the saved state was nested, beyond what the metadata say."""
         return Structure() if self.record is None else self.record.structure
 
     @classmethod
     def parse(cls, fetched: Fetched, uri: str, *, trust_pickle: bool = False) -> CommitObject:
-        """Reads it.
+        """Reads the fetched bytes.
 
         Raises:
-            UntrustedPickleError: If another writer's names code that is not on the allow-list.
-            CheckpointCorruptError: If it is damaged, or no metadata.
+            UntrustedPickleError: If another writer's metadata name code that is not on the
+                allow-list.
+            CheckpointCorruptError: If it is damaged, or not metadata.
         """
         data = fetched.data
         whole = data if len(data) == fetched.info.size else None
@@ -197,7 +197,7 @@ class CommitObject:
         return cls(fetched.info, metadata, record, notes, trailer, whole)
 
     def pickled(self, store: ObjectStore, retrier: Retrier) -> Metadata:
-        """What torch's pickle says, which a load of ours does without where there are columns.
+        """The metadata in torch's pickle; loads with cloudckpt need it only without columns.
 
         Raises:
             CheckpointCorruptError: If it is damaged, or can't be read.
@@ -231,11 +231,11 @@ class CommitObject:
     def names(self, uri: str) -> set[str]:
         """The names of the data objects.
 
-        Another writer's metadata may name anything beneath the prefix, also the commit object that
-        is there by now or another checkpoint: only what can be data of this one counts.
+        Another writer's metadata may name anything beneath the prefix, even the current commit
+        object or another checkpoint: only possible data objects of this checkpoint count.
 
         Raises:
-            CheckpointCorruptError: If it names what lies outside of the checkpoint.
+            CheckpointCorruptError: If it names anything outside the checkpoint.
         """
         if self.record is not None:
             return {one.name for one in self.record.objects}
@@ -243,12 +243,12 @@ class CommitObject:
 
 
 def _is_ours(metadata: Metadata) -> bool:
-    """Whether a save of cloudckpt has written metadata; somebody may have pickled them again."""
+    """Whether a save of cloudckpt wrote the metadata; they may have been pickled again since."""
     return str(getattr(metadata.storage_meta, "save_id", "")).startswith(save_id_of(""))
 
 
 def names_in(metadata: Metadata, uri: str) -> set[str]:
-    """The names of the data objects that metadata of another writer name."""
+    """The names of the data objects in another writer's metadata."""
     places = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
     names = {
         checked(entry.relative_path, uri)
@@ -265,8 +265,8 @@ def object_names(fetched: Fetched, uri: str) -> set[str]:
     """The names of the data objects, see :meth:`CommitObject.names`.
 
     Raises:
-        UntrustedPickleError: If another writer's names code that is not on the allow-list.
-        CheckpointCorruptError: If it is damaged, or no metadata.
+        UntrustedPickleError: If another writer's metadata name code that is not on the allow-list.
+        CheckpointCorruptError: If it is damaged, or not metadata.
     """
     return CommitObject.parse(fetched, uri).names(uri)
 
@@ -278,9 +278,9 @@ def _checked_record(fetched: Fetched, trailer: Trailer, uri: str) -> Record | No
 
 
 def _checked(fetched: Fetched, trailer: Trailer, uri: str) -> memoryview:
-    """The bytes of the body, if they are those that were written."""
+    """The bytes of the body, verified against their checksum."""
     if len(fetched.data) == fetched.info.size:
-        pickle_in(fetched.data, uri)  # it is for others, but what is damaged is told
+        pickle_in(fetched.data, uri)  # it is for other readers, but damage must be reported
     found = _body_in(fetched.data, trailer)
     size = trailer.size + trailer.behind_pickle
     if found is None or size != fetched.info.size or CRC32C.of(found) != trailer.body_crc:
@@ -298,11 +298,11 @@ def read_commit(
     *,
     trust_pickle: bool = False,
 ) -> tuple[CommitObject, Fetched]:
-    """A commit object, and its bytes; fetched once more if it seems to be damaged.
+    """A commit object, and its bytes; fetched once more if it seems damaged.
 
     Raises:
         ObjectNotFoundError: If there is none.
-        UntrustedPickleError: If another writer's names code that is not on the allow-list.
+        UntrustedPickleError: If another writer's metadata name code that is not on the allow-list.
         CheckpointCorruptError: If it is damaged.
         StoreError: If the store refuses or stays unreachable.
     """

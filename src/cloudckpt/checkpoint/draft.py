@@ -1,7 +1,7 @@
 """The bytes of a commit object, before they are sent.
 
-All of them are made anew at each commit, of what all ranks have written, by the same steps. A save
-of the same structure takes only the plan from the one before.
+They are made anew for each commit from what all ranks have written. A save of the same structure
+reuses only the plan of the previous save.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Draft:
         attempt: The random name of the save.
         objects: Its data objects.
         inventory: What it holds; None if only the pickle can say so.
-        metadata: torch's metadata of it.
+        metadata: torch's metadata for it.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class Draft:
 
         Args:
             planned: What all ranks were to write.
-            written: By rank, what it has written.
+            written: By rank, what it wrote.
             checksum: The algorithm of the store.
             attempt: The random name of the save: sixteen hexadecimal digits.
             uri: The checkpoint.
 
         Raises:
             DifferentCheckpointsError: If a rank has written to another location.
-            IncompleteSaveError: If the metadata promise an item that nobody has written, or a rank
-                has written what makes no sense.
+            IncompleteSaveError: If the metadata promise an item that no rank has written, or a
+                rank's report is inconsistent.
         """
         _check_location(written, uri)
         for rank, (count, one) in enumerate(zip(planned.counts, written, strict=True)):
@@ -128,7 +128,8 @@ class Draft:
 
     @classmethod
     def from_inventory(cls, inventory: Inventory, attempt: str) -> Draft:
-        """That of an inventory; only the pickle has it if the format has no room for all of it."""
+        """The draft of an inventory; only the pickle holds it if the format has no room for all of
+        it."""
         metadata, objects = lazy_metadata(inventory, attempt), inventory.objects
         try:
             pickled = metadata_pickle(inventory, attempt)
@@ -147,7 +148,7 @@ class Draft:
         checksum: ChecksumAlgorithm,
         structure: Structure,
     ) -> Draft:
-        """That of metadata which columns can't express, or not in bounds."""
+        """The draft of metadata that columns can't express, or not within the format's limits."""
         with paused_gc():
             pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
         record = Record(attempt, objects, checksum, structure).to_bytes()
@@ -157,11 +158,11 @@ class Draft:
     def of_copy(
         cls, source: CommitObject, objects: Mapping[str, WrittenObject], attempt: str
     ) -> Draft:
-        """That of a copy of a checkpoint.
+        """The draft of a copy of a checkpoint.
 
         Args:
-            source: What is copied.
-            objects: What its data objects have become, by the names that they had.
+            source: The checkpoint that is copied.
+            objects: The copies of its data objects, by their original names.
             attempt: The random name of the copy.
         """
         renamed = [objects[one.name] for one in source.objects]
@@ -186,24 +187,24 @@ class Draft:
         return cls(attempt, list(objects.values()), metadata, None, pickled, b"")
 
     def data(self, notes: bytes = b"") -> list[memoryview]:
-        """All bytes of the commit object, with notes in it."""
+        """All bytes of the commit object, including the notes."""
         return with_trailer(self._pickled, self._record, notes)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What the ranks of a save are to write, in this one and in those that follow by the same plan.
+    """What the ranks are to write, in this save and in later ones by the same plan.
 
-    It is made before they write, so that the plans of all ranks need not be kept until they have.
+    It is made before they write, so that the plans of all ranks need not be kept meanwhile.
 
     Attributes:
         counts: By rank, the number of items in its plan.
-        inventory: All of it, without places; None if columns can't express it.
+        inventory: All of it, without locations; None if columns can't express it.
         rows: By rank, the rows of the items in its plan.
-        structure: What flattening has lost of the state dicts of all ranks; None if each says
-            that with what it has written.
+        structure: What flattening has lost of the state dicts of all ranks; None if each rank
+            reports it with what it has written.
         metadata: torch's, where there is no inventory.
-        indices: By rank, those of the items in its plan, in that case.
+        indices: By rank, the indices of the items in its plan, in that case.
     """
 
     counts: tuple[int, ...]
@@ -220,11 +221,11 @@ class Planned:
         indices: Sequence[Sequence[MetadataIndex]],
         checksum: ChecksumAlgorithm,
     ) -> Planned:
-        """That of a planner which makes torch's metadata.
+        """The plan of a planner that makes torch's metadata.
 
         Args:
-            metadata: The planner's.
-            indices: By rank, those of the items in its plan, in its order.
+            metadata: The planner's metadata.
+            indices: By rank, the indices of the items in its plan, in the plan's order.
             checksum: The algorithm of the store.
         """
         counts = tuple(map(len, indices))
@@ -240,10 +241,10 @@ class Planned:
 
 
 def _check_rows(inventory: Inventory, rows: Sequence[torch.Tensor]) -> None:
-    """Whether the ranks write all that is to be there, and nothing else.
+    """Checks that the ranks write everything in the inventory, and nothing else.
 
     Raises:
-        NotInColumnsError: If they don't, or two chunks have one place.
+        NotInColumnsError: If they don't, or two chunks are the same part of a tensor.
     """
     is_written = torch.zeros(inventory.count, dtype=torch.bool, device="cpu")
     for of_rank in rows:
@@ -255,9 +256,9 @@ def _check_rows(inventory: Inventory, rows: Sequence[torch.Tensor]) -> None:
 
 
 def _objects_of(written: Sequence[Written]) -> tuple[list[WrittenObject], list[torch.Tensor]]:
-    """The objects of all ranks, each once, and by rank the numbers that its own have there.
+    """The objects of all ranks, each once, and by rank the numbers of its own among them.
 
-    Several ranks may refer to one object of another checkpoint.
+    Several ranks may refer to the same object of another checkpoint.
     """
     found: dict[str, int] = {}
     objects: list[WrittenObject] = []
@@ -279,7 +280,7 @@ def _extents(
     written: Sequence[Written],
     numbers: Sequence[torch.Tensor],
 ) -> Extents:
-    """Where all rows lie, by the numbers of the objects of all ranks."""
+    """Where all rows lie, with objects numbered across all ranks."""
     have_digests = all(one.extents.has_digests for one in written)
     columns = [unfilled(count) for _ in range(5 if have_digests else 3)]
     for of_rank, one, number in zip(rows, written, numbers, strict=True):
@@ -304,7 +305,7 @@ def _places(
 
 
 def _check_location(written: Sequence[Written], uri: str) -> None:
-    """Whether all ranks have written to the location of the one that commits."""
+    """Checks that all ranks have written to the committing rank's location."""
     for rank, one in enumerate(written):
         if one.uri != uri:
             raise DifferentCheckpointsError(
@@ -317,7 +318,7 @@ def _check_location(written: Sequence[Written], uri: str) -> None:
 def _check_complete(
     metadata: Metadata, written: dict[MetadataIndex, StorageInfo], uri: str
 ) -> None:
-    """Whether every item that a reader may ask for was written."""
+    """Checks that every item that a reader may ask for was written."""
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             wanted = [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]

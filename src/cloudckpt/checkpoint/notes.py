@@ -1,7 +1,7 @@
-"""Notes: what a training run wants to know of a checkpoint without loading it.
+"""Notes: what a training run wants to know about a checkpoint without loading it.
 
-They stand at the end of the commit object, so that they are there if and only if the checkpoint is,
-and are read by two small requests.
+They are at the end of the commit object, so that they exist if and only if the checkpoint does, and
+two small requests read them.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from cloudckpt.uri import CheckpointURI
 
 __all__ = ["Notes", "metrics_of", "read_notes", "stored_notes", "with_timing"]
 
-_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # which JSON has no numbers for
+_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # values that JSON numbers can't express
 
 
 @dataclass(frozen=True, kw_only=True)
 class Notes:
-    """What is noted with a checkpoint.
+    """The notes of a checkpoint.
 
     Attributes:
-        step: The step of the training.
-        metrics: Numbers by which checkpoints are compared.
-        user: Whatever else JSON can hold.
-        save: What the save took; noted by the save itself, if there is room for it.
+        step: The training step.
+        metrics: Numbers by which to compare checkpoints.
+        user: Anything else that JSON can hold.
+        save: How long the save took, recorded by the save itself if there is room.
     """
 
     step: int | None = None
@@ -47,10 +47,10 @@ class Notes:
     save: SaveTiming | None = field(default=None, compare=False)
 
     def to_json(self) -> bytes:
-        """The bytes that are stored, without what the save took; none if nothing is noted.
+        """The bytes to store, without the save's timing; empty if there are no notes.
 
         Raises:
-            ConfigError: If JSON has no such values, or they are too many.
+            ConfigError: If JSON can't hold the values, or they are too large.
         """
         if self == Notes():
             return b""
@@ -79,10 +79,10 @@ class Notes:
 
     @classmethod
     def from_json(cls, data: bytes, uri: str) -> Notes:
-        """Reads them.
+        """Reads notes from their stored bytes.
 
         Raises:
-            CheckpointCorruptError: If they are no notes.
+            CheckpointCorruptError: If they are not valid notes.
         """
         if not data:
             return cls()
@@ -101,7 +101,7 @@ class Notes:
 
 
 def with_timing(noted: bytes, timing: SaveTiming) -> bytes:
-    """Notes as they are stored, with what the save took, as far as there is room for it."""
+    """The bytes to store with the save's timing added, as far as there is room."""
     key = b'"save":'
     head = noted[:-1] + b"," + key if noted else b"{" + key
     taken = timing.to_json(MOST_NOTES - len(head) - 1)
@@ -109,10 +109,10 @@ def with_timing(noted: bytes, timing: SaveTiming) -> bytes:
 
 
 def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as plain numbers; scalars of torch and numpy are taken, too.
+    """Metrics as plain numbers; also accepts scalars of torch and numpy.
 
     Raises:
-        ConfigError: If a name is no string, or a value no number.
+        ConfigError: If a name is not a string, or a value not a number.
     """
     found: dict[str, float] = {}
     for name, value in (given or {}).items():
@@ -120,16 +120,16 @@ def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:
             if not isinstance(name, str) or isinstance(value, (str, bytes)):
                 raise TypeError
             found[name] = float(_plain(value) if hasattr(value, "item") else value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's, of many elements
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises it for tensors of many elements
             raise ConfigError(f"metrics: {name!r}={value!r} is no number") from None
     return found
 
 
 def read_notes(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Notes:
-    """The notes of a committed checkpoint; empty if it has none, or is of another writer.
+    """The notes of a committed checkpoint; empty if it has none, or another writer's.
 
     Raises:
-        CheckpointNotFoundError: If there is none.
+        CheckpointNotFoundError: If there is no committed checkpoint.
         CheckpointCorruptError: If its notes are damaged.
         StoreError: If the store refuses or stays unreachable.
     """
@@ -144,7 +144,7 @@ def read_notes(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Note
 
 
 def stored_notes(store: ObjectStore, commit: ObjectInfo) -> bytes:
-    """The notes at the end of a commit object, as they are stored.
+    """The notes at the end of a commit object, as stored.
 
     Raises:
         CheckpointCorruptError: If they are damaged.
@@ -158,10 +158,10 @@ def stored_notes(store: ObjectStore, commit: ObjectInfo) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A scalar of numpy or torch as a number of Python's.
+    """A scalar of numpy or torch as a Python number.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not a number.
     """
     if not hasattr(value, "item"):
         raise TypeError(f"a {type(value).__name__} is none of JSON's values")

@@ -1,4 +1,4 @@
-"""The objects of a checkpoint: what they are called, and whether they are there."""
+"""The objects of a checkpoint: their names, and whether they exist."""
 
 from __future__ import annotations
 
@@ -57,23 +57,24 @@ __all__ = [
 logger = logging.getLogger("cloudckpt")
 
 METADATA = ".metadata"
-"""The object whose presence makes a checkpoint; torch's name for it."""
+"""The object whose presence makes a checkpoint, by torch's name for it."""
 
 OF_RANKS = "__"
-"""What the names of all objects begin with that single ranks have written."""
+"""Prefix of the names of all objects that single ranks write."""
 PART = f"__0{METADATA}"
-"""The metadata of the first of the ranks that torch has let save each by itself."""
+"""The metadata of rank 0 where torch has let each rank save on its own."""
 
-_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, halves of pairs
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, lone surrogates
 
 
 def data_name(rank: int, ordinal: int, attempt: str) -> str:
-    """A shard object. ``attempt`` keeps two attempts from ever writing to the same key."""
+    """The name of a shard object; ``attempt`` keeps two attempts from writing to the same key."""
     return f"__{rank}_{ordinal}.{attempt}.distcp"
 
 
 def pending_name(rank: int, attempt: str) -> str:
-    """What a saving process leaves beside a rank's shard objects when its trainer is gone."""
+    """The name of the object that a saving process leaves next to a rank's shards without a
+    trainer."""
     return f"__{rank}.{attempt}.pending"
 
 
@@ -86,24 +87,24 @@ def is_pending_name(name: str) -> bool:
 
 
 def rank_of(name: str) -> int:
-    """Who has written a shard object."""
+    """The rank that wrote a shard object."""
     return int(re.match(r"__(\d+)_", name)[1])  # type: ignore[index]
 
 
 KEPT_FOR = ".cloudckpt-keep."
-"""What the names of all marks of saves that may refer to a checkpoint begin with."""
+"""Prefix of the names of all marks of saves that may refer to a checkpoint."""
 
 
 def keep_name(attempt: str) -> str:
-    """What a save puts into another checkpoint whose data objects it may refer to.
+    """The name of the mark that a save puts into a checkpoint whose objects it may refer to.
 
-    As long as it is there, they are not deleted; see :mod:`cloudckpt.checkpoint.references`.
+    While it is there, they are not deleted; see :mod:`cloudckpt.checkpoint.references`.
     """
     return f"{KEPT_FOR}{attempt}"
 
 
 def keeps_in(folder: CheckpointURI) -> str:
-    """What the keys of all objects of :func:`keep_name` in a checkpoint begin with."""
+    """Prefix of the keys of all :func:`keep_name` objects in a checkpoint."""
     return folder.key(KEPT_FOR)
 
 
@@ -113,12 +114,12 @@ def is_keep_name(name: str) -> bool:
 
 
 def trial_name(attempt: str) -> str:
-    """An object on which is tried whether the store honours conditions; it is deleted then."""
+    """The name of an object for testing whether the store honours conditions; deleted afterwards."""
     return f".conditions.{attempt}"
 
 
 def probe_name(of: Literal["doctor", "sweep"], drawn: str) -> str:
-    """What the names of objects begin with that find out what a store does; they are deleted."""
+    """Prefix of the names of objects that test what a store does; they are deleted afterwards."""
     return f".cloudckpt-{of}.{drawn}"
 
 
@@ -129,9 +130,9 @@ _DRAWN = re.compile(
 
 
 def is_drawn_name(name: str) -> bool:
-    """Whether a name is one that was drawn at random: of the five kinds above.
+    """Whether a name was drawn at random: one of the five kinds above.
 
-    Nobody but cloudckpt has written what is called so, for one purpose, and under no name twice.
+    Only cloudckpt writes objects with such names, for one purpose each, and never reuses a name.
     """
     if _OF_DATA.fullmatch(name) or _DRAWN.fullmatch(name):
         return True
@@ -139,10 +140,10 @@ def is_drawn_name(name: str) -> bool:
 
 
 def checked(name: object, uri: str) -> str:
-    """``name``, if it stays beneath the checkpoint's prefix, or is a data object of one beside it.
+    """Returns ``name`` if it is beneath the checkpoint's prefix, or a data object of a sibling.
 
-    Names come from the bucket; one that leads elsewhere must not be read, much less deleted. What
-    is in a checkpoint beside it must have a name as only cloudckpt draws them.
+    Names come from the bucket; one that leads elsewhere must not be read, much less deleted. An
+    object in a sibling checkpoint must have a name that only cloudckpt draws.
 
     Raises:
         CheckpointCorruptError: If it does not.
@@ -163,7 +164,7 @@ def checked(name: object, uri: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ObjectRecord:
-    """An object of the checkpoint: its name beneath the prefix, bytes, checksum."""
+    """An object of the checkpoint: its name beneath the prefix, size in bytes, and checksum."""
 
     name: str
     size: int
@@ -171,7 +172,7 @@ class ObjectRecord:
 
 
 RECORD = struct.Struct("<II8sQQII")
-"""The bytes of a :class:`WrittenObject`."""
+"""The packed form of a :class:`WrittenObject`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +180,15 @@ class WrittenObject:
     """A data object that the store has.
 
     Attributes:
-        rank: Who has written it.
+        rank: The rank that wrote it.
         ordinal: Its number among the objects of that rank, from 0.
         attempt: The random part of its name: sixteen hexadecimal digits.
-        size: Its bytes.
-        checksum: Theirs, by the algorithm of the store.
+        size: Its size in bytes.
+        checksum: Its checksum, by the store's algorithm.
         index_size: Bytes of the index at its end.
-        index_crc: CRC32C of these.
-        folder: The checkpoint that it is in, by its name in the folder around both; empty if it is
-            in the one that names it.
+        index_crc: CRC32C of the index.
+        folder: The name of the sibling checkpoint that it is in; empty if it is in the checkpoint
+            that names it.
     """
 
     rank: int
@@ -201,12 +202,12 @@ class WrittenObject:
 
     @property
     def name(self) -> str:
-        """Its name beneath the checkpoint; of one in another, from there."""
+        """Its name relative to the checkpoint, also if it is in another one."""
         name = data_name(self.rank, self.ordinal, self.attempt)
         return f"../{self.folder}/{name}" if self.folder else name
 
     def pack(self) -> bytes:
-        """It in 40 bytes, without the folder."""
+        """Packs it into 40 bytes, without the folder."""
         return RECORD.pack(
             self.rank,
             self.ordinal,
@@ -219,10 +220,10 @@ class WrittenObject:
 
     @classmethod
     def unpack_all(cls, packed: bytes | bytearray | memoryview) -> tuple[WrittenObject, ...]:
-        """Those that :meth:`pack` has packed, one after the other.
+        """Unpacks consecutive results of :meth:`pack`.
 
         Raises:
-            ValueError: If their sizes make no sense.
+            ValueError: If their sizes are invalid.
         """
         found = tuple(
             cls(rank, ordinal, attempt.hex(), size, *rest)
@@ -234,7 +235,7 @@ class WrittenObject:
 
 
 def pack_objects(objects: Sequence[WrittenObject]) -> tuple[bytes, tuple[str, ...]]:
-    """Objects as bytes, and their folders; none if all are in the checkpoint itself."""
+    """Objects as bytes, and their folders; no folders if all are in the checkpoint itself."""
     folders = tuple(one.folder for one in objects)
     return b"".join(one.pack() for one in objects), folders if any(folders) else ()
 
@@ -245,7 +246,7 @@ def unpack_objects(
     """The reverse of :func:`pack_objects`.
 
     Raises:
-        ValueError: If they make no sense.
+        ValueError: If they are invalid.
     """
     found = WrittenObject.unpack_all(packed)
     if not folders:
@@ -255,10 +256,10 @@ def unpack_objects(
 
 
 def check_folder(folder: object) -> None:
-    """Refuses what is no name of a checkpoint beside another.
+    """Refuses anything that can't be the name of a sibling checkpoint.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it can't be.
     """
     if type(folder) is not str or folder in ("", ".", "..") or "/" in folder:
         raise ValueError("a name of another checkpoint that is none")
@@ -266,14 +267,14 @@ def check_folder(folder: object) -> None:
         raise ValueError("a name of another checkpoint with characters that none has")
 
 
-_MOST_KEYS = 5000  # that are listed for a hint: five pages of S3
+_MOST_KEYS = 5000  # keys listed for a hint: five pages of S3
 
 
 async def find_commit(view: View, uri: CheckpointURI) -> ObjectInfo | None:
-    """The commit object of a location; None only if the store said that it has none.
+    """The commit object of a location; None only if the store says that there is none.
 
     Raises:
-        StoreError: If it said anything else, for example that there is no such bucket.
+        StoreError: If the store says anything else, for example that the bucket does not exist.
     """
     try:
         return await view.look(uri.key(METADATA))
@@ -287,9 +288,9 @@ def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bo
 
 
 def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
-    """Which checkpoints there are beneath a location, for the message of another error.
+    """Lists the checkpoints beneath a location, for the message of another error.
 
-    Empty if a short look finds none. What fails here finds nothing, and is not tried again.
+    Empty if a short listing shows none, or if it fails; it is not retried.
     """
     found: set[str] = set()
     seen, top = 0, uri.key("")
@@ -313,7 +314,7 @@ _DIGITS = frozenset("0123456789")
 
 
 def natural_order(text: str) -> list[tuple[bool, int, str]]:
-    """Orders names by the numbers in them: step-200 stands before step-1000."""
+    """Sort key that orders names by the numbers in them: step-200 before step-1000."""
     return [
         (part[:1] in _DIGITS, int(part) if part[:1] in _DIGITS else 0, part)
         for part in re.split(r"([0-9]+)", text)
@@ -321,7 +322,7 @@ def natural_order(text: str) -> list[tuple[bool, int, str]]:
 
 
 _MOST_SINGLE_LOOKS = 64
-"""Of more objects a listing tells sooner, with up to 1,000 in an answer."""
+"""For more objects a listing is faster, with up to 1,000 in an answer."""
 
 
 def look_for(
@@ -331,16 +332,16 @@ def look_for(
     group: TaskGroup,
     retrier: Retrier,
 ) -> None:
-    """Has ``group`` look at objects of other ranks; one that is not there as written fails it.
+    """Has ``group`` check that other ranks' objects are there as written; it fails if one is not.
 
-    Ranks may agree on a URI and mean different stores by it: another AWS_ENDPOINT_URL on one node,
-    or a local path on the disks of two nodes. Each upload then succeeds, and what is committed
-    would be nowhere whole. How the ranks reach a store proves nothing, since nodes may have
-    gateways of their own; but an object under a name that one rank has drawn at random, of the size
-    that it says, is only where that rank has written it.
+    The same URI may lead ranks to different stores: another AWS_ENDPOINT_URL on one node, or a
+    local path on the disks of two nodes. Each upload then succeeds, and no store would have the
+    whole checkpoint. Comparing how the ranks reach the store proves nothing, since each node may
+    have its own gateway. But an object with the random name and the size that a rank reports exists
+    only where that rank wrote it.
 
-    What a listing lacks is looked at by itself before that is believed: listings may be refused,
-    and those of network file systems may be old.
+    An object missing from a listing is requested individually before it counts as missing: listings
+    may be refused, and network file systems may return stale ones.
 
     Raises:
         DifferentCheckpointsError: In the task, if an object is not there as it was written.
@@ -356,7 +357,7 @@ def look_for(
 def _listed(
     store: ObjectStore, uri: CheckpointURI, objects: Collection[ObjectRecord], retrier: Retrier
 ) -> set[str]:
-    """The names of those that a listing shows as they were written."""
+    """The names of the objects that a listing shows as they were written."""
     names = {(uri.key(record.name), record.size): record.name for record in objects}
 
     def listed() -> set[str]:

@@ -1,8 +1,9 @@
-"""An inventory in bytes: what a rank tells others, and what ``.metadata`` has behind the pickle.
+"""An inventory in bytes: what ranks exchange, and what follows the pickle in ``.metadata``.
 
-One JSON document with all that is no column (names, shapes, element types, paths), and columns of
-whole numbers: of the objects, of the places of the rows, and of the parts that chunks are. Both are
-compressed. Nothing in it is a pickle, and what reading it takes is bounded before it is read.
+One JSON document with everything that is not a column (names, shapes, element types, paths), and
+columns of integers: the objects, the locations of the rows, and which part of its tensor each chunk
+is. Both are compressed. Nothing in it is a pickle, and the memory needed to read it is bounded
+beforehand.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ __all__ = ["Record", "bound"]
 _MAGIC = b"ckptrec\1"
 _HEADER = struct.Struct(
     "<8s?3xIQQQ"
-)  # whether it has an inventory; of both parts the bytes, packed and not
+)  # whether it has an inventory; bytes of both parts, packed and unpacked
 _END = 1 << 63
 _HALF = 1 << 64
 
 _LEAST = 1 << 20
 _TIMES = 16
-_UNWRITTEN = 1 << 24  # rows that may have no columns: of plans that are scalars and values alone
+_UNWRITTEN = 1 << 24  # rows allowed without columns: plans of scalars and values only
 
 _LAYOUTS = {str(kind).removeprefix("torch."): kind for kind in (torch.strided,)}
 _FORMATS = {
@@ -58,21 +59,21 @@ _FORMATS = {
 
 
 def bound(pickle_size: int) -> int:
-    """Bytes that the record behind a pickle of so many bytes may take in memory."""
+    """Bytes that a record may take in memory if the pickle before it has this many bytes."""
     return max(_LEAST, _TIMES * pickle_size)
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank, or all ranks, have written, or are to write.
+    """What one rank, or all ranks, have written or are to write.
 
     Attributes:
         attempt: The random name of the save; empty if nothing was written yet.
         objects: The data objects.
         checksum: The algorithm of all checksums.
-        structure: What torch's paths do not say.
-        inventory: Names, chunks and places; None if only a pickle has them.
-        whole: The numbers of names of which no other rank may have a part.
+        structure: The nesting that torch's paths do not express.
+        inventory: Names, chunks and locations; None if only a pickle has them.
+        whole: The numbers of the names of which no other rank may have a part.
     """
 
     attempt: str
@@ -84,19 +85,19 @@ class Record:
 
     @classmethod
     def of(cls, inventory: Inventory, attempt: str = "", whole: Sequence[int] = ()) -> Record:
-        """That of an inventory."""
+        """The record of an inventory."""
         kept = inventory.structure
         return cls(attempt, inventory.objects, inventory.checksum, kept, inventory, whole)
 
     def without_inventory(self) -> Record:
-        """The same for metadata that say themselves where everything is."""
+        """The same without the inventory, for metadata that say themselves where everything is."""
         return Record(self.attempt, self.objects, self.checksum, self.structure)
 
     def to_bytes(self, most: int | None = None) -> bytes:
-        """It as bytes.
+        """The record as bytes.
 
         Args:
-            most: Bytes that it may take when it is read.
+            most: Bytes that it may take in memory when it is read.
 
         Raises:
             ValueError: If the format has no room for it.
@@ -123,28 +124,28 @@ class Record:
 
     @staticmethod
     def is_one(data: bytes) -> bool:
-        """Whether bytes are a record, and nothing else that ranks tell each other."""
+        """Whether bytes are a record, as opposed to anything else that ranks exchange."""
         return data.startswith(_MAGIC)
 
     @staticmethod
     def has_inventory(data: memoryview) -> bool:
-        """Whether a record has an inventory, as far as its first bytes say."""
+        """Whether a record has an inventory, according to its first bytes."""
         return len(data) < _HEADER.size or bool(_HEADER.unpack_from(data)[1])
 
     @classmethod
     def parse(
         cls, data: bytes | bytearray | memoryview, uri: str, most: int | None = None
     ) -> Record:
-        """Reads a record, whose checksum is right if it comes from a store.
+        """Reads a record; if it comes from a store, its checksum has been verified.
 
         Args:
-            data: What :meth:`to_bytes` has made.
-            uri: Whose it is, for messages.
-            most: Bytes that it may take in memory; None if a rank of this job has made it, whose
-                numbers are believed.
+            data: The result of :meth:`to_bytes`.
+            uri: The checkpoint, for messages.
+            most: Bytes that it may take in memory; None if it was made by a rank of this job, whose
+                numbers are trusted.
 
         Raises:
-            CheckpointCorruptError: If it makes no sense all the same.
+            CheckpointCorruptError: If it is inconsistent all the same.
         """
         with _made_sense_of(uri), paused_gc():
             return _parse(memoryview(data), most)
@@ -213,7 +214,7 @@ def _parse(data: memoryview, most: int | None) -> Record:
 
 @dataclass(frozen=True)
 class _Head:
-    """What the document of a record says."""
+    """The document of a record."""
 
     attempt: str
     objects: int
@@ -230,7 +231,7 @@ class _Head:
 
     @functools.cached_property
     def rows_of(self) -> dict[int, torch.Tensor]:
-        """By number of dimensions the rows of the chunks of such tensors."""
+        """By number of dimensions, the rows of the chunks of such tensors."""
         tensors = [entry for entry in self.entries.values() if entry.shape is not None]
         dims = sorted({len(entry.shape or ()) for entry in tensors})
         return {count: rows_of(tensors, count) for count in dims}
@@ -238,7 +239,7 @@ class _Head:
 
 @functools.lru_cache(maxsize=2)
 def _head(packed: bytes, size: int) -> _Head:
-    """The document; ranks of most jobs say the same, to the byte, and share what comes of it."""
+    """The document; cached, since in most jobs all ranks send the same bytes."""
     text = str(inflated(memoryview(packed), size), "utf-8", "surrogatepass")
     document = json.loads(text, parse_constant=_no_number)
     attempt, objects = document["attempt"], document["objects"]
@@ -273,21 +274,21 @@ def _head(packed: bytes, size: int) -> _Head:
 
 
 class _Reading:
-    """Columns, one after the other."""
+    """Reads columns one after the other."""
 
     def __init__(self, packed: memoryview, size: int) -> None:
         self._data = Inflating(packed, size)
 
     def fill(self, columns: torch.Tensor) -> None:
-        """Reads the next columns: a row of ``columns`` each."""
+        """Reads the next columns into the rows of ``columns``."""
         for column in columns.unbind(0):
             unpack_column(self._data, column)
 
     def objects(self, count: int, folders: Sequence[str]) -> tuple[WrittenObject, ...]:
-        """Reads data objects, which are in the checkpoint itself or in these others.
+        """Reads data objects, which are in the checkpoint itself or in one of ``folders``.
 
         Raises:
-            ValueError: If their sizes make no sense.
+            ValueError: If their sizes are invalid.
         """
         if count > self._data.left:
             raise ValueError("there are fewer objects than it says")
@@ -307,11 +308,11 @@ class _Reading:
         return tuple(found)
 
     def end(self) -> None:
-        """Refuses what follows."""
+        """Refuses any remaining bytes."""
         self._data.end()
 
     def chunks(self, rows_of: Mapping[int, torch.Tensor]) -> dict[int, Chunks]:
-        """Which parts of their tensors the chunks are, by number of dimensions."""
+        """By number of dimensions, which parts of their tensors the chunks are."""
         found: dict[int, Chunks] = {}
         for dims, rows in rows_of.items():
             both = unfilled(2, dims, rows.numel())
@@ -326,7 +327,7 @@ _OBJECT = ("rank", "ordinal", "attempt", "size", "checksum", "index_size", "inde
 
 
 def _columns_of(objects: Sequence[WrittenObject], folders: Sequence[str]) -> list[torch.Tensor]:
-    """Data objects as columns; numbers of 64 bits as those of int64 with the same bits."""
+    """Data objects as columns; unsigned 64-bit numbers become the int64 with the same bits."""
     numbers = {folder: number for number, folder in enumerate(["", *folders])}
     rows = [
         (
@@ -375,7 +376,7 @@ def _table(inventory: Inventory, whole: Sequence[int]) -> dict[str, Any]:
 
 
 def _json(document: Any) -> bytes:
-    """UTF-8 without insignificant spaces; names may have halves of pairs in them."""
+    """UTF-8 without insignificant spaces; names may contain lone surrogates."""
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
     return text.encode("utf-8", "surrogatepass")
 

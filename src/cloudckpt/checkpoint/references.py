@@ -1,36 +1,39 @@
 """Keeps the objects of a checkpoint as long as another one refers to them.
 
 A save may refer to data objects of checkpoints beside its own: of its *base*, and of those that the
-base itself refers to. Whoever deletes a checkpoint, or replaces it, must leave what others need,
-also what a save needs that has not committed yet. The store is the only place where they meet, and
-it has no transactions. So there are *marks*: a save puts an empty object ``.cloudckpt-keep.<a>``,
-named by its own random name, into each folder that it may refer to.
+base itself refers to. Deleting or replacing a checkpoint must leave what others need, including
+what a save needs that has not committed yet. They share nothing but the store, which has no
+transactions. So there are *marks*: a save puts a small object ``.cloudckpt-keep.<a>``, named after
+its own random name, into each folder that it may refer to.
 
 **Holding a base** (:class:`Hold`). The save reads the base's commit object, puts its marks into the
-base's folder and into all folders that the base refers to, and looks whether the commit object is
-still the one that it has read. Only then does it refer to anything. Behind its commit it takes back
-the marks that it does not need, and leaves the others until it is itself deleted or replaced.
+base's folder and into all folders that the base refers to, and checks that the commit object is
+still the one it read. Only then does it refer to anything. After its commit it removes the marks
+that it does not need, and leaves the others until it is itself deleted or replaced.
 
-**Deleting** (:func:`release`). The commit object of what is to go has been deleted or replaced
+**Deleting** (:func:`release`). The checkpoint's commit object has been deleted or replaced
 *before*. Then its marks in other folders are deleted. Then, for each folder that has objects of it,
-the marks are listed. A mark of a save that is committed protects what that one names; a mark of any
-other protects all. What is protected by none, and named by no commit object of that folder, goes.
+the marks are listed. The mark of a committed save protects what that save names; any other mark
+protects everything. An object that no mark protects, and that the folder's commit object does not
+name, is deleted.
 
 What this rules out, with a save N whose base is B, and an object of the older A that B refers to:
 
-- *B is deleted before N commits.* N has seen B's commit object behind its own mark in B's folder.
-  So it went later, and the marks were listed later still: N's is among them, and protects all.
+- *B is deleted before N commits.* N saw B's commit object after putting its own mark into B's
+  folder. So the commit object went later, and the marks were listed later still: N's is among them,
+  and protects everything.
 - *A is deleted, and B, while N begins.* As long as B's commit object was there, B's mark was in A's
   folder, or B's deletion had not begun. N's mark came before N looked at B's commit object for the
   last time. So whenever A's marks are listed, one of the two is there. If it is B's, and B's commit
-  object is gone when it is read, B protects all; if it is there, it names what N could refer to.
-- *B is replaced in its place.* N finds another version and refers to nothing.
-- *N is killed.* Its marks protect all until they are swept, as anything that a save leaves.
+  object is gone when it is read, the mark protects everything; if it is there, it names everything
+  that N could refer to.
+- *B is replaced in its place.* N sees another version and refers to nothing.
+- *N is killed.* Its marks protect everything until they are swept, like all leftovers of a save.
 - *Two delete at once.* Each deletes its own mark before it lists. The one that lists last sees all
-  that the other has taken away.
+  the other's deletions.
 
-The sweep (:mod:`cloudckpt.runs.sweeping`) keeps what any commit object names, and what stands in a
-folder with a mark that is younger than what it sweeps.
+The sweep (:mod:`cloudckpt.runs.sweeping`) keeps what any commit object names, and everything in a
+folder with a mark younger than what it sweeps.
 """
 
 from __future__ import annotations
@@ -63,12 +66,12 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Hold:
-    """A base whose objects stay for as long as a save needs them.
+    """A base whose objects are kept for as long as a save needs them.
 
     Attributes:
         base: The base.
         said: Its commit object.
-        folders: Those that have a mark of the save.
+        folders: The folders that carry a mark of the save.
     """
 
     base: CheckpointURI
@@ -88,12 +91,12 @@ class Hold:
         config: Config,
         attempt: str,
     ) -> Hold | None:
-        """Holds a base, by what the module says.
+        """Holds a base, as the module's docstring describes.
 
         Args:
             store: The store of both.
-            uri: The checkpoint that is to be saved.
-            base: The earlier one, in the same folder.
+            uri: The checkpoint to be saved.
+            base: The earlier checkpoint, in the same folder.
             config: Options.
             attempt: The random name of the save.
 
@@ -101,7 +104,7 @@ class Hold:
             None if the base has no digests, or is being replaced or deleted.
 
         Raises:
-            ConfigError: If the base does not stand beside ``uri``.
+            ConfigError: If the base is not in the same folder as ``uri``.
             CloudCheckpointError: If it can't be read, or marks can't be written.
         """
         check_beside(uri, base)
@@ -127,19 +130,19 @@ class Hold:
 
     @property
     def attempt(self) -> str:
-        """The random name of the save that has made the base."""
+        """The random name of the save that made the base."""
         assert self.said.record is not None  # as it has digests
         return self.said.record.attempt
 
     @property
     def contents(self) -> Base:
-        """What the base holds, of all ranks."""
+        """What the base holds of all ranks."""
         found = self.said.inventory
         assert found is not None
         return Base.of(self.attempt, self.base.folder, found.objects, found.extents)
 
     def let_go(self, needed: Collection[str] = ()) -> None:
-        """Takes back the marks in all folders but those that are needed."""
+        """Removes the marks from all folders except those that are needed."""
         keys = [_mark_in(self._uri, one, self._attempt) for one in self.folders.difference(needed)]
         delete_quietly(self._store, keys, self._config.retry, threads=self._config.requests_at_once)
 
@@ -162,7 +165,7 @@ class Hold:
 
 
 def check_beside(uri: CheckpointURI, base: CheckpointURI) -> None:
-    """Whether a base stands where it can be referred to.
+    """Checks that a base is where it can be referred to: in the same folder as ``uri``.
 
     Raises:
         ConfigError: If it does not.
@@ -196,25 +199,25 @@ def release(
     *,
     needed: Collection[str] = (),
 ) -> list[str]:
-    """What of a checkpoint that is gone, or was replaced, nobody needs any more.
+    """Finds the objects of a deleted or replaced checkpoint that are no longer needed.
 
-    Its marks in other checkpoints are deleted.
+    Deletes its marks in other checkpoints.
 
     Args:
         store: The store.
-        uri: The checkpoint, whose commit object was deleted or replaced before.
-        said: That commit object, of a save of ours.
+        uri: The checkpoint, whose commit object is already deleted or replaced.
+        said: That commit object, written by cloudckpt.
         config: Options.
-        needed: The keys of objects that are not to be looked at, as the checkpoint that has
-            replaced it names them.
+        needed: The keys of objects to leave out, since the checkpoint that replaced this one names
+            them.
 
     Returns:
-        The keys of the objects that are to be deleted.
+        The keys of the objects to delete.
 
     Raises:
-        StoreError: If the store refuses or stays unreachable; nothing is known then.
+        StoreError: If the store refuses or stays unreachable; the outcome is then unknown.
     """
-    assert said.record is not None  # it is of a save of ours
+    assert said.record is not None  # cloudckpt wrote it
     by_folder = data_keys(uri, said)
     others = [folder for folder in by_folder if folder != uri.folder]
     if others:
@@ -232,7 +235,7 @@ def release(
 def protected(
     store: ObjectStore, uri: CheckpointURI, folder: str, keys: set[str], config: Config
 ) -> set[str]:
-    """Those of the data objects in a folder beside ``uri``, or in its own, that somebody needs.
+    """Those data objects of ``uri``'s folder, or of one beside it, that are still needed.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.
@@ -246,7 +249,7 @@ def protected(
                 return found
             referring = _who(store, key, retrier)
             if referring is None:
-                break  # of a save that is gone, perhaps; who was to follow it has a mark by now
+                break  # perhaps of a save that is gone; any later save has its own mark by now
             said = commit_at(store, uri.beside(referring), retrier) if referring else None
             if said is None or said.record is None or said.record.attempt != _attempt_of(key):
                 logger.info("%s is kept, as a save may refer to it", inside)
@@ -263,7 +266,7 @@ def _attempt_of(key: str) -> str:
 
 
 def _named(store: ObjectStore, inside: CheckpointURI, retrier: Retrier) -> set[str]:
-    """The keys that the checkpoint in a folder names itself, if there is one."""
+    """The keys named by the checkpoint in a folder, if there is one."""
     said = commit_at(store, inside, retrier)
     return set() if said is None else set().union(*data_keys(inside, said).values())
 
@@ -272,7 +275,7 @@ def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Commi
     """The commit object of a checkpoint, as it is now; None if there is none.
 
     Raises:
-        CloudCheckpointError: If it can't be read, so that nobody knows what it needs.
+        CloudCheckpointError: If it can't be read, so that what it needs is unknown.
     """
     key = uri.key(METADATA)
     look = functools.partial(retrier.call, functools.partial(fetch, store, key))
@@ -283,9 +286,9 @@ def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Commi
 
 
 def _who(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
-    """The folder of the save that has left a mark; None if the mark is gone.
+    """The folder of the save that left a mark; None if the mark is gone.
 
-    What says none is taken for one of a save that is not committed.
+    A mark that names no folder counts as that of an uncommitted save.
     """
     try:
         data, _ = retrier.call(lambda: store.get_latest(key))

@@ -1,7 +1,7 @@
-"""Sends the objects of one rank: what was laid out for them, and the index at the end of each.
+"""Sends the objects of one rank: the laid-out items, and the index at the end of each object.
 
-What the items look like, and in which object they lie, is the layout's affair (``shard``). This
-side takes pieces of memory, whatever they are of, and knows no torch: a saving process does the
+The layout (``shard``) decides what the items look like and which object they go into. This side
+takes pieces of memory, whatever their content, and does not use torch: a saving process does the
 same as a thread of the trainer.
 """
 
@@ -37,18 +37,18 @@ class OpenObject:
 
     Attributes:
         upload: Its upload.
-        packing: Makes what packs small items into it.
+        packing: Makes the packer of small items.
         ordinal: Its number among the objects of this rank.
-        algorithm: Of its checksums.
-        heads: Of each item, bytes of the envelope before the data proper.
-        tails: The same of the envelope behind it.
-        dtypes: The number of its element type in the index; 0 if it is no plain tensor.
-        raw_lengths: Bytes of the data proper.
-        sums: The checksums of its blocks, or that of its only block, if it is known; where another
-            process makes them, what stands for them.
+        algorithm: The algorithm of its checksums.
+        heads: By item, bytes of the envelope before the payload.
+        tails: By item, bytes of the envelope after the payload.
+        dtypes: By item, the number of its element type in the index; 0 if it is not a plain tensor.
+        raw_lengths: By item, bytes of the payload.
+        sums: By item, the checksums of its blocks, or that of its only block, if known; a
+            placeholder where another process computes them.
         index_size: Bytes of the index of all items.
-        index: The index, made when the checksums of all items are known.
-        index_crc: CRC32C of these bytes.
+        index: The index, made once the checksums of all items are known.
+        index_crc: CRC32C of the index.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class OpenObject:
         capacity: int,
         packing: Callable[[PieceWriter, SlabPool], Packing] = Packer,
     ) -> None:
-        """``capacity``: the most bytes that it can have, the index included."""
+        """``capacity``: its maximum size in bytes, including the index."""
         self.upload = upload
         self.packing = packing
         self.ordinal = ordinal
@@ -75,12 +75,12 @@ class OpenObject:
         self._capacity = capacity
 
     def has_room(self, position: int, length: int, growth: int | None = None) -> bool:
-        """Whether ``length`` bytes fit behind ``position``, and the index behind them.
+        """Whether ``length`` bytes fit after ``position``, with the index after them.
 
         Args:
-            position: In the object.
-            length: Of an item, or of several.
-            growth: By how much they make the index longer, if they are several.
+            position: Offset in the object.
+            length: Bytes of one item, or of several.
+            growth: By how many bytes they lengthen the index, if several.
         """
         if growth is None:
             growth = index_growth(length, self.algorithm)
@@ -95,7 +95,7 @@ class OpenObject:
         raw_length: int,
         checksums: object,
     ) -> None:
-        """Notes an item that was written to it."""
+        """Records an item that was written to it."""
         self.heads.append(head)
         self.tails.append(tail)
         self.dtypes.append(dtype)
@@ -112,7 +112,7 @@ class OpenObject:
         sums: Sequence[object],
         growth: int,
     ) -> None:
-        """Notes items by columns; ``growth``: by how much they make the index longer."""
+        """Records items by columns; ``growth``: by how many bytes they lengthen the index."""
         self.heads += heads
         self.tails += tails
         self.dtypes += dtypes
@@ -121,7 +121,7 @@ class OpenObject:
         self.index_size += growth
 
     def end(self) -> None:
-        """Says that no item follows; writes the index behind the last one."""
+        """Ends the object: no item follows, and the index is written after the last one."""
         if gap := padding(self.upload.position):
             self.upload.write(Piece(memoryview(_ZEROS)[:gap]))
         self.index = bytearray(self.index_size)
@@ -152,7 +152,7 @@ class Destination:
         config: The options.
         rank: The rank.
         attempt: The random part of the names.
-        expected: About how many bytes go there.
+        expected: About how many bytes will be sent.
     """
 
     uri: CheckpointURI
@@ -166,7 +166,7 @@ class Destination:
         return data_name(self.rank, ordinal, self.attempt)
 
     def part_size(self, capabilities: Capabilities, *, staged: bool) -> int:
-        """Bytes of a part of an object; ``staged``: of one whose bytes pass through a pool."""
+        """The part size of an object in bytes; ``staged``: its bytes pass through a pool."""
         return choose_part_size(
             self.expected,
             self.config.part_size,
@@ -177,10 +177,10 @@ class Destination:
 
 
 LayOut = Callable[[Callable[[bool], OpenObject], Cancellation], None]
-"""Writes the items of a rank to the objects that its first argument opens, and ends these.
+"""Writes a rank's items to objects that its first argument opens, and ends these.
 
-That is told whether the bytes of the object pass through a pool. The second argument is set when
-what was written can't be sent."""
+The first argument takes whether the object's bytes pass through a pool. The second argument is set
+when sending has failed."""
 
 
 class Sender(Protocol):
@@ -198,18 +198,18 @@ class Sender(Protocol):
     ) -> tuple[WrittenObject, ...]:
         """Sends what ``lay_out`` writes; returns the objects when the store has all of them.
 
-        If it raises, nothing of them is left there, as far as that can be seen to.
+        If it raises, it has deleted them again as far as possible.
 
         Args:
-            destination: Where to.
-            store: Its store.
+            destination: Where to send them.
+            store: The destination's store.
             lay_out: Called once.
             stats: Counts what is sent.
-            began: Told the name of each object before it is begun.
-            leave: Says what the store is to be told if this trainer ends before the commit; for
-                who outlives it, once the layout has ended.
-            meanwhile: What this trainer has to ask the store before the commit; called once: before
-                anything is sent, or, by who has another process send, when that is at it.
+            began: Receives the name of each object before it is begun.
+            leave: Makes what to record in the store if this trainer ends before the commit; for a
+                process that outlives it, once the layout has ended.
+            meanwhile: What this trainer has to ask the store before the commit. Called once: before
+                anything is sent, or while another process sends.
         """
 
 
@@ -222,7 +222,7 @@ def send_here(
     leave: Callable[[], Pending | None] = lambda: None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[WrittenObject, ...]:
-    """Sends by threads of this process, while the layout goes on; see :class:`Sender`."""
+    """Sends with threads of this process while the layout continues; see :class:`Sender`."""
     meanwhile()
     config, capabilities = destination.config, store.capabilities
     opened: list[tuple[OpenObject, ObjectUpload]] = []

@@ -38,7 +38,7 @@ _ZEROS = bytes(ALIGNMENT)
 
 
 class Place(NamedTuple):
-    """Where an item was written: the number of the object, and the bytes there, all included."""
+    """Where an item was written: the object's number, and the byte range including the envelope."""
 
     object: int
     offset: int
@@ -47,15 +47,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SmallForm:
-    """What a tensor that is packed looks like in an object, whatever its values.
+    """The form of a packed tensor in an object, regardless of its values.
 
     Attributes:
         head: The envelope before it.
-        size: Its bytes.
-        tail: The envelope behind it, with the zeros up to the next item.
-        length: Its bytes, envelope included and the zeros not.
+        size: Its bytes, without the envelope.
+        tail: The envelope after it, with the zeros up to the next item.
+        length: Its bytes with the envelope, without the zeros.
         dtype: The number of its element type in the index.
-        growth: By how much it makes the index longer.
+        growth: By how many bytes it lengthens the index.
     """
 
     head: bytes
@@ -67,7 +67,8 @@ class SmallForm:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, algorithm: ChecksumAlgorithm) -> SmallForm | None:
-        """That of a tensor; None if it is not packed, or in another way, or can't be stored."""
+        """The form of a tensor; None if it is not packed, is packed differently, or can't be
+        stored."""
         if tensor.is_quantized or tensor.layout != torch.strided:
             return None
         if not 0 < tensor.numel() * tensor.itemsize < PACKED_BELOW or not is_plain(tensor):
@@ -122,17 +123,17 @@ def travels_as_bytes(tensor: torch.Tensor) -> bool:
 class ShardWriter:
     """Appends items to objects, and starts the next object when one is full.
 
-    There are two lanes, each with an object of its own: what is sent as it lies, and what passes
-    through the staging pool (accelerator and strided tensors, small items). The parts of the latter
-    must be small enough for the pool.
+    There are two lanes, each with its own object: for data sent straight from where it lies, and
+    for data that passes through the staging pool (accelerator and strided tensors, small items).
+    The parts of the latter must be small enough for the pool.
 
     Attributes:
         zip_crc32: Whether the CRC32 of the zip records is filled in.
 
     Args:
         open_object: Begins an object for a lane (True: staged).
-        pool: Memory for what can't be sent as it lies.
-        checksum: What the store verifies.
+        pool: Memory for data that can't be sent from where it lies.
+        checksum: The algorithm that the store verifies.
         zip_crc32: Whether to fill in the CRC32 of the zip records.
     """
 
@@ -159,14 +160,14 @@ class ShardWriter:
         expected: Sequence[int] = (),
         copied: Callable[[memoryview], None] | None = None,
     ) -> Place:
-        """Writes a strided tensor of any device and strides.
+        """Writes a strided tensor with any strides, on any device.
 
         Args:
             tensor: The tensor.
             fqn: Its name, for messages.
-            expected: The checksums of its blocks, if somebody has looked at them before. If they
-                do not fit what is sent, the save ends with a TensorChangedError.
-            copied: Is shown the copy of a tensor that is so small that it is packed.
+            expected: The checksums of its blocks, if they were computed before. If they do not
+                match what is sent, the save ends with a TensorChangedError.
+            copied: Receives the copy of a tensor that is small enough to be packed.
         """
         shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.itemsize
         plain = is_plain(tensor)
@@ -180,10 +181,10 @@ class ShardWriter:
         if plain and nbytes < PACKED_BELOW:
             raw = bytes_of(tensor)
             if self.zip_crc32:
-                raw = memoryview(bytes(raw))  # what is sent, should the tensor change meanwhile
+                raw = memoryview(bytes(raw))  # this copy is sent, even if the tensor changes meanwhile
                 around = envelope.__wrapped__(tensor.dtype, shape, zlib.crc32(raw))
             target, offset, packed = self._pack((around.head, raw, around.tail), length)
-            # of the copy: the tensor may have changed since it was made
+            # checksum of the copy: the tensor may have changed since
             copy = packed[head : head + nbytes]
             if copied is not None:
                 copied(copy)
@@ -219,9 +220,9 @@ class ShardWriter:
         """Writes tensors in host memory as :meth:`add_tensor` would, at a fraction of the cost.
 
         Args:
-            forms: What each looks like.
+            forms: Their forms.
             tensors: The tensors.
-            copied: Is shown the copy of each, with its number, where copies are made here.
+            copied: Receives the number and the copy of each tensor, if copies are made here.
         """
         length = sum([form.length for form in forms]) + ALIGNMENT * len(forms)
         lane = self._lanes.get(True)
@@ -255,7 +256,7 @@ class ShardWriter:
     def _checksum_of(
         self, copied: Callable[[int, memoryview], None] | None
     ) -> Callable[[memoryview], int]:
-        """What makes the checksums of copies, and shows each to ``copied`` before."""
+        """A function that computes the checksums of copies, after passing each to ``copied``."""
         if copied is None:
             return self._checksum.of
         numbers = itertools.count()

@@ -1,9 +1,9 @@
-"""What of a save need not be sent, as an earlier checkpoint of the run has it.
+"""Incremental saves: what need not be sent because an earlier checkpoint of the run has it.
 
-The coordinator holds the base (:mod:`cloudckpt.checkpoint.references`) and says which save has made
-it. A rank that has taken part in that save remembers where its own items lie, and needs no more;
-else all ranks get a table of what the base holds. Only this, the digests and what is sent differ
-from any other save.
+The coordinator holds the base (:mod:`cloudckpt.checkpoint.references`) and says which save made it.
+A rank that took part in that save remembers where its own items lie and needs nothing else;
+otherwise all ranks get a table of what the base holds. Only this, the digests and what is sent
+differ from other saves.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from cloudckpt.uri import CheckpointURI
 
 __all__ = ["Contents", "agree_on_base", "digest_of", "newest_beside", "remember"]
 
-_MOST = 4  # runs and groups of which this process remembers its last save
+_MOST = 4  # runs and groups whose last save this process remembers
 
 
 class Contents:
-    """The digests of what one rank saves, and what of it an earlier checkpoint has.
+    """The digests of what one rank saves, and which of it an earlier checkpoint has.
 
     Args:
         count: How many items there are.
@@ -49,12 +49,12 @@ class Contents:
     def __init__(self, count: int, base: Base | None) -> None:
         self._base = base
         self._high, self._low = array("q", bytes(8 * count)), array("q", bytes(8 * count))
-        self._numbers: dict[int, int] = {}  # of objects of the base: their numbers here
+        self._numbers: dict[int, int] = {}  # by number of the base's object: its number here
 
     def known(self, item: int, digest: Digest) -> Place | None:
-        """Notes the digest of an item; where it is already, if it is.
+        """Records an item's digest; returns where the item already is, or None.
 
-        The number of the object is -1 for the first of :attr:`references`, and so on.
+        The object's number is -1 for the first of :attr:`references`, -2 for the next, and so on.
         """
         self.note(item, digest)
         found = None if self._base is None else self._base.find(digest)
@@ -64,20 +64,20 @@ class Contents:
         return found._replace(object=-1 - number)
 
     def note(self, item: int, digest: Digest) -> None:
-        """Takes the digest of what is sent of an item."""
+        """Records the digest of an item's bytes as sent."""
         self._high[item], self._low[item] = digest
 
     @property
     def references(self) -> tuple[WrittenObject, ...]:
-        """The objects of other checkpoints that have items of this one."""
+        """The objects of other checkpoints that hold items of this one."""
         return tuple(self._base.objects[number] for number in self._numbers) if self._base else ()
 
     def extents(self, places: Extents, own: int) -> Extents:
         """Where all items lie, with their digests.
 
         Args:
-            places: As :meth:`known` and the layout have said.
-            own: How many objects this rank itself writes: they come first.
+            places: As returned by :meth:`known` and the layout.
+            own: How many objects this rank itself writes; they come first.
         """
         objects = torch.where(places.objects < 0, own - 1 - places.objects, places.objects)
         halves = (torch.frombuffer(half, dtype=torch.int64) for half in (self._high, self._low))
@@ -87,16 +87,16 @@ class Contents:
 def digest_of(
     tensor: torch.Tensor, pool: StagingPool, algorithm: ChecksumAlgorithm | None = None
 ) -> tuple[Digest, tuple[int, ...]]:
-    """Looks at a strided tensor of any device, once.
+    """Computes the digest and checksums of a strided tensor on any device in one pass.
 
     Args:
         tensor: The tensor.
-        pool: Memory for what does not lie in row-major order in host memory.
-        algorithm: Of the checksums to make beside the digest, if any.
+        pool: Staging memory for tensors that are not row-major in host memory.
+        algorithm: Algorithm of the checksums to compute along with the digest, if any.
 
     Returns:
-        The digest, and the checksums of the blocks. Somebody may write to the tensor before it is
-        sent: what fits these checksums is what the digest is of.
+        The digest, and the checksums of the blocks. The tensor may be written to before it is sent;
+        bytes that match these checksums are the bytes of the digest.
     """
     digester, nbytes = Digester(kind_of(tensor.dtype, tensor.shape)), tensor.nbytes
     block = block_size_for(nbytes)
@@ -107,9 +107,7 @@ def digest_of(
         if checksums is None:
             digester.add(piece.view)
         else:
-            for first in range(
-                0, piece.view.nbytes, block
-            ):  # which is in the cache the second time
+            for first in range(0, piece.view.nbytes, block):  # the second read comes from the cache
                 view = piece.view[first : first + block]
                 digester.add(view)
                 checksums.add(piece.start + first, view)
@@ -125,7 +123,7 @@ def _pieces_of(tensor: torch.Tensor, pool: StagingPool) -> Iterable[Piece]:
 
 
 class Writer(Protocol):
-    """Whose save needs a base, as :class:`~cloudckpt.dcp.writer.CloudStorageWriter` does."""
+    """A writer whose save needs a base, as :class:`~cloudckpt.dcp.writer.CloudStorageWriter`."""
 
     uri: CheckpointURI
 
@@ -140,17 +138,18 @@ def agree_on_base(
     *,
     is_planned: bool,
 ) -> Base | None:
-    """What an earlier checkpoint has of the items of this rank; None if there is none.
+    """Agrees on the base; returns what it has of this rank's items, or None if there is none.
 
-    A rank that has taken part in the save that made it knows that by itself. If one has not, or
-    the plan is another one, by which items may be another rank's, all are told what all have.
+    A rank that took part in the save that made the base knows this itself. If some rank did not, or
+    the plan is new, so that items may have moved between ranks, every rank gets the contents of all
+    ranks.
 
     Args:
-        ranks: Those that save; all of them call this.
-        members: Their group.
-        writer: The writer of this rank.
-        logged: Makes a step of what is called on a rank.
-        is_planned: Whether the plan is a new one.
+        ranks: The saving ranks; all of them call this.
+        members: Their process group.
+        writer: This rank's writer.
+        logged: Wraps a function that a rank calls as a step for torch's logger.
+        is_planned: Whether the plan is new.
     """
     known = _remembered(members, writer.uri)
 
@@ -183,7 +182,7 @@ def remember(
     """Keeps where this rank's items of a committed checkpoint are, for the next save beside it.
 
     Args:
-        members: The group that has saved it.
+        members: The group that saved it.
         uri: The checkpoint.
         attempt: The random name of the save.
         written: What this rank has written; nothing is kept if it has no digests.

@@ -1,23 +1,23 @@
-"""``install``: stock ``torch.distributed.checkpoint`` takes cloud URIs, or says that it can't.
+"""``install``: stock ``torch.distributed.checkpoint`` takes cloud URIs or refuses them.
 
-torch's file writer and reader take any string for a local path: given ``s3://bucket/run`` they save
-to a folder named ``s3:`` beneath the working directory and report success. Which attributes of
-torch are replaced to prevent that, and why that is all of them: torch's checkpoint stack reaches
-the disk in four ways,
+torch's file writer and reader treat any string as a local path: given ``s3://bucket/run`` they save
+to a folder named ``s3:`` in the working directory and report success. To prevent that, ``install``
+replaces attributes of torch. These suffice because torch's checkpoint code reaches the disk in four
+ways:
 
-- through ``FileSystemWriter`` and ``Reader``, ``FsspecWriter`` and ``Reader`` and what is derived
-  from them. Every path of theirs passes through a method of the two ``FileSystem`` classes, which
-  therefore refuse; before that, ``_storage_setup`` (where ``save``, ``load`` and ``async_save``
-  choose by ``checkpoint_id``) and the four constructors make ours instead.
-- through ``torch.save`` and ``torch.load`` (``format_utils``, the experimental checkpointers),
-  which open a path in one function each.
-- by ``open`` and ``makedirs`` of their own: the consolidation of safetensors, the stager that keeps
-  replicas on disk, the experimental writer and reader.
-- in a process of its own, to which nothing of ``install`` comes by itself: the daemon of
-  ``async_save`` is handed our writer, the experimental one installs before it begins.
+- through ``FileSystemWriter`` and ``Reader``, ``FsspecWriter`` and ``Reader`` and their subclasses.
+  All their paths pass through methods of the two ``FileSystem`` classes, which therefore refuse
+  cloud URIs. Before that, ``_storage_setup`` (where ``save``, ``load`` and ``async_save`` choose by
+  ``checkpoint_id``) and the four constructors make cloudckpt's writer or reader instead.
+- through ``torch.save`` and ``torch.load`` (``format_utils``, the experimental checkpointers), each
+  of which opens paths in one function.
+- by calling ``open`` and ``makedirs`` directly: the consolidation of safetensors, the stager that
+  keeps replicas on disk, the experimental writer and reader.
+- in a separate process, which does not inherit ``install``: the daemon of ``async_save`` receives
+  our writer, the experimental one installs before it begins.
 
-A URI that ``pathlib`` has folded (``s3:/bucket/run``) is refused and never unfolded: who folds a
-path also makes folders and writes files next to the checkpoint, all of which would be lost.
+A URI that ``pathlib`` has folded (``s3:/bucket/run``) is refused and never unfolded: code that
+folds a path also creates folders and files next to the checkpoint, and all of these would be lost.
 """
 
 from __future__ import annotations
@@ -57,34 +57,34 @@ _OPENED_BY_TORCH = (
     (f"{_DCP}._consolidate_hf_safetensors", "_write_overall_metadata_file", "consolidation"),
     (f"{_DCP}.staging", "_ReplicationStager.__init__", "_ReplicationStager"),
 )
-"""What opens files without one of the file systems: module, function, and its name in messages."""
+"""Functions that open files directly: module, function, and its name in messages."""
 _OPENED_BY_EXPERIMENTS = (
     (f"{_DCP}._experimental.checkpoint_writer", "CheckpointWriter.write", "CheckpointWriter"),
     (f"{_DCP}._experimental.checkpoint_reader", "CheckpointReader.read", "CheckpointReader"),
 )
 _PATH = re.compile(r"path|_dir$|^name_or_buffer$")
-"""What torch calls its parameters that are paths."""
+"""Names of torch's parameters that are paths."""
 _OF_SPEED = {"cache_staged_state_dict", "per_thread_copy_ahead", "single_file_per_rank"}
 _OF_SPEED |= {"sync_files", "thread_count"}
-"""Options of torch's writers that say how fast, and not what is saved."""
+"""Options of torch's writers that affect speed, not what is saved."""
 
 Change = tuple[Any, str, Any]
-"""An object of torch, the name of its attribute, and what stands there instead."""
+"""An object of torch, the name of an attribute, and the replacement."""
 
 
 @dataclass(frozen=True)
 class _Options:
-    """What the writers and readers that are made instead of torch's are given."""
+    """Options of the writers and readers that replace torch's."""
 
     config: Config | None = None
     trust_pickle: bool = False
 
     def make(self, uri: str, *, reads: bool) -> Any:
-        """Ours, for a location of ours."""
+        """Makes our writer or reader for a cloud location."""
         return _OURS[reads](uri, **self.arguments(reads=reads))
 
     def arguments(self, *, reads: bool) -> dict[str, Any]:
-        """What its constructor takes besides the location."""
+        """The constructor's arguments besides the location."""
         common = {"config": self.config}
         return common | {"trust_pickle": self.trust_pickle} if reads else common
 
@@ -108,10 +108,10 @@ def install(
     """Changes torch's part of this process; see :func:`cloudckpt.install`, which has the contract.
 
     Args:
-        config: Options of the writers and readers that are made instead of torch's; read from the
-            environment where they are not given.
-        trust_pickle: Whether pickles in the checkpoints that they load may run any code.
-        more: Further changes, of rooms above this one.
+        config: Options of the writers and readers that replace torch's; those not given are read
+            from the environment.
+        trust_pickle: Whether pickles in loaded checkpoints may run arbitrary code.
+        more: Further changes, from packages above this one.
 
     Raises:
         InstallError: If the running torch does not look as expected; nothing is changed then.
@@ -128,7 +128,7 @@ def install(
 def uninstall() -> None:
     """Reverts :func:`install`; does nothing if it was not called.
 
-    Writers and readers that have become ours stay so.
+    Writers and readers that were already replaced stay replaced.
     """
     with _lock:
         while _replaced:
@@ -164,13 +164,13 @@ def _file_systems() -> Iterator[Change]:
     yield from _of_file_system(_in(files, "FileSystem"), "torch's FileSystem", _keep_local)
     yield from _constructors(files, "FileSystem")
     if fsspec is not None:
-        name = "_FileSystem" if hasattr(fsspec, "_FileSystem") else "FileSystem"  # 2.15, before
+        name = "_FileSystem" if hasattr(fsspec, "_FileSystem") else "FileSystem"  # 2.15; older
         yield from _of_file_system(_in(fsspec, name), "torch's FileSystem for fsspec", _keep_off)
         yield from _constructors(fsspec, "Fsspec")
 
 
 def _of_file_system(kind: Any, road: str, check: Callable[..., None]) -> Iterator[Change]:
-    """Every method, so that none of a later torch is forgotten."""
+    """Guards every method that takes a path, including those of later torch versions."""
     for name in ("init_path", "create_stream", "mkdir", "rename", "rm_file"):
         _in(kind, name)
     for name, method in list(vars(kind).items()):
@@ -211,7 +211,7 @@ def _refusing(module: str, path: str, road: str) -> Change:
     return owner, name, _guarded(found, road, _keep_local)
 
 
-# ---- what is looked for in torch
+# ---- looking up torch's attributes
 
 
 def _module(name: str) -> Any:
@@ -222,7 +222,7 @@ def _module(name: str) -> Any:
 
 
 def _fsspec_module() -> Any:
-    """Torch's module for fsspec; None if that is not there, so that torch can't use it either."""
+    """Torch's module for fsspec; None if not importable, so that torch can't use it either."""
     try:
         return importlib.import_module(f"{_DCP}.fsspec_filesystem")  # torch 2.15
     except ModuleNotFoundError:
@@ -236,7 +236,7 @@ def _fsspec_module() -> Any:
 
 
 def _in(owner: Any, name: str, *parameters: str, more: bool = False) -> Any:
-    """An attribute of torch, with these parameters (and more behind them) if any are named."""
+    """An attribute of torch; raises if its parameters differ (``more``: further ones are fine)."""
     found = vars(owner).get(name)
     if found is None:
         raise _unlike(owner.__name__, f"has no {name}")
@@ -254,11 +254,11 @@ def _unlike(what: str, how: str) -> InstallError:
     )
 
 
-# ---- which locations are ours
+# ---- cloud locations
 
 
 def our_uri(location: object) -> str | None:
-    """The location as a string, if it is in a store of ours; None if it is torch's to judge."""
+    """The location as a string, if it is in a supported store; None leaves it to torch."""
     if isinstance(location, CheckpointURI):
         return str(location)
     text = text_of(location) or ""
@@ -274,11 +274,12 @@ def our_uri(location: object) -> str | None:
 
 
 def _keep_off(location: object, road: str) -> None:
-    """Refuses what ``road`` would take for a local folder named after the scheme of a store.
+    """Refuses a location that ``road`` would take for a local folder named after a store's scheme.
 
     Raises:
-        InvalidURIError: If the location lost a slash; the message has the string to pass instead.
-        InstallError: If it is whole, and this part of torch can't be led to a store.
+        InvalidURIError: If the location lost a slash; the message gives the string to pass instead.
+        InstallError: If the location is valid, but this part of torch can't be redirected to a
+            store.
     """
     if not isinstance(location, (str, os.PathLike, CheckpointURI)):
         return
@@ -288,7 +289,7 @@ def _keep_off(location: object, road: str) -> None:
 
 
 def _keep_local(location: object, road: str) -> None:
-    """As :func:`_keep_off`, where every string is a path, those that fsspec knows included."""
+    """As :func:`_keep_off`, where torch treats every string as a path, including fsspec's URLs."""
     _keep_off(location, road)
     if isinstance(location, (str, os.PathLike)):
         text = text_of(location)
@@ -297,7 +298,7 @@ def _keep_local(location: object, road: str) -> None:
 
 
 def _no_road(text: str, road: str) -> InstallError:
-    uri = CheckpointURI.parse(text)  # which names what is wrong with one that is folded or unknown
+    uri = CheckpointURI.parse(text)  # says what is wrong with a folded or unknown one
     return InstallError(
         f"{road} is none of what install() leads to a store, and would use a local folder or "
         "another library; give checkpoint_id= alone to torch's save and load, or use cloudckpt's "
@@ -306,7 +307,7 @@ def _no_road(text: str, road: str) -> InstallError:
     )
 
 
-# ---- what stands in the place of torch's functions and classes
+# ---- replacements of torch's functions and classes
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -326,7 +327,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _telling_all(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The steps of torch's saver, which do not tell a writer how a state dict is nested."""
+    """The steps of torch's saver, which does not pass a state dict's nesting to the writer."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -349,17 +350,17 @@ def _telling_all(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_known(storage: Any, checkpoint_id: Any) -> Any:
-    """The location as a string if the storage is ours: path objects may be any library's."""
+    """The location as a string if the storage is ours: path objects may be from any library."""
     if isinstance(storage, (CloudStorageWriter, CloudStorageReader)):
         return our_uri(checkpoint_id) or checkpoint_id
     return checkpoint_id
 
 
 def _settling(original: Any) -> Any:
-    """An executor of ``async_save`` that chooses the writer, or refuses, when it is called.
+    """An executor of ``async_save`` that chooses the writer, or refuses, at the call.
 
-    Later would be in a thread, whose future nobody may ask, or in a daemon that knows nothing of
-    ``install``.
+    Any later, it would happen in a thread whose future may never be checked, or in a daemon that
+    does not know of ``install``.
     """
 
     class _Executor(original):  # type: ignore[misc]
@@ -369,7 +370,7 @@ def _settling(original: Any) -> Any:
             if storage_writer:
                 checkpoint_id = _as_known(storage_writer, checkpoint_id)
                 files = type(getattr(storage_writer, "fs", None))
-                if files.__module__.startswith("torch."):  # its reset would refuse, elsewhere
+                if files.__module__.startswith("torch."):  # its reset would refuse too late
                     check = _keep_local if files is FileSystem else _keep_off
                     check(checkpoint_id, type(storage_writer).__name__)
             elif (uri := our_uri(checkpoint_id)) is not None:
@@ -384,31 +385,31 @@ def _settling(original: Any) -> Any:
 
 
 def _forgetting(original: Any) -> Any:
-    """The executor of process mode: what its daemon has saved, this process may have listed."""
+    """The executor of process mode; drops cached listings, which the daemon's save has outdated."""
 
     class _Executor(original):  # type: ignore[misc]
         @staticmethod
         def _execute_save_impl(*args: Any, **kwargs: Any) -> Any:
             try:
                 return original._execute_save_impl(*args, **kwargs)
-            finally:  # and not by a callback of the future, whose result can be had before that
+            finally:  # not in a callback, which runs after the result is available
                 forget_listings()
 
     return _Executor
 
 
 def _paths_of(function: Callable[..., Any]) -> list[str]:
-    """Which parameters of a function of torch are paths."""
+    """The names of a torch function's parameters that are paths."""
     return [name for name in inspect.signature(function).parameters if _PATH.search(name)]
 
 
 _brings_its_own: ContextVar[bool] = ContextVar("cloudckpt_brings_its_own", default=False)
-"""Whether a constructor of torch's file writer runs whose object gets another file system: it names
-a path before that takes it."""
+"""Whether a constructor is running whose object will get a file system other than torch's for local
+paths: it calls ``init_path`` before it has that file system."""
 
 
 def _guarded(original: Callable[..., Any], road: str, check: Callable[..., None]) -> Any:
-    """A function of torch that refuses locations in stores."""
+    """Wraps a function of torch so that it refuses locations in stores."""
     signature, paths = inspect.signature(original), _paths_of(original)
     is_pure = original.__name__ == "init_path"
 
@@ -424,18 +425,18 @@ def _guarded(original: Callable[..., Any], road: str, check: Callable[..., None]
 
 
 def _becoming_ours(kind: type, *, reads: bool, is_remote: bool) -> Any:
-    """The constructor of a class of torch that makes ours of an object for a location of ours.
+    """A constructor of torch's class that turns the object into ours if the location is in a store.
 
-    The class is changed and not its name in a module, since frameworks have imported that before.
-    Objects of a class that was derived from it stay what they are: only that class knows what it
-    adds. They are refused, unless the class says (``validate_checkpoint_id``) that it takes such
-    locations, as those of the stores' own libraries do, which bring a file system of their own;
-    what is derived from fsspec's is refused in any case.
+    The class is changed, not its name in a module, since frameworks have already imported it.
+    Objects of subclasses keep their class: only the subclass knows what it adds. They are refused,
+    unless the class accepts such locations (``validate_checkpoint_id``), as those of the stores'
+    own libraries do, which bring their own file system. Subclasses of fsspec's classes are always
+    refused.
 
     Args:
         kind: The class.
         reads: Whether it is a reader.
-        is_remote: Whether it has another file system than that of local paths.
+        is_remote: Whether its file system is another than that for local paths.
     """
     original = vars(kind)["__init__"]
     signature = inspect.signature(original)
@@ -447,7 +448,7 @@ def _becoming_ours(kind: type, *, reads: bool, is_remote: bool) -> Any:
         if uri is not None and type(self) is kind:
             arguments = _chosen.arguments(reads=reads)
             arguments |= _counterparts(uri, kind.__name__, given, signature, arguments)
-            # and no __new__: a class that has once been given one can't be rid of it entirely
+            # not by __new__, which can't be removed from a class without a trace
             self.__class__ = _OURS[reads]
             _OURS[reads].__init__(self, uri, **arguments)
             return
@@ -476,10 +477,10 @@ def _counterparts(
     signature: inspect.Signature,
     arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What the options of torch's constructor are called here.
+    """Translates the options of torch's constructor into ours.
 
     Raises:
-        ConfigError: If one would change what is stored, or where.
+        ConfigError: If an option would change what is stored, or where.
     """
     for option, value in given.items():
         if option in _OF_SPEED | {"self", "path", "overwrite"} or not value:
@@ -499,7 +500,7 @@ def _counterparts(
 
 @dataclass(frozen=True)
 class _Installed:
-    """Installs in a new process, then does what that was to do first."""
+    """Calls :func:`install` in a new process, then the process's own initial function."""
 
     options: _Options
     begin: Callable[..., None]

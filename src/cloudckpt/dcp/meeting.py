@@ -1,9 +1,9 @@
-"""The meeting that all ranks hold before they save or load: all begin, or all raise alike.
+"""The meeting of all ranks before a save or load: all begin, or all raise the same error.
 
-A rank may be unable to begin: its location is no URI, its ``state_dict()`` raises, an earlier save
-of its is still under way. torch's own steps tell the others of failures within them, and of nothing
-before. So the ranks meet first, in one reduction of nine numbers; only if a rank objects, or two
-mean different locations, do they exchange what each has to say.
+A rank may be unable to begin: its location is not a valid URI, its ``state_dict()`` raises, or one
+of its earlier saves is still under way. torch's own steps report failures that happen within them
+to the other ranks, but none before. So the ranks meet first, in one reduction of nine numbers. Only
+if a rank objects, or two name different locations, do they exchange their full statuses.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ __all__ = [
 S = TypeVar("S")
 T = TypeVar("T")
 
-_NO_TAG = 1 << 20  # of messages that nobody sends
+_NO_TAG = 1 << 20  # a tag that no message uses
 _LATE = timedelta(milliseconds=1)
 
 PLAN_EACH_TIME = 0
-"""The plan of a rank whose saves are all planned, or that does not save."""
+"""The plan number of a rank that plans every save, or that does not save."""
 PLAN_ANEW = 1
-"""The plan of a rank that has none of an earlier save."""
+"""The plan number of a rank that has no plan from an earlier save."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What a rank says in a meeting.
+    """What a rank reports in a meeting.
 
     Attributes:
         failure: Why it can't begin.
-        earlier: The number of the earlier save that ``failure`` is of, if it is of one.
-        location: Where it saves to or loads from, which must be the same on all ranks; empty if
-            the ranks need not mean the same.
-        options: What else must be the same, as a text.
-        is_busy: Whether a save of its is under way.
-        is_stuck: Whether that gets no further, as the store fails or says nothing.
+        earlier: The number of the earlier save in which ``failure`` happened, if it did in one.
+        location: Where it saves to or loads from, which must be the same on all ranks; empty if it
+            may differ.
+        options: What else must be the same on all ranks, as text.
+        is_busy: Whether one of its saves is under way.
+        is_stuck: Whether that save makes no progress because the store fails or does not answer.
         is_full: Whether it has no room for another save.
-        has_begun: Whether it has begun the last save that it was given, or has none.
-        plan: The number of the plan that it has for what it saves, or one of the two above.
+        has_begun: Whether it has begun the last save that was requested, or has none.
+        plan: The number of its plan for what it saves, or one of the two constants above.
         version: Of this package, which must be the same on all ranks.
     """
 
@@ -84,17 +84,17 @@ class RankStatus:
 
     @property
     def digest(self) -> int:
-        """Of what must be the same, below 2**56: it and its negative fit into an int64."""
+        """Digest of what must be the same; below 2**56: it and its negative fit into an int64."""
         said = f"{self.location}\0{self.options}\0{self.version}".encode()
         return int.from_bytes(hashlib.sha256(said).digest()[:7], "big")
 
     @property
     def is_early(self) -> bool:
-        """Whether it has failed before it could say what it means, or long ago."""
+        """Whether it failed before it had a location, or in an earlier save."""
         return self.failure is not None and (not self.location or self.earlier is not None)
 
     def difference(self, first: RankStatus, rank: int) -> CloudCheckpointError | None:
-        """How what this rank, of a number, means differs from what the first one means."""
+        """The error if the status of ``rank`` contradicts that of the first rank; None if not."""
         uri = first.location or None
         if self.version != first.version:
             return ConfigError(
@@ -119,7 +119,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Consensus:
-    """What a meeting has found, the same on all ranks.
+    """The result of a meeting, the same on all ranks.
 
     Attributes:
         rank: This rank in the group.
@@ -127,9 +127,9 @@ class Consensus:
         any_is_stuck: Whether some rank is stuck.
         any_is_full: Whether some rank has no room for another save.
         any_has_begun: Whether some rank has begun the last save, or has none.
-        plan: The number of the plan that all ranks have; ``PLAN_ANEW`` if they have none, or not
-            the same, and ``PLAN_EACH_TIME`` if one has to plan each save.
-        statuses: Those of all ranks, if one objects or two mean different locations; else none.
+        plan: The number of the plan that all ranks have; ``PLAN_ANEW`` if they have none or
+            different ones, and ``PLAN_EACH_TIME`` if some rank plans every save.
+        statuses: All ranks' statuses, if one objects or two name different locations; else empty.
     """
 
     rank: int
@@ -142,25 +142,25 @@ class Consensus:
 
     @property
     def earlier(self) -> set[int]:
-        """The numbers of earlier saves whose failure some rank has told in this meeting."""
+        """The numbers of earlier saves whose failure some rank has reported in this meeting."""
         return {one.earlier for one in self.statuses if one.earlier is not None}
 
     def raise_on_all_ranks(self, when: str = "before it began") -> None:
-        """Raises why this can't begin, the same on all ranks; returns if it can.
+        """Raises the reason why this can't begin, the same on all ranks; returns if it can.
 
         Args:
-            when: The failures happened, for the message.
+            when: When the failures happened, for the message.
 
         Raises:
             ConfigError: If two ranks were given different options, or run different versions.
-            DifferentCheckpointsError: If they mean different locations.
-            CloudCheckpointError: The failure, if all that failed did so for the same reason.
-            RanksFailedError: If they did not, or outside of cloudckpt.
+            DifferentCheckpointsError: If they name different locations.
+            CloudCheckpointError: The failure, if all failed ranks failed for the same reason.
+            RanksFailedError: If the reasons differ, or came from outside cloudckpt.
         """
         failures = {
             rank: one.failure for rank, one in enumerate(self.statuses) if one.failure is not None
         }
-        # one that could not even say what it means explains what others have met since
+        # an early failure explains what the other ranks have run into since
         early = {rank: error for rank, error in failures.items() if self.statuses[rank].is_early}
         if not early:
             for rank, one in enumerate(self.statuses):
@@ -168,7 +168,7 @@ class Consensus:
                     raise error
         if failures := early or failures:
             if len(self.statuses) == 1:
-                raise failures[0]  # nobody else is to understand it
+                raise failures[0]  # no other rank has to understand it
             when = "in an earlier save" if self.earlier else when
             raise one_error(failures, self.rank, when, self._location)
 
@@ -182,7 +182,7 @@ def _no_objection(made: object) -> RankStatus:
 
 
 class Meeting:
-    """Lets the ranks of a group begin something alike.
+    """Lets the ranks of a group begin something together.
 
     Attributes:
         group: The ranks; None if this process is alone.
@@ -212,11 +212,11 @@ class Meeting:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def hold(self, status: RankStatus, *, has_begun: bool = False) -> Consensus:
-        """Exchanges what the ranks have to say; a collective call.
+        """Exchanges the ranks' statuses; a collective call.
 
         Args:
-            status: What this rank says.
-            has_begun: Whether it is about how they fared, and not about beginning.
+            status: This rank's status.
+            has_begun: Whether the ranks report how the work went, not whether to begin it.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.
@@ -247,7 +247,7 @@ class Meeting:
         return Consensus(rank, busy, plan, found, *others)
 
     def hold_with(self, status: RankStatus, value: T) -> tuple[Consensus, list[T]]:
-        """As :meth:`hold`, with what all ranks give, in their order; one collective call for both.
+        """As :meth:`hold`, and gathers the ranks' values in rank order, in one collective call.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.
@@ -272,11 +272,11 @@ class Meeting:
     def begin(
         self, prepare: Callable[[], T], status: Callable[[T], RankStatus] = _no_objection
     ) -> T:
-        """What ``prepare`` returns, if it does so on all ranks; a collective call.
+        """Returns what ``prepare`` returns, if it succeeds on all ranks; a collective call.
 
         Args:
-            prepare: Called here. What it raises is told to all ranks.
-            status: What this rank says when it has returned.
+            prepare: Called on this rank. What it raises is reported to all ranks.
+            status: Makes this rank's status from what ``prepare`` has returned.
 
         Raises:
             BaseException: What ``prepare`` has raised, if this process is alone.
@@ -287,7 +287,7 @@ class Meeting:
     def begin_planned(
         self, prepare: Callable[[], T], status: Callable[[T], RankStatus]
     ) -> tuple[T, int]:
-        """The same, and the plan of all ranks, see :class:`Consensus`."""
+        """As :meth:`begin`; also returns the plan number of all ranks, see :class:`Consensus`."""
         with all_expected(self.group):
             try:
                 made = prepare()
@@ -300,7 +300,7 @@ class Meeting:
         return made, consensus.plan
 
     def broadcast_from_first(self, compute: Callable[[], T]) -> T:
-        """What ``compute`` returns on the first rank, on all ranks; a collective call.
+        """Returns on all ranks what ``compute`` returns on the first; a collective call.
 
         Args:
             compute: Called on the first rank only. What it raises is raised on all ranks.
@@ -314,7 +314,7 @@ class Meeting:
         return cast(T, self.from_first(made))
 
     def from_first(self, value: T) -> T:
-        """What the first rank gives, on all ranks; a collective call.
+        """Returns the first rank's value on all ranks; a collective call.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.
@@ -330,16 +330,17 @@ class Meeting:
     def handed_out(
         self, make: Callable[[], T], share: Callable[[list[T]], list[S]], *, uri: str | None
     ) -> S:
-        """What the first rank makes for this one of what all ranks have made; a collective call.
+        """Gathers values on the first rank, which makes a result for each; a collective call.
 
         Args:
             make: Called on all ranks.
-            share: Called on the first rank with what these have made; makes a value for each.
+            share: Called on the first rank with all these values; makes one result for each rank.
             uri: The checkpoint, for messages.
 
         Raises:
-            CloudCheckpointError: What one of them has raised, on all ranks.
-            RanksFailedError: If they have raised different errors, or some outside of cloudckpt.
+            CloudCheckpointError: What one of the two functions has raised, on all ranks.
+            RanksFailedError: If ranks have raised different errors, or errors from outside
+                cloudckpt.
             ProcessGroupError: If the ranks lost each other.
         """
         with self._exchange(None, has_begun=False):
@@ -354,7 +355,7 @@ class Meeting:
         raise one_error(failures, self.rank, "before it began", uri) from failed
 
     def gathered(self, value: T) -> list[T]:
-        """What all ranks give, in the order of ranks; a collective call.
+        """Returns the values of all ranks, by rank; a collective call.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.
@@ -371,7 +372,7 @@ class Meeting:
         try:
             with all_expected(None if has_begun else self.group):
                 yield
-        except (RuntimeError, ValueError) as exc:  # plain ones of gloo; of a group that is gone
+        except (RuntimeError, ValueError) as exc:  # gloo's; a destroyed group's
             self.is_broken = True
             break_off(self.group)
             if failure is not None:
@@ -391,17 +392,17 @@ class Meeting:
 def break_off(group: dist.ProcessGroup | None) -> None:
     """Ends the connections of a gloo group in which this rank has lost another.
 
-    Of a rank that dies, only those hear who wait for it. The others wait for one of these, which
-    has raised and may live on, and would do so until the time limit of the group. No collective of
-    the group can succeed any more. A receive that is late closes all connections of a gloo group.
+    When a rank dies, only the ranks that wait for it notice. Others wait for one of these, which
+    has raised but may live on; they would wait until the group's time limit. No collective of the
+    group can succeed any more. A receive that times out closes all connections of a gloo group.
     """
     if group is None:
         return
-    with contextlib.suppress(RuntimeError, ValueError, KeyError):  # of a group that is gone
+    with contextlib.suppress(RuntimeError, ValueError, KeyError):  # the group was destroyed
         if dist.get_backend_config(group).find("gloo") < 0:
             return
         for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
-            with contextlib.suppress(RuntimeError):  # it is late, or was ended before
+            with contextlib.suppress(RuntimeError):  # timed out or already closed
                 nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                 work = dist.irecv(nothing, group=group, group_src=peer, tag=_NO_TAG)
                 if work is not None:
@@ -409,7 +410,7 @@ def break_off(group: dist.ProcessGroup | None) -> None:
 
 
 def _common(highest: int, lowest: int) -> int:
-    """The plan of all ranks, by the highest and the lowest number of theirs."""
+    """The plan number of all ranks, from their highest and lowest numbers."""
     if highest == lowest or lowest == PLAN_EACH_TIME:
         return lowest
     return PLAN_ANEW
@@ -418,17 +419,17 @@ def _common(highest: int, lowest: int) -> int:
 def one_error(
     failures: Mapping[int, BaseException], rank: int, step: str, uri: str | None
 ) -> BaseException:
-    """The error that a user can act on, made of those of several ranks.
+    """Combines the errors of several ranks into one that the user can act on.
 
     Args:
         failures: By rank.
-        rank: This one.
-        step: In which they failed, for the message.
+        rank: This rank.
+        step: When they failed, for the message.
         uri: The checkpoint.
     """
     own = failures.get(rank)
     if own is not None and not isinstance(own, Exception):
-        return own  # an interrupt of this process stays one
+        return own  # an interrupt of this process stays an interrupt
     first = failures[min(failures)]
     if isinstance(first, CloudCheckpointError) and len({type(e) for e in failures.values()}) == 1:
         return first

@@ -46,16 +46,16 @@ logger = logging.getLogger("cloudckpt")
 
 
 class OurReader(StorageReader):
-    """A reader that ``cloudckpt.load`` drives."""
+    """A storage reader that ``cloudckpt.load`` can drive."""
 
 
 class CloudStorageReader(OurReader):
     """Reads a checkpoint from ``s3://``, ``file://`` or a local path.
 
-    Works wherever torch takes a ``storage_reader``, on checkpoints of cloudckpt and of torch's own
-    writers, and on models in safetensors files. Only the bytes that this rank needs are fetched,
-    straight into its tensors where these are contiguous in host memory; every block is checked
-    against its checksum, where there is one.
+    Works wherever torch takes a ``storage_reader``: on checkpoints of cloudckpt and of torch's own
+    writers, and on models in safetensors files. Fetches only the bytes that this rank needs,
+    straight into its tensors where these are contiguous in host memory, and verifies every block
+    that has a checksum.
 
     Attributes:
         transferred: What this rank received in the last load.
@@ -72,13 +72,13 @@ class CloudStorageReader(OurReader):
         """
         Args:
             checkpoint_id: Where to load from; :meth:`reset` may name another place later.
-            config: Options; read from the environment where they are not given.
-            trust_pickle: Whether pickles in the checkpoint may run any code.
-            key_mapping: For models in safetensors files: what a tensor of the files is called here,
-                or None to leave it out.
+            config: Options; those not given are read from the environment.
+            trust_pickle: Whether pickles in the checkpoint may run arbitrary code.
+            key_mapping: For models in safetensors files: maps a tensor's name in the files to its
+                name here, or to None to leave it out.
 
         Raises:
-            InvalidURIError: If ``checkpoint_id`` is no location.
+            InvalidURIError: If ``checkpoint_id`` is not a valid location.
         """
         super().__init__()
         self.uri = CheckpointURI.parse(checkpoint_id)
@@ -105,22 +105,22 @@ class CloudStorageReader(OurReader):
 
     @property
     def structure(self) -> Structure:
-        """How what was saved was nested, beyond what the metadata says; once that was read."""
+        """How the saved state was nested, beyond what the metadata says; set once that is read."""
         return self._commit.structure if self._commit is not None else Structure()
 
     @property
     def inventory(self) -> Inventory | None:
-        """Names and chunks in columns, once the metadata was read; other writers have none."""
+        """Names and chunks in columns, once the metadata is read; None for other writers."""
         return self._commit.inventory if self._commit is not None else None
 
     @property
     def commit(self) -> CommitObject | None:
-        """What the commit object that was read last says."""
+        """The commit object that was read last."""
         return self._commit
 
     @property
     def has_checksums(self) -> bool:
-        """Whether the checkpoint can be verified; once its metadata was read."""
+        """Whether the checkpoint can be verified; known once its metadata is read."""
         return self._commit is not None and self._commit.record is not None
 
     @classmethod
@@ -129,7 +129,7 @@ class CloudStorageReader(OurReader):
         return CheckpointURI.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forgets what was read, and goes to another location if one is given."""
+        """Forgets what was read, and switches to another location if one is given."""
         if checkpoint_id:
             self.uri = CheckpointURI.parse(checkpoint_id)
         self.transferred: Transferred | None = None
@@ -140,22 +140,21 @@ class CloudStorageReader(OurReader):
         self._fetched: Fetched | None = None
         self._model: ModelFolder | None = None
         self._save_id: str | None = None
-        self._told: str | None = None  # the save whose metadata another rank has read
+        self._told: str | None = None  # the save whose metadata came from another rank
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads the commit object: what this reader needs of it, by two requests mostly.
+        """Reads what this reader needs of the commit object, usually in two requests.
 
-        Of a checkpoint of ours, the mappings in the result make torch's objects when they are asked
-        for.
+        For checkpoints of cloudckpt, the mappings in the result create torch's objects on access.
 
         Raises:
             CheckpointNotFoundError: If the store says that there is no committed checkpoint.
-            CheckpointError: If torch's ranks have saved there each by itself.
+            CheckpointError: If torch has saved there with each rank on its own.
             UntrustedPickleError: If the metadata names code that is not on the allow-list.
-            CheckpointCorruptError: If it is damaged.
-            CheckpointReplacedError: If it was replaced meanwhile, again and again.
+            CheckpointCorruptError: If the commit object is damaged.
+            CheckpointReplacedError: If it was replaced during each of several attempts to read it.
         """
-        # torch's loader asks a second time, for the metadata of one rank, where the first failed
+        # after a failure, torch's loader asks a second time, for the metadata of one rank
         if kwargs.get("rank") is not None and self._failure is not None:
             return _UnreadableMetadata(self._failure)
         self._failure = None
@@ -189,7 +188,7 @@ class CloudStorageReader(OurReader):
         return self._taken(commit, fetched)
 
     def _refuse_parts(self) -> None:
-        """Names what torch has saved with ``use_collectives=False``, which is not nothing."""
+        """Raises if torch has saved here with ``use_collectives=False``."""
         with contextlib.suppress(ObjectNotFoundError):
             Retrier(self.config.retry).call(lambda: self._store().head(self.uri.key(PART)))
             raise CheckpointError(
@@ -207,7 +206,7 @@ class CloudStorageReader(OurReader):
         return metadata
 
     def packed(self) -> bytes | ModelFolder:
-        """What was read, for the readers of other ranks: see :meth:`adopt`."""
+        """What was read, to pass to the readers of other ranks: see :meth:`adopt`."""
         if self._model is not None:
             return self._model
         if self._fetched is None:
@@ -218,11 +217,12 @@ class CloudStorageReader(OurReader):
         """Takes the metadata that another rank's reader of this checkpoint has read.
 
         Args:
-            packed: What :meth:`packed` has returned there.
+            packed: What :meth:`packed` returned there.
 
         Raises:
-            UntrustedPickleError: If another writer's names code that is not on the allow-list.
-            CheckpointCorruptError: If it is damaged.
+            UntrustedPickleError: If another writer's metadata names code that is not on the
+                allow-list.
+            CheckpointCorruptError: If the metadata is damaged.
         """
         if isinstance(packed, ModelFolder):
             return self._begun_with(packed)
@@ -245,14 +245,14 @@ class CloudStorageReader(OurReader):
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self._load_id
-        if commit.record is not None:  # what is stored does not say so: it may have been copied
+        if commit.record is not None:  # not stored: the checkpoint may have been copied
             metadata.storage_meta.checkpoint_id = str(self.uri)
         self._save_id = metadata.storage_meta.save_id
         return metadata
 
     @contextlib.contextmanager
     def _unless_replaced(self) -> Iterator[None]:
-        """If what is done fails since the metadata that was read is no longer there, says so."""
+        """Explains a failure whose cause is that the metadata that was read has been replaced."""
         try:
             yield
         except CheckpointCorruptError as error:
@@ -269,7 +269,7 @@ class CloudStorageReader(OurReader):
         self._places = self.places_in(metadata)
 
     def places_in(self, metadata: Metadata) -> Places:
-        """Where the items are, of which this reader has read the metadata last."""
+        """The locations of the items whose metadata this reader has read last."""
         if self._model is not None:
             return ModelPlaces(self._model)
         places, commit = metadata.storage_data, self._commit
@@ -289,10 +289,10 @@ class CloudStorageReader(OurReader):
         return dataclasses.replace(plan, storage_data=LoadedSave(str(self.uri), self._save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Compares what the ranks load.
+        """Checks that all ranks load the same checkpoint.
 
         Raises:
-            CheckpointReplacedError: If it was replaced while they read its metadata.
+            CheckpointReplacedError: If it was replaced while the ranks read its metadata.
             DifferentCheckpointsError: If they load from different locations.
         """
         check_sources(plans)
@@ -301,7 +301,7 @@ class CloudStorageReader(OurReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fetches this rank's items; returns when all of them have arrived and are verified.
 
-        If it raises, tensors of the state dict may hold a part of the new values.
+        If it raises, some tensors of the state dict may already hold new values.
 
         Raises:
             CheckpointReplacedError: If another save replaced the checkpoint meanwhile.
@@ -318,10 +318,10 @@ class CloudStorageReader(OurReader):
     def begun(self, planner: LoadPlanner) -> Iterator[Load]:
         """A load of the checkpoint whose metadata this reader was set up with.
 
-        Events tell of what is done within, and :attr:`transferred` of it at its end.
+        Events report what happens in it; :attr:`transferred` is set at its end.
 
         Args:
-            planner: Has the tensors.
+            planner: Provides the tensors.
         """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         uri = str(self.uri)
@@ -352,11 +352,11 @@ class CloudStorageReader(OurReader):
 
 
 class _UnreadableMetadata(Metadata):
-    """Stands for metadata that could not be read, and says why wherever it is used.
+    """Stands for unreadable metadata; raises the reason on any use.
 
-    torch passes on an error of ``read_metadata`` only as a text, and goes on to ask for the
-    metadata of the rank, as if the store had said that there is no other. An error of the steps
-    behind that reaches every rank as it is.
+    torch passes on an error of ``read_metadata`` only as text and then asks for the rank's own
+    metadata, as if the store had said that no common metadata exists. An error in a later step
+    reaches every rank as it is.
     """
 
     def __init__(self, failure: CloudCheckpointError) -> None:

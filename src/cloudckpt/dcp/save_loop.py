@@ -1,19 +1,20 @@
-"""Saves of several ranks: planned once, and then again and again by the same plan.
+"""Saves of several ranks, planned once and then repeated by the same plan.
 
-It takes the steps of torch's saver, with the same planner and in the same order: each rank plans,
-the coordinator gathers the plans and hands out each rank's part, each writes, and the coordinator
-commits. What is left out where it can be is the planning: if every rank has a plan for just what it
-saves, and all have the same, which they learn in their meeting (``meeting``), each writes by its
-own. If only one has not, all plan anew. A plan is kept when a save by it has committed.
+It takes the same steps as torch's saver, with the same planner and in the same order: each rank
+plans, the coordinator gathers the plans and hands out each rank's part, each rank writes, and the
+coordinator commits. Planning is skipped where possible. If every rank has a plan for exactly what
+it saves, and all have the same plan (they learn this in their meeting, see ``meeting``), each
+writes by its own plan. If any rank lacks it, all plan anew. A plan is kept once a save by it has
+committed.
 
 What this rules out:
 
-- *A rank's state dict has changed.* Its outline is another one, so it has no plan, or one of
-  another number, and all plan anew, in the same save.
-- *Some ranks have seen a save commit and others have not*, as one has lost the others in between.
-  They do not have the same plan afterwards.
-- *Two plans have the same number*, whoever has brought that about. Each rank states the digest of
-  what it has written, and the coordinator compares it with what it knows of the plan.
+- *A rank's state dict has changed.* Its outline differs, so the rank has no plan or one with
+  another number, and all ranks plan anew within the same save.
+- *Some ranks have seen a save commit and others have not*, because one lost the others in between.
+  Their plans differ afterwards.
+- *Two plans have the same number*, for whatever reason. Each rank reports the digest of the plan it
+  has written by, and the coordinator compares it with what it knows of the plan.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ __all__ = ["SaveLoop"]
 _AS_TORCH = (DefaultSavePlanner.create_global_plan, CloudSavePlanner.create_global_plan)
 
 Told = tuple[bytes, Written]
-"""What a rank says when it has written: the digest of its plan, and what it has written."""
+"""A rank's report after writing: the digest of its plan, and what it has written."""
 
 
 class Committed(NamedTuple):
-    """What the coordinator says when it has committed: the save, and whether its plan is kept."""
+    """The coordinator's report after the commit: the save, and whether its plan is kept."""
 
     attempt: str
     can_be_filled: bool
@@ -87,8 +88,8 @@ class _Planned:
         step: This rank's part.
         number: Its number.
         structure: What flattening has lost of this rank's state dict.
-        is_known: Whether the coordinator knows that, too.
-        of_all: On the coordinator, what all will write.
+        is_known: Whether the coordinator knows that structure, too.
+        of_all: On the coordinator, what all ranks will write.
     """
 
     step: SavePlan
@@ -102,7 +103,7 @@ class SaveLoop:
     """One save.
 
     Attributes:
-        plan: The number of the plan that this rank has for it.
+        plan: The number of this rank's plan for it.
     """
 
     def __init__(
@@ -117,14 +118,15 @@ class SaveLoop:
         """
         Args:
             state_dict: What to save.
-            writer: Where to.
-            planner: Plans it, if it has to be planned.
-            flags: What the planner does, see ``plan_cache``.
+            writer: Writes the checkpoint.
+            planner: Plans the save, if no plan is kept.
+            flags: The planner's behaviour, see ``plan_cache``.
             group: As torch's ``process_group``.
             no_dist: As in torch.
 
         Raises:
-            CheckpointExistsError: On the coordinator, if there is one that must not be overwritten.
+            CheckpointExistsError: On the coordinator, if a checkpoint exists that must not be
+                overwritten.
         """
         self._state_dict, self._writer, self._planner = state_dict, writer, planner
         self._group = group
@@ -133,8 +135,8 @@ class SaveLoop:
         self._members = None if alone else group if group is not None else dist.group.WORLD
         writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
         if writer.sender is send_here or not writer.config.overwrite:
-            writer.look_for_older()  # else when a saving process is at work
-        self._flags = (*flags, writer.checksum.name)  # a plan's commit object has checksums in it
+            writer.look_for_older()  # otherwise done once a saving process is at work
+        self._flags = (*flags, writer.checksum.name)  # it stands in the commit object
         with paused_gc():
             self._outline = Outline.of(state_dict)
         self._known: KnownPlan | None = None
@@ -151,19 +153,19 @@ class SaveLoop:
         group: dist.ProcessGroup | None,
         no_dist: bool,
     ) -> list[SaveLoop]:
-        """The save; none if it has to be planned, for a writer or a planner of a user's own."""
+        """The save; None for a custom writer or planner, whose saves must be planned each time."""
         flags = plan_cache.flags_of(planner)
         if flags is None or type(writer) is not CloudStorageWriter:
             return []
         return [cls(state_dict, writer, cast(DefaultSavePlanner, planner), flags, group, no_dist)]
 
     def give_up(self) -> None:
-        """Does not save: the ranks do not begin, or have to plan each save."""
+        """Abandons the save: the ranks do not begin, or must plan each save."""
         if self._known is not None:
             plan_cache.remember(self._known)
 
     def run(self, agreed: int) -> Metadata:
-        """Saves; errors are raised as torch's saver does.
+        """Saves; raises errors as torch's saver does.
 
         Args:
             agreed: The number of the plan that all ranks have, or ``PLAN_ANEW``.
@@ -197,7 +199,7 @@ class SaveLoop:
             saves, record = entry.saves + 1, leave.record
             sent.append(written)
             mine.append(replace(entry, extents=written.extents, saves=saves, record=record))
-            if known is not None:  # as the coordinator knows how the values were nested, too
+            if known is not None:  # the coordinator knows how the values were nested, too
                 written = replace(written.since(known.extents), structure=Structure())
             return entry.digest, written
 
@@ -234,7 +236,7 @@ class SaveLoop:
         return committed_metadata(self._writer.uri, self._writer.config, committed.attempt)
 
     def _contents(self, plan: SavePlan, base: Base | None) -> Contents | None:
-        """What takes the digests of a plan's items, if they are wanted."""
+        """Collects the digests of a plan's items, if they are wanted."""
         return Contents(len(plan.items), base) if self._writer.is_incremental else None
 
     def _base(self, *, is_planned: bool) -> Base | None:
@@ -243,16 +245,16 @@ class SaveLoop:
         )
 
     def _logged(self, step: Callable[..., Any]) -> Any:
-        """A step, of which torch's logger is told as of those of torch's saver."""
+        """Wraps a step so that torch's logger records it as it does those of torch's saver."""
         where = self._writer.checkpoint_id
         return logged_by_torch(checkpoint_id=where, group=self._group)(portably(step, where))
 
     def _planned(self) -> _Planned:
         """This rank's part of a new plan.
 
-        Ranks send what they would write as columns, or as torch's plan where columns can't have
-        it: plans of a large job are millions of objects. Those are pickled here, and not on their
-        way, so that the collector does not look through them again and again.
+        Ranks send what they would write as columns, because the plans of a large job are millions
+        of objects; where columns can't express it they send torch's plan. That is pickled here, not
+        during the exchange, so that the garbage collector does not traverse it repeatedly.
         """
         found: list[Planned] = []
         local: list[tuple[SavePlan, Structure]] = []
@@ -293,11 +295,11 @@ class SaveLoop:
         return _Planned(plan, number, structure, is_known, found[0] if found else None)
 
     def _planned_together(self, told: list[Any]) -> tuple[Planned, Sequence[Part | SavePlan]]:
-        """What all ranks write, and the part of each.
+        """What all ranks write, and each rank's part.
 
         Raises:
-            IncompleteSaveError: If the parts of a tensor that the ranks have do not fill it.
-            KeyCollisionError: If ranks have different things under one name.
+            IncompleteSaveError: If the ranks' parts of a tensor do not fill it.
+            KeyCollisionError: If ranks have different values under one name.
         """
         try:
             return self._joined(told)
@@ -336,7 +338,7 @@ class SaveLoop:
         return planned, plans
 
     def _heard(self, told: Any) -> Record | SavePlan:
-        """What a rank would write, as it has told."""
+        """What a rank would write, from its report."""
         if isinstance(told, SavePlan):
             return told
         if Record.is_one(told):
@@ -357,7 +359,7 @@ class SaveLoop:
         saves: int = 0,
         record: bytes | None = None,
     ) -> Leaving:
-        """What is to be told of this rank if its trainer ends, in a save by a plan of a number."""
+        """What to record of this rank if its trainer ends while saving by this numbered plan."""
         return Leaving(
             self._writer,
             plan,
@@ -369,9 +371,9 @@ class SaveLoop:
         )
 
     def _entry(self, planned: _Planned, plan: SavePlan) -> KnownPlan:
-        """What is to be remembered of a new plan, when it was written."""
+        """What to remember of a new plan once it has been written."""
         outline, items = self._outline, plan.items
-        if outline is None:  # it will not be remembered, and items may be of any name
+        if outline is None:  # it is not remembered, and items may have any name
             outline, items = Outline(), []
         values, checksum = self._planner.state_dict, self._writer.checksum
         numbers = {name: number for number, name in enumerate(values)}
@@ -394,7 +396,7 @@ class SaveLoop:
         )
 
     def _restore_plan(self) -> KnownPlan:
-        """The plan of before, with the planner set up as it was when it had made it."""
+        """The kept plan, with the planner set up as it was when it made the plan."""
         known, outline, planner = self._known, self._outline, self._planner
         assert known is not None
         assert outline is not None
@@ -419,11 +421,11 @@ class SaveLoop:
     def _of_all(
         self, told: list[Told], planned: _Planned | None, known: KnownPlan | None
     ) -> OfAllRanks:
-        """What all ranks were to write, and where they have written it.
+        """What all ranks were to write, and where they wrote it.
 
         Raises:
-            IncompleteSaveError: If a rank has written by another plan, or means another save by
-                the one before.
+            IncompleteSaveError: If a rank has written by another plan, or its previous save is
+                another than the coordinator's.
         """
         digests = tuple(digest for digest, _ in told)
         if planned is not None:
@@ -450,11 +452,11 @@ class SaveLoop:
 
 
 def _form(value: torch.Tensor, checksum: ChecksumAlgorithm) -> SmallForm | None:
-    """How a tensor looks in an object, if it is a small one in host memory."""
+    """The form of a tensor in an object, if it is a small one in host memory."""
     local = _local(value)
     return SmallForm.of(local, checksum) if type(local) in PLAIN else None
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank has in its memory."""
+    """The part of a tensor in this rank's memory."""
     return value._local_tensor if isinstance(value, DTensor) else value

@@ -1,4 +1,4 @@
-"""One ``write_data``: the items of a save plan, laid out in objects and sent."""
+"""One ``write_data``: lays out the items of a save plan in objects and sends them."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ Leave = Callable[[Extents, tuple[WrittenObject, ...]], Pending | None]
 
 _PICKLED = WriteItemType.BYTE_IO
 _RUN = 256
-"""Small tensors that are written by one call."""
+"""How many small tensors one call writes."""
 
 
 @dataclass(frozen=True)
 class CachedLayout:
-    """What is known of items that were written in a save before, with the tensors of this one.
+    """What is known of items from an earlier save, with the tensors of this save.
 
     Attributes:
         expected: About how many bytes they will take.
-        forms: Of each item that is a small tensor in host memory how it looks in an object.
-        tensors: These tensors.
+        forms: By item, its form in an object; None unless it is a small tensor in host memory.
+        tensors: By item, that tensor.
     """
 
     expected: int
@@ -59,7 +59,7 @@ class CachedLayout:
 
 
 def _has_its_memory(form: SmallForm, tensor: torch.Tensor) -> bool:
-    """Whether its memory is there; if not, who looks closer says what is wrong."""
+    """Whether the tensor's memory is there; if not, the slower path reports what is wrong."""
     try:
         storage, address = tensor.untyped_storage(), tensor.data_ptr()
         return address != 0 and address + form.size <= storage.data_ptr() + storage.nbytes()
@@ -68,7 +68,7 @@ def _has_its_memory(form: SmallForm, tensor: torch.Tensor) -> bool:
 
 
 def expected_size(items: Sequence[WriteItem]) -> int:
-    """About how many bytes items will take; planners may change their mind."""
+    """About how many bytes items will take; planners may still change the data."""
     return sum(map(_size_of, items))
 
 
@@ -97,21 +97,21 @@ def send(
 
     Args:
         items: What to send.
-        planner: Has the data.
-        destination: Where to.
-        store: Its store.
+        planner: Provides the data.
+        destination: Where to send them.
+        store: The destination's store.
         stats: Counts what is sent.
-        began: Told the name of each object before it is begun.
-        sender: Sends what is laid out here.
-        cached: What is known of the items, of a save before.
-        leave: Says what the store is to be told of the items if this trainer ends, given where
-            they are, and the objects of other checkpoints that have some.
+        began: Receives the name of each object before it is begun.
+        sender: Sends the objects that are laid out here.
+        cached: What an earlier save has learnt about the items.
+        leave: Makes what to record in the store if this trainer ends; takes the locations of the
+            items and the objects of other checkpoints that hold some of them.
         meanwhile: See :class:`~cloudckpt.checkpoint.sending.Sender`.
-        contents: Takes the digests of the items, and knows which need not be sent.
+        contents: Takes the items' digests, and knows which items need not be sent.
 
     Returns:
-        The objects, and where in them the items are, in the order of ``items``. Behind those that
-        were sent come those of other checkpoints.
+        The objects, and the locations of the items in them, in the order of ``items``. Objects of
+        other checkpoints follow those that were sent.
     """
     if not items and sender is send_here:
         meanwhile()
@@ -134,7 +134,7 @@ def send(
         )
         try:
             objects, offsets, lengths = places
-            # another process makes them of memory that nobody writes to
+            # another process computes them, from memory that nothing writes to
             checksum = store.capabilities.checksum if sender is send_here else None
             writing = _Writing(planner, shard, pool, str(destination.uri), contents, checksum)
             for number, place in writing.all_of(items, cached):
@@ -160,7 +160,7 @@ def send(
 
 
 class _Writing:
-    """Writes the items of a plan, one after the other."""
+    """Writes the items of a plan one by one."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class _Writing:
         contents: Contents | None,
         checksum: ChecksumAlgorithm | None,
     ) -> None:
-        """``checksum``: what is made beside the digests of items that are not packed, if any."""
+        """``checksum``: computed along with the digests of items that are not packed, if any."""
         self._planner, self._shard, self._pool, self._uri = planner, shard, pool, uri
         self._contents = contents
         self._checksum = checksum
@@ -179,7 +179,7 @@ class _Writing:
     def all_of(
         self, items: Sequence[WriteItem], cached: CachedLayout | None
     ) -> Iterator[tuple[int, Place]]:
-        """Writes items; their numbers, and where each was written, or is already."""
+        """Writes items; yields each item's number and where it was written, or already is."""
         forms: Sequence[SmallForm | None] = [None] * len(items)
         tensors: Sequence[torch.Tensor | None] = [None] * len(items)
         if cached is not None and not self._shard.zip_crc32:
@@ -197,7 +197,7 @@ class _Writing:
             number, _, tensor = run[place]
             self._note(number, tensor, copy)
 
-        # what is pickled comes last: how long it is can't be foreseen, and nothing else shifts
+        # pickled items come last: their length is unknown beforehand, and so nothing else shifts
         for number in sorted(range(len(items)), key=lambda n: items[n].type == _PICKLED):
             form, tensor = forms[number], tensors[number]
             if form is not None and tensor is not None and _has_its_memory(form, tensor):
@@ -233,8 +233,8 @@ class _Writing:
             return self._write_bytes(number, content)
         tensor = settled(data).detach()
         check_supported(tensor, fqn)
-        # another type than planned is converted by every reader: torch's cached plans don't heed
-        # types
+        # another element type than planned is fine: every reader converts it, and torch's cached
+        # plans ignore types
         if item.tensor_data is not None and tensor.shape != item.tensor_data.chunk.sizes:
             raise ShapeMismatchError(
                 f"{fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, and "
@@ -265,14 +265,14 @@ class _Writing:
         return self._shard.add_bytes(content)
 
     def _note(self, number: int, tensor: torch.Tensor, copy: memoryview) -> None:
-        """Notes the digest of the copy that is sent: the tensor may have changed meanwhile."""
+        """Records the digest of the copy that is sent: the tensor may have changed meanwhile."""
         assert self._contents is not None
         digest = digest_of_bytes(kind_of(tensor.dtype, tensor.shape), copy)
         self._contents.note(number, digest)
 
 
 def _kind(planner: DefaultSavePlanner, item: WriteItem) -> type:
-    """The class of a value that is no tensor."""
+    """The class of a value that is not a tensor."""
     try:
         return type(planner.lookup_object(item.index))
     except Exception:  # noqa: BLE001 - of a planner that makes its values in resolve_data

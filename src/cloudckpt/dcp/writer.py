@@ -60,23 +60,23 @@ logger = logging.getLogger("cloudckpt")
 class CommitHook:
     """Called on the coordinator, around the one request that makes a checkpoint visible.
 
-    An asynchronous save calls it on a thread of the trainer, whatever sends.
+    An asynchronous save calls it on a thread of the trainer, even if another process uploads.
 
     Attributes:
-        claimed_by: Which job has claimed the run that the checkpoint is of; empty if none has.
+        claimed_by: The job that has claimed the checkpoint's run; empty if none has.
     """
 
     claimed_by = ""
 
     def before_commit(self, uri: str, metadata: Metadata) -> None:
-        """All data is in the store, and nothing is visible; raising fails the save on all ranks."""
+        """All data is in the store, nothing is visible yet; raising fails the save on all ranks."""
 
     def after_commit(self, uri: str, metadata: Metadata) -> None:
-        """The checkpoint is committed; what is raised here is logged, and undoes nothing."""
+        """The checkpoint is committed; an exception here is logged and undoes nothing."""
 
 
 class OurWriter(StorageWriter):
-    """A writer that ``cloudckpt.save`` drives.
+    """A storage writer that ``cloudckpt.save`` can drive.
 
     Attributes:
         checkpoint_id: The location, as a string.
@@ -88,14 +88,14 @@ class OurWriter(StorageWriter):
 
     @abc.abstractmethod
     def discard(self) -> None:
-        """Deletes what this rank has sent in a save that was certainly not committed."""
+        """Deletes what this rank has uploaded in a save that was certainly not committed."""
 
 
 def check_together(use_collectives: bool, uri: str | None = None) -> None:
-    """Refuses torch's option that has each rank commit by itself.
+    """Refuses ``use_collectives=False``, with which each rank would commit on its own.
 
     Raises:
-        ConfigError: If it is given.
+        ConfigError: If ``use_collectives`` is false.
     """
     if not use_collectives:
         raise ConfigError(
@@ -111,17 +111,18 @@ class CloudStorageWriter(OurWriter):
 
     Works wherever torch takes a ``storage_writer``. Every rank streams its shards in parallel
     multipart uploads out of tensor memory; the coordinator then commits with one conditional write
-    of ``.metadata``. Until then nothing is visible, and a checkpoint that was there stays loadable.
+    of ``.metadata``. Until then nothing is visible, and an earlier checkpoint at the location stays
+    loadable.
 
-    The object is picklable (location, options and hook travel, nothing else) and may be used for
-    one save after another, not for two at a time.
+    The object is picklable (only location, options, notes and hook travel). It can be reused for
+    consecutive saves, but not for two at once.
 
     Attributes:
         transferred: What this rank sent in the last save.
-        sender: Sends what is laid out; a saving process can do it instead of this one.
-        commits: Whether this rank is one that commits.
-        committed: Whether the save is committed, as far as this rank knows by itself; None while
-            it commits, after an uncertain commit, and where another rank commits.
+        sender: Uploads the prepared objects, in this process or in a saving process.
+        commits: Whether this rank commits.
+        committed: Whether the save is committed, as far as this rank alone knows; None during the
+            commit, after an uncertain commit, and where another rank commits.
     """
 
     def __init__(
@@ -136,16 +137,16 @@ class CloudStorageWriter(OurWriter):
         """
         Args:
             checkpoint_id: Where to save; :meth:`reset` may name another place later.
-            config: Options; read from the environment where they are not given.
+            config: Options; those not given are read from the environment.
             commit_hook: Called on the coordinator around the commit.
-            notes: What is noted with the checkpoint; those of the coordinator count.
-            base: An earlier checkpoint in the same folder, whose bytes are not sent again where
-                they are the same; by default, with ``Config(incremental=True)``, the newest one.
-                torch's own ``save`` sends all, unless :func:`cloudckpt.install` was called.
+            notes: Notes stored with the checkpoint; the coordinator's count.
+            base: An earlier checkpoint in the same folder; bytes that it already has are not sent
+                again. With ``Config(incremental=True)`` the default is the newest one. torch's own
+                ``save`` sends everything, unless :func:`cloudckpt.install` was called.
 
         Raises:
             ConfigError: If the notes can't be kept.
-            InvalidURIError: If ``checkpoint_id`` is no location that a checkpoint can have.
+            InvalidURIError: If ``checkpoint_id`` is not a valid checkpoint location.
         """
         super().__init__()
         self.uri = checkpoint_location(checkpoint_id)
@@ -188,12 +189,12 @@ class CloudStorageWriter(OurWriter):
 
     @property
     def is_incremental(self) -> bool:
-        """Whether bytes are not sent again that an earlier checkpoint has."""
+        """Whether bytes that an earlier checkpoint has are not sent again."""
         return self.config.incremental or self.base is not None
 
     @property
     def noted(self) -> bytes:
-        """What is to be noted with the checkpoint."""
+        """The notes to be stored with the checkpoint, as bytes."""
         return self._noted
 
     @property
@@ -203,7 +204,7 @@ class CloudStorageWriter(OurWriter):
 
     @property
     def checksum(self) -> ChecksumAlgorithm:
-        """The algorithm of the store."""
+        """The store's checksum algorithm."""
         return self._store().capabilities.checksum
 
     @classmethod
@@ -218,18 +219,18 @@ class CloudStorageWriter(OurWriter):
         self._start_attempt()
 
     def storage_meta(self) -> StorageMeta:
-        """What planners are told about this save."""
+        """Information about this save for planners."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._attempt)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save.
 
         Raises:
-            ConfigError: If ranks are to commit each by itself (``use_collectives=False``).
+            ConfigError: If each rank is to commit on its own (``use_collectives=False``).
         """
         # torch passes rank and use_collectives only to a parameter named exactly `kwargs`
         if self._baseline is not None or self._written:
-            self._start_attempt()  # a caller that does not reset between two saves
+            self._start_attempt()  # the caller did not reset between two saves
         self._began = time.time()
         self._rank = kwargs.get("rank") or 0
         check_together(kwargs.get("use_collectives", True), str(self.uri))
@@ -238,18 +239,18 @@ class CloudStorageWriter(OurWriter):
         self._structure = self._seen_structure()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Notes what is there already, before anything is sent.
+        """Records which checkpoint exists already, before anything is sent.
 
         Raises:
             UnsupportedTensorError: If torch can't save the element type of a tensor.
-            CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
+            CheckpointExistsError: If a checkpoint exists and ``overwrite`` is off.
         """
         _check_types(plan, str(self.uri))
         self.look_for_older()
         return plan
 
     def look_for_older(self) -> None:
-        """Notes what is there already, on a rank that commits; once in a save.
+        """Records which checkpoint exists already, once per save, on the rank that commits.
 
         Raises:
             CheckpointExistsError: See :meth:`prepare_local_plan`.
@@ -259,18 +260,18 @@ class CloudStorageWriter(OurWriter):
             self._baseline = begin(self._store(), key, overwrite=overwrite, retrier=self._retrier())
 
     def hold_base(self, last: CheckpointURI | None) -> Hold | None:
-        """Keeps the earlier checkpoint from being deleted until the commit, on a rank that commits.
+        """Protects the base from deletion until the commit, on the rank that commits.
 
-        A base that is gone, or can't be read, costs the save its economy, and nothing else.
+        If the base is gone or unreadable, the save sends everything; it does not fail.
 
         Args:
-            last: The last one that this process has saved beside it, if it has.
+            last: The last checkpoint that this process has saved in the same folder, if any.
 
         Returns:
-            It; None if there is none that can be referred to.
+            The hold; None if no checkpoint can serve as base.
 
         Raises:
-            ConfigError: If the base that was given does not stand beside the checkpoint.
+            ConfigError: If the given base is not in the same folder as the checkpoint.
         """
         if self.base is not None:
             check_beside(self.uri, self.base)
@@ -281,7 +282,7 @@ class CloudStorageWriter(OurWriter):
         return self._hold
 
     def _held(self, base: CheckpointURI | None) -> Hold | None:
-        """Holds a base; without one, the newest checkpoint beside this one."""
+        """Holds a base; by default, the newest checkpoint in the same folder."""
         try:
             store = self._store()
             base = base or newest_beside(store, self.uri, self.config)
@@ -301,20 +302,20 @@ class CloudStorageWriter(OurWriter):
         return hold
 
     def note_structure(self, structure: Structure) -> None:
-        """Is told what flattening has lost of the state dict, which no writer is shown."""
+        """Takes what flattening lost of the state dict, which torch does not pass to writers."""
         self._structure = structure
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # plans may be cached by the planner and come back in a later save: nothing of this attempt
-        # may travel in them
+        # the planner may cache plans and reuse them in a later save: they must carry nothing of
+        # this attempt
         return plans
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner, contents: Contents | None = None
     ) -> Future[list[WriteResult]]:
-        """Sends this rank's items, but for what ``contents`` knows to be there.
+        """Sends this rank's items, except those that ``contents`` knows to be stored already.
 
-        Returns when the store has all of them.
+        Returns when the store has all items.
         """
         if isinstance(planner, CloudSavePlanner):
             self.note_structure(planner.structure)
@@ -338,14 +339,14 @@ class CloudStorageWriter(OurWriter):
         leave: Leave = lambda extents, references: None,
         contents: Contents | None = None,
     ) -> Written:
-        """Sends this rank's items; says what the store has when it has all of them.
+        """Sends this rank's items; returns what was written once the store has all of it.
 
         Args:
             plan: What to send.
-            planner: Has the data.
-            cached: What is known of the items, of a save before.
-            leave: What the store is to be told if this trainer ends before the commit.
-            contents: Knows what need not be sent.
+            planner: Provides the data.
+            cached: What an earlier save has learnt about the items.
+            leave: What to record in the store if this trainer ends before the commit.
+            contents: Knows which items need not be sent.
         """
         sending = self._tell_plan()
         expected = cached.expected if cached is not None else expected_size(plan.items)
@@ -370,9 +371,9 @@ class CloudStorageWriter(OurWriter):
 
         Raises:
             IncompleteSaveError: If an item of the plan was not written.
-            DifferentCheckpointsError: If a rank has written to another location, or store.
+            DifferentCheckpointsError: If a rank has written to another location or store.
             CheckpointConflictError: If another writer has committed since this save began.
-            CommitUnknownError: If the store does not say whether the commit took place.
+            CommitUnknownError: If the store's answers leave open whether the commit took place.
         """
         written = [of_rank[0].storage_data for of_rank in results if of_rank]
         draft = self.finish_with(
@@ -390,11 +391,11 @@ class CloudStorageWriter(OurWriter):
         metadata.version = draft.metadata.version
 
     def finish_with(self, draw_up: Callable[[], Draft], timings: Sequence[RankTiming]) -> Draft:
-        """Commits what ``draw_up`` makes, and returns it. Errors are those of :meth:`finish`."""
+        """Commits what ``draw_up`` makes, and returns it; raises as :meth:`finish` does."""
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
         with portable_errors(str(self.uri)):
-            with paused_gc():  # which would look through the plans of all ranks
+            with paused_gc():  # the collector would traverse the plans of all ranks
                 draft = draw_up()
             if draft.metadata.storage_meta is not None:  # what is stored may be copied elsewhere
                 draft.metadata.storage_meta.checkpoint_id = str(self.uri)
@@ -430,11 +431,12 @@ class CloudStorageWriter(OurWriter):
         return draft
 
     def _seen_structure(self) -> Structure:
-        """What flattening has lost of the state dict, as far as that can be seen.
+        """What flattening has lost of the state dict, as far as it can be determined.
 
-        Our planner notes it. torch's has dropped the state dict by now, so the one that torch's
-        saver holds is compared with the planner's paths: a planner of another kind, or one that
-        saves something else than it was given, leaves the structure to the strings in its paths.
+        Our planner records it. torch's has dropped the state dict by now, so the state dict that
+        torch's saver holds is compared with the planner's paths. A planner of another kind, or one
+        that saves something other than it was given, leaves the structure to the strings in its
+        paths.
 
         Raises:
             KeyCollisionError: If two entries of the state dict would have the same name.
@@ -451,7 +453,7 @@ class CloudStorageWriter(OurWriter):
         return structure
 
     def _tell_plan(self) -> float:
-        """Planning is torch's; what can be seen of it is the time until it asks for the data.
+        """Reports how long planning took, as far as a writer can see torch's planning.
 
         Returns:
             The time now.
@@ -477,7 +479,7 @@ class CloudStorageWriter(OurWriter):
 
     @property
     def held(self) -> tuple[str, ...]:
-        """The checkpoints that have a mark of this save, on a rank that commits."""
+        """The checkpoints that carry a mark of this save, on the rank that commits."""
         return () if self._hold is None else tuple(sorted(self._hold.folders))
 
     def _let_go_of_base(self, needed: Collection[str] = ()) -> None:
@@ -486,10 +488,10 @@ class CloudStorageWriter(OurWriter):
             hold.let_go(needed)
 
     def look_whether_committed(self) -> bool | None:
-        """Whether this save is committed; None if that can't be found out, or may change yet.
+        """Whether this save is committed; None if this can't be determined or may still change.
 
-        For a rank that has lost the others. A commit object that names what this rank has written,
-        under names that no other attempt has drawn, is that of this save.
+        For a rank that has lost the others. If the commit object names what this rank has written,
+        it is this save's: no other attempt has drawn the same names.
         """
         if self.committed is None and self._written:
             store, key = self._store(), self.uri.key(METADATA)
@@ -517,7 +519,7 @@ class CloudStorageWriter(OurWriter):
         destination = Destination(self.uri, self.config, self._rank, random_suffix(), expected)
 
         def meanwhile() -> None:
-            self.look_for_older()  # whose answer may say where the bucket is
+            self.look_for_older()  # the answer may say where the bucket is
             check_regions(self._store(), self.config, expected)
 
         try:
@@ -535,7 +537,7 @@ class CloudStorageWriter(OurWriter):
                 contents=contents,
             )
         except BaseException:
-            self._written = []  # nothing of it is left in the store
+            self._written = []  # the store has none of it any more
             raise
         return Written(str(self.uri), objects, extents, structure=self._structure)
 
@@ -547,7 +549,7 @@ class CloudStorageWriter(OurWriter):
 
 
 def run_after(hook: CommitHook, uri: str, metadata: Metadata) -> None:
-    """Calls a hook after the commit, which nothing may make look like a failure."""
+    """Calls a hook after the commit; it must not make the commit look like a failure."""
     try:
         hook.after_commit(uri, metadata)
     except Exception:
@@ -555,9 +557,9 @@ def run_after(hook: CommitHook, uri: str, metadata: Metadata) -> None:
 
 
 def _check_types(plan: SavePlan, uri: str) -> None:
-    """Refuses element types whose size torch's planner can't tell; it would fail without a name.
+    """Refuses element types whose size torch's planner can't determine; its error names no tensor.
 
-    Those are integers of 1 to 7 bits, which ``torch.save`` can't write either, and bits.
+    These are integers of 1 to 7 bits, which ``torch.save`` can't write either, and bits types.
     """
     types = {
         item.tensor_data.properties.dtype: item.index.fqn
@@ -578,7 +580,7 @@ def _check_types(plan: SavePlan, uri: str) -> None:
 
 
 def _flattens(planner: DefaultSavePlanner, state_dict: dict[str, Any]) -> bool:
-    """Whether the planner saves this state dict, and not what it has made of it."""
+    """Whether the planner saves this state dict itself, not one derived from it."""
     paths: list[Any] = []
     traverse_state_dict(state_dict, lambda path, value: paths.append(path))
     return len(paths) == len(planner.mappings) and all(
