@@ -129,7 +129,8 @@ class Draft:
     @classmethod
     def from_inventory(cls, inventory: Inventory, attempt: str) -> Draft:
         """The draft of an inventory; only the pickle holds it if the format has no room for all of
-        it."""
+        it.
+        """
         metadata, objects = lazy_metadata(inventory, attempt), inventory.objects
         try:
             pickled = metadata_pickle(inventory, attempt)

@@ -74,7 +74,8 @@ def data_name(rank: int, ordinal: int, attempt: str) -> str:
 
 def pending_name(rank: int, attempt: str) -> str:
     """The name of the object that a saving process leaves next to a rank's shards without a
-    trainer."""
+    trainer.
+    """
     return f"__{rank}.{attempt}.pending"
 
 

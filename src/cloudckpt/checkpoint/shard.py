@@ -68,7 +68,8 @@ class SmallForm:
     @classmethod
     def of(cls, tensor: torch.Tensor, algorithm: ChecksumAlgorithm) -> SmallForm | None:
         """The form of a tensor; None if it is not packed, is packed differently, or can't be
-        stored."""
+        stored.
+        """
         if tensor.is_quantized or tensor.layout != torch.strided:
             return None
         if not 0 < tensor.numel() * tensor.itemsize < PACKED_BELOW or not is_plain(tensor):
@@ -181,7 +182,9 @@ class ShardWriter:
         if plain and nbytes < PACKED_BELOW:
             raw = bytes_of(tensor)
             if self.zip_crc32:
-                raw = memoryview(bytes(raw))  # this copy is sent, even if the tensor changes meanwhile
+                raw = memoryview(
+                    bytes(raw)
+                )  # this copy is sent, even if the tensor changes meanwhile
                 around = envelope.__wrapped__(tensor.dtype, shape, zlib.crc32(raw))
             target, offset, packed = self._pack((around.head, raw, around.tail), length)
             # checksum of the copy: the tensor may have changed since
