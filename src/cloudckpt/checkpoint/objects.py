@@ -115,7 +115,7 @@ def is_keep_name(name: str) -> bool:
 
 
 def trial_name(attempt: str) -> str:
-    """The name of an object for testing whether the store honours conditions; deleted afterwards."""
+    """The name of an object that tests whether a store honours conditions; deleted later."""
     return f".conditions.{attempt}"
 
 
