@@ -27,11 +27,8 @@ from cloudckpt.uri import CheckpointURI
 
 __all__ = ["Notes", "metrics_of", "read_notes", "stored_notes", "with_timing"]
 
-_SPECIAL = {
-    "nan": math.nan,
-    "inf": math.inf,
-    "-inf": -math.inf,
-}  # values that JSON numbers can't express
+# values that JSON numbers can't express
+_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +121,8 @@ def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:
             if not isinstance(name, str) or isinstance(value, (str, bytes)):
                 raise TypeError
             found[name] = float(_plain(value) if hasattr(value, "item") else value)
-        except (
-            TypeError,
-            ValueError,
-            OverflowError,
-            RuntimeError,
-        ):  # torch raises it for tensors of many elements
+        # torch raises RuntimeError for tensors of many elements
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             raise ConfigError(f"metrics: {name!r}={value!r} is no number") from None
     return found
 

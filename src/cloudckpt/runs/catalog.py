@@ -69,7 +69,7 @@ def list_checkpoints(
     """The checkpoints in a run's folders, uncommitted too; by step, then others by name.
 
     Folders in which neither cloudckpt nor torch has written are not listed. This takes one request
-    per thousand folders, and one per folder; a checkpoint with more than a thousand names directly
+    per thousand folders, and one per folder; a checkpoint with a thousand names or more directly
     in it takes two more, plus one per further thousand of its objects. Subfolders of checkpoints
     are not searched.
 

@@ -130,7 +130,7 @@ class Composition:
         return self._objects.checked(made, *_joined(pieces))
 
     def abort(self, upload: Upload) -> None:
-        """Deletes all objects of an upload; each is tried, whatever happens to the others.
+        """Deletes all objects of an upload; a lost connection ends that, other failures do not.
 
         Raises:
             StoreError: If an object is left; if there are several errors, preferably a retryable
