@@ -128,9 +128,7 @@ class Draft:
 
     @classmethod
     def from_inventory(cls, inventory: Inventory, attempt: str) -> Draft:
-        """The draft of an inventory; only the pickle holds it if the format has no room for all of
-        it.
-        """
+        """The draft of an inventory, by pickle only if the format has no room for all of it."""
         metadata, objects = lazy_metadata(inventory, attempt), inventory.objects
         try:
             pickled = metadata_pickle(inventory, attempt)

@@ -1,4 +1,4 @@
-"""What stands before and after a tensor's bytes, so that ``torch.load`` reads them.
+"""The bytes before and after a tensor's data that let ``torch.load`` read it.
 
 ``torch.save`` writes a zip archive of stored records. Only one of them, ``data/0``, holds the
 tensor's bytes; all others follow from dtype and shape. So they are built here, without touching the
@@ -28,7 +28,7 @@ from cloudckpt.transfer.boxes import ALIGNMENT, padding, row_major_strides
 __all__ = ["Envelope", "envelope", "has_stored_form", "unwarned"]
 
 _ROOT = "archive/"
-_FLAGS = 0x0808  # sizes in a descriptor behind the record; names in UTF-8
+_FLAGS = 0x0808  # sizes in a descriptor after the record; names in UTF-8
 _MAX32 = 0xFFFFFFFF
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -42,8 +42,8 @@ class Envelope:
     """The bytes around a tensor's raw data.
 
     Attributes:
-        head: Everything before; its length is a multiple of 64.
-        tail: Everything behind.
+        head: Everything before the data; its length is a multiple of 64.
+        tail: Everything after the data.
     """
 
     head: bytes
@@ -98,7 +98,7 @@ class _Zip:
         self.close_record(name, len(data), zlib.crc32(data))
 
     def open_record(self, name: str, nbytes: int) -> None:
-        """The local header, padded so that the data behind it is aligned."""
+        """The local header, padded so that the data after it is aligned."""
         self._opened_at = start = self.position
         path = (_ROOT + name).encode()
         extra = _zip64(nbytes, start)
@@ -191,8 +191,8 @@ _one_at_a_time = ModuleLock()
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """Nothing warns meanwhile."""
-    # two threads at once would leave each other's filters behind
+    """Suppresses warnings."""
+    # two threads at once would restore each other's filters
     with _one_at_a_time, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -200,8 +200,8 @@ def unwarned() -> Iterator[None]:
 
 @lru_cache(maxsize=128)
 def _description(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], type[Any] | None]:
-    """``(rebuild function, its arguments behind the strides, typed storage class or None)``."""
-    with unwarned():  # TypedStorage is deprecated, and still what torch.save uses
+    """``(rebuild function, its arguments after the strides, typed storage class or None)``."""
+    with unwarned():  # TypedStorage is deprecated, but torch.save still uses it
         function, arguments = torch.empty(1, dtype=dtype, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]
         storage, _, _, _, *rest = arguments
         if isinstance(storage, torch.UntypedStorage):

@@ -31,18 +31,18 @@ _END = 1 << 63
 
 
 class NotInColumnsError(Exception):
-    """Metadata or a plan that columns can't express: with classes or fields of a user's own."""
+    """Metadata or a plan that columns can't express: with custom classes or fields."""
 
 
 def inventory_of_metadata(metadata: Metadata, checksum: ChecksumAlgorithm) -> Inventory:
-    """What torch's metadata describe.
+    """The inventory of torch's metadata.
 
     Args:
-        metadata: torch's; its places are left out.
+        metadata: torch's metadata; its locations are left out.
         checksum: The algorithm of the store.
 
     Raises:
-        NotInColumnsError: If it is not of torch's classes alone.
+        NotInColumnsError: If it contains anything but torch's classes.
     """
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     if type(metadata) is not Metadata or vars(metadata).keys() - known:
@@ -64,13 +64,13 @@ def inventory_of_plan(
     """What a rank is to write: a row for each item, in the plan's order.
 
     Args:
-        plan: Of torch's planner, or a planner like it.
+        plan: A plan of torch's planner, or of one like it.
         structure: What flattening has lost of this rank's state dict.
         checksum: The algorithm of the store.
 
     Returns:
-        The inventory, and the numbers of the names that are of whole tensors, of which torch
-        expects no other rank to have another part.
+        The inventory, and the numbers of the names of whole tensors, of which torch expects no part
+        on another rank.
 
     Raises:
         NotInColumnsError: If columns can't express it.
@@ -104,7 +104,7 @@ def inventory_of_plan(
 
 
 def _is_plain(item: WriteItem) -> bool:
-    """Whether an item is what torch's planner makes: its index says what its data say."""
+    """Whether an item is as torch's planner makes it: its index agrees with its data."""
     data = item.tensor_data
     if type(item) is not WriteItem or (data is None) != (item.type == WriteItemType.BYTE_IO):
         return False
@@ -114,7 +114,7 @@ def _is_plain(item: WriteItem) -> bool:
 
 
 class _Table:
-    """Names and chunks, one after the other, as they become columns.
+    """Collects names and chunks one by one, to become columns.
 
     Attributes:
         entries: What was added, by name.
@@ -175,7 +175,7 @@ class _Table:
     def inventory(
         self, checksum: ChecksumAlgorithm, paths: Paths | None, structure: Structure
     ) -> Inventory:
-        """All that was added."""
+        """An inventory of everything that was added."""
         tensors = [entry for entry in self.entries.values() if entry.shape is not None]
         chunks = {
             dims: Chunks(
@@ -198,7 +198,7 @@ class _Table:
 
 
 def check_chunks(inventory: Inventory) -> None:
-    """Whether all chunks are inside of their tensors, as columns have to have them.
+    """Checks that all chunks are inside their tensors, as columns require.
 
     Raises:
         NotInColumnsError: If one is not.

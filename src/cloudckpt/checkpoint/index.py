@@ -1,9 +1,9 @@
-"""The index at the end of a data object: what lies where in it, and the checksums of all blocks.
+"""The index at the end of a data object: its items' locations, and the checksums of all blocks.
 
-The items of an object stand in ascending order, each at the next multiple of 64, and so does the
-index behind them. So it holds no offsets: they follow from the lengths. It is believed only if its
-size and CRC32C are those that the commit object has of it. This module writes it, and
-``object_index`` reads it.
+The items of an object are in ascending order, each at the next multiple of 64, and the index
+follows them in the same way. So it holds no offsets: they follow from the lengths. It is trusted
+only if its size and CRC32C match the commit object. This module writes it, and ``object_index``
+reads it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ __all__ = [
 ]
 
 MAGIC = b"ckptidx\1"
-"""How an index begins."""
+"""The first bytes of an index."""
 
 HEADER = struct.Struct("<8sIB3x")
-"""Its beginning: the magic bytes, the number of items, and the kind of checksums."""
+"""The header: the magic bytes, the number of items, and the kind of checksums."""
 
 ITEM = 2 + 2 + 1 + 8
-"""Bytes of an item beside its checksums: head, tail, type, length of the data proper."""
+"""The fields of an item before its checksums: head, tail, type, length of the payload."""
 
 LONGEST_EDGE = (1 << 16) - 1
-"""Bytes that an envelope may have before a tensor, and behind it."""
+"""Maximum bytes of an envelope before a tensor, and after it."""
 
 MOST_INDEX = (1 << 32) - 1
-"""Bytes that an index may have."""
+"""Maximum bytes of an index."""
 
 KINDS = {1: CRC32C, 2: CRC64NVME}
 """The numbers by which indexes and commit objects name the algorithm of checksums."""
@@ -55,17 +55,17 @@ DTYPES = (
 
 
 def kind_of(algorithm: ChecksumAlgorithm) -> int:
-    """Its number."""
+    """The algorithm's number in indexes and commit objects."""
     return next(kind for kind, known in KINDS.items() if known is algorithm)
 
 
 def index_size(raw_lengths: Sequence[int], algorithm: ChecksumAlgorithm) -> int:
-    """The bytes of the index of items with these lengths of data proper."""
+    """The size in bytes of the index of items with these payload lengths."""
     return HEADER.size + sum(index_growth(length, algorithm) for length in raw_lengths)
 
 
 def index_growth(raw_length: int, algorithm: ChecksumAlgorithm) -> int:
-    """The bytes that an item with this length of data proper takes in an index."""
+    """The bytes that an item with this payload length takes in an index."""
     return ITEM + algorithm.nbytes * -(-raw_length // block_size_for(raw_length))
 
 

@@ -1,8 +1,8 @@
-"""All that a checkpoint holds, as columns: of each chunk where it lies and which part it is.
+"""Everything in a checkpoint, as columns: for each chunk where it lies and which part it is.
 
-torch's metadata has three objects of Python for each chunk of each tensor of each rank: half a
-million chunks take a gigabyte and seconds. Here is a table over the names, and columns of numbers
-over the chunks, from which torch's objects are made for the names that somebody asks for.
+torch's metadata has three Python objects for each chunk of each tensor of each rank: half a million
+chunks take a gigabyte and seconds. Here there is a table of names and columns of numbers for the
+chunks, from which torch's objects are made on demand.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ __all__ = [
 ]
 
 Paths = Mapping[str, tuple["str | int", ...]]
-"""``planner_data`` of torch's metadata: where in the state dict a name stood."""
+"""``planner_data`` of torch's metadata: the path of each name in the state dict."""
 
 _END = 1 << 63
-_AT_ONCE = 1 << 16  # rows that are looked at together: what that takes stays in the caches
+_AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of a name.
+    """The properties of a name.
 
     Attributes:
-        first: The row of its first chunk, or of the value that it names.
-        count: How many chunks it has; 1 if it is no tensor.
-        shape: Of the tensor; None if it is none.
+        first: The row of its first chunk, or of its value.
+        count: How many chunks it has; 1 if it is not a tensor.
+        shape: Of the tensor; None if it is not a tensor.
         properties: The number of its properties.
-        place: The number of its first chunk among those of tensors of as many dimensions.
+        place: The number of its first chunk among the chunks of tensors with as many dimensions.
     """
 
     first: int
@@ -66,12 +66,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Which parts the chunks of all tensors with a number of dimensions are.
+    """Which parts of their tensors chunks are, for tensors with as many dimensions.
 
     Attributes:
         rows: The rows of the chunks.
-        offsets: Where in the tensor each begins: a row each, a column for each dimension.
-        sizes: How large it is.
+        offsets: Where in the tensor each begins: one row per chunk, one column per dimension.
+        sizes: How large each is, in the same form.
     """
 
     rows: torch.Tensor
@@ -83,18 +83,18 @@ class Chunks:
 class Inventory:
     """Names, chunks and objects of a checkpoint.
 
-    It is what all ranks of a save have written, or one; or what they are to write, without objects
-    and extents. Rows are the chunks of tensors and the values, in the order of the names.
+    It describes what one or all ranks of a save have written, or, without objects and extents, what
+    they are to write. Rows are the chunks of tensors and the values, in the order of the names.
 
     Attributes:
         entries: By name, in the order of the metadata.
-        properties: Those that tensors have.
+        properties: The distinct properties of tensors.
         chunks: By number of dimensions.
         extents: Where the rows lie.
         objects: The data objects, by rank and ordinal.
         checksum: The algorithm of all checksums.
         paths: ``planner_data``, or None.
-        structure: What the paths do not say.
+        structure: The nesting that the paths do not express.
     """
 
     entries: Mapping[str, Entry]
@@ -112,7 +112,7 @@ class Inventory:
         return sum(entry.count for entry in self.entries.values())
 
     def row_of(self, index: MetadataIndex) -> int | None:
-        """The row of an item; its hint is believed only where it leads to the offsets."""
+        """The row of an item; its hint is used only if it leads to the right offsets."""
         entry = self.entries.get(index.fqn)
         if entry is None or (entry.shape is None) != (index.offset is None):
             return None
@@ -142,12 +142,12 @@ class Inventory:
 
     @functools.cached_property
     def _names(self) -> tuple[list[int], list[str]]:
-        """The first rows of all names that have any, in ascending order, and these names."""
+        """The first rows of all names that have rows, in ascending order, and these names."""
         found = sorted((entry.first, name) for name, entry in self.entries.items() if entry.count)
         return [first for first, _ in found], [name for _, name in found]
 
     def shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
-        """The shapes of rows; of values that of no dimensions."""
+        """The shapes of rows; values have no dimensions."""
         found: list[tuple[int, ...]] = [()] * rows.numel()
         for chunks in self.chunks.values():
             places = torch.searchsorted(chunks.rows, rows).clamp(max=chunks.rows.numel() - 1)
@@ -179,7 +179,7 @@ class Inventory:
         return TensorStorageMetadata(properties, size(entry.shape), made)
 
     def check(self) -> None:
-        """Whether all numbers are within their bounds.
+        """Checks that all numbers are within their bounds.
 
         Raises:
             ValueError: If one is not.
@@ -196,7 +196,7 @@ class Inventory:
         _check_chunks(self.entries, self.chunks)
 
     def check_extents(self) -> None:
-        """Whether all places are inside of objects.
+        """Checks that all extents are inside their objects.
 
         Raises:
             ValueError: If one is not.
@@ -219,7 +219,7 @@ class Inventory:
                 raise ValueError(f"{self._first_not(inside, start)} lies outside of its object")
 
     def _first_not(self, true: torch.Tensor, start: int) -> str:
-        """The name of the first row of which something is not true; they begin at one."""
+        """The name of the first row where ``true`` is false; rows begin at ``start``."""
         return self.name_of(start + int((~true).nonzero()[0]))[:200]
 
 
@@ -233,7 +233,7 @@ def _check_chunks(entries: Mapping[str, Entry], of_dims: Mapping[int, Chunks]) -
     for dims, chunks in of_dims.items():
         of_these = [(name, entry, shape) for name, entry, shape in tensors if len(shape) == dims]
         counts = column_of([entry.count for _, entry, _ in of_these])
-        for dim in range(dims):  # one after the other, which takes less memory
+        for dim in range(dims):  # one by one, to save memory
             limits = column_of([shape[dim] for _, _, shape in of_these]).repeat_interleave(counts)
             sizes, offsets = chunks.sizes[:, dim], chunks.offsets[:, dim]
             inside = (sizes >= 0) & (offsets >= 0) & (sizes <= limits)
@@ -257,7 +257,7 @@ class _RowFinder:
         self._dims = column_of([_dims(entry.shape) for entry in self._entries])
 
     def rows(self, indices: Sequence[MetadataIndex]) -> torch.Tensor:
-        """The row of each; -1 where there is none. Hints count only if they lead to the offsets."""
+        """The row of each, or -1; hints count only if they lead to the right offsets."""
         if not indices or not self._entries:
             return unfilled(len(indices)).fill_(-1)
         numbers = column_of([self._numbers.get(index.fqn, -1) for index in indices])
@@ -300,13 +300,13 @@ def _hint(hint: int | None) -> int:
 
 
 def rows_of(tensors: Iterable[Entry], dims: int) -> torch.Tensor:
-    """The rows of the chunks of all tensors with a number of dimensions."""
+    """The rows of the chunks of all tensors with ``dims`` dimensions."""
     of_dims = [e for e in tensors if e.shape is not None and len(e.shape) == dims and e.count]
     if not of_dims:
         return unfilled(0)
     firsts = column_of([entry.first for entry in of_dims])
     counts = column_of([entry.count for entry in of_dims])
-    # each row is the one before and 1, but where a tensor begins
+    # each row is the previous one plus 1, except where a tensor begins
     steps = unfilled(int(counts.sum())).fill_(1)
     begins = firsts.clone()
     begins[1:] -= firsts[:-1] + counts[:-1] - 1

@@ -1,4 +1,4 @@
-"""torch's metadata of an inventory, made for the names that somebody asks for."""
+"""torch's metadata of an inventory, made on demand for the names that are accessed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["ReadLater", "SavedPlaces", "inventory_behind", "lazy_metadata", "sav
 
 
 def save_id_of(attempt: str) -> str:
-    """What ``storage_meta.save_id`` says of a save: as long for each."""
+    """The ``storage_meta.save_id`` of a save; it has the same length for every save."""
     return f"cloudckpt-1-{attempt}"
 
 
 def lazy_metadata(inventory: Inventory, attempt: str) -> Metadata:
-    """The metadata of a save. Their mappings make what they hold when it is asked for."""
+    """The metadata of a save, whose mappings create their values on access."""
     metadata: Any = Metadata(state_dict_metadata={})
     metadata.state_dict_metadata = _Described(inventory)
     metadata.planner_data = None if inventory.paths is None else dict(inventory.paths)
@@ -31,17 +31,17 @@ def lazy_metadata(inventory: Inventory, attempt: str) -> Metadata:
 
 
 def inventory_behind(metadata: Metadata) -> Inventory | None:
-    """The columns that metadata were made from; None of metadata of another kind."""
+    """The columns that the metadata were made from; None for other metadata."""
     described = metadata.state_dict_metadata
     return described.inventory if isinstance(described, _Described) else None
 
 
 class ReadLater(Mapping[Any, Any]):
-    """A mapping that is fetched when somebody looks into it; comparing it is left to itself."""
+    """A mapping that is fetched on first access; it defines its own comparison."""
 
 
 class _Described(Mapping[str, Any]):
-    """``state_dict_metadata``; what was made is kept. Pickles as a dict."""
+    """``state_dict_metadata``; keeps what it has made. Pickles as a dict."""
 
     def __init__(self, inventory: Inventory) -> None:
         self.inventory = inventory
@@ -74,10 +74,10 @@ class _Described(Mapping[str, Any]):
 
 
 class SavedPlaces(Mapping[MetadataIndex, StorageInfo]):
-    """``storage_data``: by torch's index of an item its place. Pickles as a dict.
+    """``storage_data``: an item's location, by torch's index. Pickles as a dict.
 
     Attributes:
-        inventory: Whose places they are.
+        inventory: The inventory with these locations.
     """
 
     def __init__(self, inventory: Inventory) -> None:

@@ -29,7 +29,7 @@ def add_safe_metadata_globals(classes: Iterable[type[Any]]) -> None:
     Only name classes whose construction from arbitrary arguments is harmless.
     """
     with _safe_lock:
-        by_name = {_name(cls): cls for cls in (*_SAFE, *classes)}  # a class made anew replaces
+        by_name = {_name(cls): cls for cls in (*_SAFE, *classes)}  # a class defined again replaces
         _SAFE.clear()
         _SAFE.update(by_name.values())
 
@@ -44,11 +44,11 @@ class _TrustingUnpickler(pickle.Unpickler):
 
 
 def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = False) -> Metadata:
-    """Reads the pickle in ``.metadata``, ours or of another writer.
+    """Reads the pickle in ``.metadata``, ours or another writer's.
 
     Raises:
         UntrustedPickleError: If it names a class or function that is not on the allow-list.
-        CheckpointCorruptError: If it is damaged, or no metadata.
+        CheckpointCorruptError: If it is damaged, or not metadata.
     """
     body = pickle_in(data, uri)
     try:
@@ -75,7 +75,7 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
             "trust_pickle=True",
             uri=uri,
         ) from None
-    except Exception as exc:  # classes of the user, and where all are trusted, may raise anything
+    except Exception as exc:  # the user's classes, or any where all are trusted, may raise anything
         raise CheckpointCorruptError(
             "the metadata can't be read: it is damaged or no checkpoint's", uri=uri, cause=exc
         ) from exc

@@ -1,4 +1,4 @@
-"""A folder of safetensors files, or one such file, read as if it were a checkpoint."""
+"""A folder of safetensors files, or a single such file, read as a checkpoint."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ from cloudckpt.uri import CheckpointURI
 __all__ = ["KeyMapping", "ModelFolder", "ModelPlaces"]
 
 _FIRST_READ = 128 * 1024  # holds the header of a file of about a thousand tensors
-_SHARDS = "shard-"  # what torch calls the files that its ranks write
+_SHARDS = "shard-"  # prefix of the files that torch's ranks write
 _SHARDING = "DCP_SHARDING_INFO"  # in files that torch's HuggingFaceStorageWriter writes by ranks
 
 KeyMapping = Callable[[str], "str | None"]
-"""What a tensor of the files is called where it is loaded; None leaves it out."""
+"""Maps a tensor's name in the files to its name when loaded; None leaves it out."""
 
 _Chunk = tuple[tuple[int, ...], StoredTensor]
 
@@ -63,11 +63,11 @@ class ModelFolder:
     """A model in safetensors files.
 
     Attributes:
-        uri: Where.
+        uri: Its location.
         files: Its files.
         committed: The object that makes it a model: its index, or its only file.
-        chunks: Of each tensor where it begins, and what is stored there. Only files that torch has
-            written by ranks have more than one.
+        chunks: By tensor, where its chunks begin, and what is stored there. Only files written by
+            torch's ranks have more than one chunk per tensor.
     """
 
     uri: CheckpointURI
@@ -81,13 +81,13 @@ class ModelFolder:
 
         As transformers does, it takes ``model.safetensors`` if there is one, else what the index
         names; else the files that torch's HuggingFaceStorageWriter writes by ranks, without an
-        index. Other files without an index are those of a save that was interrupted. A location may
-        also be that of a file.
+        index. Other files without an index are those of a save that was interrupted. The location
+        may also be a file.
 
         Raises:
             CheckpointCorruptError: If files are missing or damaged.
             CheckpointReplacedError: If it was replaced or deleted meanwhile.
-            UnsupportedTensorError: If a tensor is of a type that this torch has not.
+            UnsupportedTensorError: If this torch lacks a tensor's type.
         """
         retrier = Retrier(config.retry)
         head = functools.partial(_head, store, retrier)
@@ -171,7 +171,7 @@ class ModelFolder:
         return chunks
 
     def renamed(self, mapping: KeyMapping) -> ModelFolder:
-        """The same, with other names.
+        """A copy with other names.
 
         Raises:
             KeyCollisionError: If two tensors get one name.
@@ -250,7 +250,7 @@ def _head(store: ObjectStore, retrier: Retrier, key: str) -> ObjectInfo | None:
 
 
 def _listed(store: ObjectStore, uri: CheckpointURI) -> list[ObjectInfo]:
-    """The files that torch's HuggingFaceStorageWriter writes by ranks; none if nobody may list."""
+    """The files of the ranks of torch's HuggingFaceStorageWriter; none if listing is denied."""
     below = uri.key("")
     try:
         return [
@@ -263,7 +263,7 @@ def _listed(store: ObjectStore, uri: CheckpointURI) -> list[ObjectInfo]:
 
 
 def _headers(store: RangeReader, files: Sequence[ObjectInfo], config: Config) -> list[FileHeader]:
-    """The headers of files: mostly by one request each, all at the same time."""
+    """The headers of files, usually with one request each, concurrently."""
     stats = TransferStats()
 
     def fetched(stops: Sequence[int]) -> list[bytearray]:

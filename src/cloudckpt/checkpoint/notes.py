@@ -27,7 +27,7 @@ from cloudckpt.uri import CheckpointURI
 
 __all__ = ["Notes", "metrics_of", "read_notes", "stored_notes", "with_timing"]
 
-# values that JSON numbers can't express
+# JSON has no such numbers
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

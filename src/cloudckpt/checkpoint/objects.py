@@ -73,9 +73,7 @@ def data_name(rank: int, ordinal: int, attempt: str) -> str:
 
 
 def pending_name(rank: int, attempt: str) -> str:
-    """The name of the object that a saving process leaves next to a rank's shards without a
-    trainer.
-    """
+    """The name of the object that a saving process leaves if its trainer is gone."""
     return f"__{rank}.{attempt}.pending"
 
 

@@ -1,11 +1,11 @@
-"""What a saving process leaves in the store when its trainer ends before the commit.
+"""The object that a saving process leaves in the store if its trainer ends before the commit.
 
-It is an object beside the data of its rank, which no reader heeds. At first it says how far the
-process has come; at last it has all that a commit needs of this rank: which objects with which
-checksums there are, and what of the state lies where in them. Whoever finds those of all ranks can
-commit the save (:mod:`cloudckpt.runs.adopting`).
+It lies next to the data of its rank, and readers ignore it. At first it records the progress of the
+process; at the end it has everything that a commit needs of this rank: the objects with their
+checksums, and which part of the state lies where in them. With those of all ranks the save can be
+committed (:mod:`cloudckpt.runs.adopting`).
 
-Nothing here knows torch: the trainer makes the parts before the process sends.
+Nothing here uses torch: the trainer makes the parts before the process sends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEAD = struct.Struct(f"<{len(_MAGIC)}sI")  # and the bytes of the document
 _CRC = struct.Struct("<I")  # CRC32C of all before it
 
 MOST_BYTES = 1 << 28
-"""Bytes of the largest that is read: of some million chunks."""
+"""The most bytes that are read: enough for some million chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +45,15 @@ class Pending:
         ranks: How many ranks there are.
         job: The job that had claimed the run; empty if none had.
         attempt: The random name of the save, on a rank that would have committed.
-        record: What the rank writes: names, shapes, parts, paths, as a record without places.
-        extents: Where in its objects: columns of int64, little-endian.
-        columns: How many: three, or five with the digests.
-        notes: What is to be noted with the checkpoint.
-        references: The objects of other checkpoints that have some of it.
-        held: The checkpoints that have a mark of the save, on a rank that would have committed.
-        sent: Bytes that were sent so far.
-        objects: What the store has; None as long as it does not have all. Behind the rank's own
-            come those of other checkpoints.
+        record: What the rank writes (names, shapes, parts, paths), as a record without locations.
+        extents: Where it lies in the objects: columns of little-endian int64.
+        columns: How many columns: three, or five with the digests.
+        notes: The notes for the checkpoint.
+        references: The objects of other checkpoints that hold some of it.
+        held: The checkpoints that carry a mark of the save, on a rank that would have committed.
+        sent: Bytes sent so far.
+        objects: The objects in the store, the rank's own before those of other checkpoints; None
+            until the store has all.
     """
 
     save: str
@@ -71,15 +71,15 @@ class Pending:
     objects: tuple[WrittenObject, ...] | None = None
 
     def so_far(self, sent: int) -> Pending:
-        """The same, with so many bytes sent."""
+        """A copy with ``sent`` bytes sent."""
         return dataclasses.replace(self, sent=sent)
 
     def finished(self, objects: Sequence[WrittenObject]) -> Pending:
-        """The same, when the store has all."""
+        """A copy for when the store has everything."""
         return dataclasses.replace(self, objects=(*objects, *self.references), references=())
 
     def to_bytes(self) -> bytes:
-        """It as bytes; one that is not finished is short."""
+        """Packs it into bytes; few, if it is not finished."""
         parts: tuple[bytes, ...] = ()
         folders: tuple[str, ...] = ()
         if self.objects is not None:

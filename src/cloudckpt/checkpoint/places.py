@@ -1,7 +1,7 @@
-"""Where the items of a loaded checkpoint lie, as its metadata and its objects' indexes say.
+"""Where the items of a loaded checkpoint lie, according to its metadata and objects' indexes.
 
-Objects of torch and other writers have no index: where tensors are in their items, the archives say
-that these are (:mod:`cloudckpt.checkpoint.archives`).
+Objects of torch and other writers have no index: there, tensors are located by the archives that
+the items are (:mod:`cloudckpt.checkpoint.archives`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ logger = logging.getLogger("cloudckpt")
 
 @dataclass(frozen=True, slots=True)
 class ItemPlace:
-    """An item.
+    """The location of an item.
 
     Attributes:
         whole: All of its bytes.
-        tensor: The plain tensor in it, or None: then only ``torch.load`` can read it.
+        tensor: The plain tensor in it; None if only ``torch.load`` can read the item.
         transforms: The stream transforms (compression) that torch's writer applied to it.
     """
 
@@ -52,11 +52,11 @@ _Whole = tuple[str, StoredBytes, Sequence[str]]
 
 
 class Places:
-    """Finds the items of one checkpoint. The indexes that it has read are kept.
+    """Locates the items of one checkpoint; keeps the indexes that it has read.
 
     Args:
         uri: The checkpoint.
-        commit: What its commit object says; None if nothing was read yet.
+        commit: Its commit object; None if it was not read yet.
     """
 
     def __init__(self, uri: CheckpointURI, commit: CommitObject | None) -> None:
@@ -64,7 +64,7 @@ class Places:
         self._commit = commit
         self._objects = {one.name: one for one in commit.objects} if commit is not None else {}
         self._indexes: dict[str, ObjectIndex | None] = {}
-        self._lost: set[str] = set()  # objects whose index is damaged, which was told
+        self._lost: set[str] = set()  # objects whose damaged index was reported
 
     def find(
         self,
@@ -73,13 +73,13 @@ class Places:
         config: Config,
         stats: TransferStats,
     ) -> list[ItemPlace]:
-        """The places of items, in the same order.
+        """The locations of items, in the same order.
 
-        This reads the indexes of the objects that they are in; without these the edges of the items
-        that hold tensors.
+        Reads the indexes of their objects or, without indexes, the edges of the items that hold
+        tensors.
 
         Raises:
-            CheckpointCorruptError: If an item has no place, or a contradictory one.
+            CheckpointCorruptError: If an item has no location, or a contradictory one.
         """
         with paused_gc():
             wholes = self._wholes(indices)
@@ -106,13 +106,13 @@ class Places:
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> None:
-        """Reads the indexes of all objects, as far as that was not done yet.
+        """Reads the indexes of all objects that were not read yet.
 
         Args:
             store: Where they are.
             config: Options.
-            damaged: Called with what is damaged. If it does not raise, nothing is known of what is
-                in that object, and :meth:`wholes` leaves it out.
+            damaged: Called with the error of a damaged index. If it does not raise, that object's
+                content is unknown, and :meth:`wholes` leaves it out.
 
         Raises:
             CheckpointCorruptError: If one is damaged.
@@ -126,14 +126,14 @@ class Places:
         indices: Sequence[MetadataIndex],
         damaged: Callable[[CheckpointCorruptError], None],
     ) -> list[MetadataIndex]:
-        """The items that the indexes which were read have where the metadata say that they are.
+        """The items whose location is the same in the metadata and in the indexes that were read.
 
         Args:
             indices: All items.
             damaged: Called with each of the others.
 
         Raises:
-            CheckpointCorruptError: If an item of another writer's has no place.
+            CheckpointCorruptError: If an item of another writer has no location.
         """
         if not self._objects:
             return list(indices)
@@ -164,7 +164,7 @@ class Places:
             return [one for number, one in enumerate(placed) if number not in wrong]
 
     def _digests(self, indices: Sequence[MetadataIndex]) -> Sequence[object]:
-        """What is known of the content of items."""
+        """The known digests of items' content."""
         inventory = self._commit.inventory if self._commit is not None else None
         if inventory is None or inventory.extents.high is None or inventory.extents.low is None:
             return [None] * len(indices)
@@ -177,7 +177,7 @@ class Places:
         indices: Sequence[MetadataIndex],
         damaged: Callable[[CheckpointCorruptError], None],
     ) -> Iterator[MetadataIndex]:
-        """Those that the metadata of a save of ours have a place for; columns have one for each."""
+        """The items with a location in our metadata; columns have one for each."""
         assert self._commit is not None  # it names objects
         for index in indices:
             try:
@@ -198,7 +198,7 @@ class Places:
         )
 
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
-        """The data proper of items with their checksums, if indexes were read; else all of them.
+        """The payloads of items with their checksums, if indexes were read; otherwise all bytes.
 
         Raises:
             CheckpointCorruptError: If one has no place, or a contradictory one.
@@ -216,16 +216,16 @@ class Places:
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[StoredBytes]:
-        """What stands around the data proper of all items, as far as its checksums are known.
+        """The bytes around the payloads of all items, as far as their checksums are known.
 
-        That is in objects whose indexes were read; see :meth:`ObjectIndex.between`. Where they are
-        not known, it is read what the archives say of the tensors in them, and compared.
+        They are known in objects whose indexes were read, see :meth:`ObjectIndex.between`.
+        Elsewhere the archives' descriptions of the tensors in them are read and compared.
 
         Args:
-            indices: All items of which index and metadata say the same.
+            indices: All items on which index and metadata agree.
             store: Where they are.
             config: Options.
-            damaged: Called with each whose archive says something else than the index.
+            damaged: Called with each item whose archive contradicts the index.
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
@@ -267,9 +267,9 @@ class Places:
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None],
     ) -> None:
-        """Compares what the archives around tensors say of them with what the indexes say.
+        """Compares the archives' descriptions of tensors with the indexes.
 
-        An archive that can't be read says nothing; and one that is gone is told by who reads it.
+        An unreadable archive is ignored here; a missing one is reported by the read itself.
         """
         indices, wholes = [index for index, _ in items], [whole for _, whole in items]
         tensors = [
@@ -295,7 +295,7 @@ class Places:
         return self._wholes([index])[0][1].nbytes
 
     def _wholes(self, indices: Sequence[MetadataIndex]) -> list[_Whole]:
-        """The objects of items, their bytes, and the transforms that were applied to them."""
+        """The objects of items, their byte ranges, and the transforms that were applied to them."""
         inventory = self._commit.inventory if self._commit is not None else None
         if inventory is None:
             return [self._described(index) for index in indices]
@@ -311,7 +311,7 @@ class Places:
         return found
 
     def _described(self, index: MetadataIndex) -> _Whole:
-        """The same of one item, as torch's metadata say it."""
+        """The same for one item, from torch's metadata."""
         commit = self._commit
         if commit is not None and isinstance(commit.metadata.storage_data, Mapping):
             entry = commit.metadata.storage_data.get(index)
@@ -373,7 +373,7 @@ class Places:
                 if config.verify:
                     raise
                 logger.warning("read without checksums: %s", error)
-                self._indexes[record.name] = None  # the edges of its items will do
+                self._indexes[record.name] = None  # the edges of its items are read instead
             else:
                 self._indexes[record.name] = found
 
@@ -394,7 +394,7 @@ class Places:
     def _inside(
         self, indices: Sequence[MetadataIndex], wholes: Sequence[_Whole]
     ) -> list[ItemPlace]:
-        """What is in the items, as the indexes of their objects say that were read."""
+        """The items' contents, according to the indexes that were read."""
         places = [ItemPlace(whole, None, transforms) for _, whole, transforms in wholes]
         by_object: dict[str, list[int]] = {}
         for number, (name, _, _) in enumerate(wholes):
@@ -449,7 +449,7 @@ def _is_gone(error: CheckpointCorruptError) -> bool:
 
 
 def _said(tensor: StoredTensor) -> str:
-    """What is known of it, in words."""
+    """A description of the tensor, for messages."""
     elements, dtype = tensor.elements, str(tensor.dtype).removeprefix("torch.")
     stop = elements.offset + elements.nbytes
     return f"{dtype} of shape {tensor.shape} at bytes {elements.offset} to {stop}"

@@ -67,9 +67,7 @@ class SmallForm:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, algorithm: ChecksumAlgorithm) -> SmallForm | None:
-        """The form of a tensor; None if it is not packed, is packed differently, or can't be
-        stored.
-        """
+        """The form of a tensor; None if not packed, packed differently, or impossible to store."""
         if tensor.is_quantized or tensor.layout != torch.strided:
             return None
         if not 0 < tensor.numel() * tensor.itemsize < PACKED_BELOW or not is_plain(tensor):
@@ -182,9 +180,7 @@ class ShardWriter:
         if plain and nbytes < PACKED_BELOW:
             raw = bytes_of(tensor)
             if self.zip_crc32:
-                raw = memoryview(
-                    bytes(raw)
-                )  # this copy is sent, even if the tensor changes meanwhile
+                raw = memoryview(bytes(raw))  # sent even if the tensor changes
                 around = envelope.__wrapped__(tensor.dtype, shape, zlib.crc32(raw))
             target, offset, packed = self._pack((around.head, raw, around.tail), length)
             # checksum of the copy: the tensor may have changed since

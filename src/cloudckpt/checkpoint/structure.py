@@ -1,10 +1,10 @@
-"""What flattening loses of a state dict, so that all of a checkpoint can be loaded as it was saved.
+"""What flattening loses of a state dict, kept so that a checkpoint can be loaded as it was saved.
 
-torch flattens nested dicts and lists into one dict. The paths that it keeps have strings in the
-place of all keys of dicts, and nothing of a dict that is empty: ``optimizer.state_dict()``, whose
-state is keyed by integers, would come back in a form that ``load_state_dict`` takes for that of an
-optimizer without state. A :class:`Structure` holds the difference, and nothing for state dicts
-whose keys are strings and whose dicts all hold something. The commit object has it.
+torch flattens nested dicts and lists into one dict. The paths that it keeps have strings for all
+dict keys, and omit empty dicts: ``optimizer.state_dict()``, whose state is keyed by integers, would
+come back in a form that ``load_state_dict`` takes for an optimizer without state. A
+:class:`Structure` holds the difference; it is empty for state dicts whose keys are strings and
+whose dicts are not empty. It is stored in the commit object.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ __all__ = ["Key", "KeyNames", "Path", "Structure", "collision", "find_collision"
 logger = logging.getLogger("cloudckpt")
 
 Key = int | float | complex | bytes | str | None  # bool is an int
-"""A key of a dict that can be restored."""
+"""A dict key that can be restored."""
 
 _DEEPEST = 1000  # torch flattens by recursion: Python's limit
-_HOLES = 1 << 20  # entries of lists that stand for nothing stored, such as empty dicts
-_told: set[tuple[Path, str]] = set()  # what this process has said already
+_HOLES = 1 << 20  # list entries without stored data, such as empty dicts
+_told: set[tuple[Path, str]] = set()  # what this process has logged already
 
 
 @dataclass(frozen=True)
 class Structure:
-    """The difference between a state dict and what torch's paths say of it.
+    """The difference between a state dict and what torch's paths express.
 
     Attributes:
         keys: By the path of a dict and the string in torch's paths: the key that it stands for.
-        empty: The paths of empty dicts, with the place of each of the path's elements among those
-            beside it.
+        empty: The paths of empty dicts, with the position of each path element among its siblings.
     """
 
     keys: Mapping[Path, Mapping[str, Key]] = field(default_factory=dict)
@@ -54,8 +53,8 @@ class Structure:
     def of(cls, state_dict: Mapping[Any, Any], uri: str | None = None) -> Structure:
         """What flattening would lose.
 
-        What can't be restored is told once, by the logger ``cloudckpt``: it loads only into a state
-        dict that has it.
+        What can't be restored is logged once, by the logger ``cloudckpt``: it loads only into a
+        state dict that already contains it.
 
         Raises:
             KeyCollisionError: If two keys of one dict have the same string.
@@ -80,7 +79,7 @@ class Structure:
 
     @classmethod
     def merged(cls, parts: Sequence[Structure], uri: str) -> Structure:
-        """What all ranks say; where they contradict each other, the first counts, as in torch."""
+        """Merges the ranks' structures; on a contradiction the first counts, as in torch."""
         if all(part == parts[0] for part in parts):  # as in most jobs
             return parts[0] if parts else cls()
         keys: dict[Path, dict[str, Key]] = {}
@@ -101,7 +100,7 @@ class Structure:
         return cls(keys, empty)
 
     def to_json(self) -> dict[str, Any]:
-        """What the commit object has of it."""
+        """Its JSON form for the commit object."""
         keys = [
             [path, [[element, _encoded(key)] for element, key in of_dict.items()]]
             for path, of_dict in self.keys.items()
@@ -140,7 +139,7 @@ class Structure:
 
         Args:
             values: What was loaded, by torch's flat names.
-            paths: Where it stood; what has no path stands in the dict itself.
+            paths: Where each value stood; values without a path go into the top-level dict.
             uri: The checkpoint, for messages.
 
         Raises:
@@ -170,13 +169,13 @@ class _Tree:
     """Nested containers, built without recursion: paths come from the store."""
 
     def __init__(self) -> None:
-        # by path, those inside others behind them
+        # by path, inner containers after outer ones
         self._containers: dict[Path, dict[str | int, Any]] = {(): {}}
         self._late: dict[Path, dict[str | int, int]] = {}
-        """Of a container the entries that hold nothing, and their places among the others."""
+        """By container, its entries that hold nothing, and their positions."""
 
     def add(self, path: Path, value: Any) -> None:
-        """A value that was stored."""
+        """Adds a value that was stored."""
         if not path:
             raise ValueError("a value has an empty path")
         container = self._container(path[:-1])
@@ -187,11 +186,11 @@ class _Tree:
         container[path[-1]] = value
 
     def add_empty(self, path: Path, places: tuple[int, ...]) -> None:
-        """An empty dict; nothing, if another rank had something else there."""
+        """Adds an empty dict, unless another rank had something else there."""
         self._container(path, places)
 
     def _container(self, path: Path, places: tuple[int, ...] = ()) -> dict[str | int, Any] | None:
-        """The container at a path, made if there is none; None if there is a value on the way."""
+        """The container at a path, created if missing; None if a value is in the way."""
         container = self._containers[()]
         for depth, element in enumerate(path):
             inner = self._containers.get(path[: depth + 1])
@@ -205,7 +204,7 @@ class _Tree:
         return container
 
     def built(self, keys: Mapping[Path, Mapping[str, Key]]) -> dict[Any, Any]:
-        """All of it, with the keys that were saved in the place of their texts."""
+        """The whole tree, with the original keys instead of their strings."""
         holes = _HOLES
         made: Any = None
         for path, container in reversed(self._containers.items()):
@@ -254,7 +253,7 @@ def _tell(path: Path, what: str, uri: str | None) -> None:
 
 
 def _plain(key: Any) -> Key:
-    """A key of a plain type that is equal to ``key`` and found in its place.
+    """A key of a plain type that is equal to ``key`` and can replace it in lookups.
 
     Raises:
         ValueError: If there is none.
@@ -310,7 +309,7 @@ def _path(value: Any) -> Path:
 
 
 Path = tuple["str | int", ...]
-"""Where a value stands, as torch writes it: strings for keys of dicts, integers for lists."""
+"""The path of a value as torch writes it: strings for dict keys, integers for list indices."""
 
 _TENSOR, _MAPPING, _LIST, _OTHER = range(4)
 _AS_DICTS = (dict, OrderedDict, Counter, Mapping, MappingProxyType)
@@ -318,7 +317,7 @@ _EQUALITY = {kind.__eq__ for kind in _AS_DICTS}
 
 
 class KeyNames:
-    """One walk through a state dict, beside torch's: what stands behind the strings of its paths.
+    """Walks a state dict alongside torch: the keys that the strings in torch's paths stand for.
 
     Attributes:
         keys: By the path of a dict and the string in torch's paths: the keys that are no plain
@@ -346,7 +345,7 @@ class KeyNames:
                         self._waiting.append(((*path, index), (*places, index), entry))
 
     def name(self, path: Path, element: str | int) -> Any:
-        """The key, or the index, behind an element of a path."""
+        """The key or index that a path element stands for."""
         if isinstance(element, int) or path not in self.keys:
             return element
         return self.keys[path].get(element, element)
@@ -383,7 +382,7 @@ class KeyNames:
         return kind
 
     def is_walked(self, value: Any) -> bool:
-        """Whether torch looks into it: not into tuples, nor lists without tensors and dicts."""
+        """Whether torch descends into it: not into tuples, nor lists without tensors and dicts."""
         kind = self._kind(value)
         if kind != _LIST:
             return kind == _MAPPING
@@ -400,7 +399,7 @@ class KeyNames:
 
 
 def find_collision(state_dict: Mapping[Any, Any], uri: str | None) -> KeyCollisionError | None:
-    """Which two values have the same name once torch has flattened a state dict."""
+    """Finds two values that have the same name once torch has flattened a state dict."""
     found: dict[str, tuple[Any, ...]] = {}
     names = KeyNames(state_dict)
     waiting: list[tuple[tuple[Any, ...], str, Any]] = [

@@ -1,4 +1,4 @@
-"""What a rank tells the coordinator of a save: its objects, and where in them its items lie."""
+"""What a rank reports to the coordinator: its objects, and where in them its items lie."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Extents:
         objects: The numbers of their objects.
         offsets: Their first bytes in these, envelopes included.
         lengths: Their bytes, envelopes included.
-        high: The first halves of the digests of what they hold (:mod:`cloudckpt.checkpoint.base`);
-            None if these were not asked for.
+        high: The first halves of the items' digests (:mod:`cloudckpt.checkpoint.base`); None if
+            digests were not requested.
         low: The second halves.
     """
 
@@ -39,13 +39,13 @@ class Extents:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int, int]]) -> Extents:
-        """Of rows of object, offset and length."""
+        """Extents from rows of object, offset and length."""
         table = column_of(rows).reshape(-1, 3)
         return cls(*(column.contiguous() for column in table.unbind(1)))
 
     @classmethod
     def none(cls, *, digests: bool = False) -> Extents:
-        """Of no items; ``digests``: with columns for those."""
+        """Extents of no items; ``digests``: with empty columns for digests."""
         return cls(*(unfilled(0) for _ in range(5 if digests else 3)))
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class Extents:
 
     @property
     def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Those of the places."""
+        """The columns of the locations."""
         return self.objects, self.offsets, self.lengths
 
     @property
@@ -72,13 +72,13 @@ class Extents:
 
     @property
     def all_columns(self) -> tuple[torch.Tensor, ...]:
-        """Those of the places, and of the digests if there are any."""
+        """The columns of the locations, and of the digests if there are any."""
         if self.high is None or self.low is None:
             return self.columns
         return (*self.columns, self.high, self.low)
 
     def changed_since(self, earlier: Extents) -> torch.Tensor:
-        """The numbers of the items that are others than in ``earlier``, which has as many."""
+        """The numbers of the items that differ from ``earlier``, which has as many items."""
         if self.has_digests != earlier.has_digests:
             return counted(0, len(self))
         same = torch.ones(len(self), dtype=torch.bool, device="cpu")
@@ -87,22 +87,22 @@ class Extents:
         return (~same).nonzero().view(-1)
 
     def digest(self) -> bytes:
-        """Of all of them, in their order."""
+        """A digest of all extents, in their order."""
         made = hashlib.blake2b(digest_size=16)
         for column in self.all_columns:
             made.update(raw_bytes(column))
         return made.digest()
 
     def at(self, items: torch.Tensor) -> Extents:
-        """Those of some items."""
+        """The extents of some items."""
         return Extents(*(column[items] for column in self.all_columns))
 
     def __reduce__(self) -> tuple[object, ...]:
-        # tensors pickle in a thousand bytes each
+        # a pickled tensor takes a thousand bytes
         return Extents.unpack, (self.pack(), len(self.all_columns))
 
     def pack(self) -> bytes:
-        """All columns, one after the other: little-endian numbers of 64 bits."""
+        """All columns, one after the other, as little-endian 64-bit integers."""
         return b"".join(map(raw_bytes, self.all_columns))
 
     @classmethod
@@ -117,15 +117,15 @@ class Written:
     """What one rank has written in a save.
 
     Attributes:
-        uri: Where to.
-        objects: Its objects, by ordinal, and behind them those of other checkpoints that have
-            some of its items.
+        uri: The checkpoint.
+        objects: Its objects, by ordinal, then those of other checkpoints that hold some of its
+            items.
         extents: Where the items of its plan are, in their order.
-        items: The numbers of the plan's items that ``extents`` are of; None if of all.
-        digest: Of the extents of all items, if ``extents`` are of some.
+        items: The numbers of the plan's items that ``extents`` covers; None if it covers all.
+        digest: Of the extents of all items, if ``extents`` covers only some.
         structure: How its values were nested.
-        indices: Those of the plan's items, where the coordinator does not know them.
-        timing: What it took.
+        indices: The indices of the plan's items, if the coordinator does not know them.
+        timing: How long it took.
     """
 
     uri: str
@@ -138,7 +138,7 @@ class Written:
     timing: RankTiming | None = None
 
     def since(self, earlier: Extents) -> Written:
-        """The same, saying only which items lie elsewhere than in ``earlier``."""
+        """A copy that covers only the items that lie elsewhere than in ``earlier``."""
         items = self.extents.changed_since(earlier)
         return dataclasses.replace(
             self,
@@ -152,7 +152,7 @@ class Written:
         """Where all items lie, if :meth:`since` was called with the same ``earlier``.
 
         Raises:
-            ValueError: If ``earlier`` is another one.
+            ValueError: If this is not the same ``earlier``.
             IndexError: If it has fewer items.
         """
         if self.items is None:

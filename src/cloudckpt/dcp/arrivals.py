@@ -1,12 +1,12 @@
-"""Says which ranks have not come to a call that all ranks of a group make.
+"""Reports which ranks have not arrived at a call that all ranks of a group must make.
 
 ``if rank == 0: cloudckpt.save(...)`` would wait for the other ranks until the time limit of the
-process group, half an hour by default, and then fail with an error of the network. So the ranks
-that wait say after 15 s which ones they wait for.
+process group, half an hour by default, and then fail with a network error. So after 15 s the
+waiting ranks log which ranks they wait for.
 
-Who waits is known by the store through which the ranks of a group have found each other. Only a
-rank that has waited for a while puts its mark there, from a thread beside the one that waits, and
-takes it away when the wait is over: a call to which all ranks come in time asks the store nothing.
+The waiting ranks are recorded in the store through which the group's ranks met. A rank puts its
+mark there only after waiting for a while, from a separate thread, and removes it when the wait is
+over: a call to which all ranks come in time makes no request to the store.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
 
 FIRST_LINE = 15.0
-"""Seconds of waiting after which the first line is written; each further pause is twice as long."""
+"""Seconds of waiting before the first line is logged; each further pause is twice as long."""
 _TICK = 0.5  # seconds between two looks of the thread; a rank that has waited for one is marked
 _LAST_CALL = 10.0  # seconds that a call of the store may take when the interpreter ends
 _MOST_LOOKS = 64  # ranks of one group that look for the others: a look costs a request a rank
@@ -46,9 +46,9 @@ _groups: ContextVar[tuple[dist.ProcessGroup, ...]] = ContextVar("cloudckpt_group
 
 
 def collective(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Makes a function be called ``name`` in messages about ranks that have not called it.
+    """Names a function ``name`` in messages about ranks that have not called it.
 
-    Of functions that call each other, the outermost one gives the name.
+    In nested calls the outermost function gives the name.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -71,8 +71,8 @@ def collective(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 def all_expected(group: dist.ProcessGroup | None) -> Iterator[None]:
     """A block that all ranks of a group enter, and that this one can't leave before they have.
 
-    Inside of another such block of the same group it is a part of that one. Outside of a
-    :func:`collective` function nothing is said: the caller has no name for what is waited for.
+    Inside another such block of the same group it is part of that block. Outside a
+    :func:`collective` function nothing is logged: the caller has no name for the call.
     """
     groups, call = _groups.get(), _call.get()
     if group is None or call is None or group in groups:
@@ -99,7 +99,7 @@ class _Wait:
         self._due = FIRST_LINE
 
     def look(self) -> None:
-        """Marks this rank as waiting, and says for which ones if that lasts; on the watcher."""
+        """Marks this rank as waiting and, if that lasts, logs for which ranks; on the watcher."""
         waited = time.monotonic() - self._began
         if waited < _TICK or (store := store_of_group(self._group)) is None:
             return
@@ -111,7 +111,7 @@ class _Wait:
             return
         self._due *= 2
         if size > _MOST_LOOKS and store.add(self._key("looks"), 1) > _MOST_LOOKS:
-            return  # enough others say it
+            return  # enough other ranks log it
         if missing := _missing(store, [self._key(rank) for rank in range(size)], 0):
             logger.warning("%s", self._message(waited, missing))
 
@@ -137,7 +137,7 @@ class _Wait:
 
 
 def _missing(store: Store, keys: Sequence[str], first: int) -> list[int]:
-    """The numbers of the keys that are not there, of keys that are numbered from ``first`` on."""
+    """The numbers of the missing keys, where keys are numbered from ``first`` on."""
     if store.check(list(keys)):
         return []
     if len(keys) == 1:
@@ -162,18 +162,17 @@ def _listed(ranks: Sequence[int]) -> str:
 class _Watcher:
     """A thread that looks at the waits of this process; it ends when there are none.
 
-    It is begun without waiting until it runs, as ``Thread.start`` does: who begins it is a training
-    loop, and may wait long for the GIL.
+    Unlike ``Thread.start``, starting it does not wait until it runs: the training loop starts it
+    and could wait long for the GIL.
 
-    It must not be in a call of the store when the interpreter ends: the thread would be ended
-    there, amid frames of C++, which ends the process by ``std::terminate``. So the interpreter ends
-    it before.
+    It must not be in a call of the store when the interpreter exits: ending the thread within C++
+    frames ends the process by ``std::terminate``. So it is ended before that, at exit.
     """
 
     def __init__(self) -> None:
         self._lock = ModuleLock()
         self._waits: list[_Wait] = []
-        self._over: list[_Wait] = []  # whose marks are to be taken away
+        self._over: list[_Wait] = []  # whose marks are to be removed
         self._ended: threading.Event | None = None  # of the thread; None if there is none
         self._pid = os.getpid()
         self._closing = threading.Event()
@@ -205,7 +204,7 @@ class _Watcher:
             ended = self._ended if self._pid == os.getpid() else None
         if ended is not None:
             ended.wait(_LAST_CALL)
-        with self._lock:  # a group that is kept aborts the process when that ends
+        with self._lock:  # a group still referenced at exit aborts the process
             self._waits, self._over = [], []
 
     def _run(self, ended: threading.Event) -> None:
@@ -223,7 +222,7 @@ class _Watcher:
                     self._ended = None
                     return
             for act in [*(wait.forget for wait in over), *(wait.look for wait in waits)]:
-                # the store is gone when the job ends; what fails in the job is said by the job
+                # the store is gone when the job ends; the job itself reports its failures
                 with contextlib.suppress(RuntimeError, ValueError, KeyError):
                     act()
 

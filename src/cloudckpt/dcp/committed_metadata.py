@@ -1,7 +1,7 @@
-"""torch's metadata of a save that another process has committed, read when somebody looks at it.
+"""torch's metadata of a save that another process has committed, read on first access.
 
-Most callers drop what ``save`` returns. So no rank but the coordinator is sent the metadata, which
-are large for a large job: it gets these, and whoever looks into them reads them from the store.
+Most callers drop what ``save`` returns. So the metadata, which are large for a large job, are not
+sent to the other ranks: these get a stand-in that reads them from the store on access.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["committed_metadata"]
 def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Metadata:
     """The metadata of a save.
 
-    Its mappings raise CheckpointReplacedError if another save has replaced it when they are looked
-    into for the first time, and what reading metadata raises. To print or to compare them reads
-    nothing: two are equal if they are of the same save at the same location, and none is equal to
-    a mapping of another kind, whatever that holds.
+    On first access its mappings raise CheckpointReplacedError if another save has replaced it, or
+    what reading metadata raises. Printing or comparing them reads nothing: two are equal if they
+    are of the same save at the same location, and never equal to a mapping of another kind,
+    whatever its content.
 
     Args:
-        uri: Where it was committed.
+        uri: Where the save was committed.
         config: The options.
-        attempt: Its random name.
+        attempt: The random name of the save.
     """
     wanted = save_id_of(attempt)
 
@@ -60,8 +60,8 @@ def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Meta
 class _Later(ReadLater):
     """A mapping in metadata. Pickles as a dict.
 
-    Who logs metadata or compares them asks for no request, so neither reads: a rank would wait for
-    the store, or fail, where it says what it has saved.
+    Logging or comparing metadata must not read: a rank would wait for the store, or fail, just to
+    report what it has saved.
     """
 
     def __init__(self, read: Callable[[], Metadata], field: str, save: tuple[str, str]) -> None:
@@ -91,7 +91,7 @@ class _Later(ReadLater):
         return f"<{self._field} of {self._save[0]}, read when somebody looks into it>"
 
     def __eq__(self, other: object) -> bool:
-        # not NotImplemented: the other mapping would be asked, and look into this one
+        # not NotImplemented: Python would ask the other mapping, which would look into this one
         if not isinstance(other, _Later):
             return False
         return (self._field, self._save) == (other._field, other._save)

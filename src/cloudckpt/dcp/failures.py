@@ -1,4 +1,4 @@
-"""Errors on their way to other ranks, other processes, and whoever keeps them."""
+"""Errors that go to other ranks or processes, or are kept."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ E = TypeVar("E", bound="BaseException | None")
 
 
 def portable(error: E, uri: str | None) -> E | CheckpointError:
-    """The error, or one that tells of it if it can't be pickled.
+    """The error, or a description of it as an error if it can't be pickled.
 
-    torch gathers the failures of all ranks by pickle. One that does not survive that would be
-    raised on its own rank only, and leave the others waiting for it.
+    torch gathers the failures of all ranks by pickle. An unpicklable one would be raised on its own
+    rank only and leave the other ranks waiting.
     """
     if error is None or _survives_pickling(error):
         return error
@@ -38,7 +38,7 @@ def portable(error: E, uri: str | None) -> E | CheckpointError:
 
 
 def portably(step: Callable[..., Any], uri: str | None) -> Callable[..., Any]:
-    """A step of which other ranks are told what it raises."""
+    """Wraps a step so that other ranks can receive what it raises."""
 
     @functools.wraps(step)
     def call(*args: Any) -> Any:
@@ -55,7 +55,7 @@ def portably(step: Callable[..., Any], uri: str | None) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def portable_errors(uri: str | None) -> Iterator[None]:
-    """Replaces errors that can't be pickled, of planners for example, by ones that can."""
+    """Replaces errors that can't be pickled, for example a planner's, by errors that can."""
     try:
         yield
     except Exception as exc:
@@ -88,10 +88,10 @@ def is_of_group(exc: BaseException) -> bool:
 
 
 def release_frames(error: BaseException, *, apart_from: BaseException | None = None) -> None:
-    """Replaces the traceback of an error by one of the same lines, in which there is nothing else.
+    """Replaces an error's traceback by one with the same lines that holds no variables.
 
-    Whoever keeps the error would keep the staged copy else. ``traceback.clear_frames`` is not
-    enough: it leaves what closures hold, and the frames that have called.
+    Otherwise keeping the error would keep the staged copy. ``traceback.clear_frames`` is not
+    enough: it leaves what closures hold, and the calling frames.
 
     Args:
         error: The error; those that it was raised from, or that torch gathered, are looked at, too.
@@ -126,7 +126,7 @@ def _nothing() -> Iterator[None]:
 
 
 def _empty(frame: FrameType) -> FrameType:
-    """A frame that is called as another, but has no variables, and that nobody has called."""
+    """A frame with another frame's name, but without variables or a caller."""
     code = _nothing.__code__.replace(
         co_filename=frame.f_code.co_filename,
         co_name=frame.f_code.co_name,

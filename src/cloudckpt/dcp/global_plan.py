@@ -1,10 +1,10 @@
 """What all ranks of a save write, planned together: torch's global plan, by columns.
 
-torch's planner makes five objects of Python for each chunk of each rank, gathers them on one rank,
-and looks at each several times: half a million chunks take fifteen seconds there. Here ranks send
-what they would write as columns (``checkpoint/record.py``), and the coordinator finds duplicates,
-orders and checks by sorting numbers. What comes of it is what torch's planner makes of the same
-plans, to the order of the names; tests compare them. Whatever looks unusual is left to torch.
+torch's planner makes five Python objects for each chunk of each rank, gathers them on one rank, and
+visits each several times: half a million chunks take fifteen seconds there. Here ranks send what
+they would write as columns (``checkpoint/record.py``), and the coordinator finds duplicates, orders
+and checks by sorting numbers. The result is what torch's planner makes of the same plans, down to
+the order of the names; tests compare them. Anything unusual is left to torch.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _END = 1 << 63
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank writes of what it would: numbers of items, and torch's hint of each."""
+    """Which of its items a rank writes: their numbers, and torch's hint for each."""
 
     items: torch.Tensor
     hints: torch.Tensor
 
     def of(self, plan: SavePlan) -> SavePlan:
-        """The plan of the rank without what others write."""
+        """The rank's plan without the items that others write."""
         items: list[WriteItem] = []
         for number, hint in zip(self.items.tolist(), self.hints.tolist(), strict=True):
             item = plan.items[number]
@@ -83,14 +83,15 @@ def plan_together(
 
     Args:
         records: By rank, what it would write.
-        to_lowest_rank: Whether the lowest rank writes what several have, not the one with least.
+        to_lowest_rank: Whether the lowest rank writes what several have, not the rank with the
+            least to write.
         uri: The checkpoint, for messages.
 
     Returns:
         What is to be written, and by rank its part of it.
 
     Raises:
-        NotInColumnsError: If the plans contradict each other: let torch say what comes of that.
+        NotInColumnsError: If the plans contradict each other; torch then decides.
         ValueError: If the chunks of a tensor overlap or don't fill it, as torch's planner says it.
     """
     items = _Items(records)
@@ -113,7 +114,7 @@ def plan_together(
 
 @dataclass(frozen=True)
 class _Name:
-    """What the ranks say of a name, all the same.
+    """What all ranks say about a name, in agreement.
 
     Attributes:
         shape: Of the tensor; None if it is a value.
@@ -129,9 +130,9 @@ class _Name:
 
 
 def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm) -> bytes | None:
-    """What a rank is to write, as the bytes of a record without places.
+    """What a rank is to write, as the bytes of a record without locations.
 
-    None if columns can't have it. Arguments are those of :func:`inventory_of_plan`.
+    None if columns can't express it. Takes the arguments of :func:`inventory_of_plan`.
     """
     try:
         inventory, whole = inventory_of_plan(plan, structure, checksum)
@@ -141,7 +142,7 @@ def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm)
 
 
 def plan_of(record: Record) -> SavePlan:
-    """The plan of a rank, as torch's planner takes it."""
+    """A rank's plan in the form that torch's planner takes."""
     inventory, items, whole = record.inventory, list[WriteItem](), set(record.whole)
     assert inventory is not None
     for number, (name, entry) in enumerate(inventory.entries.items()):
@@ -158,11 +159,11 @@ def plan_of(record: Record) -> SavePlan:
 
 
 def refuse_contradictions(plans: Sequence[SavePlan], uri: str) -> None:
-    """Refuses what ranks have under one name and is not the same: torch would save one of them.
+    """Refuses different values of ranks under one name: torch would save just one of them.
 
     Raises:
-        KeyCollisionError: If ranks have tensors of different shapes or types, or a tensor and a
-            value that is none.
+        KeyCollisionError: If ranks have tensors of different shapes or types, or one has a tensor
+            and another does not.
     """
     known: dict[str, tuple[int, str]] = {}
     for rank, plan in enumerate(plans):
@@ -281,7 +282,7 @@ class _Items:
         yield from _groups(values, [self._of_items[values]])
 
     def ordered(self, kept: torch.Tensor) -> tuple[Inventory, torch.Tensor, torch.Tensor]:
-        """What is written, in torch's order: names as they first come, their chunks by rank.
+        """What is written, in torch's order: names by first occurrence, their chunks by rank.
 
         Args:
             kept: The items that are written.
@@ -380,7 +381,7 @@ def _merged(paths: Sequence[Paths]) -> Paths:
 
 
 def _validate(inventory: Inventory, ranks: int) -> None:
-    """Whether the chunks of each tensor fill it, and don't overlap.
+    """Checks that the chunks of each tensor fill it and don't overlap.
 
     Raises:
         ValueError: As torch's planner raises it.
@@ -397,7 +398,7 @@ def _validate(inventory: Inventory, ranks: int) -> None:
 
 
 def _doubtful(inventory: Inventory, ranks: int) -> Iterator[str]:
-    """The names of tensors of which it is not plain that their chunks fill them."""
+    """The names of tensors whose chunks do not obviously fill them."""
     for dims, chunks in inventory.chunks.items():
         if not dims:
             continue
@@ -418,8 +419,8 @@ def _doubtful(inventory: Inventory, ranks: int) -> Iterator[str]:
 def _not_apart(names: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     """The chunks that may overlap others of their tensor.
 
-    Chunks are divided by where they begin and end in one dimension after the other: those whose
-    ranges don't touch are apart. Grids of any number of dimensions come apart to the last chunk.
+    Chunks are separated dimension by dimension: those whose ranges don't touch can't overlap. Grids
+    of any number of dimensions separate completely.
     """
     groups, left = names, counted(0, names.numel())
     for _ in range(2):  # what was divided in a later dimension may come apart in an earlier one

@@ -1,4 +1,4 @@
-"""What a rank's saving process is to tell the store if its trainer ends before the commit."""
+"""What a rank's saving process records in the store if its trainer ends before the commit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Leaving"]
 
 
 class Leaving:
-    """Makes it, when it is known where the items lie.
+    """Makes that record, once it is known where the items lie.
 
     Attributes:
-        record: What this rank writes, as a record without places, which saves by the same plan have
-            in common; empty if columns can't have it, and None if nobody has asked for it.
+        record: What this rank writes, as a record without locations, shared by saves of the same
+            plan; empty if columns can't express it, None until it is needed.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Leaving:
     ) -> None:
         """
         Args:
-            writer: Writes to the place.
+            writer: Writes the checkpoint.
             plan: What this rank writes.
             structure: What flattening has lost of its state dict.
             save: The name of the save, see :class:`Pending`.
-            rank: This one.
-            ranks: How many there are.
+            rank: This rank.
+            ranks: How many ranks there are.
             record: See above.
         """
         self.record = record
@@ -49,11 +49,11 @@ class Leaving:
         self._save, self._rank, self._ranks = save, rank, ranks
 
     def __call__(self, extents: Extents, references: tuple[WrittenObject, ...]) -> Pending | None:
-        """What is to be told; None if nothing can be.
+        """The record; None if it can't be expressed.
 
         Args:
             extents: Where the items of the plan lie, in their order.
-            references: The objects of other checkpoints that have some.
+            references: The objects of other checkpoints that hold some items.
         """
         if self.record is None:
             with paused_gc():

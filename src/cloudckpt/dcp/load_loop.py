@@ -1,17 +1,17 @@
-"""A load by all ranks of a group: one of them reads the metadata, each plans for itself.
+"""A load by all ranks of a group: one rank reads the metadata, each plans its own reads.
 
 The ranks meet three times:
 
-1. The first rank reads the metadata and tells them to all, with what it means to load. A rank that
-   can't take part, or means something else, goes on to the next meeting, and says so there.
-2. When each has planned and knows where its bytes are, all say that they are ready, and what they
-   want, so that what several want leaves the store once (``sharing``). If one is not, all raise.
-3. At the end all say how they fared.
+1. The first rank reads the metadata and broadcasts them with the terms of the load. A rank that
+   can't take part, or disagrees, goes on to the next meeting and reports it there.
+2. Once each has planned and knows where its bytes are, all report that they are ready and what they
+   want, so that bytes wanted by several ranks leave the store once (``sharing``). If a rank is not
+   ready, all raise.
+3. At the end all report success or failure.
 
-torch's loader has every rank read the metadata, and gathers the plans of all on one, which hands
-them back. That is done here, too, between the first two meetings, for planners that make something
-of the plans of all ranks, and for readers of other classes than ours: these are asked for all that
-torch asks them for, and share nothing.
+torch's loader has every rank read the metadata, gathers all plans on one rank and hands them back.
+This happens here, too, between the first two meetings, for planners with their own global plan and
+for other readers than ours: these get every call that torch makes, and share nothing.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def load_together(
     """Loads into a state dict; a collective call, which raises the same on all ranks.
 
     Args:
-        meeting: Of the ranks.
-        begin: Says what to load with, and into what: a state dict with what its ``Stateful`` values
-            return.
+        meeting: The meeting of the ranks.
+        begin: Returns what to load with, and the state dict to load into, with what its
+            ``Stateful`` values return.
 
     Returns:
         The state dict.
@@ -77,17 +77,17 @@ def load_together(
 
 
 class _Terms(NamedTuple):
-    """What the first rank tells all others: plain values, which any version can read.
+    """What the first rank broadcasts: plain values, which any version can read.
 
     Attributes:
-        location: What it means to load.
-        options: Which must be the same on all ranks.
-        version: Of its package.
+        location: Where it loads from.
+        options: Options that must be the same on all ranks.
+        version: The version of its cloudckpt.
         begins: Whether it can load.
-        gathers: Whether it is to see the plans of all ranks.
+        gathers: Whether it needs the plans of all ranks.
         shares: Which ranks share what they read, see ``shared_reads`` of the options.
-        merge_gap: By which shared requests are made, see there.
-        metadata: What its reader has read; None if each rank is to read them.
+        merge_gap: For shared requests, see there.
+        metadata: What its reader has read; None if each rank reads them itself.
     """
 
     location: str = ""
@@ -101,7 +101,7 @@ class _Terms(NamedTuple):
 
 
 class _Load:
-    """A load, seen from one rank; one that can't take part has a failure, and no reader."""
+    """One rank's side of a load; a rank that can't take part has a failure and no reader."""
 
     def __init__(
         self,
@@ -128,7 +128,8 @@ class _Load:
         """Loads.
 
         Raises:
-            CheckpointReplacedError: If another save has overtaken it; it can be called again then.
+            CheckpointReplacedError: If another save has replaced the checkpoint; the call can then
+                be repeated.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         self.state_dict = dict(self._content)  # a planner may have begun to fill it
@@ -148,10 +149,10 @@ class _Load:
             raise one_error({0: error}, 0, "while it was loaded", self._uri) from error
 
     def _ready(self, until_the_end: contextlib.ExitStack) -> Callable[[], None]:
-        """Plans; returns, when all ranks are ready, what fetches the bytes of this one.
+        """Plans; once all ranks are ready, returns a function that fetches this rank's bytes.
 
         Args:
-            until_the_end: Is left when the load has ended.
+            until_the_end: Is closed when the load has ended.
         """
         meeting, status, terms = self._meeting, self._status(), _Terms()
         if meeting.rank == 0 and status.failure is None:
@@ -183,7 +184,7 @@ class _Load:
             except BaseException as error:  # noqa: BLE001 - told to all ranks
                 status = replace(status, failure=error)
         shared = self._agreed(status, segments, terms)
-        assert fetch is not None  # else it has raised
+        assert fetch is not None  # otherwise it has raised
         return functools.partial(fetch, shared)
 
     def _status(self) -> RankStatus:
@@ -201,7 +202,7 @@ class _Load:
         if ours is None:
             return terms
         self._metadata = ours.read_metadata()
-        # by torch's default planner, what the first rank makes of plans is these plans
+        # with torch's default planner, the first rank returns the plans unchanged
         own = getattr(self._planner.create_global_plan, "__func__", None)
         terms = terms._replace(gathers=own is not DefaultLoadPlanner.create_global_plan)
         if self._meeting.group is None:
@@ -230,7 +231,7 @@ class _Load:
     def _prepared(
         self, plan: LoadPlan, until_the_end: contextlib.ExitStack
     ) -> tuple[Callable[[SharedReads | None], None], Sequence[Segment]]:
-        """What fetches the bytes of a plan, and those that other ranks may fetch for this one."""
+        """A function that fetches a plan's bytes, and the segments that other ranks may fetch."""
         plan = self._planner.finish_plan(plan)
         if self._ours is None:
             return lambda _: self._reader.read_data(plan, self._planner).wait(), ()
@@ -243,7 +244,7 @@ class _Load:
     def _agreed(
         self, status: RankStatus, segments: Sequence[Segment], terms: _Terms
     ) -> SharedReads | None:
-        """Tells all ranks that this one is ready, or why not; raises alike if one is not."""
+        """Reports to all ranks that this one is ready, or why not; all raise if one is not."""
         meeting = self._meeting
         if terms.shares == "off":
             consensus = meeting.hold(status)
@@ -258,7 +259,7 @@ class _Load:
         return SharedReads(meeting.group, self._ours.config, terms.merge_gap, segments, offers)
 
     def _fetch(self, fetch: Callable[[], None]) -> None:
-        """Fetches this rank's bytes; raises alike on all ranks if that fails on one."""
+        """Fetches this rank's bytes; raises the same on all ranks if it fails on one."""
         failure: BaseException | None = None
         try:
             fetch()

@@ -1,7 +1,7 @@
 """What a rank has to read: which chunks of the checkpoint overlap which of its own.
 
 torch's planner makes objects of all chunks of all ranks and sorts them, for each tensor. Here they
-are rows of numbers, of which those that overlap are found at once.
+are rows of numbers, and all overlaps are computed at once.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ __all__ = ["check_types", "check_whole", "plan_reads"]
 logger = logging.getLogger("cloudckpt")
 
 _FEW = 16
-"""Chunks that are looked at one by one sooner than all at once."""
+"""Up to this many chunks, comparing one by one is faster than all at once."""
 
 _NOTHING = torch.Size([0])
 
 
 def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory, *, strict: bool) -> LoadPlan:
-    """The same as torch's ``create_default_local_load_plan``.
+    """Plans as torch's ``create_default_local_load_plan`` does.
 
     Args:
         state_dict: What to load, by flat names.
-        inventory: What there is.
-        strict: Whether each name must be there; else those that are not are left out.
+        inventory: What the checkpoint has.
+        strict: Whether each name must be in the checkpoint; otherwise missing ones are left out.
 
     Raises:
         RuntimeError: If a name is missing.
-        ValueError: If a tensor has another shape than the one in the checkpoint, or what is a
-            tensor there is none here.
+        ValueError: If a tensor's shape differs from the checkpoint's, or the checkpoint has a
+            tensor where the state dict has none.
     """
     items: list[ReadItem] = []
     for name, value in state_dict.items():
@@ -82,9 +82,9 @@ def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory, *, strict: b
 def check_whole(
     state_dict: Mapping[str, Any], plan: LoadPlan, metadata: Metadata, uri: str
 ) -> None:
-    """Whether a plan reads all that this rank has of each tensor.
+    """Checks that a plan reads everything this rank has of each tensor.
 
-    torch reads what there is, and leaves the rest as it was.
+    torch reads what there is and silently leaves the rest unchanged.
 
     Args:
         state_dict: What to load, by flat names.
@@ -121,17 +121,17 @@ def check_whole(
 def check_types(
     state_dict: Mapping[str, Any], metadata: Metadata, uri: str, *, is_told: bool
 ) -> None:
-    """Whether tensors are of types that can hold what was saved; says which are converted.
+    """Checks that tensors' types can hold what was saved; logs which are converted.
 
     Args:
         state_dict: What to load, by flat names.
         metadata: What there is.
         uri: The checkpoint.
-        is_told: Whether this rank says it.
+        is_told: Whether this rank logs conversions.
 
     Raises:
-        UnsupportedTensorError: If a tensor would lose more than precision: real numbers as whole
-            ones, complex ones as real ones.
+        UnsupportedTensorError: If a tensor would lose more than precision: floating point to
+            integer, complex to real.
     """
     inventory = inventory_behind(metadata)
     converted: list[tuple[str, torch.dtype, torch.dtype]] = []

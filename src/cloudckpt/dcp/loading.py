@@ -1,4 +1,4 @@
-"""What a load plan wants, the download, and what the planner is told."""
+"""Carries out a load plan: what to fetch, the download, and the hand-over to the planner."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Load:
         Args:
             store: Where the checkpoint is.
             config: The options.
-            planner: Has the tensors.
-            stats: Counts.
+            planner: Provides the tensors.
+            stats: Counts what is received.
             places: Where the items are.
             uri: The checkpoint.
-            trust_pickle: Whether its pickles may run any code.
+            trust_pickle: Whether its pickles may run arbitrary code.
             guarded: Within what it returns, all that is read is read.
         """
         self._store = store
@@ -67,12 +67,12 @@ class Load:
         self._uri = uri
         self._trust_pickle = trust_pickle
         self._guarded = guarded
-        self._wanted: list[list[Wanted]] = [[]]  # by rounds, which follow each other
-        self._claims = [Claims()]  # of the rounds
+        self._wanted: list[list[Wanted]] = [[]]  # by round; rounds run one after another
+        self._claims = [Claims()]  # by round
         self._afterwards: list[Callable[[], None]] = []
 
     def prepare(self, plan: LoadPlan) -> None:
-        """Finds out what is to be fetched, and where it goes."""
+        """Determines what to fetch and where it goes."""
         indices = [item.storage_index for item in plan.items]
         with self._guarded():
             found = self._places.find(indices, self._store, self._config, self._stats)
@@ -86,14 +86,14 @@ class Load:
                     self._want_pickled_tensor(item, place)
 
     def segments(self) -> list[Segment]:
-        """What ranks may fetch for each other: all but what has to wait for other bytes."""
+        """What ranks may fetch for each other: all but reads that must wait for other bytes."""
         return segments_for(self._wanted[0], self._config)
 
     def run(self, shared: SharedReads | None = None) -> None:
-        """Returns when every item has arrived, was verified, and was handed to the planner.
+        """Fetches all items, verifies them and passes them to the planner.
 
         Args:
-            shared: What other ranks want of :meth:`segments`, too; a collective call then.
+            shared: The other ranks' wishes for :meth:`segments`; makes this a collective call.
         """
         try:
             first, *others = self._wanted
@@ -107,7 +107,7 @@ class Load:
             self.close()
 
     def close(self) -> None:
-        """Lets go of what it holds: tensors would live until the collector finds the cycle."""
+        """Drops its references: the tensors would otherwise live until the cycle is collected."""
         self._afterwards.clear()
 
     def _want_tensor(self, item: ReadItem, stored: StoredTensor) -> None:
@@ -186,9 +186,9 @@ class Load:
         return sink
 
     def _round_for(self, target: torch.Tensor) -> list[Wanted]:
-        """What is fetched together with a target, behind others that share memory with it.
+        """The round in which to fetch a target: after all others that share memory with it.
 
-        The last of them counts, as with torch. Fetched together, they would look damaged.
+        The last of them counts, as with torch. Fetched in the same round, they would look damaged.
         """
         overlapping = [n for n, claims in enumerate(self._claims) if claims.overlap(target)]
         number = overlapping[-1] + 1 if overlapping else 0
@@ -220,7 +220,7 @@ class Load:
 
 
 def _row_bytes(box: Box, stored: StoredTensor) -> int:
-    """Bytes of a row of a stored tensor, of which a box has some columns."""
+    """Bytes per row of a stored tensor, if the box covers only some of its columns."""
     axis = next(axis for axis, (_, length) in enumerate(box) if length > 1)
     return row_major_strides(stored.shape)[axis] * stored.dtype.itemsize
 

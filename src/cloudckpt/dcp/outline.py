@@ -1,10 +1,10 @@
 """Whether a state dict has the structure of one that was planned before.
 
-A plan follows from the keys of a state dict, from where its values stand, and from the shapes,
-types and placements of its tensors; not from what is in them. An :class:`Outline` has all of that
-in a form that is quickly made and compared. Outlines are compared by equality and not by a digest,
-so that no two structures are ever taken for each other. A state dict with anything in it of which
-it is not certain what a plan makes of it has no outline, and is planned anew at each save.
+A plan follows from the keys of a state dict, from the positions of its values, and from the shapes,
+types and placements of its tensors; not from what is in them. An :class:`Outline` holds all of this
+in a form that is fast to make and compare. Outlines are compared by equality, not by a digest, so
+that no structure is ever mistaken for another. A state dict that contains anything whose effect on
+a plan is uncertain has no outline, and is planned anew at each save.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VALUE = "a value that is pickled"  # whatever it is: its plan is the same
 
 
 class _UnknownError(Exception):
-    """Something of which it is not certain what a plan makes of it."""
+    """A value whose effect on a plan is uncertain."""
 
 
 class Outline:
@@ -65,7 +65,7 @@ class Outline:
     __hash__ = None  # type: ignore[assignment]
 
     def without_leaves(self) -> Outline:
-        """The same to be kept: it holds none of the values."""
+        """A copy to keep, without the values."""
         kept = Outline()
         kept.leaves, kept._signature, kept._meshes = None, self._signature, self._meshes
         return kept
@@ -99,7 +99,7 @@ class Outline:
                 self._other(entry)
 
     def _other(self, value: Any) -> None:
-        """An entry of a list, or one of a dict that is rare."""
+        """A list entry, or a rare kind of dict entry."""
         assert self.leaves is not None
         kind = type(value)
         if kind in _DICTS:
@@ -149,10 +149,10 @@ class Outline:
 
 
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What the plan of a tensor that lies in memory follows from, and the place of its bytes.
+    """What determines the plan of a tensor in memory, and the location of its bytes.
 
-    Not whether it is pinned, which torch's metadata note and no reader heeds: to ask for it lets go
-    of the GIL, and beside a busy trainer that takes milliseconds for each tensor.
+    Not whether it is pinned: torch's metadata record it, but no reader uses it, and asking releases
+    the GIL, which takes milliseconds per tensor next to a busy trainer.
     """
     kind = type(tensor)
     if kind not in PLAIN or tensor.layout is not torch.strided:

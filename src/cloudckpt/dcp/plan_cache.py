@@ -1,9 +1,9 @@
 """The plans of the last saves of this process, for saves of the same structure.
 
-An entry is this rank's part of a plan that all ranks have made together, and that they have saved
-by once, to the end. Its number was drawn at random by the coordinator, so that ranks which have an
-entry of the same number can use what each of them remembers without telling each other more. What
-is remembered is the structure and not a digest of it: it is compared, see ``outline``.
+An entry is this rank's part of a plan that all ranks have made together, and completed one save by.
+The coordinator drew its number at random, so ranks whose entries have the same number can use them
+without exchanging anything else. The structure itself is kept and compared, not a digest of it, see
+``outline``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _MOST = 4
-"""Entries that are kept: a model and its averages, say, or the state of two engines."""
+"""Entries that are kept: for example, a model and its averages, or the state of two engines."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class OfAllRanks:
 
     Attributes:
         planned: What all ranks write.
-        digests: By rank, that of its plan.
+        digests: By rank, the digest of its plan.
         extents: By rank, where its items lay in its objects in the last save.
     """
 
@@ -62,7 +62,7 @@ class KnownPlan:
     """What this rank remembers of a save.
 
     Attributes:
-        number: Of the plan, the same on all ranks.
+        number: The plan's number, the same on all ranks.
         group: The ranks; None for a process alone.
         flags: Of the planner, see :func:`flags_of`, and the algorithm of the store's checksums.
         outline: Of this rank's state dict, without its values.
@@ -70,14 +70,14 @@ class KnownPlan:
         mappings: Where they stood, by their names.
         structure: What flattening has lost of it.
         plan: What this rank writes.
-        digest: Of that.
+        digest: The digest of ``plan``.
         expected: About how many bytes it will write.
-        leaves: Of each item the number of its value.
-        forms: Of each item that is a small tensor in host memory how it looks in an object.
+        leaves: By item, the number of its value.
+        forms: By item, its form in an object; None unless it is a small tensor in host memory.
         extents: Where the items lay in this rank's objects in the last save.
-        saves: How many saves were made by it.
-        record: What it writes, as a record without places; empty if columns can't have that, and
-            None if nobody has asked yet.
+        saves: How many saves have used the plan.
+        record: What it writes, as a record without locations; empty if columns can't express it,
+            None until it is needed.
         of_all: On the coordinator, what it knows of all ranks.
     """
 
@@ -106,10 +106,10 @@ _lock = ModuleLock()
 def take(
     group: dist.ProcessGroup | None, flags: tuple[Any, ...], outline: Outline
 ) -> KnownPlan | None:
-    """The entry for a state dict of this outline, which is the caller's from then on.
+    """Removes and returns the entry for a state dict of this outline.
 
-    A save that fails does not bring it back: ranks may have heard of different ends. And another
-    thread that saves the same meanwhile does not find it.
+    A failed save does not put it back, since ranks may have seen different outcomes; and another
+    thread that saves the same meanwhile can't take it.
     """
     with _lock:
         for entry in _entries:
@@ -120,7 +120,7 @@ def take(
 
 
 def remember(entry: KnownPlan) -> None:
-    """Keeps an entry, in the place of one for the same structure."""
+    """Keeps an entry, replacing one for the same structure."""
     with _lock:
         held = [other for other in _entries if not _is_for_the_same(other, entry)]
         _entries[:] = [entry, *held][:_MOST]
@@ -137,9 +137,9 @@ def _is_for_the_same(one: KnownPlan, other: KnownPlan) -> bool:
 
 
 def flags_of(planner: object) -> tuple[Any, ...] | None:
-    """What a plan depends on besides the state dict; None for planners of a user's own.
+    """What a plan depends on besides the state dict; None for custom planners.
 
-    One that keeps plans itself, and one of which a method was replaced, is a user's own, too.
+    A planner that caches plans itself, or has a replaced method, counts as custom, too.
     """
     if type(planner) not in (CloudSavePlanner, DefaultSavePlanner):
         return None
@@ -152,12 +152,12 @@ def flags_of(planner: object) -> tuple[Any, ...] | None:
 
 
 def new_number() -> int:
-    """The number of a new plan, which no other has."""
+    """A unique number for a new plan."""
     return PLAN_ANEW + 1 + secrets.randbelow(1 << 61)
 
 
 def digest_of(plan: SavePlan) -> bytes:
-    """Of what a rank writes and in which order, so that the coordinator can compare it."""
+    """Digest of what a rank writes and in which order, for the coordinator to compare."""
     made = hashlib.blake2b(digest_size=16)
     for item in plan.items:
         data = item.tensor_data

@@ -1,7 +1,8 @@
-"""Whether all ranks mean the same checkpoint.
+"""Checks that all ranks mean the same checkpoint.
 
 A job that derives the location on each rank, say from the time or from a listing, may derive
-different ones. The ranks would then save parts of what is nowhere whole, or load different steps.
+different ones. The ranks would then save parts of a checkpoint that is nowhere complete, or load
+different steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class LoadedSave:
 
     Attributes:
         uri: The location.
-        save_id: Which of the saves to it, since another one may have replaced it meanwhile.
+        save_id: Which save to that location, since another one may have replaced it meanwhile.
     """
 
     uri: str
@@ -30,7 +31,7 @@ class LoadedSave:
 
 
 def check_sources(plans: Sequence[LoadPlan]) -> None:
-    """Compares what the ranks load.
+    """Checks that all ranks load the same save.
 
     Raises:
         CheckpointReplacedError: If ranks have read the metadata of different saves.

@@ -1,10 +1,10 @@
-"""A save by the steps that torch's saver takes, for classes that may do anything in them.
+"""A save by the same steps as torch's saver, for planners and writers with custom behaviour.
 
-Nobody knows whether a planner of a user's own plans the same for the same state dict, so it plans
-each time. A writer that is derived from ours is asked for all that torch would ask it for.
+A custom planner may plan differently for the same state dict, so it plans each time. A writer
+derived from ours gets every call that torch would make.
 
-A save that is incremental on all ranks, as they say with their plans, takes one more step: what the
-coordinator holds of the base goes to all of them.
+A save that is incremental on all ranks, as they report with their plans, takes one more step: the
+coordinator distributes the contents of the base.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def save_by_steps(
     group: dist.ProcessGroup | None,
     no_dist: bool,
 ) -> Metadata:
-    """Saves; errors are raised as torch's saver does.
+    """Saves; raises errors as torch's saver does.
 
     Args:
         state_dict: What to save.
-        writer: Where to.
-        planner: Plans it.
+        writer: Writes the checkpoint.
+        planner: Plans the save.
         group: As torch's ``process_group``.
         no_dist: As in torch.
 
@@ -125,19 +125,19 @@ def save_by_steps(
 
 
 def clean_up_after(exc: BaseException, writer: OurWriter) -> bool | None:
-    """Deletes what this rank has written in a save that has failed, if there was no commit.
+    """Deletes what this rank has written in a failed save, if there was certainly no commit.
 
-    That is certain if every rank's failure says so, or if this is the rank that commits, and it has
-    not done so. After an interrupt or an uncertain commit the checkpoint may be visible, or become
-    so.
+    This is certain if every rank's failure says so, or if this is the committing rank and it has
+    not committed. After an interrupt or an uncertain commit the checkpoint may be or become
+    visible.
 
     Args:
-        exc: What the save has raised.
+        exc: What the save raised.
         writer: Its writer.
 
     Returns:
         Whether the save is committed nevertheless, if the ranks have lost each other; None if
-        nobody can say, or they have not.
+        unknown, or if they have not.
     """
     if not isinstance(writer, CloudStorageWriter):
         return None
@@ -154,10 +154,11 @@ def clean_up_after(exc: BaseException, writer: OurWriter) -> bool | None:
 
 
 def _structure_of(state_dict: dict[str, Any], planner: SavePlanner, uri: str) -> Structure:
-    """What flattening has lost of the state dict, as far as that can be seen.
+    """What flattening has lost of the state dict, as far as it can be determined.
 
-    Our planner notes it. Of torch's, the planner's paths are compared with the state dict: one that
-    saves something else than it was given leaves the structure to the texts in its paths.
+    Our planner records it. For torch's, the planner's paths are compared with the state dict: a
+    planner that saves something other than it was given leaves the structure to the strings in its
+    paths.
 
     Raises:
         KeyCollisionError: If two entries of the state dict would have the same name.
@@ -174,7 +175,7 @@ def _structure_of(state_dict: dict[str, Any], planner: SavePlanner, uri: str) ->
 
 
 def _flattens(planner: DefaultSavePlanner, state_dict: dict[str, Any]) -> bool:
-    """Whether the planner saves this state dict, and not what it has made of it."""
+    """Whether the planner saves this state dict itself, not one derived from it."""
     paths: list[Any] = []
     traverse_state_dict(state_dict, lambda path, value: paths.append(path))
     return len(paths) == len(planner.mappings) and all(

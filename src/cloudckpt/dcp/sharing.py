@@ -19,21 +19,21 @@ __all__ = ["SharedReads"]
 
 
 Offer = tuple[str, torch.Tensor]
-"""What a rank says of its reads: near whom it is, and a number for each of them."""
+"""What a rank reports of its reads: its neighbourhood, and a number for each read."""
 
 
 class SharedReads:
-    """What the ranks of a group want in common, and how they hand it on.
+    """The reads that ranks of a group have in common, and how they pass the bytes on.
 
-    Which requests go around, and how they are cut, must be the same on all ranks. So whether reads
-    are shared is compared in the meeting before the load, what is cut by the options of each rank
-    (``verify``, ``request_size``, ``connections``) is shared only where it is the same, and the
-    first rank's ``merge_gap`` counts. ``memory_budget`` says how far a rank may run ahead.
+    All ranks must agree on which requests are shared and how they are cut. So the meeting before
+    the load compares whether reads are shared; reads that each rank's options cut (``verify``,
+    ``request_size``, ``connections``) are shared only where they are the same; and the first rank's
+    ``merge_gap`` counts. ``memory_budget`` limits how far a rank may run ahead.
 
     Args:
         group: The ranks.
         config: The options.
-        merge_gap: That of the first rank.
+        merge_gap: The first rank's.
         segments: What this rank wants.
         told: What all ranks offer, in their order.
     """
@@ -54,14 +54,14 @@ class SharedReads:
 
     @staticmethod
     def offer(segments: Sequence[Segment], shared_reads: str) -> Offer:
-        """What a rank tells the others of what it wants; the second is that of the options."""
+        """What a rank reports to the others about its reads; ``shared_reads`` is the option."""
         return socket.gethostname() if shared_reads == "host" else "", digests(segments)
 
     def carry_out(self, download: Download) -> list[Segment]:
-        """Delivers what others want, too; a collective call, to be made within ``download``.
+        """Fetches and passes on shared reads; a collective call, to be made within ``download``.
 
         Returns:
-            What is left for this rank to fetch by itself.
+            What is left for this rank to fetch on its own.
 
         Raises:
             TransferCancelledError: If another rank has failed.
@@ -87,14 +87,14 @@ class SharedReads:
                 ring_allgather(download, ring, requests, budget=self._config.memory_budget)
             except (RuntimeError, TransferCancelledError) as error:
                 failure = failure or _named(error)
-                download.cancellation.cancel()  # the ranks of further shares must hear of it
+                download.cancellation.cancel()  # ranks of further shares must learn of it
         if failure is not None:
             raise failure
         return [segments[number] for number in sorted(alone)]
 
 
 def _named(error: Exception) -> CloudCheckpointError:
-    """The error, which is a plain one of torch's if the ranks lost each other."""
+    """The error, named if it is a plain one of torch's because the ranks lost each other."""
     if isinstance(error, CloudCheckpointError):
         return error
     made = ProcessGroupError(
@@ -138,7 +138,7 @@ class _GroupRing(Ring):
     def _exchange_through_device(
         self, out: torch.Tensor | None, into: torch.Tensor | None
     ) -> tuple[RuntimeError | None, RuntimeError | None]:
-        """For groups that have no way for host memory."""
+        """For groups whose backend can't send host memory."""
         ops = []
         landing = None if into is None else torch.empty_like(into, device=self._device)
         if landing is not None:
@@ -157,7 +157,7 @@ class _GroupRing(Ring):
 
 
 def _waited(work: dist.Work | None) -> RuntimeError | None:
-    """Why what was begun has failed."""
+    """Waits for an operation; returns why it failed, or None."""
     try:
         if work is not None:
             work.wait()

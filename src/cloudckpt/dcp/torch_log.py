@@ -1,4 +1,4 @@
-"""torch's loggers: what they are told of our events."""
+"""Forwards our events to torch's loggers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["logged_by_torch", "tell_torchs_logger"]
 
 
 def logged_by_torch(checkpoint_id: str, group: dist.ProcessGroup | None) -> Any:
-    """Has torch's logger told of a step of a save as if torch's saver had taken it, by its name."""
+    """Logs a step of a save by torch's logger, under its name, as torch's saver would."""
     if (decorator := dcp_step_logger()) is None:
         return lambda step: step
     return decorator(checkpoint_id=checkpoint_id, process_group=group)
@@ -27,8 +27,8 @@ def tell_torchs_logger(event: Event) -> None:
     The keys are torch's where it has one for it: ``checkpoint_id``, ``func_name`` (for example
     ``cloudckpt.upload``), ``event`` (``end`` or ``exception``), ``time`` and ``times_spent`` in
     nanoseconds, ``local_rank`` in the group that saves, and with a process group ``global_rank``
-    and ``world_size``; besides, ``bytes``, and ``error`` or ``detail`` with the class of an error.
-    Nothing is made where torch's logger has no handler but the one that drops everything.
+    and ``world_size``; in addition, ``bytes``, and ``error`` or ``detail`` with the class of an
+    error. Nothing is created if torch's logger has only the handler that drops everything.
     """
     logger = dcp_logger()
     level = logging.ERROR if event.failed else logging.DEBUG

@@ -114,8 +114,8 @@ class CloudStorageWriter(OurWriter):
     of ``.metadata``. Until then nothing is visible, and an earlier checkpoint at the location stays
     loadable.
 
-    The object is picklable (only location, options, notes and hook travel). It can be reused for
-    consecutive saves, but not for two at once.
+    The object is picklable (only location, base, options, notes and hook travel). It can be reused
+    for consecutive saves, but not for two at once.
 
     Attributes:
         transferred: What this rank sent in the last save.
