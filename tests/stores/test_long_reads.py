@@ -16,14 +16,13 @@ import subprocess
 import sys
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from authority import Authority
 from cloudckpt.errors import ConnectionLostError, TLSError
-from cloudckpt.stores import bodies, long_reads, record_reads
+from cloudckpt.stores import bodies, long_reads
 from cloudckpt.stores.http import HttpClient, HttpOptions
 from forwarding import forward_proxy
 
@@ -732,84 +731,6 @@ def test_interpreters_of_other_kinds_take_the_plain_way_and_name_it(
         assert reply.obstacle == (found if native else "native_tls is off")
     assert memory == BODY
     assert (f"record by record: {found}" in caplog.text) == native
-
-
-# record by record
-
-
-@pytest.fixture
-def plain(talk, native, monkeypatch):
-    """As ``talk``; reads are record by record, by choice or for OpenSSL can't be called."""
-
-    def refuse(*_):
-        raise long_reads._UnfitError("linked into Python")
-
-    monkeypatch.setattr(long_reads, "_ssl_of", refuse)
-    return talk
-
-
-def test_one_thread_at_a_time_reads_records(plain, monkeypatch):
-    reading, most, counting = set(), [], threading.Lock()
-    receive = ssl.SSLSocket.recv_into
-
-    def counted(self, buffer, *rest):
-        if memoryview(buffer).nbytes < 16_384 or self.gettimeout() is None:
-            return receive(self, buffer, *rest)
-        with counting:
-            reading.add(threading.get_ident())
-            most.append(len(reading))
-        try:
-            return receive(self, buffer, *rest)
-        finally:
-            with counting:
-                reading.discard(threading.get_ident())
-
-    monkeypatch.setattr(ssl.SSLSocket, "recv_into", counted)
-    monkeypatch.setattr(record_reads, "_LONGEST_WAIT", 60.0)
-    talks = [plain(answering(BODY)) for _ in range(4)]
-    with ThreadPoolExecutor(4) as threads:
-        bodies = threads.map(lambda one: get(one[1], one[0].url, len(BODY)), talks)
-        assert all(body == BODY for body in bodies)
-    assert len(most) > 100
-    assert max(most) == 1
-
-
-def test_a_turn_that_does_not_end_is_not_waited_for(plain, monkeypatch):
-    monkeypatch.setattr(record_reads, "_LONGEST_WAIT", 0.01)
-    peer, client = plain(answering(BODY))
-    with record_reads._turn:
-        assert get(client, peer.url, len(BODY)) == BODY
-
-
-def test_a_connection_that_waits_leaves_the_turn_to_others(plain, monkeypatch):
-    monkeypatch.setattr(record_reads, "_LONGEST_WAIT", 60.0)
-
-    def script(peer):
-        peer.request()
-        peer.promise(len(BODY))
-        peer.send(BODY[:MIB])
-        begun.set()
-        assert peer.over.wait(30)
-        peer.send(BODY[MIB:])
-
-    begun = threading.Event()
-    (slow, slow_client), (peer, client) = plain(script), plain(answering(BODY))
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(get, slow_client, slow.url, len(BODY))
-        assert begun.wait(20)
-        assert get(client, peer.url, len(BODY)) == BODY
-        assert not waiting.done()
-        slow.over.set()
-        assert waiting.result(30) == BODY
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_does_not_wait_for_a_turn_of_its_parent(native):
-    with record_reads._turn:
-        child = os.fork()
-        if not child:
-            os._exit(int(record_reads._turn.locked()))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # any peer

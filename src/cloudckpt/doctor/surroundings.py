@@ -28,7 +28,7 @@ _SOON = 3600.0  # seconds
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html (RequestTimeTooSkewed)
 _MOST_SKEW = 900.0
 _USUAL_SKEW = 60.0
-_COST_OF_RECORDS = "a load takes about 1.2 times the CPU; see docs/decisions.md"
+_COST_OF_RECORDS = "a load takes 1.2 to 4 times the CPU; see docs/decisions.md"
 
 
 def versions() -> Finding:

@@ -38,8 +38,6 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cloudckpt.stores.record_reads import read_by_records
-
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
@@ -389,14 +387,6 @@ class TLSSocket(ssl.SSLSocket):
     def obstacle(self) -> str | None:
         """Why long reads are not made by whole buffers and without the GIL; None if they are."""
         return "native_tls is off"
-
-    def recv_into(self, buffer: WriteableBuffer, nbytes: int | None = None, flags: int = 0) -> int:
-        """As that of ``SSLSocket``, but a long read ends when it is full or nothing follows."""
-        view = memoryview(buffer).cast("B")
-        wanted = min(nbytes, view.nbytes) if nbytes else view.nbytes
-        if wanted > _LONG and not flags and self.gettimeout() is None:
-            return read_by_records(self, view[:wanted])
-        return super().recv_into(buffer, nbytes, flags)
 
     def getpeername(self) -> Any:
         """As that of ``socket``; what Python asks before the handshake."""
