@@ -484,6 +484,14 @@ def test_equal_halves_of_digests_are_no_identity() -> None:
     assert base.find((2, 7)) is None
 
 
+def test_columns_may_be_those_of_a_table() -> None:
+    table = torch.arange(20).view(4, 5)
+    base = Base("a", (), Extents(*table.unbind(1)))
+    assert [base.find((row[3], row[4])) for row in table.tolist()] == [
+        tuple(row[:3]) for row in table.tolist()
+    ]
+
+
 # ---- ranks, and the background
 
 

@@ -91,10 +91,11 @@ class Base:
         if extents.high is None or extents.low is None:
             raise ValueError("a base without digests")
         self.attempt, self.objects = attempt, objects
-        self._extents = extents
+        # read where they lie in memory: nothing is copied of columns that are contiguous
+        self._extents = Extents(*(column.contiguous() for column in extents.all_columns))
         self._sorted = torch.sort(extents.high)
         self._highs, self._rows = map(_numbers, self._sorted)
-        self._columns = [_numbers(column) for column in extents.all_columns]
+        self._columns = [_numbers(column) for column in self._extents.all_columns]
 
     @classmethod
     def of(
@@ -121,7 +122,7 @@ class Base:
 
 
 def _numbers(column: torch.Tensor) -> memoryview:
-    """The numbers of a kept int64 column, without creating a tensor for each."""
+    """The numbers of a kept, contiguous int64 column, without creating a tensor for each."""
     return memoryview(bytes_of(column)).cast("q") if column.numel() else memoryview(b"").cast("q")
 
 
