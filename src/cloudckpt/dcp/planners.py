@@ -28,6 +28,7 @@ from cloudckpt.checkpoint.torch_private import (
     create_chunk_list,
     flatten_sharded_tensors,
     flatten_state_dict,
+    traverse_state_dict,
 )
 from cloudckpt.dcp.load_plan import check_types, plan_reads
 from cloudckpt.errors import MissingKeyError, ShapeMismatchError, UnsupportedTensorError
@@ -40,6 +41,7 @@ __all__ = [
     "EverythingPlanner",
     "KeepingKeysPlanner",
     "PartialPlanner",
+    "lost_by_flattening",
 ]
 
 
@@ -353,3 +355,38 @@ class DynamicMetaLoadPlanner(KeepingKeysPlanner, TorchDynamicMetaLoadPlanner):
             else:
                 entries[fqn] = BytesStorageMetadata()
         self.metadata = Metadata(state_dict_metadata=entries)
+
+
+def lost_by_flattening(state_dict: dict[str, Any], planner: object, uri: str) -> Structure:
+    """What flattening has lost of a state dict, as far as it can be determined.
+
+    Our planner records it. For torch's, the planner's paths are compared with the state dict. A
+    planner of another kind, or one that saves something other than it was given, leaves the
+    structure to the strings in its paths.
+
+    Args:
+        state_dict: What is being saved.
+        planner: Has planned it.
+        uri: Where to, for messages.
+
+    Raises:
+        KeyCollisionError: If two entries of the state dict would have the same name.
+    """
+    if isinstance(planner, CloudSavePlanner):
+        return planner.structure
+    if not isinstance(planner, DefaultSavePlanner) or not planner.flatten_state_dict:
+        return Structure()
+    with paused_gc():
+        structure = Structure.of(state_dict, uri)
+        if structure and not _flattens(planner, state_dict):
+            return Structure()
+    return structure
+
+
+def _flattens(planner: DefaultSavePlanner, state_dict: dict[str, Any]) -> bool:
+    """Whether the planner saves this state dict itself, not one derived from it."""
+    paths: list[Any] = []
+    traverse_state_dict(state_dict, lambda path, value: paths.append(path))
+    return len(paths) == len(planner.mappings) and all(
+        planner.mappings.get(".".join(map(str, path))) == path for path in paths
+    )

@@ -15,23 +15,20 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt.checkpoint.base import Base
-from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.torch_private import Collectives, forget_plans, traverse_state_dict
+from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
 from cloudckpt.checkpoint.written import Written
 from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.failures import is_of_group, portably
 from cloudckpt.dcp.incremental import Contents, agree_on_base, remember
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.planners import lost_by_flattening
 from cloudckpt.dcp.torch_log import logged_by_torch
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import CommitUnknownError
-from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["clean_up_after", "save_by_steps"]
 
@@ -72,7 +69,7 @@ def save_by_steps(
         planner.set_up_planner(**told)
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank)
         if isinstance(writer, CloudStorageWriter):
-            writer.note_structure(_structure_of(state_dict, planner, where))
+            writer.note_structure(lost_by_flattening(state_dict, planner, where))
         is_incremental = type(writer) is CloudStorageWriter and writer.is_incremental
         return is_incremental, writer.prepare_local_plan(planner.create_local_plan())
 
@@ -151,33 +148,3 @@ def clean_up_after(exc: BaseException, writer: OurWriter) -> bool | None:
     if certain:
         writer.discard()
     return committed
-
-
-def _structure_of(state_dict: dict[str, Any], planner: SavePlanner, uri: str) -> Structure:
-    """What flattening has lost of the state dict, as far as it can be determined.
-
-    Our planner records it. For torch's, the planner's paths are compared with the state dict: a
-    planner that saves something other than it was given leaves the structure to the strings in its
-    paths.
-
-    Raises:
-        KeyCollisionError: If two entries of the state dict would have the same name.
-    """
-    if isinstance(planner, CloudSavePlanner):
-        return planner.structure
-    if not isinstance(planner, DefaultSavePlanner) or not planner.flatten_state_dict:
-        return Structure()
-    with paused_gc():
-        structure = Structure.of(state_dict, uri)
-        if structure and not _flattens(planner, state_dict):
-            return Structure()
-    return structure
-
-
-def _flattens(planner: DefaultSavePlanner, state_dict: dict[str, Any]) -> bool:
-    """Whether the planner saves this state dict itself, not one derived from it."""
-    paths: list[Any] = []
-    traverse_state_dict(state_dict, lambda path, value: paths.append(path))
-    return len(paths) == len(planner.mappings) and all(
-        planner.mappings.get(".".join(map(str, path))) == path for path in paths
-    )

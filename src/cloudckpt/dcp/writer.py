@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -26,13 +25,13 @@ from cloudckpt.checkpoint.references import Hold, check_beside
 from cloudckpt.checkpoint.sending import Destination, Sender, send_here
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
-from cloudckpt.checkpoint.torch_private import state_dict_being_planned, traverse_state_dict
+from cloudckpt.checkpoint.torch_private import state_dict_being_planned
 from cloudckpt.checkpoint.written import Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.incremental import Contents, newest_beside
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.planners import CloudSavePlanner, lost_by_flattening
 from cloudckpt.dcp.saving import CachedLayout, Leave, expected_size, send
 from cloudckpt.errors import (
     CloudCheckpointError,
@@ -431,26 +430,13 @@ class CloudStorageWriter(OurWriter):
         return draft
 
     def _seen_structure(self) -> Structure:
-        """What flattening has lost of the state dict, as far as it can be determined.
-
-        Our planner records it. torch's has dropped the state dict by now, so the state dict that
-        torch's saver holds is compared with the planner's paths. A planner of another kind, or one
-        that saves something other than it was given, leaves the structure to the strings in its
-        paths.
+        """What flattening has lost of the state dict that torch's saver is saving, if it is.
 
         Raises:
             KeyCollisionError: If two entries of the state dict would have the same name.
         """
         state_dict, planner = state_dict_being_planned() or ({}, None)
-        if isinstance(planner, CloudSavePlanner):
-            return planner.structure
-        if not isinstance(planner, DefaultSavePlanner) or not planner.flatten_state_dict:
-            return Structure()
-        with paused_gc():
-            structure = Structure.of(state_dict, str(self.uri))
-            if structure and not _flattens(planner, state_dict):
-                return Structure()
-        return structure
+        return lost_by_flattening(state_dict, planner, str(self.uri))
 
     def _tell_plan(self) -> float:
         """Reports how long planning took, as far as a writer can see torch's planning.
@@ -577,12 +563,3 @@ def _check_types(plan: SavePlan, uri: str) -> None:
                 uri=uri,
                 item=fqn,
             ) from exc
-
-
-def _flattens(planner: DefaultSavePlanner, state_dict: dict[str, Any]) -> bool:
-    """Whether the planner saves this state dict itself, not one derived from it."""
-    paths: list[Any] = []
-    traverse_state_dict(state_dict, lambda path, value: paths.append(path))
-    return len(paths) == len(planner.mappings) and all(
-        planner.mappings.get(".".join(map(str, path))) == path for path in paths
-    )
