@@ -132,7 +132,12 @@ class Trials:
         try:
             retrier.call(lambda: store.delete(key, if_version=old.version))
         except PreconditionFailedError:
-            return ok("deletions on conditions are honoured")
+            if store.capabilities.conditional_deletes is not False:
+                return ok("deletions on conditions are honoured")
+            return warning(
+                "the store has no deletions on conditions: the object is looked at before",
+                "do not delete a checkpoint while another job saves to the same location",
+            )
         return warning(
             "the store ignores the condition of a deletion",
             "do not delete a checkpoint while another job saves to the same location",

@@ -49,6 +49,8 @@ class Capabilities:
     Attributes:
         conditional_writes: Whether ``if_absent`` and ``if_version`` of ``put`` are honoured: True
             or False where that is documented, None where it must be tried.
+        conditional_deletes: Whether ``if_version`` of ``delete`` is honoured in one request. False:
+            the object is looked at before; None: that is not documented.
         create_only: Whether ``if_absent`` of ``put`` and ``complete_upload`` is documented to keep
             a repeated request from making a second, billed version.
         min_part_size: Fewest bytes of an upload part other than the last.
@@ -63,6 +65,7 @@ class Capabilities:
     """
 
     conditional_writes: bool | None
+    conditional_deletes: bool | None = None
     min_part_size: int
     max_part_size: int
     max_parts: int

@@ -10,16 +10,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     AccessDeniedError,
     ConfigError,
-    InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
     ServerError,
@@ -55,16 +53,14 @@ from cloudckpt.stores.s3_access import (
     object_headers,
 )
 from cloudckpt.stores.s3_control import Control
+from cloudckpt.stores.s3_dialects import AWS
 from cloudckpt.stores.s3_errors import from_answer
 from cloudckpt.stores.xml_api import Dialect, XmlMultipart
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["S3Store"]
 
-T = TypeVar("T")
-
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
-_MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
 _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
@@ -74,67 +70,55 @@ _MULTIPART = re.compile(r'"?[0-9a-f]{32}-[0-9]+"?')
 
 
 class S3Store(RestStore):
-    """One bucket of S3 or of a store with its API (MinIO, Ceph RGW, R2, moto)."""
+    """One bucket of S3 or of a store with its API, see :mod:`cloudckpt.stores.s3_dialects`."""
 
     def __init__(self, bucket: str, config: Config) -> None:
         root = f"s3://{bucket}"
         CheckpointURI.parse(root)  # boto3 would ask a directory bucket for a session
         self._access = BucketAccess(bucket, config, root)
         super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
-        options, aws = config.s3, self._access.is_aws
-        if aws and options.storage_class in _ARCHIVES:
+        options, dialect = config.s3, self._access.dialect
+        if dialect is AWS and options.storage_class in _ARCHIVES:
             raise ConfigError(
                 f"storage_class={options.storage_class!r}: what is in it can't be loaded before it "
                 "is restored, which takes hours; write 'GLACIER_IR', and archive old checkpoints "
                 "by a lifecycle rule",
                 uri=root,
             )
-        self._checksums = aws if options.checksum == "auto" else options.checksum == "on"
+        self._dialect = dialect
+        self._checksums = (
+            dialect.verifies_checksums if options.checksum == "auto" else options.checksum == "on"
+        )
         self.capabilities = Capabilities(
-            conditional_writes=True if aws else None,
-            min_part_size=_MIN_PART,
+            conditional_writes=dialect.conditional_writes,
+            conditional_deletes=dialect.conditional_deletes,
+            min_part_size=dialect.min_part,
             max_part_size=_MAX_PART,
             max_parts=_MAX_PARTS,
             max_put_size=_MAX_PART,
             verifies=self._checksums,
-            create_only=aws,
+            create_only=dialect.create_only,
             max_copy_size=_MAX_PART,
-            copies_parts=True,
+            copies_parts=dialect.copies_parts,
         )
-        self._knows_quotes = aws  # in If-Match; others have to show it
         self._object_headers = object_headers(options)
         self._payer = {"x-amz-request-payer": "requester"} if options.requester_pays else {}
         self._control = Control(self, self._access, self._object_headers, checksums=self._checksums)
-        self._by_parts = self._uploads(whole=False)
-        self._multipart = self._uploads(whole=True)
-        if aws or not self._checksums:
-            self._by_parts = self._multipart
+        self._multipart = XmlMultipart(self, self._access.bucket_url, self._uploads())
 
-    def _uploads(self, *, whole: bool) -> XmlMultipart:
-        """Uploads with a checksum of the whole, or one of the checksums of the parts."""
+    def _uploads(self) -> Dialect:
+        """Uploads with a checksum of the whole, or one of the checksums of the parts, or none."""
         if not self._checksums:
-            dialect = Dialect(creation=self._object_headers)
-        else:
-            kind = {"x-amz-checksum-type": "FULL_OBJECT" if whole else "COMPOSITE"}
-            dialect = Dialect(
-                creation={"x-amz-checksum-algorithm": "CRC32C", **kind, **self._object_headers},
-                created=self._agree,
-                part=self._verified,
-                # the checksums of the parts go along: one that is made of them says no more
-                completion=lambda crc32c: {**_checksum(crc32c), **kind} if whole else {},
-                part_checksum="ChecksumCRC32C",
-            )
-        return XmlMultipart(self, self._access.bucket_url, dialect)
-
-    def _agree(self, headers: Mapping[str, str]) -> None:
-        """Takes an upload as the store has begun it.
-
-        MinIO before 2025 answers with the algorithm only: it does not know the type, and rejects a
-        checksum of the whole at the end.
-        """
-        told = headers.get("x-amz-checksum-type") or headers.get("x-amz-checksum-algorithm")
-        if told not in (None, "FULL_OBJECT"):
-            self._multipart = self._by_parts
+            return Dialect(creation=self._object_headers)
+        whole = self._dialect.whole_checksums
+        kind = {"x-amz-checksum-type": "FULL_OBJECT" if whole else "COMPOSITE"}
+        return Dialect(
+            creation={"x-amz-checksum-algorithm": "CRC32C", **kind, **self._object_headers},
+            part=self._verified,
+            # the checksums of the parts go along: one that is made of them says no more
+            completion=lambda crc32c: {**_checksum(crc32c), **kind} if whole else {},
+            part_checksum="ChecksumCRC32C",
+        )
 
     def put(
         self,
@@ -149,46 +133,12 @@ class S3Store(RestStore):
         headers = {**self._object_headers, **self._verified(checksum)}
         if if_absent:
             headers["If-None-Match"] = "*"
-
-        def write(tag: str | None) -> ObjectInfo:
-            if tag is not None:
-                headers["If-Match"] = tag
-            info = self._written(key, headers, body, progress)
-            self._knows_quotes = self._knows_quotes or tag == if_version is not None
-            return info
-
-        return self._spelled(if_version, write)
-
-    def _spelled(self, version: str | None, attempt: Callable[[str | None], T]) -> T:
-        """What comes of an attempt on the condition of an ETag.
-
-        Ceph RGW 16 knows its own only without the quotes, so that is tried, too, where it may be.
-        """
-        spellings = [version]
-        if version is not None and not self._knows_quotes and '"' in version:
-            spellings.append(version.strip('"'))
-        certain = True
-        for tag in spellings:
-            try:
-                return attempt(tag)
-            except StoreError as error:
-                error.certain = certain = certain and error.certain
-                if not isinstance(error, PreconditionFailedError) or tag is spellings[-1]:
-                    raise
-        raise AssertionError
+        if if_version is not None:
+            headers["If-Match"] = if_version
+        return self._written(key, headers, body, progress)
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        uploads = self._multipart
-        try:
-            return uploads.create(key, part_size)
-        except InvalidRequestError:
-            if uploads is self._by_parts:
-                raise
-            # Cloudflare R2 has CRC32C of parts only:
-            # https://developers.cloudflare.com/r2/api/s3/api/#checksum-types
-            upload = self._by_parts.create(key, part_size)
-            self._multipart = self._by_parts
-            return upload
+        return self._multipart.create(key, part_size)
 
     def put_part(
         self,
@@ -209,7 +159,7 @@ class S3Store(RestStore):
         size = sum(part.size for part in parts)
         if tag:
             return ObjectInfo(upload.key, size, tag)
-        problem = "the completion has no result"  # Ceph RGW 16 does not name it at first
+        problem = "the completion has no result"
         whole = whole_checksum(parts, CRC32C)
         try:
             made, same = self._compare(upload.key, size, whole, parts)
@@ -260,12 +210,8 @@ class S3Store(RestStore):
         self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
     ) -> ObjectInfo:
         assert isinstance(source, S3Store)
-        access = source._access
         with self._copying(source, found):
-            tag, crc32c = self._spelled(
-                found.version,
-                lambda tag: self._control.copy(access, found, tag or "", key, if_absent=if_absent),
-            )
+            tag, crc32c = self._control.copy(source._access, found, key, if_absent=if_absent)
         return replace(self._made(key, found.size, tag), checksum=crc32c)
 
     def copy_part(
@@ -278,14 +224,8 @@ class S3Store(RestStore):
         stop: int,
     ) -> Part:
         assert isinstance(source, S3Store)
-        access = source._access
         with self._copying(source, found):
-            return self._spelled(
-                found.version,
-                lambda tag: self._control.copy_part(
-                    access, found, tag or "", upload, number, start, stop
-                ),
-            )
+            return self._control.copy_part(source._access, found, upload, number, start, stop)
 
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)
@@ -300,7 +240,21 @@ class S3Store(RestStore):
         return self._control.list_level(prefix)
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
-        self._spelled(if_version, lambda tag: self._control.delete(key, tag))
+        if if_version is not None and self._dialect.conditional_deletes is False:
+            self._check_version(key, if_version)
+            if_version = None
+        self._control.delete(key, if_version)
+
+    def _check_version(self, key: str, version: str) -> None:
+        """In place of a condition that the store would ignore; another write may come behind it."""
+        try:
+            found = self.head(key)
+        except ObjectNotFoundError:
+            return
+        if found.version != version:
+            raise PreconditionFailedError(
+                "the object was replaced", uri=self.uri(key), certain=True
+            )
 
     @contextlib.contextmanager
     def _sent(self, request: Request) -> Iterator[Reply]:

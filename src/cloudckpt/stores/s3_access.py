@@ -11,7 +11,8 @@ import os
 import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 import urllib3
@@ -30,6 +31,7 @@ from cloudckpt.stores.base import Body, Regions, nbytes
 from cloudckpt.stores.credentials import Credentials, raise_alone, reason
 from cloudckpt.stores.http import HttpOptions
 from cloudckpt.stores.origins import Route, first_set, named_by
+from cloudckpt.stores.s3_dialects import DIALECTS, S3Dialect, dialect_of
 
 try:
     import boto3
@@ -81,6 +83,7 @@ class BucketAccess:
             leaves times as they are written: to parse them is most of what a listing takes.
         credentials: What requests are signed with.
         is_aws: Whether the endpoint is Amazon's own.
+        dialect: What is different there.
         http_options: How to connect to it.
     """
 
@@ -88,15 +91,26 @@ class BucketAccess:
         for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
             check_endpoint(os.environ.get(variable) or None, variable)
         options = config.s3
-        self.bucket, self._options, self._uri = bucket, options, uri
-        make = None if options.anonymous else lambda: _session(options)
-        self.credentials = Credentials(lambda: Keys(make, uri))
+        self.bucket, self._uri = bucket, uri
         with _translated(uri):
             session = _session(options)
             core = session._session
             self._scoped = core.get_scoped_config()
-            self.client = client = _client(session, options)
+            client = _client(session, options)
             self.base, region = _resolve(client, bucket)
+            host = self.base.split("/")[2].partition(":")[0]
+            suffix = next((end for end in _suffixes(core) if host.endswith(end)), None)
+            self.is_aws = suffix is not None
+            self.dialect = _dialect(options, bucket, host, is_amazon=self.is_aws)
+            style = self._addressing_style(options)
+            if style is not None:
+                options = replace(options, addressing_style=style)
+                client.close()
+                client = _client(session, options)
+                self.base, region = _resolve(client, bucket)
+        self.client, self._options = client, options
+        make = None if options.anonymous else lambda: _session(options)
+        self.credentials = Credentials(lambda: Keys(make, uri))
         # path style: http://host/bucket; virtual style: https://bucket.host/
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
@@ -105,11 +119,13 @@ class BucketAccess:
         self._moving = threading.Lock()
         self._async_client: Any = None
         self._signs = _signs_payloads(client, options)
-        host = self.base.split("/")[2].partition(":")[0]
-        suffix = next((end for end in _suffixes(core) if host.endswith(end)), None)
-        self.is_aws = suffix is not None
         self._realm = (suffix or client.meta.endpoint_url, options.profile, options.anonymous)
         self.http_options = _http_options(client, core.get_config_variable("ca_bundle"), config)
+
+    def _addressing_style(self, options: S3Options) -> Literal["path", "virtual"] | None:
+        """The style that the vendor demands, if neither options nor profile name one."""
+        said = options.addressing_style or (self._scoped.get("s3") or {}).get("addressing_style")
+        return None if said else self.dialect.addressing_style
 
     @property
     def region(self) -> str:
@@ -259,6 +275,24 @@ def _session(options: S3Options) -> Any:
 def _region(options: S3Options) -> str | None:
     variables = (os.environ.get(name) for name in ("AWS_REGION", "AWS_DEFAULT_REGION"))
     return options.region or next(filter(None, variables), None)
+
+
+def _dialect(options: S3Options, bucket: str, host: str, *, is_amazon: bool) -> S3Dialect:
+    """What the bucket is, or what the user says that it is.
+
+    Raises:
+        ConfigError: If an option can't have an effect there.
+    """
+    row = dialect_of(bucket, host, is_amazon=is_amazon)
+    if options.dialect != "auto":
+        row = DIALECTS[options.dialect]
+    given = [name for name in sorted(row.useless) if getattr(options, name)]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: {row.title} has no such thing, and would refuse or ignore it; "
+            "leave it out"
+        )
+    return row
 
 
 _SETTINGS = {"region": ("region", None, None, None), **METADATA_SETTINGS}

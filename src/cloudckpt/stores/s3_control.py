@@ -117,14 +117,13 @@ class Control:
             self._client.delete_object(Bucket=self._access.bucket, Key=key, **condition)
 
     def copy(
-        self, source: BucketAccess, found: ObjectInfo, tag: str, key: str, *, if_absent: bool
+        self, source: BucketAccess, found: ObjectInfo, key: str, *, if_absent: bool
     ) -> tuple[str, int | None]:
         """Copies an object as :meth:`~cloudckpt.stores.base.ObjectStore.copy` says.
 
         Args:
             source: The bucket that it is in.
             found: The object.
-            tag: Its version, as the store wants it to be written.
             key: The key of the copy.
             if_absent: Whether the copy must not replace an object.
 
@@ -139,7 +138,7 @@ class Control:
                 Key=key,
                 MetadataDirective="REPLACE",
                 TaggingDirective="REPLACE",
-                **_source(source, found, tag),
+                **_source(source, found),
                 **algorithm,
             )
         made = answer.get("CopyObjectResult", {})
@@ -150,7 +149,6 @@ class Control:
         self,
         source: BucketAccess,
         found: ObjectInfo,
-        tag: str,
         upload: Upload,
         number: int,
         start: int,
@@ -166,7 +164,7 @@ class Control:
                 Key=upload.key,
                 UploadId=upload.id,
                 PartNumber=number,
-                **_source(source, found, tag),
+                **_source(source, found),
                 **span,
             )
         made = answer.get("CopyPartResult", {})
@@ -176,6 +174,8 @@ class Control:
 
     def rules(self, prefix: str) -> BucketRules:
         """What the bucket keeps, and whether it ends uploads under ``prefix``."""
+        if self._access.dialect.rules is not None:
+            return self._access.dialect.rules
         client, unread = self._client, list[str]()
 
         def asked(operation: Callable[..., Any], what: str) -> Mapping[str, Any]:
@@ -232,10 +232,10 @@ def folders_in(page: Mapping[str, Any], prefix: str) -> Iterator[str]:
         yield folder["Prefix"].removeprefix(prefix).rstrip("/")
 
 
-def _source(source: BucketAccess, found: ObjectInfo, tag: str) -> dict[str, Any]:
+def _source(source: BucketAccess, found: ObjectInfo) -> dict[str, Any]:
     return {
         "CopySource": {"Bucket": source.bucket, "Key": found.key},
-        "CopySourceIfMatch": tag,
+        "CopySourceIfMatch": found.version,
     }
 
 
