@@ -541,7 +541,7 @@ def test_a_checkpoint_is_saved_and_loaded_through_an_access_point(s3_client, pro
     assert {entry["Key"].rpartition("/")[0] for entry in listed} == {"run/step-1"}
 
 
-@pytest.mark.parametrize("bucket", ["fast--usw2-az1--x-s3", "changer--ol-s3"])
+@pytest.mark.parametrize("bucket", ["point--usw2-az1--xa-s3", "changer--ol-s3"])
 def test_what_is_no_bucket_is_refused_before_anything_is_sent(open_s3, server, bucket):
     with pytest.raises(InvalidURIError, match=bucket):
         open_s3(bucket)

@@ -373,9 +373,8 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def _switch(uri: CheckpointURI) -> str:
     """The variable of the option that turns checksums on."""
-    return {"s3": "CLOUDCKPT_S3_", "gs": "CLOUDCKPT_GCS_", "az": "CLOUDCKPT_AZURE_"}[
-        uri.scheme
-    ] + "CHECKSUM"
+    prefix = {"gs": "CLOUDCKPT_GCS_", "az": "CLOUDCKPT_AZURE_"}.get(uri.scheme, "CLOUDCKPT_S3_")
+    return f"{prefix}CHECKSUM"
 
 
 def _with_checksums(config: Config) -> Config:

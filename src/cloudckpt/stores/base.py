@@ -55,6 +55,7 @@ class Capabilities:
             a repeated request from making a second, billed version.
         min_part_size: Fewest bytes of an upload part other than the last.
         max_part_size: Most bytes of an upload part.
+        good_part_size: Bytes below which the store's vendor advises against parts; 0 if it doesn't.
         max_parts: Most parts of an upload.
         max_put_size: Most bytes of a single ``put``.
         checksum: The checksum algorithm for what is sent: the one that the store verifies, if any.
@@ -70,6 +71,7 @@ class Capabilities:
     max_part_size: int
     max_parts: int
     max_put_size: int
+    good_part_size: int = 0
     checksum: ChecksumAlgorithm = CRC32C
     verifies: bool = False
     create_only: bool = False

@@ -39,6 +39,12 @@ def _s3() -> _Opener:
     return lambda uri, config: S3Store(uri.bucket, config)
 
 
+def _hf() -> _Opener:
+    from cloudckpt.stores.s3 import open_hugging_face
+
+    return lambda uri, config: open_hugging_face(uri, config)
+
+
 def _gs() -> _Opener:
     from cloudckpt.stores.gcs import GCSStore
 
@@ -55,6 +61,7 @@ _OPENERS: dict[str, Callable[[], _Opener]] = {
     "memory": _memory,
     "file": _local,
     "s3": _s3,
+    "hf": _hf,
     "az": _azure,
     "gs": _gs,
 }
@@ -123,7 +130,8 @@ def open_async(uri: CheckpointURI, config: Config) -> Callable[[], AsyncStore]:
         with late_imports:
             from cloudckpt.stores.s3_async import open_s3
 
-        return open_s3(store)
+        if (opened := open_s3(store)) is not None:
+            return opened
     if uri.scheme == "az":
         with late_imports:
             from cloudckpt.stores.azure_async import open_azure

@@ -39,6 +39,7 @@ from cloudckpt.stores.base import (
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.origins import BucketRules, Route
+from cloudckpt.stores.redirects import Redirects
 from cloudckpt.stores.rest import (
     Authorized,
     Request,
@@ -57,10 +58,14 @@ from cloudckpt.stores.s3_dialects import AWS
 from cloudckpt.stores.s3_errors import from_answer
 from cloudckpt.stores.xml_api import Dialect, XmlMultipart
 from cloudckpt.uri import CheckpointURI
+from cloudckpt.waiting import current
 
-__all__ = ["S3Store"]
+__all__ = ["HUGGING_FACE_ENDPOINT", "S3Store", "open_hugging_face"]
+
+HUGGING_FACE_ENDPOINT = "https://s3.hf.co"  # https://huggingface.co/docs/hub/storage-buckets-s3
 
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
+_MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
 _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
@@ -72,9 +77,10 @@ _MULTIPART = re.compile(r'"?[0-9a-f]{32}-[0-9]+"?')
 class S3Store(RestStore):
     """One bucket of S3 or of a store with its API, see :mod:`cloudckpt.stores.s3_dialects`."""
 
-    def __init__(self, bucket: str, config: Config) -> None:
-        root = f"s3://{bucket}"
-        CheckpointURI.parse(root)  # boto3 would ask a directory bucket for a session
+    def __init__(self, bucket: str, config: Config, root: str | None = None) -> None:
+        """``root`` is what messages call the bucket; by default ``s3://bucket``."""
+        root = root or f"s3://{bucket}"
+        CheckpointURI.parse(root)
         self._access = BucketAccess(bucket, config, root)
         super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
         options, dialect = config.s3, self._access.dialect
@@ -92,7 +98,8 @@ class S3Store(RestStore):
         self.capabilities = Capabilities(
             conditional_writes=dialect.conditional_writes,
             conditional_deletes=dialect.conditional_deletes,
-            min_part_size=dialect.min_part,
+            min_part_size=_MIN_PART,
+            good_part_size=dialect.good_part,
             max_part_size=_MAX_PART,
             max_parts=_MAX_PARTS,
             max_put_size=_MAX_PART,
@@ -105,6 +112,10 @@ class S3Store(RestStore):
         self._payer = {"x-amz-request-payer": "requester"} if options.requester_pays else {}
         self._control = Control(self, self._access, self._object_headers, checksums=self._checksums)
         self._multipart = XmlMultipart(self, self._access.bucket_url, self._uploads())
+        self._redirects: Redirects | None = None
+        if dialect.redirects:
+            version_of = lambda key: self._head(key).version  # noqa: E731
+            self._redirects = Redirects(self._http, version_of, self.failure)
 
     def _uploads(self) -> Dialect:
         """Uploads with a checksum of the whole, or one of the checksums of the parts, or none."""
@@ -270,6 +281,19 @@ class S3Store(RestStore):
                 )
             raise
 
+    @contextlib.contextmanager
+    def _attempt(self, request: Request, used: Authorized) -> Iterator[Reply]:
+        is_read = request.method == "GET" and request.url == self.object_url(request.key)
+        if self._redirects is None or not is_read:
+            attempt = super()._attempt(request, used)
+        else:
+            uri = self.uri(request.key)
+            if (waiting := current()) is not None:
+                waiting.sends(f"GET {uri}")
+            attempt = self._redirects.read(request, used, uri)
+        with attempt as reply:
+            yield reply
+
     def authorized(self, request: Request) -> Authorized:
         digest = self._access.payload_digest(request.method, request.body)
         request = replace(request, headers={**request.headers, PAYLOAD_DIGEST: digest})
@@ -320,6 +344,23 @@ class S3Store(RestStore):
         if not self._checksums:
             return {}
         return {"x-amz-sdk-checksum-algorithm": "CRC32C", **_checksum(crc32c)}
+
+
+def open_hugging_face(uri: CheckpointURI, config: Config) -> S3Store:
+    """The Storage Bucket of ``hf://buckets/namespace/name``, by its S3 gateway.
+
+    Endpoint and region are those of the gateway, whatever options and variables say, since they may
+    be about another store in the same job.
+    """
+    _, namespace, name = uri.bucket.split("/")
+    there = replace(
+        config.s3,
+        endpoint_url=f"{HUGGING_FACE_ENDPOINT}/{namespace}",
+        region="us-east-1",
+        addressing_style="path",
+        dialect="huggingface",
+    )
+    return S3Store(name, replace(config, s3=there), uri.root)
 
 
 def _checksum(crc32c: int) -> dict[str, str]:

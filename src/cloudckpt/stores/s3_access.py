@@ -38,7 +38,7 @@ try:
     import botocore.exceptions
     import botocore.session
     from botocore import UNSIGNED
-    from botocore.auth import S3SigV4Auth
+    from botocore.auth import S3ExpressAuth, S3SigV4Auth
     from botocore.awsrequest import AWSRequest, AWSResponse
     from botocore.config import Config as BotoConfig
     from botocore.credentials import ReadOnlyCredentials
@@ -46,6 +46,7 @@ try:
     from botocore.utils import get_environ_proxies
 
     from cloudckpt.stores.s3_credentials import METADATA_SETTINGS, Keys
+    from cloudckpt.stores.s3_sessions import Sessions
 except ImportError as exc:
     raise MissingDependencyError(
         "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
@@ -109,23 +110,42 @@ class BucketAccess:
                 client = _client(session, options)
                 self.base, region = _resolve(client, bucket)
         self.client, self._options = client, options
-        make = None if options.anonymous else lambda: _session(options)
-        self.credentials = Credentials(lambda: Keys(make, uri))
         # path style: http://host/bucket; virtual style: https://bucket.host/
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
         self._place = _Place(self.bucket_url, region)
+        self.credentials: Credentials[Any] = Credentials(lambda: self._look(config))
         self._has_moved = False
         self._moving = threading.Lock()
         self._async_client: Any = None
         self._signs = _signs_payloads(client, options)
-        self._realm = (suffix or client.meta.endpoint_url, options.profile, options.anonymous)
+        # nothing is copied beyond the zone of a directory bucket
+        zone = bucket.removesuffix("--x-s3").rpartition("--")[2] if self.dialect.sessions else ""
+        endpoint = suffix or client.meta.endpoint_url
+        self._realm = (endpoint, zone, options.profile, options.anonymous)
         self.http_options = _http_options(client, core.get_config_variable("ca_bundle"), config)
+        if self.dialect.redirects:  # it would be shown to whom reads are sent on to
+            self.http_options = replace(self.http_options, client_cert=None)
 
     def _addressing_style(self, options: S3Options) -> Literal["path", "virtual"] | None:
         """The style that the vendor demands, if neither options nor profile name one."""
         said = options.addressing_style or (self._scoped.get("s3") or {}).get("addressing_style")
         return None if said else self.dialect.addressing_style
+
+    def _look(self, config: Config) -> Keys | Sessions:
+        """What is there to sign with now."""
+        options = self._options
+        make = None if options.anonymous else lambda: _session(options)
+        if make is None or not self.dialect.sessions:
+            return Keys(make, self._uri)
+        with _translated(self._uri):
+            session = make()
+            return Sessions(
+                session,
+                lambda session: _session_client(session, config, self.region),
+                self.bucket,
+                self._uri,
+            )
 
     @property
     def region(self) -> str:
@@ -149,6 +169,8 @@ class BucketAccess:
         endpoint = named_by(options, "endpoint_url") or first_set(
             "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"
         )
+        if self._uri.startswith("hf://"):
+            endpoint = "the scheme hf://"
         region = named_by(options, "region") or first_set("AWS_REGION", "AWS_DEFAULT_REGION")
         profile = "the profile" if self._scoped.get("region") else "nothing: boto3's default"
         return Route(
@@ -236,7 +258,9 @@ class BucketAccess:
         """
         given = dict(headers)
         digest = given.pop(PAYLOAD_DIGEST)
-        secrets = self.credentials.current.fetch()
+        source, copies = self.credentials.current, "x-amz-copy-source" in map(str.lower, given)
+        sessions = isinstance(source, Sessions)
+        secrets = source.identity.fetch() if sessions and copies else source.fetch()
         if not secrets:
             return given
         length = {name: given.pop(name) for name in ("Content-Length",) if name in given}
@@ -244,7 +268,13 @@ class BucketAccess:
         request.context[PAYLOAD_DIGEST] = digest
         access_key, secret_key, token = secrets
         keys = ReadOnlyCredentials(access_key, secret_key, token or None)
-        _Signer(keys, "s3", self.region).add_auth(request)
+        if not sessions:
+            signer: S3SigV4Auth = _Signer(keys, "s3", self.region)
+        elif copies:  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
+            signer = _Signer(keys, "s3express", self.region)
+        else:
+            signer = _SessionSigner(keys, "s3express", self.region, identity_cache=None)
+        signer.add_auth(request)
         return length | dict(request.headers.items())
 
 
@@ -257,6 +287,12 @@ class _Signer(S3SigV4Auth):  # type: ignore[misc]
     def payload(self, request: AWSRequest) -> str:
         digest: str = request.context[PAYLOAD_DIGEST]
         return digest
+
+
+class _SessionSigner(S3ExpressAuth):  # type: ignore[misc]
+    """The same, with the keys of a session."""
+
+    payload = _Signer.payload
 
 
 def _session(options: S3Options) -> Any:
@@ -306,6 +342,20 @@ def _client(session: Any, options: S3Options, region: str | None = None) -> Any:
         endpoint_url=options.endpoint_url,
         config=_boto_config(options),
         **_NO_CREDENTIALS,
+    )
+
+
+def _session_client(session: Any, config: Config, region: str) -> Any:
+    """What asks for sessions: boto3 as its users call it, with their credentials, once."""
+    return session.client(
+        "s3",
+        region_name=region,
+        endpoint_url=config.s3.endpoint_url,
+        config=BotoConfig(
+            retries={"total_max_attempts": 1},
+            connect_timeout=config.connect_timeout,
+            read_timeout=config.read_timeout,
+        ),
     )
 
 

@@ -16,10 +16,15 @@ from cloudckpt.stores.s3_control import folders_in, objects_in
 __all__ = ["open_s3"]
 
 
-def open_s3(store: ObjectStore) -> Callable[[], AsyncStore]:
-    """Makes, on an event loop, what looks at a bucket; this itself reads files, and blocks."""
+def open_s3(store: ObjectStore) -> Callable[[], AsyncStore] | None:
+    """Makes, on an event loop, what looks at a bucket; this itself reads files, and blocks.
+
+    None for a dialect whose listings or reads are too different: there threads look.
+    """
     assert isinstance(store, S3Store)
     access = store._access
+    if access.dialect.redirects or not access.dialect.any_prefix:
+        return None
     client, tls = access.async_client(_send), tls_of(access.http_options, store.root)
     return lambda: _AsyncS3(store, client, AsyncCalls(store, access.http_options, tls))
 

@@ -13,7 +13,7 @@ from cloudckpt.stores.origins import Origin
 from cloudckpt.stores.s3_errors import from_code
 from cloudckpt.stores.tls import causes
 
-__all__ = ["METADATA_SETTINGS", "Keys"]
+__all__ = ["METADATA_SETTINGS", "Keys", "is_passing"]
 
 _NAMES = (
     ("AWS_ACCESS_KEY_ID", "aws_access_key_id"),
@@ -84,7 +84,7 @@ class Keys:
         )
 
     def _fetching(self) -> Any:
-        return fetching("AWS", self._uri, is_passing=_is_passing)
+        return fetching("AWS", self._uri, is_passing=is_passing)
 
 
 _SILENT = (
@@ -96,7 +96,7 @@ _SILENT = (
 )
 
 
-def _is_passing(exc: Exception) -> bool:
+def is_passing(exc: Exception) -> bool:
     """Whether the service behind a source was silent, or has asked to come again later."""
     for inner in causes(exc):
         if isinstance(inner, botocore.exceptions.ClientError):  # of STS, Identity Center, sign-in

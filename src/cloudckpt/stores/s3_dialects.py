@@ -8,6 +8,7 @@ user's options win over a row.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +44,7 @@ class S3Dialect:
         any_prefix: Whether listings take any prefix and are in the order of keys. Else prefixes end
             in a slash.
         keeps_metadata: Whether it keeps what comes in ``x-amz-meta-`` headers.
-        min_part: Fewest bytes of a part that is not the last: by the vendor, or as it advises.
+        good_part: Bytes that a part should have at least, as its vendor advises; 0: no matter.
         addressing_style: What the vendor demands, unless the user says otherwise.
         useless: Options that the store refuses, or accepts and ignores.
         rules: What every bucket does by itself; None: the bucket is asked.
@@ -62,7 +63,7 @@ class S3Dialect:
     sessions: bool = False
     any_prefix: bool = True
     keeps_metadata: bool = True
-    min_part: int = 5 * _MIB  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
+    good_part: int = 0
     addressing_style: Literal["path", "virtual"] | None = None
     useless: frozenset[str] = frozenset()
     rules: BucketRules | None = None
@@ -90,7 +91,7 @@ EXPRESS = S3Dialect(
     sessions=True,
     any_prefix=False,
     # encryption is the bucket's and the session's
-    useless=_ENCRYPTION | {"acl", "tags", "storage_class", "requester_pays"},
+    useless=_ENCRYPTION | {"acl", "tags", "storage_class", "requester_pays", "anonymous"},
     # no versions and no object lock; the rules of its lifecycle have an endpoint of their own
     rules=BucketRules(unread=("lifecycle rules",)),
 )
@@ -104,13 +105,14 @@ HUGGING_FACE = S3Dialect(
     copies_parts=False,
     redirects=True,
     keeps_metadata=False,
-    min_part=64 * _MIB,  # "as few multipart parts as possible"; 2 GB is advised to other clients
+    # "as few multipart parts as possible": 2 GB is advised to clients that send one after the other
+    good_part=128 * _MIB,
     addressing_style="path",
     useless=_ENCRYPTION | {"acl", "tags", "storage_class", "requester_pays"},
     rules=BucketRules(ends_uploads=7),
 )
 
-DIALECTS = {
+DIALECTS: Mapping[str, S3Dialect] = {
     "aws": AWS,
     "express": EXPRESS,
     "r2": S3Dialect(
