@@ -12,6 +12,7 @@ import json
 import time
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
@@ -138,6 +139,30 @@ def test_the_style_of_the_profile_wins_over_that_of_the_row(tmp_path, monkeypatc
 def test_an_option_that_could_have_no_effect_is_refused(bucket, options, named):
     with pytest.raises(ConfigError, match=named):
         S3Store(bucket, Config(s3=S3Options(**options)))
+
+
+WORDS = {True: "yes", False: "no", None: "tried first"}
+
+
+def documented(name, row):
+    """A row as docs/s3.md has it, but for what was tested."""
+    hosts = ", ".join(f"`{host}`" for host in row.hosts) or "the option"
+    if name == "aws":
+        hosts = "Amazon's hosts"
+    elif name == "express":
+        hosts = "the bucket's name"
+    title = f"[{row.title}]({row.documentation})" if row.documentation else row.title
+    deletes = {True: "yes", False: "looks before", None: "sent"}[row.conditional_deletes]
+    words = (row.verifies_checksums, row.conditional_writes, deletes, row.copies_parts)
+    cells = [title, f"`{name}`", hosts if name != "other" else "all else"]
+    cells += [WORDS.get(word, word) for word in words]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_documentation_has_every_row():
+    text = (Path(__file__).parents[2] / "docs" / "s3.md").read_text()
+    for name, row in DIALECTS.items():
+        assert f"\n{documented(name, row)} " in text
 
 
 # deletions

@@ -236,7 +236,7 @@ class Control:
 
 
 def _without_sessions(request: Any, **_: Any) -> None:
-    """botocore looks whose session a copy needs, and does not expect that nobody signs it."""
+    """Nobody signs here: botocore would look for the session of a copy, and fail."""
     request.context.get("signing", {}).pop("signing_name", None)
 
 
