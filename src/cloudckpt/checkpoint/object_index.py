@@ -212,7 +212,8 @@ class ObjectIndex:
         follows from it.
 
         Args:
-            items: Names and shapes of the items that have bytes, by their first bytes in the object.
+            items: Names and shapes of the items, by their first bytes in the object; none of those
+                without bytes.
 
         Returns:
             First bytes, the only block there, and what stands there, for messages. Nothing if it is
