@@ -48,7 +48,7 @@ def test_a_model_on_meta_is_told_how_to_get_memory_before_it_loads(tmp_path):
 def test_a_value_that_cannot_be_pickled_is_named(tmp_path):
     state = {"schedule": {"warmup": lambda step: step / 100}, "w": torch.ones(3)}
     with pytest.raises(
-        UnsupportedValueError, match="of type function.* can't be pickled"
+        UnsupportedValueError, match=r"of type function.* can't be pickled"
     ) as caught:
         cloudckpt.save(state, checkpoint_id=tmp_path)
     assert caught.value.item == "schedule.warmup"
