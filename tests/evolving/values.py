@@ -90,8 +90,8 @@ def _channels_last(values: torch.Tensor) -> torch.Tensor:
 
 
 def _negated(values: torch.Tensor) -> torch.Tensor:
-    """The same values, as a view of their negatives."""
-    if values.itemsize < 2 or not (values.is_floating_point() or values.is_complex()):
+    """The same values, as a view of their negatives; of types in which that is but the sign."""
+    if values.dtype not in (torch.float32, torch.float64):
         return values
     return torch._neg_view(-values)
 
