@@ -103,12 +103,6 @@ _GCS = [
     Accepted("gcs*", "query projection", "=noAcl", None, "the default"),
     Accepted("gcs*", "query prettyPrint", "=false", None,
              "a few spaces in answers of four fields"),
-    Accepted("gcs, compose: completion", "query kmsKeyName", None, "*",
-             "documented for compose; the client knows only the metadata"),
-    Accepted("gcs, compose: completion", "body destination.kmsKeyName", "*", None,
-             "said by the query"),
-    Accepted("gcs, compose: completion", "body sourceObjects[[]?].generation", "1700000000000001",
-             '"1700000000000001"', "documented: in JSON an int64 is text"),
 ]  # fmt: skip
 
 _AZURE = [

@@ -285,12 +285,11 @@ def test_reading_only_writes_nothing(end, bucket, s3_client) -> None:
     assert methods <= {"GET", "HEAD"}
 
 
-@pytest.mark.parametrize("strategy", ["multipart", "compose"])
-def test_a_limit_of_requests_is_no_finding(strategy) -> None:
+def test_a_limit_of_requests_is_no_finding() -> None:
     """Google lets nobody write an object more than once a second."""
     with GcsStub("bucket") as stub:
         stub.state.mutation_interval = 1.0
-        options = GCSOptions(endpoint_url=stub.url, upload_strategy=strategy, checksum="on")
+        options = GCSOptions(endpoint_url=stub.url, checksum="on")
         found = examined("gs://bucket/run", Config(gcs=options))
         assert stub.state.keys("bucket") == []
     assert set(outcomes(found, "ok")) == set(found)

@@ -70,7 +70,7 @@ def dialect(request, monkeypatch, authority) -> str:
 
 @pytest.fixture
 def _place(dialect, _places) -> Place:
-    return _places("google" if dialect == "compose" else dialect)
+    return _places(dialect)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Google's store: what it sends, and what it makes of the answers.
 
-Who asks, and for what, is tested against the scripted stub of ``conftest.py``. ``test_gcs_compose``
-and ``test_gcs_contract`` have a stub that behaves as a bucket does.
+Who asks, and for what, is tested against the scripted stub of ``conftest.py``.
+``test_gcs_contract`` has a stub that behaves as a bucket does.
 """
 
 import dataclasses
@@ -473,8 +473,7 @@ def test_uploads_are_listed_page_by_page(store, server):
 
 def test_objects_are_listed_page_by_page(store, server):
     item = {"name": "run/a", "size": "7", "generation": VERSION}
-    parts = {**item, "name": "run/b.0123456789abcdef.0-0001.cloudckpt-part"}
-    server.answer(body=json.dumps({"items": [item, parts], "nextPageToken": "t/+="}).encode())
+    server.answer(body=json.dumps({"items": [item], "nextPageToken": "t/+="}).encode())
     server.answer(body=json.dumps({"items": [{**item, "name": "run/c"}]}).encode())
     found = list(store.list("run/"))
     assert [(info.key, info.size, info.version) for info in found] == [

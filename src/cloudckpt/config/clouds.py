@@ -107,11 +107,6 @@ class GCSOptions(Options):
     )
     anonymous: bool = option(False, "send no credentials: for buckets that everybody may read")
     user_project: str | None = option(None, "project that pays for a requester-pays bucket")
-    upload_strategy: Literal["multipart", "compose"] = option(
-        "multipart",
-        "how large objects are sent: 'multipart', or 'compose' out of temporary objects, for "
-        "emulators and where storage.multipartUploads.create is not granted",
-    )
     checksum: Switch = option(
         "auto",
         "send CRC32C for the store to verify; 'auto' is on for Google and off for custom endpoints",
