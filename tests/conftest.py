@@ -3,7 +3,7 @@
 import os
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import botocore.loaders
 import botocore.session
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt.transfer import parts
 from dcp.places import boto_client
 from economy import one_thread_of_torch, pytest_collection_finish  # noqa: F401 - a fixture, a hook
 from emulators import DUMMY_AWS, moto_server
@@ -59,6 +60,12 @@ def _descriptions_of_aws_are_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(botocore.session, "create_loader", lambda *paths: loader)
         yield
+
+
+@pytest.fixture
+def request_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many bytes this process asks for in a request."""
+    return lambda nbytes: monkeypatch.setattr(parts, "_REQUESTS", (nbytes, nbytes))
 
 
 @pytest.fixture(scope="session")

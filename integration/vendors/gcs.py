@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -115,7 +114,6 @@ def operations(folder: Path) -> Iterator[Operation]:
         user_project="payer",
         kms_key_name=KMS_KEY,
         storage_class="NEARLINE",
-        custom_time="2027-01-31T00:00:00Z",
         metadata={"team": "nlp & more"},
     )
     with _clients({"GOOGLE_APPLICATION_CREDENTIALS": account}, options) as (client, store):
@@ -171,7 +169,6 @@ def _with_all_options(bucket: storage.Bucket) -> storage.Blob:
     blob = bucket.blob(KEY, kms_key_name=KMS_KEY)
     blob.cache_control = "no-store"
     blob.storage_class = "NEARLINE"
-    blob.custom_time = datetime.datetime(2027, 1, 31, tzinfo=datetime.timezone.utc)
     blob.metadata = {"team": "nlp & more"}
     return blob
 

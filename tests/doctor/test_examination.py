@@ -374,12 +374,8 @@ def test_a_file_of_google_that_can_not_be_used_is_named_without_what_it_holds(
         "private_key": SECRET,
     }
     (tmp_path / "key.json").write_text(json.dumps(key))
-    config = Config(
-        gcs=GCSOptions(
-            endpoint_url=f"https://127.0.0.1:{free_port()}",
-            credentials_file=str(tmp_path / "key.json"),
-        )
-    )
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+    config = Config(gcs=GCSOptions(endpoint_url=f"https://127.0.0.1:{free_port()}"))
     found = examined("gs://bucket/run", config)
     assert outcomes(found, "failed") == ["credentials", "connection"]
     assert "CANARY" not in repr(found)

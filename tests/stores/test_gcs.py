@@ -330,7 +330,6 @@ def test_object_options_are_sent_with_every_new_object(open_gcs, server):
     store = open_gcs(
         kms_key_name="projects/p/locations/l/keyRings/r/cryptoKeys/k",
         storage_class="NEARLINE",
-        custom_time="2027-01-31T00:00:00Z",
         metadata={"team": "n l&p=", "run": "7"},
     )
     request = call(store, server, "put")
@@ -339,7 +338,6 @@ def test_object_options_are_sent_with_every_new_object(open_gcs, server):
         "contentType": "application/octet-stream",
         "cacheControl": "no-store",
         "storageClass": "NEARLINE",
-        "customTime": "2027-01-31T00:00:00Z",
         "metadata": {"team": "n l&p=", "run": "7"},
     }
     assert query_of(request)["kmsKeyName"] == "projects/p/locations/l/keyRings/r/cryptoKeys/k"
@@ -347,7 +345,6 @@ def test_object_options_are_sent_with_every_new_object(open_gcs, server):
     assert headers["Cache-Control"] == "no-store"
     assert {name.lower(): value for name, value in headers.items() if "goog" in name.lower()} == {
         "x-goog-storage-class": "NEARLINE",
-        "x-goog-custom-time": "2027-01-31T00:00:00Z",
         "x-goog-encryption-kms-key-name": "projects/p/locations/l/keyRings/r/cryptoKeys/k",
         "x-goog-meta-team": "n l&p=",
         "x-goog-meta-run": "7",
@@ -360,7 +357,6 @@ def test_object_options_are_sent_with_every_new_object(open_gcs, server):
         {"metadata": {"team": "größe"}},
         {"metadata": {"a": "b\r\nx-goog-acl: public-read"}},
         {"metadata": {"a name": "b"}},
-        {"custom_time": "2027\n"},
     ],
 )
 def test_what_no_header_can_hold_is_refused(open_gcs, options):

@@ -56,7 +56,6 @@ def creation_headers(options: GCSOptions) -> dict[str, str]:
     wanted = {
         "Cache-Control": CACHE_CONTROL,
         "x-goog-storage-class": options.storage_class,
-        "x-goog-custom-time": options.custom_time,
         "x-goog-encryption-kms-key-name": options.kms_key_name,
         **{f"x-goog-meta-{name}": value for name, value in options.metadata},
     }
@@ -73,7 +72,6 @@ def _resource_of(options: GCSOptions) -> dict[str, Any]:
         "contentType": "application/octet-stream",
         "cacheControl": CACHE_CONTROL,
         "storageClass": options.storage_class,
-        "customTime": options.custom_time,
         "metadata": dict(options.metadata) or None,
     }
     return {name: value for name, value in wanted.items() if value is not None}
