@@ -132,7 +132,6 @@ def send(
             counted,
             pool,
             checksum=store.capabilities.checksum,
-            zip_crc32=destination.config.zip_crc32,
         )
         try:
             objects, offsets, lengths = places
@@ -184,7 +183,7 @@ class _Writing:
         """Writes items; yields each item's number and where it was written, or already is."""
         forms: Sequence[SmallForm | None] = [None] * len(items)
         tensors: Sequence[torch.Tensor | None] = [None] * len(items)
-        if cached is not None and not self._shard.zip_crc32:
+        if cached is not None:
             forms, tensors = cached.forms, cached.tensors
         run: list[tuple[int, SmallForm, torch.Tensor]] = []
 

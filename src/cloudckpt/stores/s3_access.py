@@ -305,8 +305,8 @@ async def _async_client(options: S3Options) -> Any:
 
 def _signs_payloads(client: Any, options: S3Options) -> bool | None:
     """Whether all bodies are signed, or none; None if it is left to us."""
-    if options.payload_signing != "auto":
-        return options.payload_signing == "on"
+    if options.payload_signing == "on":
+        return True
     of_profile: bool | None = (client.meta.config.s3 or {}).get("payload_signing_enabled")
     return of_profile
 
@@ -381,7 +381,6 @@ def object_headers(options: S3Options) -> dict[str, str]:
     wanted = {
         "x-amz-server-side-encryption": options.sse,
         "x-amz-server-side-encryption-aws-kms-key-id": options.kms_key_id,
-        "x-amz-server-side-encryption-bucket-key-enabled": "true" if options.bucket_key else None,
         "x-amz-storage-class": options.storage_class,
         "x-amz-acl": options.acl,
         "x-amz-tagging": urlencode(options.tags) or None,
