@@ -217,7 +217,7 @@ class ObjectIndex:
 
         Returns:
             First bytes, the only block there, and what stands there, for messages. Nothing if it is
-            not certain: with ``zip_crc32``, and of another version's envelopes.
+            not certain, as of another version's envelopes.
         """
         algorithm = self._algorithm
         made: list[tuple[int, Blocks, str]] = []

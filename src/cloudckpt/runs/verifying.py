@@ -64,8 +64,8 @@ def verify(
 ) -> Verified:
     """Reads all of a committed checkpoint, and compares each block with its checksum.
 
-    The envelopes around tensors, which readers other than cloudckpt need, are compared too, except
-    in saves with ``zip_crc32``. The bytes pass through memory of at most ``memory_budget``. A
+    The envelopes around tensors, which readers other than cloudckpt need, are compared too. The
+    bytes pass through memory of at most ``memory_budget``. A
     checkpoint of torch's own writers has no checksums; here only the presence of all bytes is
     checked. All damage is reported, not only the first; of an object whose index is damaged, only
     that it is.
