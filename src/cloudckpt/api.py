@@ -202,7 +202,7 @@ def save_prepared(
     meeting = Meeting.of(process_group, no_dist)
 
     def begin() -> tuple[OurWriter, SavePlanner, dict[str, Any], SaveLoop | None]:
-        made, state = _both(prepare, lambda: content_of(state_dict))
+        made, state = _prepare_with_content(prepare, lambda: content_of(state_dict))
         planner = made.planner or CloudSavePlanner()
         loop = SaveLoop.of(state, made.writer, planner, meeting.group)
         return made.writer, planner, state, loop
@@ -250,7 +250,7 @@ def load_prepared(
         return content_of({name: named[name] for name in sorted(named)})
 
     def begin() -> tuple[StorageReader, LoadPlanner | None, dict[str, Any]]:
-        made, state = _both(prepare, content)
+        made, state = _prepare_with_content(prepare, content)
         return made.reader, made.planner, state
 
     state = load_together(Meeting.of(process_group, no_dist), begin)
@@ -261,7 +261,7 @@ def load_prepared(
             state_dict[key] = state[str(key)]
 
 
-def _both(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
+def _prepare_with_content(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
     """The results of both; the second is called even if the first raises.
 
     ``state_dict()`` of a sharded model may be a collective call, in which the other ranks would
