@@ -133,6 +133,7 @@ def clean_up_after(exc: BaseException, writer: OurWriter) -> bool | None:
         unknown, or if they have not.
     """
     if not isinstance(writer, CloudStorageWriter):
+        writer.discard()
         return None
     committed = writer.look_whether_committed() if is_of_group(exc) else None
     certain = writer.committed is False

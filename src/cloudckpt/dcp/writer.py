@@ -87,7 +87,7 @@ class OurWriter(StorageWriter):
 
     @abc.abstractmethod
     def discard(self) -> None:
-        """Deletes what this rank has uploaded in a save that was certainly not committed."""
+        """Deletes what this rank has uploaded in a save that has failed, if it may be deleted."""
 
 
 class CloudStorageWriter(OurWriter):
