@@ -162,9 +162,8 @@ def _file_systems() -> Iterator[Change]:
     yield from _constructors(files, "FileSystem")
     if fsspec is not None:
         name = "_FileSystem" if hasattr(fsspec, "_FileSystem") else "FileSystem"  # 2.15; older
-        yield from _of_file_system(
-            _in(fsspec, name), "torch's FileSystem for fsspec", _refuse_cloud
-        )
+        kind = _in(fsspec, name)
+        yield from _of_file_system(kind, "torch's FileSystem for fsspec", _refuse_cloud)
         yield from _constructors(fsspec, "Fsspec")
 
 
