@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import set_group_timeout
 from cloudckpt.errors import ConfigError, ProcessGroupError
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 
 __all__ = ["START_TIMEOUT", "exists", "give_back", "open_group"]
 
@@ -43,7 +43,7 @@ class _Kept:
     opened: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
-_lock = ModuleLock()
+_lock = module_lock()
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, _Kept] = weakref.WeakKeyDictionary()
 
 

@@ -43,7 +43,7 @@ try:
     from botocore.httpsession import get_cert_path
     from botocore.utils import get_environ_proxies
 
-    from cloudckpt.stores.s3_credentials import METADATA_SETTINGS, Keys
+    from cloudckpt.stores.s3_credentials import METADATA_SETTINGS, Keys, fetching_keys
 except ImportError as exc:
     raise MissingDependencyError(
         "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
@@ -89,10 +89,15 @@ class BucketAccess:
             check_endpoint(os.environ.get(variable) or None, variable)
         options = config.s3
         self.bucket, self._options, self._uri = bucket, options, uri
-        make = None if options.anonymous else lambda: _session(options)
-        self.credentials = Credentials(lambda: Keys(make, uri))
-        with _translated(uri):
+        with _translated(uri) if options.anonymous else fetching_keys(uri):
             session = _session(options)
+        unused = [] if options.anonymous else [session]  # to make one takes as long as the client
+
+        def made() -> Any:
+            return unused.pop() if unused else _session(options)
+
+        self.credentials = Credentials(lambda: Keys(None if options.anonymous else made, uri))
+        with _translated(uri):
             core = session._session
             self._scoped = core.get_scoped_config()
             self.client = client = _client(session, options)
