@@ -25,7 +25,7 @@ from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.rest import RestStore
 from cloudckpt.transfer.deleting import delete_each
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.upload import creates_only, put_whole
+from cloudckpt.transfer.upload import creates_only, put_whole, written
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["NEEDS", "Trials"]
@@ -188,13 +188,12 @@ class Trials:
             send = partial(store.put_part, upload, number, [memoryview(data)], checksum=checksum)
             parts.append(retrier.call(send))
             pieces.append((checksum, len(data)))
-        size, whole = sum(length for _, length in pieces), sums.combine(pieces)
         retrier.call(
             lambda: store.complete_upload(
                 upload, parts, if_absent=creates_only(store, self._config)
             ),
             # a try whose answer was lost is refused when it is repeated
-            made=lambda error: store.holds(key, size=size, checksum=whole, parts=parts),
+            made=lambda error: written(store, key, upload.attempt, retrier.policy),
         )
         seam = bytearray(2 * 16)
         retrier.call(lambda: store.get_range(key, len(first) - 16, [memoryview(seam)]))

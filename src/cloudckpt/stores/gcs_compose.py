@@ -67,7 +67,8 @@ class Composition:
 
     def create(self, key: str, part_size: int) -> Upload:
         """Begins an upload."""
-        upload = Upload(key, random_suffix(), part_size)
+        name = random_suffix()
+        upload = Upload(key, name, part_size, attempt=name)
         self._objects.insert(_name(upload, 0, 0), [], crc32c=0, is_part=True)
         return upload
 
@@ -96,7 +97,7 @@ class Composition:
                 self._joined_piece(_name(upload, 1, number), group)
                 for number, group in enumerate(groups, 1)
             ]
-        info = self._compose(upload.key, pieces, if_absent=if_absent)
+        info = self._compose(upload.key, pieces, attempt=upload.attempt, if_absent=if_absent)
         try:
             with carried_out():
                 self.abort(upload)
@@ -123,10 +124,18 @@ class Composition:
         return _Piece(key, size, crc32c, info.version)
 
     def _compose(
-        self, key: str, pieces: list[_Piece], *, is_part: bool = False, if_absent: bool = False
+        self,
+        key: str,
+        pieces: list[_Piece],
+        *,
+        attempt: str = "",
+        is_part: bool = False,
+        if_absent: bool = False,
     ) -> ObjectInfo:
         sources = [(piece.key, piece.version) for piece in pieces]
-        made = self._objects.compose(key, sources, is_part=is_part, if_absent=if_absent)
+        made = self._objects.compose(
+            key, sources, attempt=attempt, is_part=is_part, if_absent=if_absent
+        )
         return self._objects.checked(made, *_joined(pieces))
 
     def abort(self, upload: Upload) -> None:
