@@ -107,6 +107,12 @@ class Trials:
         retrier.call(lambda: store.get_range(key, start, [part]))
         if data != self._content or part != self._content[start : start + part.nbytes]:
             return failed("an object came back with other bytes than were written")
+        if isinstance(store, RestStore) and not retrier.call(lambda: store.head(key)).attempt:
+            return warning(
+                "an object was read, but the store has dropped its metadata",
+                "use a version of the store that keeps them: without, nobody can tell after a lost "
+                "answer whose the commit is that is there",
+            )
         return ok("an object was read, as a whole and by a range")
 
     def conditions(self, retrier: Retrier) -> Finding:
