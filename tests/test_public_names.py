@@ -91,6 +91,7 @@ PUBLIC = {
         "TransferCancelledError",
         "TransientStoreError",
         "UnsupportedTensorError",
+        "UnsupportedValueError",
         "UntrustedPickleError",
         "WrongRegionError",
     },

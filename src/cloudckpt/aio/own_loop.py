@@ -16,7 +16,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 
 __all__ = ["aside"]
 
@@ -30,7 +30,7 @@ async def aside(question: Coroutine[Any, Any, T]) -> T:
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(question, _own_loop()))
 
 
-_lock = ModuleLock()
+_lock = module_lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _process = 0
 

@@ -49,7 +49,7 @@ class Call:
     Attributes:
         key: What it is about, for messages.
         headers: What the request is to carry besides what the SDK has composed.
-        is_long: Whether its answer may take as long as ``completion_timeout``.
+        is_long: Whether its answer may take as long as that to a completion.
         has_sent: Whether it has led to a request.
     """
 
