@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from typing import BinaryIO, NoReturn, cast
+from typing import BinaryIO, cast
 
 import torch
 
@@ -212,14 +212,10 @@ def _opened(data: FileData) -> Iterator[tuple[BinaryIO, int]]:
     elif hasattr(data, "read") and not isinstance(given, io.TextIOBase):
         yield data, 0
     else:
-        _refuse(data)
-
-
-def _refuse(data: object) -> NoReturn:
-    wanted = "bytes, the path of a file (a pathlib.Path), or a file that is open in binary mode"
-    if isinstance(data, str):
-        wanted = "data.encode() if it is text, or pathlib.Path(data) if it is the path of a file"
-    raise TypeError(f"data is a {type(data).__name__}: give {wanted}")
+        wanted = "bytes, the path of a file (a pathlib.Path), or a file that is open in binary mode"
+        if isinstance(given, str):
+            wanted = "data.encode() if it is text, or pathlib.Path(data) if it is a file's path"
+        raise TypeError(f"data is a {type(data).__name__}: give {wanted}")
 
 
 def _put_on_condition(
