@@ -20,6 +20,7 @@ from cloudckpt.errors import (
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    RangeNotSatisfiableError,
 )
 
 __all__ = [
@@ -429,6 +430,20 @@ def first_of_level(store: ObjectStore, prefix: str) -> list[ObjectInfo | str]:
 def folders_of(store: ObjectStore, prefix: str) -> Iterator[str]:
     """The names directly beneath ``prefix`` that have keys beneath them, in order."""
     return (found for found in store.list_level(prefix) if isinstance(found, str))
+
+
+def look_at(store: ObjectStore, key: str) -> ObjectInfo:
+    """Size and version of an object, by a request for its first byte.
+
+    Unlike HEAD, this distinguishes a missing bucket from a missing object.
+
+    Raises:
+        ObjectNotFoundError: If the store says that there is no such object.
+    """
+    try:
+        return store.get_range(key, 0, [memoryview(bytearray(1))])
+    except RangeNotSatisfiableError:  # it is empty
+        return ObjectInfo(key, 0, "")
 
 
 def random_suffix() -> str:
