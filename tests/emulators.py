@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
+    "PAGE",
     "Azurite",
     "azurite_server",
     "free_port",
@@ -31,6 +32,9 @@ DUMMY_AWS = {
     "AWS_DEFAULT_REGION": "us-east-1",
 }
 """Credentials and region for an emulator."""
+
+PAGE = 100
+"""Objects and uploads in a page of moto's lists: pages are tested without a thousand of them."""
 
 _AZURITE_ACCOUNT = "devstoreaccount1"
 # the same in every Azurite, and published in its documentation
@@ -127,7 +131,7 @@ def moto_server(log: Path | None = None) -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(port)]
-    with _running(command, url, log, DUMMY_AWS):
+    with _running(command, url, log, {**DUMMY_AWS, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}):
         yield url
 
 

@@ -92,6 +92,7 @@ PUBLIC = {
         "TransferCancelledError",
         "TransientStoreError",
         "UnsupportedTensorError",
+        "UnsupportedValueError",
         "UntrustedPickleError",
         "WrongRegionError",
     },

@@ -70,10 +70,6 @@ _GCS = [
     Accepted("gcs*: put*", "body part 1 contentType", None, '"application/octet-stream"',
              "the same as the type of the second part, which counts where it is left out"),
     Accepted("gcs*", "query fields", None, "*", "the answer shall have no more than we read"),
-    Accepted("gcs*: put*", "body part 1 customTime", '"2027-01-31T00:00:00.000000Z"',
-             '"2027-01-31T00:00:00Z"', "the same time; the user's own text is sent"),
-    Accepted("gcs*: create upload", "header x-goog-custom-time", "2027-01-31T00:00:00.000000Z",
-             "2027-01-31T00:00:00Z", "the same time; the user's own text is sent"),
     Accepted("gcs, all options: *", "header x-goog-user-project", None, "payer",
              "Google's system parameter for the project that pays, in both APIs"),
     Accepted("gcs*", "path", f"/bucket/{_URL}", f"/bucket/{_URL.replace('%2F', '/')}",
@@ -88,7 +84,6 @@ _GCS = [
         for operation in ("part", "completion")
         for header in (
             "x-goog-storage-class",
-            "x-goog-custom-time",
             "x-goog-meta-team",
             "x-goog-encryption-kms-key-name",
         )
@@ -103,12 +98,6 @@ _GCS = [
     Accepted("gcs*", "query projection", "=noAcl", None, "the default"),
     Accepted("gcs*", "query prettyPrint", "=false", None,
              "a few spaces in answers of four fields"),
-    Accepted("gcs, compose: completion", "query kmsKeyName", None, "*",
-             "documented for compose; the client knows only the metadata"),
-    Accepted("gcs, compose: completion", "body destination.kmsKeyName", "*", None,
-             "said by the query"),
-    Accepted("gcs, compose: completion", "body sourceObjects[[]?].generation", "1700000000000001",
-             '"1700000000000001"', "documented: in JSON an int64 is text"),
 ]  # fmt: skip
 
 _AZURE = [

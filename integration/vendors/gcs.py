@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -56,16 +55,13 @@ def answer(request: Recorded) -> Answer:
     if "/rewriteTo/" in path:
         size = str(len(DATA))
         done = {"done": True, "objectSize": size, "totalBytesRewritten": size}
-        return _json({**done, "resource": _described(path)})
+        return _json({**done, "resource": _DESCRIBED})
     if query.get("alt") == ["media"]:
         return _content(request)
-    return _json(_described(path))
+    return _json(_DESCRIBED)
 
 
-def _described(path: str) -> dict[str, str]:
-    composed = path.endswith("/compose")
-    size, crc32c = (2 * len(DATA), WHOLE) if composed else (len(DATA), CRC)
-    return {"name": KEY, "size": str(size), "generation": GENERATION, "crc32c": crc32c}
+_DESCRIBED = {"name": KEY, "size": str(len(DATA)), "generation": GENERATION, "crc32c": CRC}
 
 
 def _json(value: Any) -> Answer:
@@ -118,7 +114,6 @@ def operations(folder: Path) -> Iterator[Operation]:
         user_project="payer",
         kms_key_name=KMS_KEY,
         storage_class="NEARLINE",
-        custom_time="2027-01-31T00:00:00Z",
         metadata={"team": "nlp & more"},
     )
     with _clients({"GOOGLE_APPLICATION_CREDENTIALS": account}, options) as (client, store):
@@ -126,9 +121,6 @@ def operations(folder: Path) -> Iterator[Operation]:
         yield from _writing(name, bucket, store, folder, _with_all_options)
         yield _copying(name, bucket, store, _with_all_options)
         yield from _reading(name, bucket, store)
-    options = GCSOptions(upload_strategy="compose", kms_key_name=KMS_KEY)
-    with _clients({"GOOGLE_APPLICATION_CREDENTIALS": account}, options) as (client, store):
-        yield _composing("gcs, compose", client.bucket(BUCKET), store)
     with _clients({}, GCSOptions(anonymous=True)) as (client, store):
         yield from _reading("gcs, anonymous", client.bucket(BUCKET), store)
 
@@ -177,7 +169,6 @@ def _with_all_options(bucket: storage.Bucket) -> storage.Blob:
     blob = bucket.blob(KEY, kms_key_name=KMS_KEY)
     blob.cache_control = "no-store"
     blob.storage_class = "NEARLINE"
-    blob.custom_time = datetime.datetime(2027, 1, 31, tzinfo=datetime.timezone.utc)
     blob.metadata = {"team": "nlp & more"}
     return blob
 
@@ -268,26 +259,6 @@ def _copying(
         blob.rewrite(bucket.blob(KEY), if_generation_match=0, **generation)
 
     return Operation(f"{name}: copy", copy, lambda: store.copy(store, found, KEY, if_absent=True))
-
-
-def _composing(name: str, bucket: storage.Bucket, store: GCSStore) -> Operation:
-    """The one request that makes an object of its parts."""
-    parts = [Part(number, PART.size, GENERATION, PART.checksum) for number in (1, 2)]
-    names = [f"{KEY}.{UPLOAD.id}.0-000{part.number}.cloudckpt-part" for part in parts]
-
-    def compose() -> None:
-        blob = bucket.blob(KEY, kms_key_name=KMS_KEY)
-        blob.cache_control = "no-store"
-        blob.content_type = "application/octet-stream"
-        sources = [bucket.blob(part, generation=int(GENERATION)) for part in names]
-        blob.compose(sources, delete_source_objects=True)
-
-    return Operation(
-        f"{name}: completion",
-        compose,
-        lambda: store.complete_upload(UPLOAD, parts),
-        keep=lambda request: "/compose" in request.target,
-    )
 
 
 def _reading(name: str, bucket: storage.Bucket, store: GCSStore) -> Iterator[Operation]:

@@ -99,7 +99,6 @@ def operations(folder: Path) -> Iterator[Operation]:
     options = S3Options(
         sse="aws:kms",
         kms_key_id="arn:aws:kms:eu-central-1:1:key/k",
-        bucket_key=True,
         storage_class="STANDARD_IA",
         acl="bucket-owner-full-control",
         tags={"team": "nlp & more", "run": "ü=7"},

@@ -33,7 +33,7 @@ class Hooks:
 
     Attributes:
         object_count: How many objects the test of listing makes. Choose more than the store lists
-            in one request (1,000 for S3).
+            in one request (1,000, unless it is told otherwise).
         atomic_conditions: Whether of several ``put`` with ``if_absent`` at the same moment only one
             may succeed. Only for an emulator that can't do what the real store does.
         honours_conditional_deletes: Whether ``delete`` with ``if_version`` takes no other version.

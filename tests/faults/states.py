@@ -15,7 +15,6 @@ SMALL = 128 * 1024  # a single PUT
 ATTEMPTS = 4
 SHORT = {  # for tests of silence
     "read_timeout": 1.0,
-    "completion_timeout": 1.0,
     "stall_timeout": 1.0,
 }
 

@@ -275,7 +275,6 @@ def test_google_copies_with_what_new_objects_get(google, open_gcs):
     options = {
         "kms_key_name": "projects/p/locations/l/keyRings/r/cryptoKeys/k",
         "storage_class": "NEARLINE",
-        "custom_time": "2026-01-02T03:04:05Z",
         "metadata": {"team": "nlp"},
         "user_project": "payer",
     }
@@ -288,7 +287,6 @@ def test_google_copies_with_what_new_objects_get(google, open_gcs):
     assert info.version == str(made.generation)
     assert info.checksum == CRC32C.of(b"data")
     assert attributes.storage_class == "NEARLINE"
-    assert attributes.custom_time.startswith("2026-01-02T03:04:05")
     assert attributes.kms_key == options["kms_key_name"]
     assert attributes.metadata == {"team": "nlp"}
     assert attributes.cache_control == "no-store"

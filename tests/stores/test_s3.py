@@ -607,7 +607,6 @@ def test_object_options_are_sent_with_every_new_object(open_s3, server):
     store = open_s3(
         sse="aws:kms",
         kms_key_id="arn:aws:kms:us-east-1:1:key/2",
-        bucket_key=True,
         storage_class="STANDARD_IA",
         acl="bucket-owner-full-control",
         tags={"team": "n l&p=", "run": "7"},
@@ -619,7 +618,6 @@ def test_object_options_are_sent_with_every_new_object(open_s3, server):
             headers["x-amz-server-side-encryption-aws-kms-key-id"]
             == "arn:aws:kms:us-east-1:1:key/2"
         )
-        assert headers["x-amz-server-side-encryption-bucket-key-enabled"] == "true"
         assert headers["x-amz-storage-class"] == "STANDARD_IA"
         assert headers["x-amz-acl"] == "bucket-owner-full-control"
         assert parse_qs(headers["x-amz-tagging"]) == {"team": ["n l&p="], "run": ["7"]}

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from cloudckpt.config import Config
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 from cloudckpt.transfer.view import View
 
 __all__ = ["asked", "in_thread"]
@@ -78,7 +78,7 @@ def _make(call: Callable[[], T], future: Future[T]) -> None:
 
 _unlimited = _Threads(math.inf)
 _of_buckets: dict[tuple[int, str, Config, int], _Threads] = {}
-_lock = ModuleLock()
+_lock = module_lock()
 
 
 async def asked(view: View, question: Callable[[View], T], *, is_wide: bool = False) -> T:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cloudckpt import api
-from cloudckpt.background.groups import exists, give_back, open_group
+from cloudckpt.background.groups import START_TIMEOUT, exists, give_back, open_group
 from cloudckpt.background.process import SaveProcess
 from cloudckpt.background.save import (
     PendingSave,
@@ -95,7 +95,7 @@ class AsyncSaver:
         Raises:
             ConfigError: If this rank is not in the group, or kinds or policies differ between
                 ranks.
-            ProcessGroupError: If the ranks do not meet within ``start_timeout``.
+            ProcessGroupError: If the ranks do not meet within five minutes.
             SaveProcessError: If a saving process can't be started.
         """
         self._options = options if options is not None else BackgroundOptions()
@@ -137,7 +137,6 @@ class AsyncSaver:
             self._own_stager = Stager(
                 buffers=2 if self._policy in ("double_buffer", "replace") else 1,
                 kept=2 if self._policy == "double_buffer" else 1,
-                threads=self._options.stage_threads,
                 pin_memory={"auto": None, "on": True, "off": False}[self._options.pin_memory],
             )
         if kind == AsyncCheckpointerType.PROCESS:
@@ -156,7 +155,7 @@ class AsyncSaver:
         with all_expected(parent if parent is not None else dist.group.WORLD):
             return open_group(
                 parent,
-                start_timeout=options.start_timeout,
+                start_timeout=START_TIMEOUT,
                 collective_timeout=options.collective_timeout,
                 have_met=have_met,
             )
@@ -485,7 +484,7 @@ class AsyncSaver:
         return metadata
 
     def close(self) -> None:
-        """Waits for the saves under way, up to ``close_timeout`` seconds.
+        """Waits for the saves under way, up to ``patience`` seconds.
 
         A saving process is then ended, which fails what it has not saved; a thread continues.
         Failures are reported by the futures only. Closing again does nothing, or finishes an
@@ -498,7 +497,7 @@ class AsyncSaver:
                 return
             self._closed = True
         futures = [save.written for save in self._under_way]
-        concurrent.futures.wait(futures, self._options.close_timeout)
+        concurrent.futures.wait(futures, self._options.patience)
         idle = all(future.done() for future in futures)
         if self._process is not None:
             self._process.close(_SHUTDOWN_TIMEOUT if idle else 0)
@@ -531,7 +530,7 @@ class AsyncSaver:
         self._raise_next()
         for where, _ in self._untold.values():
             raise SaveInProgressError(
-                f"the save has not finished within {self._options.close_timeout:g} s", uri=where
+                f"the save has not finished within {self._options.patience:g} s", uri=where
             )
 
     def wait(self) -> None:

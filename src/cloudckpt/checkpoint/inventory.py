@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.columns import column_of, unfilled
+from cloudckpt.checkpoint.columns import column_of, counted, unfilled
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents
@@ -229,18 +229,20 @@ def _check_chunks(entries: Mapping[str, Entry], of_dims: Mapping[int, Chunks]) -
     Raises:
         ValueError: If one is not.
     """
-    tensors = [(name, entry, entry.shape) for name, entry in entries.items() if entry.shape]
     for dims, chunks in of_dims.items():
-        of_these = [(name, entry, shape) for name, entry, shape in tensors if len(shape) == dims]
-        counts = column_of([entry.count for _, entry, _ in of_these])
-        for dim in range(dims):  # one by one, to save memory
-            limits = column_of([shape[dim] for _, _, shape in of_these]).repeat_interleave(counts)
-            sizes, offsets = chunks.sizes[:, dim], chunks.offsets[:, dim]
-            inside = (sizes >= 0) & (offsets >= 0) & (sizes <= limits)
+        named = [(name, e) for name, e in entries.items() if _dims(e.shape) == dims and e.count]
+        if not named or not dims:
+            continue
+        shapes = column_of([entry.shape for _, entry in named])
+        ends = column_of([entry.place + entry.count for _, entry in named])
+        for start in range(0, chunks.rows.numel(), _AT_ONCE):  # one by one, to save memory
+            offsets = chunks.offsets[start : start + _AT_ONCE]
+            sizes = chunks.sizes[start : start + _AT_ONCE]
+            numbers = torch.searchsorted(ends, counted(start, start + len(sizes)), right=True)
+            inside = (sizes >= 0) & (offsets >= 0) & (sizes <= (limits := shapes[numbers]))
             inside &= offsets <= limits.sub_(sizes)
             if not bool(inside.all()):
-                number = int((~inside).nonzero()[0])
-                name = next(n for n, entry, _ in of_these if number < entry.place + entry.count)
+                name, _ = named[int(numbers[int((~inside).any(1).nonzero()[0])])]
                 raise ValueError(f"a chunk of {name[:200]} lies outside of it")
 
 

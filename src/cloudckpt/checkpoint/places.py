@@ -236,7 +236,9 @@ class Places:
             objects: dict[str, dict[int, tuple[str, tuple[int, ...]]]] = {}
             wholes = self._wholes(indices)
             for (name, item, _), shape in zip(wholes, self._shapes(indices), strict=True):
-                objects.setdefault(name, {})[item.offset] = item.item, shape
+                of_object = objects.setdefault(name, {})
+                if item.nbytes:
+                    of_object[item.offset] = item.item, shape
             known = {
                 name: index.between(items)
                 for name, items in objects.items()

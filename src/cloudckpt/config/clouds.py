@@ -46,11 +46,11 @@ class S3Options(Options):
     addressing_style: Literal["auto", "path", "virtual"] | None = option(
         None, "'auto', 'path' or 'virtual'; else the profile's addressing_style, else 'auto'"
     )
-    payload_signing: Switch = option(
+    payload_signing: Literal["auto", "on"] = option(
         "auto",
         "sign the SHA-256 of every body, for policies that deny UNSIGNED-PAYLOAD (about 0.7 CPU "
         "s/GiB); 'auto' does as the profile's payload_signing_enabled says, else signs all but "
-        "PUTs of more than 1 MiB; 'off' signs none",
+        "PUTs of more than 1 MiB",
     )
     checksum: Switch = option(
         "auto",
@@ -60,7 +60,6 @@ class S3Options(Options):
         None, "server-side encryption: 'AES256', 'aws:kms', 'aws:kms:dsse'"
     )
     kms_key_id: str | None = option(None, "key of 'aws:kms' encryption")
-    bucket_key: bool = option(False, "use an S3 bucket key with 'aws:kms'")
     storage_class: str | None = option(None, "storage class of the objects, e.g. STANDARD_IA")
     acl: str | None = option(None, "canned ACL, e.g. bucket-owner-full-control")
     tags: Pairs = option((), "object tags, e.g. team=nlp,run=7")
@@ -79,8 +78,8 @@ class S3Options(Options):
             "requester_pays",
         )
         require(
-            not (self.kms_key_id or self.bucket_key) or self.sse in ("aws:kms", "aws:kms:dsse"),
-            "kms_key_id and bucket_key need sse='aws:kms'",
+            not self.kms_key_id or self.sse in ("aws:kms", "aws:kms:dsse"),
+            "kms_key_id needs sse='aws:kms'",
         )
 
 
@@ -88,8 +87,8 @@ class S3Options(Options):
 class GCSOptions(Options):
     """Options specific to Google Cloud Storage.
 
-    Credentials come from Google's application default chain unless ``anonymous`` or
-    ``credentials_file`` is given.
+    Credentials come from Google's application default chain (a file is named by
+    ``GOOGLE_APPLICATION_CREDENTIALS``) unless ``anonymous`` is given.
     """
 
     variables: ClassVar[str] = "CLOUDCKPT_GCS_"
@@ -97,21 +96,11 @@ class GCSOptions(Options):
     endpoint_url: str | None = option(
         None, "endpoint of the service or of an emulator; STORAGE_EMULATOR_HOST works too"
     )
-    credentials_file: str | None = option(
-        None,
-        "file of a service account or of workload identity; GOOGLE_APPLICATION_CREDENTIALS works "
-        "too",
-    )
     impersonate: str | None = option(
         None, "e-mail of a service account to act as, with the credentials found"
     )
     anonymous: bool = option(False, "send no credentials: for buckets that everybody may read")
     user_project: str | None = option(None, "project that pays for a requester-pays bucket")
-    upload_strategy: Literal["multipart", "compose"] = option(
-        "multipart",
-        "how large objects are sent: 'multipart', or 'compose' out of temporary objects, for "
-        "emulators and where storage.multipartUploads.create is not granted",
-    )
     checksum: Switch = option(
         "auto",
         "send CRC32C for the store to verify; 'auto' is on for Google and off for custom endpoints",
@@ -120,17 +109,13 @@ class GCSOptions(Options):
         None, "customer-managed key, projects/…/locations/…/keyRings/…/cryptoKeys/…"
     )
     storage_class: str | None = option(None, "storage class of the objects, e.g. NEARLINE")
-    custom_time: str | None = option(
-        None,
-        "Custom-Time of the objects, for lifecycle rules: RFC 3339, e.g. 2027-01-31T00:00:00Z",
-    )
     metadata: Pairs = option((), "custom metadata of objects, e.g. team=nlp,run=7")
 
     def _check(self) -> None:
         check_endpoint(self.endpoint_url)
         require(
-            not (self.anonymous and (self.credentials_file or self.impersonate)),
-            "anonymous=True goes without credentials: leave out credentials_file and impersonate",
+            not (self.anonymous and self.impersonate),
+            "anonymous=True goes without credentials: leave out impersonate",
         )
         # metadata must be read back as written, but travels in headers, which ignore case in names
         # and white space around values

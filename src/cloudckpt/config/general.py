@@ -74,31 +74,16 @@ class BackgroundOptions(Options):
         "('replace'). 'auto' is 'replace' for a CheckpointManager, and else 'wait'",
     )
     patience: float = timeout(
-        3600.0, "seconds that a save waits for a staged copy that is still being read"
-    )
-    stage_threads: int | None = option(
-        None, "threads that copy on the CPU; default: as many as torch uses, at most 8", least=1
+        3600.0,
+        "seconds that a save waits for a staged copy that is still being read, and that closing "
+        "waits for saves under way",
     )
     pin_memory: Switch = option(
         "auto", "whether the staged copy of CUDA tensors is pinned; 'auto' is on"
     )
-    nice: int = option(
-        5,
-        "by how much the saving process yields the CPU to the trainer: 0 (not at all) to 19",
-        least=0,
-        most=19,
-    )
-    start_timeout: float = timeout(
-        300.0,
-        "seconds in which the saving process must be ready, and all ranks must make a group",
-    )
     collective_timeout: float = timeout(
         1800.0, "seconds that a rank waits for the others within a save"
     )
-    heartbeat_timeout: float = timeout(
-        120.0, "seconds without a sign of life after which a saving process with a save is ended"
-    )
-    close_timeout: float = timeout(600.0, "seconds that closing waits for saves under way")
     outlive: float = option(
         900.0,
         "seconds in which a saving process finishes a staged save whose trainer has ended without "
@@ -126,15 +111,6 @@ class Config(Options):
         "bytes of an upload part; default: from the size of the shard, 16 MiB and more",
         least=5 * MIB,
         most=5 * GIB,
-    )
-    request_size: Bytes | None = option(
-        None,
-        "most bytes that one download request asks for; default: from what is to be read, 16 MiB "
-        "to 64 MiB",
-        least=MIB,
-    )
-    merge_gap: Bytes = option(
-        MIB, "unneeded bytes that are rather read than skipped by another request", least=0
     )
     memory_budget: Bytes = option(
         64 * MIB,
@@ -169,19 +145,16 @@ class Config(Options):
         "commit by conditional PUT; 'auto' tests stores that are not known to honour it, "
         "'off' gives up the protection against concurrent writers",
     )
-    zip_crc32: bool = option(
-        False, "fill in the CRC32 of each zip record, which torch never reads (about 0.25 s/GiB)"
-    )
     native_tls: bool = option(
         True,
         "receive https answers by whole buffers and without the GIL, where Python's OpenSSL can be "
         "called for that",
     )
     connect_timeout: float = timeout(10.0, "seconds to establish a connection")
-    read_timeout: float = timeout(60.0, "seconds to wait for the first byte of an answer")
-    completion_timeout: float = timeout(
-        900.0,
-        "seconds to wait for the answer to the request that puts the parts of an object together",
+    read_timeout: float = timeout(
+        60.0,
+        "seconds to wait for the first byte of an answer; 15 times as many when the store puts the "
+        "parts of an object together",
     )
     stall_timeout: float = timeout(
         60.0, "seconds with less than 4 KiB/s before the connection counts as stalled"

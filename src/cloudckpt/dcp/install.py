@@ -43,7 +43,7 @@ from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.save_steps import clean_up_after, save_by_steps
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import ConfigError, InstallError, InvalidURIError
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.uri import CLOUD_SCHEMES, CheckpointURI, text_of, unfolded
 
@@ -90,7 +90,7 @@ class _Options:
 
 
 _OURS: dict[bool, Any] = {True: CloudStorageReader, False: CloudStorageWriter}
-_lock = ModuleLock()
+_lock = module_lock()
 _replaced: list[Change] = []
 _chosen = _Options()
 

@@ -195,11 +195,21 @@ class Meeting:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, no_dist: bool) -> Meeting:
-        """The meeting of the ranks that torch would save with, given these two arguments."""
+        """The meeting of the ranks that torch would save with, given these two arguments.
+
+        Raises:
+            ConfigError: If this rank is not in the group: it would save or load alone.
+        """
         if no_dist or not (dist.is_available() and dist.is_initialized()):
             return cls(None)
+        size = dist.get_world_size(process_group)
+        if size < 1:
+            raise ConfigError(
+                "this rank is not in the process group that was given: call it on the ranks of the "
+                "group only"
+            )
         group = process_group if process_group is not None else dist.group.WORLD
-        return cls(group if dist.get_world_size(process_group) > 1 else None)
+        return cls(group if size > 1 else None)
 
     @property
     def rank(self) -> int:

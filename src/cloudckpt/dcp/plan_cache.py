@@ -25,7 +25,7 @@ from cloudckpt.checkpoint.written import Extents
 from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.outline import Outline
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 
 __all__ = [
     "KnownPlan",
@@ -100,7 +100,7 @@ class KnownPlan:
 
 
 _entries: list[KnownPlan] = []  # the last one used stands first
-_lock = ModuleLock()
+_lock = module_lock()
 
 
 def take(

@@ -7,7 +7,6 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from cloudckpt.config import GCSOptions
@@ -163,8 +162,6 @@ class Control:
             blob.metadata = dict(options.metadata)
         if options.storage_class is not None:
             blob.storage_class = options.storage_class
-        if options.custom_time is not None:
-            blob.custom_time = datetime.fromisoformat(options.custom_time.replace("Z", "+00:00"))
         return blob
 
     def rules(self, prefix: str) -> BucketRules:

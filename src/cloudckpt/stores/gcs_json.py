@@ -9,8 +9,7 @@ import base64
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -57,7 +56,6 @@ def creation_headers(options: GCSOptions) -> dict[str, str]:
     wanted = {
         "Cache-Control": CACHE_CONTROL,
         "x-goog-storage-class": options.storage_class,
-        "x-goog-custom-time": options.custom_time,
         "x-goog-encryption-kms-key-name": options.kms_key_name,
         **{f"x-goog-meta-{name}": value for name, value in options.metadata},
     }
@@ -74,7 +72,6 @@ def _resource_of(options: GCSOptions) -> dict[str, Any]:
         "contentType": "application/octet-stream",
         "cacheControl": CACHE_CONTROL,
         "storageClass": options.storage_class,
-        "customTime": options.custom_time,
         "metadata": dict(options.metadata) or None,
     }
     return {name: value for name, value in wanted.items() if value is not None}
@@ -104,8 +101,6 @@ class JsonObjects:
         self._endpoint = endpoint
         self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"
         self._options = options
-        # https://cloud.google.com/storage/docs/composite-objects: parts have the object's class
-        self._of_parts = replace(options, custom_time=None, metadata=())
         self._checksums = checksums
 
     def url(self, key: str, query: Mapping[str, str]) -> str:
@@ -128,7 +123,6 @@ class JsonObjects:
         body: Body,
         *,
         crc32c: int,
-        is_part: bool = False,
         if_generation: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
@@ -138,11 +132,10 @@ class JsonObjects:
             key: The key.
             body: The bytes.
             crc32c: Of the bytes.
-            is_part: Whether it is to be composed with others: it gets what must be alike then.
             if_generation: Only if the object has this generation; "0" if there must be none.
             progress: See :data:`~cloudckpt.stores.base.Progress`.
         """
-        options = self._of_parts if is_part else self._options
+        options = self._options
         resource = _resource_of(options)
         if self._checksums:
             resource["crc32c"] = to_base64(crc32c)
@@ -188,44 +181,8 @@ class JsonObjects:
             resource = self._answer(reply, key)
         return self._parse(resource, key)
 
-    def compose(
-        self,
-        key: str,
-        sources: Sequence[tuple[str, str]],
-        *,
-        is_part: bool = False,
-        if_absent: bool = False,
-    ) -> ObjectInfo:
-        """Concatenates up to 32 objects, given by key and generation, and deletes them.
-
-        Objects deleted by this request, rather than later, are billed neither as soft-deleted nor
-        for the minimum duration of their storage class.
-        """
-        options = self._of_parts if is_part else self._options
-        content = json.dumps(
-            {
-                "sourceObjects": [
-                    {"name": name, "generation": version} for name, version in sources
-                ],
-                "destination": _resource_of(options),
-                "deleteSourceObjects": True,
-            }
-        ).encode()
-        query = {"fields": _RESOURCE}
-        if if_absent:
-            query["ifGenerationMatch"] = "0"
-        if options.kms_key_name is not None:
-            query["kmsKeyName"] = options.kms_key_name
-        url = self._endpoint + self._call(f"{self._object_path(key)}/compose", query)
-        headers = {"Content-Type": "application/json"}
-        body = [memoryview(content)]
-        with self._store.exchange("POST", url, headers, body, key=key, is_long=True) as reply:
-            resource = self._answer(reply, key)
-        with carried_out():
-            return self._stored(resource, key)
-
     def checked(self, made: ObjectInfo, size: int, crc32c: int | None) -> ObjectInfo:
-        """Returns a composed object if it matches its parts.
+        """Returns an object made of parts if it matches them.
 
         Raises:
             StoreError: If it does not. It is deleted; its parts are gone, so there is no retry.

@@ -140,7 +140,7 @@ class Request:
         body: What to send.
         progress: See :data:`~cloudckpt.stores.base.Progress`.
         key: What the request is about, for messages.
-        is_long: Whether the answer may take as long as ``completion_timeout``.
+        is_long: Whether the answer may take as long as that to a completion.
     """
 
     method: str

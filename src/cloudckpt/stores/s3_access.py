@@ -42,7 +42,7 @@ try:
     from botocore.httpsession import get_cert_path
     from botocore.utils import get_environ_proxies
 
-    from cloudckpt.stores.s3_credentials import METADATA_SETTINGS, Keys
+    from cloudckpt.stores.s3_credentials import METADATA_SETTINGS, Keys, fetching_keys
 except ImportError as exc:
     raise MissingDependencyError(
         "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
@@ -88,10 +88,15 @@ class BucketAccess:
             check_endpoint(os.environ.get(variable) or None, variable)
         options = config.s3
         self.bucket, self._options, self._uri = bucket, options, uri
-        make = None if options.anonymous else lambda: _session(options)
-        self.credentials = Credentials(lambda: Keys(make, uri))
-        with _translated(uri):
+        with _translated(uri) if options.anonymous else fetching_keys(uri):
             session = _session(options)
+        unused = [] if options.anonymous else [session]  # to make one takes as long as the client
+
+        def made() -> Any:
+            return unused.pop() if unused else _session(options)
+
+        self.credentials = Credentials(lambda: Keys(None if options.anonymous else made, uri))
+        with _translated(uri):
             core = session._session
             self._scoped = core.get_scoped_config()
             self.client = client = _client(session, options)
@@ -259,8 +264,8 @@ def _client(session: Any, options: S3Options, region: str | None = None) -> Any:
 
 def _signs_payloads(client: Any, options: S3Options) -> bool | None:
     """Whether all bodies are signed, or none; None if it is left to us."""
-    if options.payload_signing != "auto":
-        return options.payload_signing == "on"
+    if options.payload_signing == "on":
+        return True
     of_profile: bool | None = (client.meta.config.s3 or {}).get("payload_signing_enabled")
     return of_profile
 
@@ -335,7 +340,6 @@ def object_headers(options: S3Options) -> dict[str, str]:
     wanted = {
         "x-amz-server-side-encryption": options.sse,
         "x-amz-server-side-encryption-aws-kms-key-id": options.kms_key_id,
-        "x-amz-server-side-encryption-bucket-key-enabled": "true" if options.bucket_key else None,
         "x-amz-storage-class": options.storage_class,
         "x-amz-acl": options.acl,
         "x-amz-tagging": urlencode(options.tags) or None,

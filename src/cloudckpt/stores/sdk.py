@@ -69,7 +69,7 @@ class SdkCalls:
         Args:
             key: What it is about, for messages.
             headers: What its request is to carry besides what the SDK composes.
-            is_long: Whether its answer may take as long as ``completion_timeout``.
+            is_long: Whether its answer may take as long as that to a completion.
 
         Raises:
             InvalidRequestError: If the SDK does not make a request of it.
