@@ -19,6 +19,7 @@ from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import (
     InvalidRequestError,
     ObjectNotFoundError,
+    RangeNotSatisfiableError,
 )
 
 __all__ = [
@@ -446,6 +447,20 @@ def folders_of(store: ObjectStore, prefix: str) -> Iterator[str]:
 ATTEMPT = "cloudckptattempt"
 """What stores call the attempt that made an object, in its metadata. Azure takes no hyphens in such
 a name, and some proxies drop headers with underscores."""
+
+
+def look_at(store: ObjectStore, key: str) -> ObjectInfo:
+    """Size and version of an object, by a request for its first byte.
+
+    Unlike HEAD, this distinguishes a missing bucket from a missing object.
+
+    Raises:
+        ObjectNotFoundError: If the store says that there is no such object.
+    """
+    try:
+        return store.get_range(key, 0, [memoryview(bytearray(1))])
+    except RangeNotSatisfiableError:  # it is empty
+        return ObjectInfo(key, 0, "")
 
 
 def random_suffix() -> str:

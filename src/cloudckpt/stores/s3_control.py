@@ -55,11 +55,7 @@ class Control:
         events.register("before-send.s3", self._send)
 
     def _send(self, request: AWSPreparedRequest, **_: Any) -> AWSResponse:
-        headers = {
-            name: value.decode("latin-1") if isinstance(value, bytes) else value
-            for name, value in request.headers.items()
-        }
-        answer = self._calls.send(request.method, request.url, headers, request.body)
+        answer = self._calls.send(request.method, request.url, request.headers, request.body)
         # a success is sent before the work is done
         if b"<Error" in answer.body[:_BEGINNING] and error_fields(answer.body):
             uri = self._calls.uri
