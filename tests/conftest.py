@@ -3,16 +3,19 @@
 import os
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-import botocore.loaders
-import botocore.session
 import pytest
 from hypothesis import HealthCheck, settings
 
 from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt.transfer import parts
 from dcp.places import boto_client
-from economy import one_thread_of_torch, pytest_collection_finish  # noqa: F401 - a fixture, a hook
+from economy import (  # noqa: F401 - fixtures, a hook
+    cheap_sessions_of_boto,
+    one_thread_of_torch,
+    pytest_runtestloop,
+)
 from emulators import DUMMY_AWS, moto_server
 from ranks import Ranks
 
@@ -51,14 +54,10 @@ def _ctrl_c_is_heeded() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _descriptions_of_aws_are_read_once() -> Iterator[None]:
-    """botocore parses megabytes of JSON for each session: six sevenths of the time in which a
-    store of S3 is opened, as nearly every test does."""
-    loader = botocore.loaders.create_loader()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(botocore.session, "create_loader", lambda *paths: loader)
-        yield
+@pytest.fixture
+def request_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many bytes this process asks for in a request."""
+    return lambda nbytes: monkeypatch.setattr(parts, "_REQUESTS", (nbytes, nbytes))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
+    "PAGE",
     "Azurite",
     "azurite_server",
     "free_port",
@@ -31,6 +34,9 @@ DUMMY_AWS = {
     "AWS_DEFAULT_REGION": "us-east-1",
 }
 """Credentials and region for an emulator."""
+
+PAGE = 100
+"""Objects and uploads in a page of moto's lists: pages are tested without a thousand of them."""
 
 _AZURITE_ACCOUNT = "devstoreaccount1"
 # the same in every Azurite, and published in its documentation
@@ -92,12 +98,22 @@ class Azurite:
         )
 
 
+_FIRST_PORT, _LAST_PORT = 10_000, 32_000  # the kernel gives away those above by itself
+_WORKERS = 16
+_turns = itertools.count(random.randrange(_LAST_PORT))
+
+
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on at the moment."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """A TCP port of the loopback interface that nobody listens on, and that nobody else is given:
+    no connection gets it from the kernel, and other workers of pytest have other ones."""
+    share = (_LAST_PORT - _FIRST_PORT) // _WORKERS
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
+    for turn in itertools.islice(_turns, share):
+        port = _FIRST_PORT + worker * share + turn % share
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 def wait_until_answering(url: str, process: subprocess.Popen[bytes], seconds: float) -> None:
@@ -127,7 +143,7 @@ def moto_server(log: Path | None = None) -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(port)]
-    with _running(command, url, log, DUMMY_AWS):
+    with _running(command, url, log, {**DUMMY_AWS, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}):
         yield url
 
 

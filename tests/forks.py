@@ -42,6 +42,9 @@ context.set_forkserver_preload(
         "cloudckpt.stores.azure",
         "cloudckpt.stores.gcs",
         "cloudckpt.stores.s3",
+        "hypothesis",
+        "opentelemetry.trace",
+        "pytest",
         "torch._dynamo",  # which the first DTensor imports
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",

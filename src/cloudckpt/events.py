@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cloudckpt.errors import MissingDependencyError
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 
 __all__ = [
     "Event",
@@ -108,7 +108,7 @@ class _Subscription:
     progress: bool
 
 
-_lock = ModuleLock()  # the threads that save subscribe and unsubscribe
+_lock = module_lock()  # the threads that save subscribe and unsubscribe
 _subscriptions: tuple[_Subscription, ...] = ()
 _relay: Listener | None = None
 

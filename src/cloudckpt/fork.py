@@ -11,33 +11,26 @@ import os
 import threading
 import weakref
 
-__all__ = ["ModuleLock", "late_imports"]
+__all__ = ["late_imports", "module_lock"]
 
 
-class ModuleLock:
-    """A lock that is replaced in a forked child; for blocks that do not fork themselves."""
+def module_lock() -> threading.Lock:
+    """A lock that is unlocked in a forked child; for blocks that do not fork themselves.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        _all.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def renew(self) -> None:
-        """Replaces the lock with an unlocked one."""
-        self._lock = threading.Lock()
+    It is Python's own: an interrupt (Ctrl-C) can arrive between a lock's acquisition and the block
+    of a ``with`` if either is Python code, and then nobody would release it.
+    """
+    lock = threading.Lock()
+    _all.add(lock)
+    return lock
 
 
-_all: weakref.WeakSet[ModuleLock] = weakref.WeakSet()
+_all: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     for lock in _all:
-        lock.renew()
+        lock._at_fork_reinit()  # type: ignore[attr-defined] # as in threading and logging
 
 
 os.register_at_fork(after_in_child=_after_fork)

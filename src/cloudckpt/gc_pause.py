@@ -11,11 +11,11 @@ import gc
 import os
 import weakref
 
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 
 __all__ = ["paused_gc"]
 
-_lock = ModuleLock()
+_lock = module_lock()
 _paused_here = False
 
 

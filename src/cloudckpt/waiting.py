@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 
 __all__ = ["FIRST_LINE", "LONGEST_SILENCE", "Waiting", "current", "is_stuck"]
 
@@ -118,7 +118,7 @@ class _Lines:
     """
 
     def __init__(self) -> None:
-        self._lock = ModuleLock()
+        self._lock = module_lock()
         self._waiting: set[Waiting] = set()
         self._failing: set[Waiting] = set()
         self._succeeded = -math.inf

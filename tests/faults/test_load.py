@@ -31,12 +31,12 @@ from .refusals import Refusal, denied, internal_error, slow_down, too_many_reque
 from .selection import everywhere
 from .states import (
     BIG,
-    SHORT,
     SMALL,
     enough_tries,
     filled,
     impatient,
     load_step,
+    silence,
     step_of,
 )
 
@@ -91,7 +91,7 @@ class TestPassingFaults:
     )
     def test_a_stalled_request_is_sent_again(self, saved, proxy, endpoint, read, moment):
         uri = saved()
-        config = impatient(endpoint, **SHORT)
+        config = impatient(endpoint, **silence())
         stall = Stall(moment, after=100)
         rule = proxy.inject(stall, operation="GetObject", path=READS[read], times=1)
         assert load_step(uri, config, SMALL) == 1
@@ -115,7 +115,7 @@ class TestPassingFaults:
     )
     def test_a_broken_range_goes_on_behind_what_arrived(self, saved, proxy, endpoint, fault):
         uri = saved(12 * MIB)
-        limits = SHORT if isinstance(fault, Stall) else {}
+        limits = silence() if isinstance(fault, Stall) else {}
         config = impatient(endpoint, **limits)
 
         def is_weight(request):
@@ -183,7 +183,7 @@ class TestLastingFaults:
     )
     def test_a_stall_for_good_ends_the_load(self, saved, proxy, endpoint, read, moment):
         uri = saved()
-        config = impatient(endpoint, **SHORT)
+        config = impatient(endpoint, **silence())
         proxy.inject(Stall(moment, after=0), operation="GetObject", path=READS[read])
         with pytest.raises(ConnectionLostError) as caught:
             load_step(uri, config, SMALL)
@@ -308,11 +308,12 @@ class TestDamageInTheStore:
 
     @everywhere()
     def test_an_object_that_is_replaced_while_it_is_read_is_named(
-        self, saved, store, proxy, endpoint, weight
+        self, saved, store, proxy, endpoint, weight, request_size
     ):
         uri = saved(BIG)
         key, data = weight()
-        config = impatient(endpoint, request_size=MIB, connections=1)
+        request_size(MIB)
+        config = impatient(endpoint, connections=1)
         other = data[:-1] + bytes([data[-1] ^ 1])
         breaking = _Break(after=MIB, change=lambda: store.put(key, other))
         proxy.inject(breaking, operation="GetObject", path=f"*/{key}", skip=1, times=1)

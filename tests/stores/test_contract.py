@@ -13,6 +13,7 @@ from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryObject, MemoryStore
 from cloudckpt.stores.s3 import S3Store
 from contract import StoreContract
+from emulators import PAGE
 from faulty_store import FaultyStore
 
 
@@ -45,6 +46,8 @@ class TestFaultlessFaulty(TestMemory):
 
 
 class TestLocal(StoreContract):
+    keeps_attempts = False  # its calls return when all is done
+
     @pytest.fixture
     def store(self):
         return LocalStore()
@@ -105,6 +108,7 @@ class S3Contract(StoreContract):
 
 class TestS3WithChecksums(S3Contract):
     checksum = "on"
+    object_count = PAGE + 10
 
 
 class TestS3WithoutChecksums(S3Contract):

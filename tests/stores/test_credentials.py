@@ -258,7 +258,9 @@ def test_what_a_token_endpoint_repeats_is_not_shown(tls_server, google_files, ca
 
 
 @weird
-def test_no_private_key_of_a_service_account_is_shown(tls_server, google_files, caplog, kind):
+def test_no_private_key_of_a_service_account_is_shown(
+    tls_server, google_files, caplog, monkeypatch, tmp_path, kind
+):
     google_files(
         type="service_account",
         client_email="job@project.iam.gserviceaccount.com",
@@ -266,6 +268,8 @@ def test_no_private_key_of_a_service_account_is_shown(tls_server, google_files, 
         token_uri="http://127.0.0.1:9/token",
         private_key=f"-----BEGIN PRIVATE KEY-----\n{WEIRD[kind]}\n-----END PRIVATE KEY-----",
     )
+    monkeypatch.chdir(tmp_path)  # a short name: a text ends after some hundred characters
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "account.json")
     options = GCSOptions(endpoint_url=tls_server.url)
     gc.collect()  # a session of google-auth can't be closed amid the recursion that reads a bad key
     texts = attempt("gs://bucket", Config(gcs=options, retry=ONE_TRY), caplog)
@@ -497,6 +501,7 @@ def test_a_header_that_can_not_be_sent_is_named_without_its_value(server, value)
         f'{{"access_token": "{SECRET}"}}',
         f"AccountKey={SECRET};EndpointSuffix=x",
         f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n",
+        f'Unable to load PEM file. InvalidHeader("{SECRET}")\')',
         f"the token was {SECRET}",
         f"the token was {urllib.parse.quote(SECRET, safe='')}",
     ],

@@ -19,6 +19,7 @@ from cloudckpt.errors import (
     StoreError,
     TLSError,
 )
+from cloudckpt.stores import s3_access
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.uri import CheckpointURI
@@ -335,3 +336,36 @@ def test_what_names_endpoint_and_region_is_told(monkeypatch, tmp_path):
     by_options = S3Store("bucket", Config(s3=S3Options(endpoint_url="http://given:9000"))).route()
     assert by_options.endpoint_from == "S3Options(endpoint_url=…)"
     assert by_options.region_from == "CLOUDCKPT_S3_REGION"
+
+
+def test_credentials_of_another_profile_are_found_by_another_session(
+    server, open_s3, monkeypatch, tmp_path
+):
+    """Only the first look may share a session, with whatever resolves the endpoint."""
+    made = []
+    session_of = s3_access._session
+
+    def session(options):
+        made.append(options.profile)
+        return session_of(options)
+
+    monkeypatch.setattr(s3_access, "_session", session)
+    (tmp_path / "credentials").write_text(
+        "".join(
+            f"[{name}]\naws_access_key_id = {name.upper()}\naws_secret_access_key = s\n"
+            for name in ("one", "other")
+        )
+    )
+    refused = server.Answer(403, body=b"<Error><Code>InvalidAccessKeyId</Code></Error>")
+    written = server.Answer(headers={"ETag": '"tag"'})
+    server.respond(
+        lambda request: refused if "=OTHER/" in request.headers["Authorization"] else written
+    )
+    put(open_s3(profile="one"))
+    assert key_of(server) == "ONE"
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    store = open_s3()
+    assert made == ["one", None]
+    monkeypatch.setenv("AWS_PROFILE", "one")
+    put(store)
+    assert [key_of(server), made] == ["ONE", ["one", None, None]]

@@ -4,7 +4,6 @@ No vendor's store is asked here. Each row has a stub, made of its documentation:
 scripted server of ``conftest.py``, with what the vendor says that it does otherwise.
 """
 
-import asyncio
 import base64
 import contextlib
 import dataclasses
@@ -38,7 +37,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores import s3
 from cloudckpt.stores.redirects import Redirects, end_of
-from cloudckpt.stores.registry import open_async, open_store
+from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.rest import Authorized, Request
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3_dialects import AWS, DIALECTS, EXPRESS, dialect_of
@@ -374,24 +373,6 @@ def test_a_part_is_copied_where_the_store_can(place):
     ]
     store.complete_upload(upload, parts)
     assert store.get("target")[0] == data
-
-
-@pytest.mark.parametrize("name", ["express", "huggingface", "r2"])
-def test_a_store_looks_at_its_keys_on_an_event_loop(open_place, name):
-    place = open_place(name)
-    put(place.store(), "run/a")
-
-    opened = open_async(CheckpointURI.parse(place.uri()), place.config)
-
-    async def look():
-        store = opened()
-        try:
-            return [found.key for found in await store.objects("run/")], await store.look("run/a")
-        finally:
-            await store.close()
-
-    listed, info = asyncio.run(look())
-    assert (listed, info.size) == (["run/a"], 4)
 
 
 # sessions of directory buckets

@@ -18,9 +18,12 @@ import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import set_group_timeout
 from cloudckpt.errors import ConfigError, ProcessGroupError
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 
-__all__ = ["exists", "give_back", "open_group"]
+__all__ = ["START_TIMEOUT", "exists", "give_back", "open_group"]
+
+START_TIMEOUT = 300.0
+"""Seconds in which all ranks must make a group, and a saving process must be ready."""
 
 
 _CONNECT, _CONNECT_EACH = 30.0, 0.1
@@ -40,7 +43,7 @@ class _Kept:
     opened: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
-_lock = ModuleLock()
+_lock = module_lock()
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, _Kept] = weakref.WeakKeyDictionary()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 from cloudckpt.transfer.boxes import ALIGNMENT, padding, row_major_strides
 
 __all__ = ["Envelope", "envelope", "has_stored_form", "unwarned"]
@@ -186,7 +186,7 @@ def has_stored_form(dtype: torch.dtype) -> bool:
     return True
 
 
-_one_at_a_time = ModuleLock()
+_one_at_a_time = module_lock()
 
 
 @contextmanager

@@ -14,13 +14,13 @@ from cloudckpt.checkpoint.inert_pickle import RefusedError, full_name, home
 from cloudckpt.checkpoint.metadata_fields import build
 from cloudckpt.checkpoint.trailer import pickle_in
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["add_safe_metadata_globals", "load_metadata"]
 
 _SAFE: set[type[Any]] = set()
-_safe_lock = ModuleLock()
+_safe_lock = module_lock()
 
 
 def add_safe_metadata_globals(classes: Iterable[type[Any]]) -> None:

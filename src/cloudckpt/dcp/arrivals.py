@@ -26,7 +26,7 @@ from typing import ParamSpec, TypeVar
 import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import Store, store_of_group
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 
 __all__ = ["all_expected", "collective"]
 
@@ -170,7 +170,7 @@ class _Watcher:
     """
 
     def __init__(self) -> None:
-        self._lock = ModuleLock()
+        self._lock = module_lock()
         self._waits: list[_Wait] = []
         self._over: list[_Wait] = []  # whose marks are to be removed
         self._ended: threading.Event | None = None  # of the thread; None if there is none

@@ -25,7 +25,7 @@ from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.config import Config
 from cloudckpt.errors import ObjectNotFoundError
-from cloudckpt.fork import ModuleLock
+from cloudckpt.fork import module_lock
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.memory import bytes_of, is_plain
 from cloudckpt.transfer.parts import Piece
@@ -173,7 +173,7 @@ def agree_on_base(
 
 
 _bases: dict[tuple[dist.ProcessGroup | None, CheckpointURI], tuple[CheckpointURI, Base]] = {}
-_lock = ModuleLock()
+_lock = module_lock()
 
 
 def remember(

@@ -174,6 +174,8 @@ _SHORTEST = 6  # characters; what is shorter is a word of an emulator, not a sec
 _PATTERNS = (
     # http.client and requests quote a header that they refuse
     (r"(header value:?\s*)b?(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")", rf"\1{_MASK}"),
+    # cryptography quotes a line of a key that it takes for a header
+    (r"(\bInvalidHeader\().*", rf"\1{_MASK}"),
     (r"(\b(?:https?|socks\w*)://)[^\s'\"<>]*@", rf"\1{_MASK}@"),
     (r"\bAWS4-[A-Z0-9-]+[\s,][^\n]*", _MASK),
     (r"\b(Bearer|Basic|SharedKey)\s+[\w.~+/=:-]{16,}", rf"\1 {_MASK}"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import io
@@ -10,7 +9,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode, urlsplit
@@ -45,7 +44,7 @@ try:
     from botocore.httpsession import get_cert_path
     from botocore.utils import get_environ_proxies
 
-    from cloudckpt.stores.s3_credentials import METADATA_SETTINGS, Keys
+    from cloudckpt.stores.s3_credentials import METADATA_SETTINGS, Keys, fetching_keys
     from cloudckpt.stores.s3_sessions import Sessions
 except ImportError as exc:
     raise MissingDependencyError(
@@ -93,8 +92,10 @@ class BucketAccess:
             check_endpoint(os.environ.get(variable) or None, variable)
         options = config.s3
         self.bucket, self._uri = bucket, uri
-        with _translated(uri):
+        with _translated(uri) if options.anonymous else fetching_keys(uri):
             session = _session(options)
+        unused = [] if options.anonymous else [session]  # to make one takes as long as the client
+        with _translated(uri):
             core = session._session
             self._scoped = core.get_scoped_config()
             client = _client(session, options)
@@ -114,10 +115,9 @@ class BucketAccess:
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
         self._place = _Place(self.bucket_url, region)
-        self.credentials: Credentials[Any] = Credentials(lambda: self._look(config))
+        self.credentials: Credentials[Any] = Credentials(lambda: self._look(config, unused))
         self._has_moved = False
         self._moving = threading.Lock()
-        self._async_client: Any = None
         self._signs = _signs_payloads(client, options)
         # nothing is copied beyond the zone of a directory bucket
         zone = bucket.removesuffix("--x-s3").rpartition("--")[2] if self.dialect.sessions else ""
@@ -132,20 +132,21 @@ class BucketAccess:
         said = options.addressing_style or (self._scoped.get("s3") or {}).get("addressing_style")
         return None if said else self.dialect.addressing_style
 
-    def _look(self, config: Config) -> Keys | Sessions:
-        """What is there to sign with now."""
+    def _look(self, config: Config, unused: list[Any]) -> Keys | Sessions:
+        """What is there to sign with now; ``unused`` are sessions of boto3 that were just made."""
         options = self._options
-        make = None if options.anonymous else lambda: _session(options)
-        if make is None or not self.dialect.sessions:
-            return Keys(make, self._uri)
-        with _translated(self._uri):
-            session = make()
-            return Sessions(
-                session,
-                lambda session: _session_client(session, config, self.region),
-                self.bucket,
-                self._uri,
-            )
+        if options.anonymous:
+            return Keys(None, self._uri)
+
+        def made() -> Any:
+            return unused.pop() if unused else _session(options)
+
+        if not self.dialect.sessions:
+            return Keys(made, self._uri)
+        with fetching_keys(self._uri):
+            session = made()
+            client = _session_client(session, config, self.region)
+        return Sessions(session, client, self.bucket, self._uri)
 
     @property
     def region(self) -> str:
@@ -184,22 +185,6 @@ class BucketAccess:
     def shares_realm(self, other: BucketAccess) -> bool:
         """Whether one request may be about both buckets: the same S3, asked as the same user."""
         return self._realm == other._realm
-
-    def async_client(self, send: Callable[..., Awaitable[Any]]) -> Any:
-        """The client of aiobotocore, whose requests ``send`` signs and sends; kept once it is made.
-
-        This reads files, and blocks. As the client sends nothing, it belongs to no event loop.
-
-        Raises:
-            MissingDependencyError: If aiobotocore is not installed.
-        """
-        if self._async_client is None:
-            with _translated(self._uri):
-                self._async_client = asyncio.run(_async_client(self._options))
-            events = self._async_client.meta.events
-            events.register("choose-signer.s3", lambda **_: UNSIGNED)  # whoever sends it signs
-            events.register("before-send.s3", send)
-        return self._async_client
 
     def address(self, url: str) -> str:
         """Where a URL of this bucket is, if the bucket was found in another region."""
@@ -359,33 +344,10 @@ def _session_client(session: Any, config: Config, region: str) -> Any:
     )
 
 
-async def _async_client(options: S3Options) -> Any:
-    """What composes requests on an event loop as :func:`_client` does it elsewhere."""
-    try:
-        from aiobotocore.config import AioConfig
-        from aiobotocore.session import AioSession
-    except ImportError as exc:
-        raise MissingDependencyError(
-            "cloudckpt.aio needs aiobotocore for s3://; install it with: "
-            "pip install 'cloudckpt[aio]'",
-            cause=exc,
-        ) from exc
-    session = AioSession(session_vars=_SETTINGS, profile=options.profile)
-    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
-    making = session.create_client(
-        "s3",
-        region_name=_region(options),
-        endpoint_url=options.endpoint_url,
-        config=AioConfig().merge(_boto_config(options)),
-        **_NO_CREDENTIALS,
-    )
-    return await making.__aenter__()
-
-
 def _signs_payloads(client: Any, options: S3Options) -> bool | None:
     """Whether all bodies are signed, or none; None if it is left to us."""
-    if options.payload_signing != "auto":
-        return options.payload_signing == "on"
+    if options.payload_signing == "on":
+        return True
     of_profile: bool | None = (client.meta.config.s3 or {}).get("payload_signing_enabled")
     return of_profile
 
@@ -460,7 +422,6 @@ def object_headers(options: S3Options) -> dict[str, str]:
     wanted = {
         "x-amz-server-side-encryption": options.sse,
         "x-amz-server-side-encryption-aws-kms-key-id": options.kms_key_id,
-        "x-amz-server-side-encryption-bucket-key-enabled": "true" if options.bucket_key else None,
         "x-amz-storage-class": options.storage_class,
         "x-amz-acl": options.acl,
         "x-amz-tagging": urlencode(options.tags) or None,

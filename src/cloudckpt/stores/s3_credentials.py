@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from cloudckpt.stores.origins import Origin
 from cloudckpt.stores.s3_errors import from_code
 from cloudckpt.stores.tls import causes
 
-__all__ = ["METADATA_SETTINGS", "Keys", "is_passing"]
+__all__ = ["METADATA_SETTINGS", "Keys", "fetching_keys", "is_passing"]
 
 _NAMES = (
     ("AWS_ACCESS_KEY_ID", "aws_access_key_id"),
@@ -38,7 +39,7 @@ class Keys:
         self._latest: tuple[str, ...] = ()
         if session is None:
             return
-        with self._fetching():
+        with fetching_keys(self._uri):
             self._found = session().get_credentials()
         if self._found is None:
             raise CredentialsError(
@@ -62,7 +63,7 @@ class Keys:
         """
         if self._found is None:
             return ()
-        with self._fetching():
+        with fetching_keys(self._uri):
             frozen = self._found.get_frozen_credentials()
         found = (frozen.access_key, frozen.secret_key, frozen.token or "")
         source = self._found.method
@@ -83,8 +84,10 @@ class Keys:
             ends=ends.timestamp() if ends else None,
         )
 
-    def _fetching(self) -> Any:
-        return fetching("AWS", self._uri, is_passing=is_passing)
+
+def fetching_keys(uri: str) -> contextlib.AbstractContextManager[None]:
+    """Around what boto3 does to find or refresh credentials: its errors are raised as ours."""
+    return fetching("AWS", uri, is_passing=is_passing)
 
 
 _SILENT = (

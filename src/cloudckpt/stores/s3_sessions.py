@@ -7,7 +7,6 @@ botocore renews them, as for its own clients; here they are kept and used.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import botocore.exceptions
@@ -29,11 +28,11 @@ _RENEWED, _AWAITED = 45, 10
 class Sessions:
     """The sessions of one bucket, and the AWS credentials that they are asked for with."""
 
-    def __init__(self, session: Any, client: Callable[[Any], Any], bucket: str, uri: str) -> None:
+    def __init__(self, session: Any, client: Any, bucket: str, uri: str) -> None:
         """
         Args:
             session: Of boto3: finds the credentials.
-            client: Makes a client of a session, which asks for the bucket's keys.
+            client: Of that session: asks for the bucket's keys.
             bucket: Its name.
             uri: What it is for, for messages.
 
@@ -43,7 +42,7 @@ class Sessions:
         self._bucket, self._uri = bucket, uri
         self.identity = Keys(lambda: session, uri)
         """What copies are signed with: they may read other buckets, which no session covers."""
-        self._client = client(session)
+        self._client = client
         self._lock = threading.Lock()
         self._keys: Any = None
 
