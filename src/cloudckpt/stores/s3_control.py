@@ -14,7 +14,7 @@ from botocore import UNSIGNED
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, StoreError
-from cloudckpt.stores.base import ObjectInfo, Part, Upload
+from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
 from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore, all_pages, iso_date
 from cloudckpt.stores.s3_access import BucketAccess
@@ -113,7 +113,14 @@ class Control:
             self._client.delete_object(Bucket=self._access.bucket, Key=key, **condition)
 
     def copy(
-        self, source: BucketAccess, found: ObjectInfo, tag: str, key: str, *, if_absent: bool
+        self,
+        source: BucketAccess,
+        found: ObjectInfo,
+        tag: str,
+        key: str,
+        *,
+        attempt: str,
+        if_absent: bool,
     ) -> tuple[str, int | None]:
         """Copies an object as :meth:`~cloudckpt.stores.base.ObjectStore.copy` says.
 
@@ -122,6 +129,7 @@ class Control:
             found: The object.
             tag: Its version, as the store wants it to be written.
             key: The key of the copy.
+            attempt: The name that the copy keeps of its write; none if it is empty.
             if_absent: Whether the copy must not replace an object.
 
         Returns:
@@ -134,6 +142,7 @@ class Control:
                 Bucket=self._access.bucket,
                 Key=key,
                 MetadataDirective="REPLACE",
+                Metadata={ATTEMPT: attempt} if attempt else {},
                 TaggingDirective="REPLACE",
                 **_source(source, found, tag),
                 **algorithm,
