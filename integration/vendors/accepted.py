@@ -46,6 +46,8 @@ _S3 = [
     Accepted("s3*", "header x-amz-checksum-mode", "ENABLED", None,
              "asks for the checksum of the whole object; our own of each block is compared"),
     Accepted("s3*", "signed x-amz-checksum-mode", "yes", None, "goes with the header"),
+    Accepted("s3*: create upload", "header x-amz-meta-cloudckptattempt", "*", "*",
+             "each upload draws its own name"),
     Accepted("s3*: list uploads", "query encoding-type", None, "=url",
              "a key may have characters that XML does not have"),
     Accepted("s3, us-east-1: *", "host", "bucket.s3.amazonaws.com",
@@ -89,10 +91,13 @@ _GCS = [
         )
     ),
     *(
-        Accepted(f"gcs*: {operation}", "header cache-control", "no-store", None,
+        Accepted(f"gcs*: {operation}", f"header {header}", "*", None,
                  "the upload has been told when it began")
         for operation in ("part", "completion")
+        for header in ("cache-control", "x-goog-meta-cloudckptattempt")
     ),
+    Accepted("gcs*: create upload", "header x-goog-meta-cloudckptattempt", "*", "*",
+             "each upload draws its own name"),
     Accepted("gcs*", "header content-type", "application/json; charset=UTF-8", None,
              "of a GET without a body"),
     Accepted("gcs*", "query projection", "=noAcl", None, "the default"),

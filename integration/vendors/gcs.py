@@ -18,7 +18,7 @@ from google.cloud.storage import transfer_manager
 
 from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.stores.base import ObjectInfo, Part, Upload
+from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
 from cloudckpt.stores.gcs import GCSStore
 
 from .differences import Operation
@@ -33,6 +33,7 @@ GENERATION = "1700000000000001"
 TAG = '"0123456789abcdef0123456789abcdef"'
 UPLOAD = Upload(KEY, "an.upload_id-1", len(DATA))
 PART = Part(1, len(DATA), TAG, CRC32C.of(DATA))
+NAME = "0123456789abcdef"  # of a write
 WHOLE = to_base64(CRC32C.combine([(PART.checksum, PART.size)] * 2))
 KMS_KEY = "projects/p/locations/l/keyRings/r/cryptoKeys/k"
 
@@ -162,6 +163,7 @@ def _clients(
 def _plain(bucket: storage.Bucket) -> storage.Blob:
     blob = bucket.blob(KEY)
     blob.cache_control = "no-store"
+    blob.metadata = {ATTEMPT: NAME}
     return blob
 
 
@@ -169,7 +171,7 @@ def _with_all_options(bucket: storage.Bucket) -> storage.Blob:
     blob = bucket.blob(KEY, kms_key_name=KMS_KEY)
     blob.cache_control = "no-store"
     blob.storage_class = "NEARLINE"
-    blob.metadata = {"team": "nlp & more"}
+    blob.metadata = {"team": "nlp & more", ATTEMPT: NAME}
     return blob
 
 
@@ -189,7 +191,8 @@ def _writing(
         )
 
     def our_put(**condition: Any) -> Any:
-        return lambda: store.put(KEY, [memoryview(DATA)], checksum=PART.checksum, **condition)
+        given = {"checksum": PART.checksum, "attempt": NAME, **condition}
+        return lambda: store.put(KEY, [memoryview(DATA)], **given)
 
     yield Operation(f"{name}: put", put(), our_put())
     create_only = put(if_generation_match=0)
@@ -258,7 +261,11 @@ def _copying(
         generation = {"if_source_generation_match": int(GENERATION)}
         blob.rewrite(bucket.blob(KEY), if_generation_match=0, **generation)
 
-    return Operation(f"{name}: copy", copy, lambda: store.copy(store, found, KEY, if_absent=True))
+    return Operation(
+        f"{name}: copy",
+        copy,
+        lambda: store.copy(store, found, KEY, attempt=NAME, if_absent=True),
+    )
 
 
 def _reading(name: str, bucket: storage.Bucket, store: GCSStore) -> Iterator[Operation]:

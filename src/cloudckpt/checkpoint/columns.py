@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
+from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ __all__ = [
     "counted",
     "deflated",
     "inflated",
+    "matrix_of",
     "numbers_in",
     "packed_column",
     "raw_bytes",
@@ -51,6 +53,13 @@ def column_of(numbers: Sequence[Any]) -> torch.Tensor:
 def unfilled(*shape: int) -> torch.Tensor:
     """Room for numbers of int64."""
     return torch.empty(shape, dtype=torch.int64, device="cpu")
+
+
+def matrix_of(flat: array[int], columns: int, rows: int) -> torch.Tensor:
+    """A matrix over the numbers of ``flat``, row by row; it shares their memory."""
+    if not flat:
+        return unfilled(rows, columns)
+    return torch.frombuffer(flat, dtype=torch.int64).view(rows, columns)
 
 
 def counted(start: int, stop: int) -> torch.Tensor:

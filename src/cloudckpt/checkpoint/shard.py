@@ -288,16 +288,12 @@ class ShardWriter:
         self, buffers: tuple[bytes | memoryview, ...], length: int
     ) -> tuple[OpenObject, int, memoryview]:
         """Adds a small item to the staged lane; returns where it went, and its copy."""
-        lane = self._lanes.get(True)
-        if lane is None or self._packer is None:
+        lane, packer = self._lanes.get(True), self._packer
+        if lane is None or packer is None or not lane.has_room(packer.position, length):
             lane, _ = self._room_for(length, staged=True)
-            self._packer = lane.packing(lane.upload, self._pool)
-        elif not lane.has_room(self._packer.position, length):
-            self._packer.flush()
-            self._lanes.pop(True).end()
-            lane, _ = self._room_for(length, staged=True)
-            self._packer = lane.packing(lane.upload, self._pool)
-        return lane, *self._packer.append(buffers, length)
+            packer = self._packer
+        assert packer is not None
+        return lane, *packer.append(buffers, length)
 
     def _room_for(self, length: int, *, staged: bool) -> tuple[OpenObject, int]:
         """The object that the next item goes into, and an aligned position in it."""

@@ -76,6 +76,8 @@ _Send = Callable[[str, Mapping[str, str]], Reply]
 class GCSStore(RestStore):
     """One bucket of Google Cloud Storage, or of an emulator."""
 
+    metadata_prefix = "x-goog-meta-"
+
     def __init__(self, bucket: str, config: Config) -> None:
         root = f"gs://{bucket}"
         options = config.gcs
@@ -110,13 +112,14 @@ class GCSStore(RestStore):
         body: Body,
         *,
         checksum: int,
+        attempt: str = "",
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
         wanted = "0" if if_absent else None if if_version is None else generation(if_version)
         return self._objects.insert(
-            key, body, crc32c=checksum, if_generation=wanted, progress=progress
+            key, body, crc32c=checksum, attempt=attempt, if_generation=wanted, progress=progress
         )
 
     def create_upload(self, key: str, part_size: int) -> Upload:
@@ -159,11 +162,19 @@ class GCSStore(RestStore):
         return isinstance(source, GCSStore) and self._access.shares_realm(source._access)
 
     def copy(
-        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        key: str,
+        *,
+        attempt: str = "",
+        if_absent: bool = False,
     ) -> ObjectInfo:
         assert isinstance(source, GCSStore)
         with self._copying(source, found):
-            return self._control.copy(source._control.name, found, key, if_absent=if_absent)
+            return self._control.copy(
+                source._control.name, found, key, attempt=attempt, if_absent=if_absent
+            )
 
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)

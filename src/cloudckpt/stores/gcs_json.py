@@ -24,7 +24,7 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
 )
-from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suffix
+from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, Progress, nbytes, random_suffix
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.rest import RestStore, encode_query, iso_date
 
@@ -34,11 +34,12 @@ __all__ = [
     "carried_out",
     "creation_headers",
     "generation",
+    "metadata_of",
     "parse_crc32c",
 ]
 
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
-_RESOURCE = "name,size,generation,crc32c"
+_RESOURCE = "name,size,generation,crc32c,metadata"
 
 CACHE_CONTROL = "no-store"
 """Google caches publicly readable objects for an hour unless they forbid it; replacing or deleting
@@ -66,13 +67,21 @@ def creation_headers(options: GCSOptions) -> dict[str, str]:
     return headers
 
 
-def _resource_of(options: GCSOptions) -> dict[str, Any]:
-    """The same as the JSON API takes it; the key of the encryption is a parameter of requests."""
+def metadata_of(options: GCSOptions, attempt: str) -> dict[str, str]:
+    """The metadata of a new object: the options', and the name of the write, if it has one."""
+    return {**dict(options.metadata), **({ATTEMPT: attempt} if attempt else {})}
+
+
+def _resource_of(options: GCSOptions, attempt: str = "") -> dict[str, Any]:
+    """What `creation_headers` says, and the name of the write, as the JSON API takes it.
+
+    The key of the encryption is a parameter of requests.
+    """
     wanted = {
         "contentType": "application/octet-stream",
         "cacheControl": CACHE_CONTROL,
         "storageClass": options.storage_class,
-        "metadata": dict(options.metadata) or None,
+        "metadata": metadata_of(options, attempt) or None,
     }
     return {name: value for name, value in wanted.items() if value is not None}
 
@@ -123,6 +132,7 @@ class JsonObjects:
         body: Body,
         *,
         crc32c: int,
+        attempt: str = "",
         if_generation: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
@@ -132,11 +142,12 @@ class JsonObjects:
             key: The key.
             body: The bytes.
             crc32c: Of the bytes.
+            attempt: The name that the object keeps of its write; none if it is empty.
             if_generation: Only if the object has this generation; "0" if there must be none.
             progress: See :data:`~cloudckpt.stores.base.Progress`.
         """
         options = self._options
-        resource = _resource_of(options)
+        resource = _resource_of(options, attempt)
         if self._checksums:
             resource["crc32c"] = to_base64(crc32c)
         boundary = f"cloudckpt-{random_suffix()}{random_suffix()}"
@@ -222,7 +233,8 @@ class JsonObjects:
             ) from exc
         crc32c = parse_crc32c(f"crc32c={resource.get('crc32c', '')}")
         modified = iso_date(str(resource.get("updated", "")))
-        return ObjectInfo(key, size, version, crc32c, modified)
+        attempt = dict(resource.get("metadata") or {}).get(ATTEMPT, "")
+        return ObjectInfo(key, size, version, crc32c, modified, attempt)
 
     def _size(self, key: str, version: str) -> int:
         """The size of an object whose metadata leave it out.
