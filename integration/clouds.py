@@ -25,6 +25,7 @@ from emulators import (
     gcs_emulator,
     moto_server,
 )
+from gcs_front import GcsFront
 from looks import AzureLook, GCSLook, Look, S3Look
 from servers import REAL, chosen
 
@@ -129,7 +130,7 @@ def opened(cloud: str) -> Iterator[Cloud]:
             part_size=PART_SIZE,
             retry=RetryPolicy(attempts=6, base=0.05, cap=2.0, deadline=60.0),
         )
-        look = _look(cloud, uri, config)
+        look = _look(cloud, uri)
         root = Place(str(uri), uri.prefix, config)
         if server in REAL:
             root = root.at(_RUN)  # what else is in the bucket is no concern of ours
@@ -177,11 +178,12 @@ def _s3(url: str) -> Iterator[dict[str, str]]:
 def _gcs(url: str) -> Iterator[dict[str, str]]:
     """``url`` is fake-gcs-server's; else gcp-storage-emulator is started."""
     with contextlib.ExitStack() as stack:
-        options = {"CLOUDCKPT_GCS_UPLOAD_STRATEGY": "compose", "CLOUDCKPT_GCS_CHECKSUM": "on"}
+        options = {"CLOUDCKPT_GCS_CHECKSUM": "on"}
         if not url:
             url = stack.enter_context(gcs_emulator())
             options["CLOUDCKPT_CONDITIONAL_WRITES"] = "off"  # it ignores them
-        yield {**options, "STORAGE_EMULATOR_HOST": url}
+        front = stack.enter_context(GcsFront(url))
+        yield {**options, "STORAGE_EMULATOR_HOST": front.url}
 
 
 @contextlib.contextmanager
@@ -195,11 +197,11 @@ def _azure(url: str) -> Iterator[dict[str, str]]:
 _ENTRIES = {"s3": _s3, "gcs": _gcs, "azure": _azure}
 
 
-def _look(cloud: str, uri: CheckpointURI, config: Config) -> Look:
+def _look(cloud: str, uri: CheckpointURI) -> Look:
     if cloud == "s3":
         return S3Look(uri.bucket)
     if cloud == "gcs":
-        return GCSLook(uri.bucket, multipart=config.gcs.upload_strategy == "multipart")
+        return GCSLook(uri.bucket)
     return AzureLook(uri.bucket, f"https://{uri.account}" if uri.account else "")
 
 

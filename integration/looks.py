@@ -118,12 +118,11 @@ class GCSLook:
     An emulator is told apart by ``STORAGE_EMULATOR_HOST``, as Google's libraries do it.
     """
 
-    def __init__(self, bucket: str, *, multipart: bool) -> None:
+    def __init__(self, bucket: str) -> None:
         emulator = os.environ.get("STORAGE_EMULATOR_HOST")
         self._endpoint = emulator or "https://storage.googleapis.com"
         self._session = requests.Session() if emulator else _authorized()
         self._bucket = quote(bucket, safe="")
-        self._multipart = multipart
 
     def create_bucket(self, name: str) -> None:
         """Makes a bucket in an emulator."""
@@ -158,8 +157,6 @@ class GCSLook:
             query = {**query, "pageToken": page["nextPageToken"]}
 
     def uploads(self, prefix: str) -> list[str]:
-        if not self._multipart:
-            return [key for key in self.keys(prefix) if key.endswith(".cloudckpt-part")]
         return sorted(key for key, _ in self._uploads(prefix))
 
     def _uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
@@ -175,10 +172,8 @@ class GCSLook:
             query["upload-id-marker"] = root.findtext("{*}NextUploadIdMarker") or ""
 
     def remove(self, prefix: str) -> None:
-        if self._multipart:
-            for key, upload in list(self._uploads(prefix)):
-                query = {"uploadId": upload}
-                self._send("DELETE", f"/{self._bucket}/{quote(key)}", params=query)
+        for key, upload in list(self._uploads(prefix)):
+            self._send("DELETE", f"/{self._bucket}/{quote(key)}", params={"uploadId": upload})
         for item in self._objects({"prefix": prefix, "versions": "true"}):
             query = {"generation": item["generation"]}
             self._send("DELETE", self._object(item["name"]), params=query)

@@ -1,34 +1,58 @@
-"""What is special about gcp-storage-emulator, and composing with a server that is not ours."""
+"""What is special about gcp-storage-emulator, and how it is used by itself."""
 
 import pytest
+import requests
+import torch
 
-from cloudckpt import RetryPolicy
+import cloudckpt
+from cloudckpt import Config, GCSOptions, RetryPolicy
 from cloudckpt.checkpoint.commit import conditions_work
-from cloudckpt.checksum import CRC32C
-from cloudckpt.errors import ConfigError
+from cloudckpt.errors import ConfigError, InvalidRequestError
+from cloudckpt.runs import find_leftovers
 from cloudckpt.transfer.retry import Retrier
+from dcp.values import assert_same, blank_like, numbered
+from emulators import gcs_emulator
 
-pytestmark = [
-    pytest.mark.only_on("gcp-storage-emulator"),
-    pytest.mark.parametrize("cloud", ["gcs"], indirect=True),
-]
+pytestmark = pytest.mark.only_on("gcp-storage-emulator")
+URI = "gs://alone/run/step-1"
+MIB = 1024**2
 
 
+@pytest.mark.parametrize("cloud", ["gcs"], indirect=True)
 def test_that_it_ignores_preconditions_is_found_out(store, place):
     retrier = Retrier(RetryPolicy(attempts=1))
     with pytest.raises(ConfigError, match="ignores conditional writes"):
         conditions_work(store, "auto", f"{place.key}/probe", retrier)
 
 
-def test_parts_that_need_two_rounds_are_composed(cloud, store, place):
-    key = f"{place.key}/large"
-    pieces = [bytes([number]) * (1000 + number) for number in range(70)]
-    upload = store.create_upload(key, 1100)
-    parts = [
-        store.put_part(upload, number, [memoryview(data)], checksum=CRC32C.of(data))
-        for number, data in enumerate(pieces, 1)
-    ]
-    info = store.complete_upload(upload, parts)
-    assert cloud.look.get(key) == b"".join(pieces)
-    assert list(store.list(key)) == [info]
-    assert cloud.names(place) == ["large"]
+@pytest.fixture(scope="module")
+def config(needs):
+    """Options for the emulator by itself, which has no multipart uploads."""
+    needs("gcp-storage-emulator")
+    with gcs_emulator() as url:
+        requests.post(f"{url}/storage/v1/b", params={"project": "p"}, json={"name": "alone"})
+        yield lambda **options: Config(
+            conditional_writes="off",
+            retry=RetryPolicy(attempts=2),
+            gcs=GCSOptions(endpoint_url=url),
+            **options,
+        )
+
+
+def state_of():
+    return {"large": numbered(5 * MIB), "strided": numbered(3 * MIB, 2).T, "step": 7}
+
+
+def test_objects_that_are_sent_whole_are_saved_loaded_and_swept(config):
+    whole = config(part_size=5 * 1024 * MIB, memory_budget=512 * MIB)
+    cloudckpt.save(state_of(), checkpoint_id=URI, config=whole)
+    state = blank_like(state_of())
+    cloudckpt.load(state, checkpoint_id=URI, config=whole)
+    assert_same(state, state_of())
+    assert not find_leftovers("gs://alone/run", older_than=0, config=whole).objects
+
+
+def test_a_save_in_parts_says_what_to_do(config):
+    state = {"large": torch.ones(12 * MIB, dtype=torch.uint8)}
+    with pytest.raises(InvalidRequestError, match="part_size=5"):
+        cloudckpt.save(state, checkpoint_id=URI, config=config(part_size=5 * MIB))

@@ -43,7 +43,6 @@ def bucket(moto):
 def store(moto, bucket):
     options = GCSOptions(
         endpoint_url=moto.meta.endpoint_url,
-        upload_strategy="multipart",
         checksum="on",
         metadata={"run": "7"},
     )
@@ -92,7 +91,7 @@ def test_parts_that_were_never_sent_are_refused(store):
 
 
 def test_a_bucket_that_is_not_there_is_named(moto):
-    options = GCSOptions(endpoint_url=moto.meta.endpoint_url, upload_strategy="multipart")
+    options = GCSOptions(endpoint_url=moto.meta.endpoint_url)
     store = GCSStore("no-such-bucket", Config(gcs=options))
     with pytest.raises(StoreError, match="the bucket does not exist"):
         store.create_upload("run/object", PART)

@@ -3,12 +3,13 @@
 import os
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt.transfer import parts
 from dcp.places import boto_client
 from economy import (  # noqa: F401 - fixtures, a hook
     cheap_sessions_of_boto,
@@ -51,6 +52,12 @@ def _ctrl_c_is_heeded() -> None:
     """A script that starts the tests in the background has SIGINT ignored, for all of them."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def request_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many bytes this process asks for in a request."""
+    return lambda nbytes: monkeypatch.setattr(parts, "_REQUESTS", (nbytes, nbytes))
 
 
 @pytest.fixture(scope="session")

@@ -176,6 +176,7 @@ class FaultyStore(ObjectStore):
         body: Body,
         *,
         checksum: int,
+        attempt: str = "",
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
@@ -187,6 +188,7 @@ class FaultyStore(ObjectStore):
                 key,
                 body,
                 checksum=checksum,
+                attempt=attempt,
                 if_absent=if_absent,
                 if_version=if_version,
                 progress=progress,
@@ -226,11 +228,19 @@ class FaultyStore(ObjectStore):
         return self.inner.copies_from(_faultless(source))
 
     def copy(
-        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        key: str,
+        *,
+        attempt: str = "",
+        if_absent: bool = False,
     ) -> ObjectInfo:
         inner = _faultless(source)
         return self._call(
-            "copy", key, lambda: self.inner.copy(inner, found, key, if_absent=if_absent)
+            "copy",
+            key,
+            lambda: self.inner.copy(inner, found, key, attempt=attempt, if_absent=if_absent),
         )
 
     def copy_part(

@@ -59,15 +59,11 @@ FROM_ENVIRONMENT = [
     (Config, "part_size", "CLOUDCKPT_PART_SIZE", "8388608", 8 * MIB),
     (Config, "part_size", "CLOUDCKPT_PART_SIZE", "32MiB", 32 * MIB),
     (Config, "part_size", "CLOUDCKPT_PART_SIZE", " 1 GiB ", 1024 * MIB),
-    (Config, "request_size", "CLOUDCKPT_REQUEST_SIZE", "4096KiB", 4 * MIB),
-    (Config, "merge_gap", "CLOUDCKPT_MERGE_GAP", "0", 0),
-    (Config, "merge_gap", "CLOUDCKPT_MERGE_GAP", "512b", 512),
     (Config, "memory_budget", "CLOUDCKPT_MEMORY_BUDGET", "128mib", 128 * MIB),
     (Config, "verify", "CLOUDCKPT_VERIFY", "0", False),
     (Config, "verify", "CLOUDCKPT_VERIFY", "True", True),
     (Config, "overwrite", "CLOUDCKPT_OVERWRITE", "off", False),
     (Config, "conditional_writes", "CLOUDCKPT_CONDITIONAL_WRITES", "off", "off"),
-    (Config, "zip_crc32", "CLOUDCKPT_ZIP_CRC32", "1", True),
     (Config, "connect_timeout", "CLOUDCKPT_CONNECT_TIMEOUT", "1.5", 1.5),
     (Config, "read_timeout", "CLOUDCKPT_READ_TIMEOUT", "90", 90.0),
     (Config, "stall_timeout", "CLOUDCKPT_STALL_TIMEOUT", "5", 5.0),
@@ -95,11 +91,9 @@ FROM_ENVIRONMENT = [
     (GCSOptions, "anonymous", "CLOUDCKPT_GCS_ANONYMOUS", "1", True),
     (AzureOptions, "anonymous", "CLOUDCKPT_AZURE_ANONYMOUS", "1", True),
     (GCSOptions, "endpoint_url", "CLOUDCKPT_GCS_ENDPOINT_URL", "http://x:9", "http://x:9"),
-    (GCSOptions, "upload_strategy", "CLOUDCKPT_GCS_UPLOAD_STRATEGY", "compose", "compose"),
     (GCSOptions, "metadata", "CLOUDCKPT_GCS_METADATA", "a=b,c=d", (("a", "b"), ("c", "d"))),
     (AzureOptions, "account", "CLOUDCKPT_AZURE_ACCOUNT", "lab", "lab"),
     (BackgroundOptions, "when_busy", "CLOUDCKPT_ASYNC_WHEN_BUSY", "skip", "skip"),
-    (BackgroundOptions, "nice", "CLOUDCKPT_ASYNC_NICE", "0", 0),
     (AzureOptions, "tags", "CLOUDCKPT_AZURE_TAGS", "a=b", (("a", "b"),)),
 ]
 
@@ -128,9 +122,8 @@ def test_an_empty_variable_is_none_at_all(monkeypatch, cls, option, variable, te
 def test_encryption_with_a_key_is_read_from_its_variables(monkeypatch):
     monkeypatch.setenv("CLOUDCKPT_S3_SSE", "aws:kms")
     monkeypatch.setenv("CLOUDCKPT_S3_KMS_KEY_ID", "key")
-    monkeypatch.setenv("CLOUDCKPT_S3_BUCKET_KEY", "1")
     options = Config().s3
-    assert (options.sse, options.kms_key_id, options.bucket_key) == ("aws:kms", "key", True)
+    assert (options.sse, options.kms_key_id) == ("aws:kms", "key")
 
 
 def test_nested_options_are_read_when_the_config_is_made(monkeypatch):
@@ -172,8 +165,6 @@ def test_a_variable_that_can_not_work_is_refused_with_its_text(monkeypatch, vari
         (Config, {"part_size": 5 * MIB - 1}, "5 MiB to 5 GiB"),
         (Config, {"part_size": 5 * 1024 * MIB + 1}, "5 MiB to 5 GiB"),
         (Config, {"part_size": 0}, "5 MiB to 5 GiB"),
-        (Config, {"request_size": MIB - 1}, "request_size"),
-        (Config, {"merge_gap": -1}, "merge_gap=-1"),
         (Config, {"memory_budget": 32 * MIB - 1}, "memory_budget"),
         (Config, {"connect_timeout": 0}, "connect_timeout=0"),
         (Config, {"read_timeout": -1.0}, "read_timeout=-1.0"),
@@ -189,16 +180,11 @@ def test_a_variable_that_can_not_work_is_refused_with_its_text(monkeypatch, vari
         (S3Options, {"sse": "aws"}, "'aws:kms'"),
         (S3Options, {"kms_key_id": "key"}, "sse='aws:kms'"),
         (S3Options, {"kms_key_id": "key", "sse": "AES256"}, "sse='aws:kms'"),
-        (S3Options, {"bucket_key": True}, "sse='aws:kms'"),
         (S3Options, {"anonymous": True, "profile": "work"}, "anonymous"),
         (S3Options, {"anonymous": True, "requester_pays": True}, "anonymous"),
-        (GCSOptions, {"anonymous": True, "credentials_file": "key.json"}, "anonymous"),
         (GCSOptions, {"anonymous": True, "impersonate": "a@b"}, "anonymous"),
-        (GCSOptions, {"upload_strategy": "resumable"}, "'multipart' or 'compose'"),
         (GCSOptions, {"endpoint_url": "localhost:4443"}, "http://"),
         (BackgroundOptions, {"when_busy": "queue"}, "'double_buffer' or 'replace'"),
-        (BackgroundOptions, {"nice": 20}, "0 to 19"),
-        (BackgroundOptions, {"stage_threads": 0}, "at least 1"),
         (BackgroundOptions, {"patience": 0.0}, "seconds"),
         (AzureOptions, {"checksum": "md5"}, "'auto', 'on' or 'off'"),
         (AzureOptions, {"endpoint_url": "lab.blob"}, "http://"),
@@ -219,10 +205,10 @@ def test_a_value_that_can_not_work_is_refused_with_its_name(cls, options, named)
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
-        (Config, {"connections": 1, "part_size": 5 * MIB, "request_size": MIB, "merge_gap": 0}),
+        (Config, {"connections": 1, "part_size": 5 * MIB}),
         (Config, {"connections": 512, "part_size": 5 * 1024 * MIB, "memory_budget": 32 * MIB}),
         (RetryPolicy, {"attempts": 1, "deadline": 0, "base": 0, "cap": 0}),
-        (S3Options, {"sse": "aws:kms:dsse", "kms_key_id": "key", "bucket_key": True}),
+        (S3Options, {"sse": "aws:kms:dsse", "kms_key_id": "key"}),
         (S3Options, {"endpoint_url": "https://store.example"}),
     ],
 )

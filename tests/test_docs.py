@@ -29,6 +29,26 @@ def test_the_architecture_page_names_every_room_that_exists():
     assert [room for room in rooms if room not in page] == []
 
 
+_WALK = re.compile(r"^\*\*(.*?): (\d+) stops, (\d+) files\.\*\*\n\n(.*?)(?:\n\n|\Z)", re.M | re.S)
+_STOP = re.compile(r"^\| (\d+) \| `([\w/*]+)(?:\.([\w.]+))?` \|", re.M)
+
+
+def test_the_walks_through_the_code_name_what_is_there_and_count_it():
+    source, walks = ROOT / "src" / "cloudckpt", _WALK.findall((ROOT / "docs/flow.md").read_text())
+    assert len(walks) == 2
+    for _, stops, files, table in walks:
+        found = _STOP.findall(table)
+        assert [int(number) for number, _, _ in found] == list(range(1, int(stops) + 1))
+        assert len({path for _, path, _ in found}) == int(files)
+        for _, path, name in found:
+            if path.endswith("/*"):
+                assert (source / path.removesuffix("/*")).is_dir()
+                continue
+            tree = ast.parse((source / f"{path}.py").read_text())
+            for part in name.split("."):
+                [tree] = [n for n in tree.body if getattr(n, "name", None) == part]
+
+
 def test_the_clients_that_requests_were_compared_with_are_those_that_are_pinned():
     pages = ("decisions.md", "gcs.md", "azure.md")
     text = " ".join(" ".join((ROOT / "docs" / page).read_text().split()) for page in pages)

@@ -35,7 +35,7 @@ def call_of(request: Request) -> Call:
 def _operation_of(root: str, request: Request) -> tuple[str, Handler]:
     method = request.method
     if method == "POST":
-        return ("PutObject", _insert) if root == "upload" else ("ComposeObject", _compose)
+        return ("PutObject", _insert) if root == "upload" else ("Unknown", _unknown)
     if method == "GET" and request.key:
         if request.query.get("alt") == "media":
             return "GetObject", _read
@@ -66,23 +66,6 @@ def _insert(buckets: Buckets, request: Request, body: Body) -> Answer:
     blobs = (blob, Blob(len(rest), data=rest)) if rest else (blob,)
     key = request.key or json.loads(b"".join(resource[resource.index(b"") :]))["name"]
     return _commit(buckets, request, StoredObject(key, blobs))
-
-
-def _compose(buckets: Buckets, request: Request, body: Body) -> Answer:
-    """Makes an object of the bytes of others."""
-    wanted = json.loads(body.read())
-    names = [source["name"] for source in wanted["sourceObjects"]]
-    sources = [buckets.get(request.bucket, name) for name in names]
-    present = [stored for stored in sources if stored is not None]
-    if len(present) < len(names):
-        return _error(404, "notFound", "No such object")
-    made = replace(request, key=request.key.removesuffix("/compose"))
-    blobs = tuple(blob for stored in present for blob in stored.blobs)
-    answer = _commit(buckets, made, StoredObject(made.key, blobs))
-    if answer.status == 200 and wanted.get("deleteSourceObjects"):
-        for name in names:
-            buckets.delete(request.bucket, name)
-    return answer
 
 
 def _commit(buckets: Buckets, request: Request, stored: StoredObject) -> Answer:

@@ -33,10 +33,9 @@ def bucket(server: ServerHandle) -> Any:
     return client.bucket("keep")
 
 
-@pytest.fixture(params=["multipart", "compose"])
-def store(server: ServerHandle, request: pytest.FixtureRequest) -> Iterator[GCSStore]:
-    options = GCSOptions(endpoint_url=server.endpoint, upload_strategy=request.param)
-    opened = GCSStore("keep", Config(gcs=options))
+@pytest.fixture
+def store(server: ServerHandle) -> Iterator[GCSStore]:
+    opened = GCSStore("keep", Config(gcs=GCSOptions(endpoint_url=server.endpoint)))
     yield opened
     opened.close()
 

@@ -18,7 +18,7 @@ from azure.storage.blob import BlobBlock, ContainerClient, StandardBlobTier
 from cloudckpt import AzureOptions, Config
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.stores.azure import AzureStore, block_id
-from cloudckpt.stores.base import ObjectInfo, Part, Upload
+from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
 
 from .differences import Operation
 from .recorder import Answer, Recorded
@@ -30,7 +30,8 @@ __all__ = ["answer", "operations"]
 CONTAINER, KEY = "container", "run/a b/größe+%2F&=;#1~.metadata"
 DATA = b"what is in the object"
 TAG = '"0x8D0123456789ABC"'
-UPLOAD = Upload(KEY, "0123456789abcdef", 8)
+NAME = "0123456789abcdef"  # of a write
+UPLOAD = Upload(KEY, NAME, 8, attempt=NAME)
 SAS = "sv=2024-11-04&sr=c&sp=rwdl&se=2099-01-01T00%3A00%3A00Z&sig=c2lnbmF0dXJl%2B%2F%3D"
 _LOGIN = "login.microsoftonline.com"
 
@@ -148,7 +149,7 @@ def _writing(
 ) -> Iterator[Operation]:
     """``scope`` is said of all that is written, ``new`` of new blobs."""
     scope = scope or {}
-    new = {**scope, **(new or {})}
+    new = {**scope, "metadata": {ATTEMPT: NAME}, **(new or {})}
     blob = client.get_blob_client(KEY)
     checksum = CRC64NVME.of(DATA)
     unchanged = {"etag": TAG, "match_condition": MatchConditions.IfNotModified}
@@ -157,7 +158,8 @@ def _writing(
         return lambda: blob.upload_blob(DATA, **new, **condition)
 
     def our_put(**condition: Any) -> Any:
-        return lambda: store.put(KEY, [memoryview(DATA)], checksum=checksum, **condition)
+        given = {"checksum": checksum, "attempt": NAME, **condition}
+        return lambda: store.put(KEY, [memoryview(DATA)], **given)
 
     yield Operation(f"{name}: put", put(overwrite=True), our_put())
     create_only = put(overwrite=False)
@@ -186,7 +188,7 @@ def _writing(
     yield Operation(
         f"{name}: copy",
         lambda: blob.start_copy_from_url(source, requires_sync=True, **pinned, **missing, **new),
-        lambda: store.copy(store, found, KEY, if_absent=True),
+        lambda: store.copy(store, found, KEY, attempt=NAME, if_absent=True),
     )
     yield Operation(
         f"{name}: copied part",

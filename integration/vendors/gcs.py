@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from google.cloud.storage import transfer_manager
 
 from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.stores.base import ObjectInfo, Part, Upload
+from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
 from cloudckpt.stores.gcs import GCSStore
 
 from .differences import Operation
@@ -34,6 +33,7 @@ GENERATION = "1700000000000001"
 TAG = '"0123456789abcdef0123456789abcdef"'
 UPLOAD = Upload(KEY, "an.upload_id-1", len(DATA))
 PART = Part(1, len(DATA), TAG, CRC32C.of(DATA))
+NAME = "0123456789abcdef"  # of a write
 WHOLE = to_base64(CRC32C.combine([(PART.checksum, PART.size)] * 2))
 KMS_KEY = "projects/p/locations/l/keyRings/r/cryptoKeys/k"
 
@@ -56,16 +56,13 @@ def answer(request: Recorded) -> Answer:
     if "/rewriteTo/" in path:
         size = str(len(DATA))
         done = {"done": True, "objectSize": size, "totalBytesRewritten": size}
-        return _json({**done, "resource": _described(path)})
+        return _json({**done, "resource": _DESCRIBED})
     if query.get("alt") == ["media"]:
         return _content(request)
-    return _json(_described(path))
+    return _json(_DESCRIBED)
 
 
-def _described(path: str) -> dict[str, str]:
-    composed = path.endswith("/compose")
-    size, crc32c = (2 * len(DATA), WHOLE) if composed else (len(DATA), CRC)
-    return {"name": KEY, "size": str(size), "generation": GENERATION, "crc32c": crc32c}
+_DESCRIBED = {"name": KEY, "size": str(len(DATA)), "generation": GENERATION, "crc32c": CRC}
 
 
 def _json(value: Any) -> Answer:
@@ -118,7 +115,6 @@ def operations(folder: Path) -> Iterator[Operation]:
         user_project="payer",
         kms_key_name=KMS_KEY,
         storage_class="NEARLINE",
-        custom_time="2027-01-31T00:00:00Z",
         metadata={"team": "nlp & more"},
     )
     with _clients({"GOOGLE_APPLICATION_CREDENTIALS": account}, options) as (client, store):
@@ -126,9 +122,6 @@ def operations(folder: Path) -> Iterator[Operation]:
         yield from _writing(name, bucket, store, folder, _with_all_options)
         yield _copying(name, bucket, store, _with_all_options)
         yield from _reading(name, bucket, store)
-    options = GCSOptions(upload_strategy="compose", kms_key_name=KMS_KEY)
-    with _clients({"GOOGLE_APPLICATION_CREDENTIALS": account}, options) as (client, store):
-        yield _composing("gcs, compose", client.bucket(BUCKET), store)
     with _clients({}, GCSOptions(anonymous=True)) as (client, store):
         yield from _reading("gcs, anonymous", client.bucket(BUCKET), store)
 
@@ -170,6 +163,7 @@ def _clients(
 def _plain(bucket: storage.Bucket) -> storage.Blob:
     blob = bucket.blob(KEY)
     blob.cache_control = "no-store"
+    blob.metadata = {ATTEMPT: NAME}
     return blob
 
 
@@ -177,8 +171,7 @@ def _with_all_options(bucket: storage.Bucket) -> storage.Blob:
     blob = bucket.blob(KEY, kms_key_name=KMS_KEY)
     blob.cache_control = "no-store"
     blob.storage_class = "NEARLINE"
-    blob.custom_time = datetime.datetime(2027, 1, 31, tzinfo=datetime.timezone.utc)
-    blob.metadata = {"team": "nlp & more"}
+    blob.metadata = {"team": "nlp & more", ATTEMPT: NAME}
     return blob
 
 
@@ -198,7 +191,8 @@ def _writing(
         )
 
     def our_put(**condition: Any) -> Any:
-        return lambda: store.put(KEY, [memoryview(DATA)], checksum=PART.checksum, **condition)
+        given = {"checksum": PART.checksum, "attempt": NAME, **condition}
+        return lambda: store.put(KEY, [memoryview(DATA)], **given)
 
     yield Operation(f"{name}: put", put(), our_put())
     create_only = put(if_generation_match=0)
@@ -267,26 +261,10 @@ def _copying(
         generation = {"if_source_generation_match": int(GENERATION)}
         blob.rewrite(bucket.blob(KEY), if_generation_match=0, **generation)
 
-    return Operation(f"{name}: copy", copy, lambda: store.copy(store, found, KEY, if_absent=True))
-
-
-def _composing(name: str, bucket: storage.Bucket, store: GCSStore) -> Operation:
-    """The one request that makes an object of its parts."""
-    parts = [Part(number, PART.size, GENERATION, PART.checksum) for number in (1, 2)]
-    names = [f"{KEY}.{UPLOAD.id}.0-000{part.number}.cloudckpt-part" for part in parts]
-
-    def compose() -> None:
-        blob = bucket.blob(KEY, kms_key_name=KMS_KEY)
-        blob.cache_control = "no-store"
-        blob.content_type = "application/octet-stream"
-        sources = [bucket.blob(part, generation=int(GENERATION)) for part in names]
-        blob.compose(sources, delete_source_objects=True)
-
     return Operation(
-        f"{name}: completion",
-        compose,
-        lambda: store.complete_upload(UPLOAD, parts),
-        keep=lambda request: "/compose" in request.target,
+        f"{name}: copy",
+        copy,
+        lambda: store.copy(store, found, KEY, attempt=NAME, if_absent=True),
     )
 
 

@@ -16,7 +16,7 @@ from botocore import UNSIGNED
 
 from cloudckpt import Config, S3Options
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.stores.base import ObjectInfo, Part, Upload
+from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
 from cloudckpt.stores.s3 import S3Store
 
 from .differences import Operation
@@ -31,6 +31,7 @@ TAG = '"0123456789abcdef0123456789abcdef"'
 UPLOAD = Upload(KEY, "an.upload_id-1", 5 * 1024**2)
 PART = Part(1, len(DATA), TAG, CRC32C.of(DATA))
 CRC = to_base64(CRC32C.of(DATA))
+NAME = "0123456789abcdef"  # of a write
 
 _ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE",
@@ -99,7 +100,6 @@ def operations(folder: Path) -> Iterator[Operation]:
     options = S3Options(
         sse="aws:kms",
         kms_key_id="arn:aws:kms:eu-central-1:1:key/k",
-        bucket_key=True,
         storage_class="STANDARD_IA",
         acl="bucket-owner-full-control",
         tags={"team": "nlp & more", "run": "ü=7"},
@@ -172,6 +172,7 @@ def _writing(
 ) -> Iterator[Operation]:
     """``new`` is said of new objects, ``always`` at every request."""
     at = {"Bucket": BUCKET, "Key": KEY, **always}
+    new = {**new, "Metadata": {ATTEMPT: NAME}}
     of_upload = {**at, "UploadId": UPLOAD.id}
     crc = {"ChecksumCRC32C": CRC} if checksums else {}
     kind = {"ChecksumType": "FULL_OBJECT"} if checksums else {}
@@ -181,7 +182,8 @@ def _writing(
         return lambda: client.put_object(**at, **new, **crc, **algorithm, **condition, Body=DATA)
 
     def our_put(**condition: Any) -> Any:
-        return lambda: store.put(KEY, [memoryview(DATA)], checksum=PART.checksum, **condition)
+        given = {"checksum": PART.checksum, "attempt": NAME, **condition}
+        return lambda: store.put(KEY, [memoryview(DATA)], **given)
 
     yield Operation(f"{name}: put", put({}), our_put())
     create_only = put({"IfNoneMatch": "*"})
@@ -222,7 +224,7 @@ def _writing(
     yield Operation(
         f"{name}: copy",
         lambda: client.copy_object(**at, **new, **algorithm, **source, **as_new, IfNoneMatch="*"),
-        lambda: store.copy(store, found, KEY, if_absent=True),
+        lambda: store.copy(store, found, KEY, attempt=NAME, if_absent=True),
     )
     span = {"CopySourceRange": f"bytes=3-{len(DATA) - 1}", "PartNumber": 1}
     yield Operation(

@@ -22,12 +22,19 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.failures import is_of_group
 from cloudckpt.dcp.load_loop import load_together
-from cloudckpt.dcp.meeting import PLAN_EACH_TIME, Meeting, RankStatus, break_off, one_error
+from cloudckpt.dcp.meeting import (
+    PLAN_EACH_TIME,
+    Meeting,
+    RankStatus,
+    break_off,
+    check_together,
+    one_error,
+)
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader, OurReader
 from cloudckpt.dcp.save_loop import SaveLoop
 from cloudckpt.dcp.save_steps import clean_up_after, save_by_steps
-from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, check_together
+from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import (
     ConfigError,
     InvalidURIError,
@@ -194,33 +201,26 @@ def save_prepared(
     """
     meeting = Meeting.of(process_group, no_dist)
 
-    loops: list[SaveLoop] = []
-
-    def begin() -> tuple[OurWriter, SavePlanner, dict[str, Any]]:
-        made, state = _both(prepare, lambda: content_of(state_dict))
+    def begin() -> tuple[OurWriter, SavePlanner, dict[str, Any], SaveLoop | None]:
+        made, state = _prepare_with_content(prepare, lambda: content_of(state_dict))
         planner = made.planner or CloudSavePlanner()
-        loops.extend(SaveLoop.of(state, made.writer, planner, process_group, no_dist))
-        return made.writer, planner, state
+        loop = SaveLoop.of(state, made.writer, planner, meeting.group)
+        return made.writer, planner, state, loop
 
-    def status(begun: tuple[OurWriter, SavePlanner, dict[str, Any]]) -> RankStatus:
-        own = _status_of_save(begun[0], begun[1])
-        return replace(own, plan=loops[0].plan) if loops else own
+    def status(begun: tuple[OurWriter, SavePlanner, dict[str, Any], SaveLoop | None]) -> RankStatus:
+        writer, planner, _, loop = begun
+        own = _status_of_save(writer, planner)
+        return own if loop is None else replace(own, plan=loop.plan)
 
-    plan = PLAN_EACH_TIME
+    (writer, planner, state, loop), plan = meeting.begin_planned(begin, status)
     try:
-        (writer, planner, state), plan = meeting.begin_planned(begin, status)
-    finally:
-        if plan == PLAN_EACH_TIME:
-            for loop in loops:
-                loop.give_up()
-    try:
-        if plan != PLAN_EACH_TIME:
-            return loops[0].run(plan)
-        return save_by_steps(state, writer, planner, process_group, no_dist)
+        if loop is not None and plan != PLAN_EACH_TIME:
+            return loop.run(plan)
+        return save_by_steps(state, writer, planner, meeting.group)
     except (CheckpointException, RuntimeError) as exc:
         if is_of_group(exc):
             break_off(meeting.group)
-        raise _settle(exc, writer, _rank(process_group, no_dist)) from exc
+        raise _clean_up_and_translate(exc, writer, meeting.rank) from exc
     finally:
         forget_listings()
 
@@ -250,7 +250,7 @@ def load_prepared(
         return content_of({name: named[name] for name in sorted(named)})
 
     def begin() -> tuple[StorageReader, LoadPlanner | None, dict[str, Any]]:
-        made, state = _both(prepare, content)
+        made, state = _prepare_with_content(prepare, content)
         return made.reader, made.planner, state
 
     state = load_together(Meeting.of(process_group, no_dist), begin)
@@ -261,7 +261,7 @@ def load_prepared(
             state_dict[key] = state[str(key)]
 
 
-def _both(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
+def _prepare_with_content(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
     """The results of both; the second is called even if the first raises.
 
     ``state_dict()`` of a sharded model may be a collective call, in which the other ranks would
@@ -392,13 +392,18 @@ def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
     )
 
 
-def _settle(exc: CheckpointException | RuntimeError, writer: OurWriter, rank: int) -> BaseException:
-    """Cleans up after a failed save and returns its cause."""
-    committed = clean_up_after(exc, writer)
+def _clean_up_and_translate(
+    exc: CheckpointException | RuntimeError, writer: OurWriter, rank: int
+) -> BaseException:
+    """Cleans up after a failed save; returns the error that a user can act on."""
+    committed, uri = clean_up_after(exc, writer), writer.checkpoint_id
     if is_of_group(exc):
         message = f"{_LOST}; {_WHAT_IS_COMMITTED[committed]}"
-        return ProcessGroupError(message, committed=committed, uri=writer.checkpoint_id, cause=exc)
-    return _cause(exc, rank, writer.checkpoint_id)
+        return ProcessGroupError(message, committed=committed, uri=uri, cause=exc)
+    if isinstance(exc, RuntimeError):
+        return exc
+    failures = {rank: error for rank, (error, _) in exc.failures.items()}
+    return one_error(failures, rank, f"in step {exc.args[0]!r}", uri)
 
 
 def _status_of_save(writer: OurWriter, planner: SavePlanner) -> RankStatus:
@@ -412,20 +417,3 @@ def _status_of_save(writer: OurWriter, planner: SavePlanner) -> RankStatus:
     if isinstance(writer, CloudStorageWriter) and writer.is_incremental:
         options += ", incremental=True"
     return RankStatus(location=writer.checkpoint_id, options=options)
-
-
-def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str) -> BaseException:
-    """The error that a user can act on; ``rank`` is the rank of this process."""
-    if isinstance(exc, RuntimeError):
-        if not is_of_group(exc):
-            return exc
-        return ProcessGroupError(_LOST, uri=uri, cause=exc)
-    failures = {rank: error for rank, (error, _) in exc.failures.items()}
-    return one_error(failures, rank, f"in step {exc.args[0]!r}", uri)
-
-
-def _rank(process_group: dist.ProcessGroup | None, no_dist: bool) -> int:
-    """The rank of this process, as torch's saver and loader count it."""
-    if no_dist or not (dist.is_available() and dist.is_initialized()):
-        return 0
-    return dist.get_rank(process_group)

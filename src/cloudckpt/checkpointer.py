@@ -309,7 +309,7 @@ class AsyncCheckpointer(Checkpointer):
 
         Raises:
             CloudCheckpointError: If a save failed and no call has raised its error.
-            SaveInProgressError: If a save has not ended within ``close_timeout``; its future
+            SaveInProgressError: If a save has not ended within ``patience``; its future
                 reports how it ends.
         """
         super().close()

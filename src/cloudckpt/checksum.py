@@ -25,6 +25,7 @@ __all__ = [
     "Blocks",
     "ChecksumAlgorithm",
     "block_size_for",
+    "from_base64",
     "to_base64",
 ]
 
@@ -83,6 +84,11 @@ ALGORITHMS = {algorithm.name: algorithm for algorithm in (CRC32C, CRC64NVME)}
 def to_base64(crc32c: int) -> str:
     """The four big-endian bytes of a CRC32C in base64, as S3 and Google write it."""
     return base64.b64encode(struct.pack(">I", crc32c)).decode("ascii")
+
+
+def from_base64(text: str) -> int:
+    """The CRC32C that `to_base64` writes so."""
+    return int.from_bytes(base64.b64decode(text), "big")
 
 
 def block_size_for(nbytes: int) -> int:

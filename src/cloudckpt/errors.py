@@ -37,6 +37,7 @@
         ├── MissingKeyError           also KeyError
         ├── ShapeMismatchError        also ValueError
         ├── UnsupportedTensorError    also TypeError
+        ├── UnsupportedValueError     also TypeError
         ├── TensorChangedError        a tensor was written to while it was saved
         ├── RanksFailedError          ranks failed for different reasons, or outside of cloudckpt
         ├── ProcessGroupError         a rank died, or the ranks lost each other
@@ -101,6 +102,7 @@ __all__ = [
     "TransferCancelledError",
     "TransientStoreError",
     "UnsupportedTensorError",
+    "UnsupportedValueError",
     "UntrustedPickleError",
     "WrongRegionError",
 ]
@@ -397,6 +399,10 @@ class ShapeMismatchError(CheckpointError, ValueError):
 
 class UnsupportedTensorError(CheckpointError, TypeError):
     """A kind of tensor whose bytes can't be stored faithfully (quantized, sparse, meta)."""
+
+
+class UnsupportedValueError(CheckpointError, TypeError):
+    """A value of the state dict that can't be pickled, such as a lambda or an open file."""
 
 
 class TensorChangedError(CheckpointError):

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from typing import BinaryIO, NoReturn, cast
+from typing import BinaryIO, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from cloudckpt.errors import (
     ConfigError,
     InvalidRequestError,
     InvalidURIError,
+    ObjectNotFoundError,
     PreconditionFailedError,
 )
 from cloudckpt.events import Span
@@ -190,12 +191,13 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
 
 def _is_as_stored(store: ObjectStore, info: ObjectInfo, data: bytearray, config: Config) -> bool:
     """Whether the store confirms that these are the bytes of this version of the object."""
-    checksum, retrier = store.capabilities.checksum.of(memoryview(data)), Retrier(config.retry)
-    found = retrier.call(lambda: store.holds(info.key, size=info.size, checksum=checksum))
-    current = found if found is not None else retrier.call(lambda: store.head(info.key))
-    if current.version != info.version:
-        raise CheckpointReplacedError("it was replaced while it was read", uri=store.uri(info.key))
-    return found is not None
+    try:
+        kept = Retrier(config.retry).call(lambda: store.checksum_of(info))
+    except (ObjectNotFoundError, PreconditionFailedError) as error:
+        raise CheckpointReplacedError(
+            "it was replaced while it was read", uri=store.uri(info.key), cause=error
+        ) from error
+    return kept == store.capabilities.checksum.of(memoryview(data))
 
 
 @contextlib.contextmanager
@@ -210,14 +212,10 @@ def _opened(data: FileData) -> Iterator[tuple[BinaryIO, int]]:
     elif hasattr(data, "read") and not isinstance(given, io.TextIOBase):
         yield data, 0
     else:
-        _refuse(data)
-
-
-def _refuse(data: object) -> NoReturn:
-    wanted = "bytes, the path of a file (a pathlib.Path), or a file that is open in binary mode"
-    if isinstance(data, str):
-        wanted = "data.encode() if it is text, or pathlib.Path(data) if it is the path of a file"
-    raise TypeError(f"data is a {type(data).__name__}: give {wanted}")
+        wanted = "bytes, the path of a file (a pathlib.Path), or a file that is open in binary mode"
+        if isinstance(given, str):
+            wanted = "data.encode() if it is text, or pathlib.Path(data) if it is a file's path"
+        raise TypeError(f"data is a {type(data).__name__}: give {wanted}")
 
 
 def _put_on_condition(

@@ -149,11 +149,11 @@ def dcp_to_dcp(
         StoreError: If a store refuses or stays unreachable, or the disk is full.
     """
     config = config if config is not None else Config()
-    uri, to = CheckpointURI.parse(source), CheckpointURI.parse(target)
-    if uri == to:
-        raise InvalidURIError(f"{uri} is both the checkpoint and the one to be written")
-    _refuse_existing(to, config)
-    state, notes = _load_with_notes(uri, config, trust_pickle)
+    uri, to = _both_ends(source, target, config)
+    reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
+    state = _content_of(reader)
+    assert reader.commit is not None  # it was read
+    notes = Notes.from_json(reader.commit.notes, str(uri))  # of the same save
     writer = CloudStorageWriter(to, config=config, notes=notes)
     return save(state, storage_writer=writer, no_dist=True)
 
@@ -164,23 +164,22 @@ def _content_of(reader: CloudStorageReader) -> dict[Any, Any]:
     return planner.content(reader.structure)
 
 
-def _load_with_notes(
-    uri: CheckpointURI, config: Config, trust_pickle: bool
-) -> tuple[dict[Any, Any], Notes]:
-    """A checkpoint's content and its notes, of one save."""
-    reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
-    state = _content_of(reader)
-    assert reader.commit is not None  # it was read
-    return state, Notes.from_json(reader.commit.notes, str(uri))
+def _both_ends(
+    source: URILike, target: URILike, config: Config
+) -> tuple[CheckpointURI, CheckpointURI]:
+    """The locations of what is read and of the checkpoint that is written.
 
-
-def _refuse_existing(target: CheckpointURI, config: Config) -> None:
-    """Raises before all of the source is read; the commit checks again."""
-    if not config.overwrite and exists(target, config=config):
+    Raises before all of the source is read; the commit checks again.
+    """
+    uri, to = CheckpointURI.parse(source), CheckpointURI.parse(target)
+    if uri == to:
+        raise InvalidURIError(f"{uri} is both what is read and the checkpoint to be written")
+    if not config.overwrite and exists(to, config=config):
         raise CheckpointExistsError(
             "a checkpoint exists here and overwrite is off: delete it, or write another one",
-            uri=str(target),
+            uri=str(to),
         )
+    return uri, to
 
 
 def torch_save_to_dcp(
@@ -216,10 +215,7 @@ def torch_save_to_dcp(
         StoreError: If a store refuses or stays unreachable, or the disk is full.
     """
     config = config if config is not None else Config()
-    uri, location = CheckpointURI.parse(source), CheckpointURI.parse(target)
-    if uri == location:
-        raise InvalidURIError(f"{uri} is both the file and the checkpoint to be written")
-    _refuse_existing(location, config)
+    uri, location = _both_ends(source, target, config)
     state = retry_if_replaced(lambda: _load_file(uri, config, trust_pickle))
     if not isinstance(state, dict):
         raise CheckpointError(

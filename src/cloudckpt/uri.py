@@ -22,33 +22,28 @@ _FORMS = (
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
 _SWALLOWED_SLASH = re.compile(r"^(https|memory|file):/(?!/)", re.IGNORECASE)
-_MEANT = {  # schemes of other tools, and what to write here
-    "gcs": "gs",
-    "s3a": "s3",
-    "s3n": "s3",
-    "wasb": "az",
-    "wasbs": "az",
-    "azure": "az",
-    "local": "file",
-}
-_SERVICES = {  # stores with S3's API, and their endpoints
-    "b2": "https://s3.<region>.backblazeb2.com",
-    "ceph": "the URL of its gateway",
-    "cos": "https://cos.<region>.myqcloud.com",
-    "cosn": "https://cos.<region>.myqcloud.com",
-    "minio": "http://<host>:9000",
-    "obs": "https://obs.<region>.myhuaweicloud.com",
-    "oss": "https://s3.oss-<region>.aliyuncs.com",
-    "r2": "https://<account id>.r2.cloudflarestorage.com",
-}
-_MOUNTED = {  # file systems that are mounted as folders
+_SERVICE = "write s3://bucket/path, and set AWS_ENDPOINT_URL_S3 to "
+_MOUNTED = "mount it, by NFS or FUSE, and write the path of the folder"
+_FOREIGN = {  # schemes of other tools, and what to write here
+    "gcs": "write gs://bucket/path",
+    "s3a": "write s3://bucket/path",
+    "s3n": "write s3://bucket/path",
+    "azure": "write az://container/path",
+    "wasb": "write abfss://container@account.dfs.core.windows.net/path",
+    "wasbs": "write abfss://container@account.dfs.core.windows.net/path",
+    "local": "write file:///path",
+    "b2": f"{_SERVICE}https://s3.<region>.backblazeb2.com",
+    "ceph": f"{_SERVICE}the URL of its gateway",
+    "cos": f"{_SERVICE}https://cos.<region>.myqcloud.com",
+    "cosn": f"{_SERVICE}https://cos.<region>.myqcloud.com",
+    "minio": f"{_SERVICE}http://<host>:9000",
+    "obs": f"{_SERVICE}https://obs.<region>.myhuaweicloud.com",
+    "oss": f"{_SERVICE}https://s3.oss-<region>.aliyuncs.com",
+    "r2": f"{_SERVICE}https://<account id>.r2.cloudflarestorage.com",
     "dbfs": "on Databricks that is /dbfs/path, or better a volume, /Volumes/path",
-    **dict.fromkeys(
-        ("hdfs", "webhdfs", "viewfs"), "mount it, by NFS or FUSE, and write the path of the folder"
-    ),
-    **dict.fromkeys(("nfs", "sftp", "ssh", "smb"), "mount it, and write the path of the folder"),
+    **dict.fromkeys(("hdfs", "webhdfs", "viewfs", "nfs", "sftp", "ssh", "smb"), _MOUNTED),
 }
-_FOREIGN = re.compile(rf"({'|'.join((*_MEANT, *_SERVICES, *_MOUNTED))}):/", re.IGNORECASE)
+_FOREIGN_SCHEME = re.compile(rf"({'|'.join(_FOREIGN)}):/", re.IGNORECASE)
 _AZURE_SCHEMES = frozenset({"abfss", "abfs", "https"})
 _CONTAINER = r"[a-z0-9$][a-z0-9-]*"
 _AZURE_HOST = re.compile(  # of the public cloud, China, US Government, and accounts in DNS zones
@@ -161,8 +156,11 @@ class CheckpointURI:
             os.fsencode(text)
         except UnicodeEncodeError:
             raise InvalidURIError(f"{_shown(text)!r} contains half of a surrogate pair") from None
-        if foreign := _FOREIGN.match(text):
-            raise InvalidURIError(_did_you_mean(foreign[1].lower(), text[foreign.end() :], text))
+        if foreign := _FOREIGN_SCHEME.match(text):
+            scheme = foreign[1].lower()
+            raise InvalidURIError(
+                f"unknown scheme {scheme!r} in {_shown(text)!r}: {_FOREIGN[scheme]}"
+            )
         if (lost := unfolded(text)) is not None:
             whole = lost if cls.accepts(lost) else _shown(lost)  # a container@account is no secret
             raise InvalidURIError(
@@ -372,37 +370,6 @@ def unfolded(path: str) -> str | None:
         if found := _FOLDED.search(form):
             return f"{found.group(1)}//{found['rest'] or ''}"
     return None
-
-
-def _did_you_mean(scheme: str, rest: str, text: str) -> str:
-    """What to write instead of a location with another tool's scheme."""
-    unknown, rest = f"unknown scheme {scheme!r} in {_shown(text)!r}", rest.lstrip("/")
-    if scheme in _MOUNTED:
-        return f"{unknown}: {_MOUNTED[scheme]}"
-    path = _without_secrets(rest)
-    if scheme in _SERVICES:
-        return (
-            f"{unknown}: did you mean 's3://{path}' with "
-            f"Config(s3=S3Options(endpoint_url={_SERVICES[scheme]!r})), or AWS_ENDPOINT_URL_S3?"
-        )
-    container, _, behind = rest.partition("@")
-    host, _, path_there = _without_secrets(behind).partition("/")
-    if (
-        _MEANT[scheme] == "az"
-        and re.fullmatch(_CONTAINER, container)
-        and _AZURE_HOST.fullmatch(host)
-    ):
-        host = host.replace(".blob.", ".dfs.", 1)
-        return f"{unknown}: did you mean 'abfss://{container}@{host}/{path_there}'?"
-    if _MEANT[scheme] == "az" and "@" in rest:
-        return f"{unknown}: write abfss://container@account.dfs.core.windows.net/path"
-    slashes = "///" if _MEANT[scheme] == "file" else "//"
-    return f"{unknown}: did you mean '{_MEANT[scheme]}:{slashes}{path}'?"
-
-
-def _without_secrets(rest: str) -> str:
-    """What follows the scheme, without user information and query."""
-    return _shown(f"://{rest}").removeprefix("://").removeprefix("***@").partition("?")[0]
 
 
 def _shown(text: str) -> str:

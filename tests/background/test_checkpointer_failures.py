@@ -184,7 +184,7 @@ class Failing(Gate):
 
 def test_closing_before_the_save_has_ended_says_that_it_has_not(local, tmp_path):
     gate = Gate(tmp_path)
-    one = checkpointer(local, close_timeout=0.05)
+    one = checkpointer(local, patience=0.05)
     written = one.save(local.uri, filled(1, SMALL), planner=gate)[1]
     gate.wait()
     with pytest.raises(SaveInProgressError, match=r"not finished within 0\.05 s") as caught:
@@ -219,7 +219,7 @@ def test_closing_in_a_fork_is_left_to_the_process_that_has_made_the_checkpointer
 
 
 def test_closing_tells_of_the_save_whose_process_it_ended(local):
-    one = checkpointer(local, PROCESS, close_timeout=0.05)
+    one = checkpointer(local, PROCESS, patience=0.05)
     process = one._saver._process
     process._worker.wait_until_ready()
     os.kill(process.pid, signal.SIGSTOP)

@@ -142,7 +142,7 @@ def test_a_saver_may_be_closed_after_the_default_group(ranks, local, tmp_path):
 
 def _groups_of_one_rank(place: Place) -> None:
     dist.new_group([0])  # which only the first rank counts among its groups
-    with AsyncSaver(options=BackgroundOptions(start_timeout=100)) as saver:
+    with AsyncSaver() as saver:
         begin(saver, 1, place).result(PATIENCE)
 
 

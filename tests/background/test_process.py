@@ -43,8 +43,6 @@ from wire.faults import Call, s3_error
 from .saves import PATIENCE, Refusing, begin, step_at
 from .waiting import eventually, is_running, open_files
 
-NICE = 7
-
 
 def saver(**arguments) -> AsyncSaver:
     return AsyncSaver(no_dist=True, kind=AsyncCheckpointerType.PROCESS, **arguments)
@@ -53,7 +51,7 @@ def saver(**arguments) -> AsyncSaver:
 @pytest.fixture(scope="module")
 def one(_own_surroundings):
     """A saver with two buffers, which tests share."""
-    with saver(options=BackgroundOptions(nice=NICE, when_busy="double_buffer")) as one:
+    with saver(options=BackgroundOptions(when_busy="double_buffer")) as one:
         yield one
 
 
@@ -164,11 +162,8 @@ def test_values_of_all_kinds_cross(one, local):
     assert_same(loaded, state)
 
 
-@pytest.mark.parametrize("zip_crc32", [False, True])
-def test_the_objects_are_those_that_the_trainer_itself_would_write_to_the_byte(
-    one, local, zip_crc32
-):
-    here, beside = (local.at(name).having(zip_crc32=zip_crc32) for name in ("here", "beside"))
+def test_the_objects_are_those_that_the_trainer_itself_would_write_to_the_byte(one, local):
+    here, beside = local.at("here"), local.at("beside")
     for _ in range(2):  # planned, and by the plan of before
         cloudckpt.save(VALUES, checkpoint_id=here.uri, config=here.config, no_dist=True)
         one.save(VALUES, beside.writer()).written.result(PATIENCE)
@@ -328,7 +323,7 @@ def test_a_new_process_has_the_surroundings_that_its_trainer_has_by_then(
 def test_the_process_yields_the_cpu(one, local):
     begin(one, 1, local).result(PATIENCE)
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert os.getpriority(os.PRIO_PROCESS, pid_of(one)) == min(19, own + NICE)
+    assert os.getpriority(os.PRIO_PROCESS, pid_of(one)) == min(19, own + 5)
 
 
 def test_several_savers_have_a_process_each(one, local):
@@ -521,8 +516,14 @@ def test_signals_that_are_for_the_trainer_do_not_end_what_saves(one, shaky, gate
     assert [step_at(shaky), step_at(shaky.at("2"))] == [1, 2]
 
 
-def test_a_process_that_is_frozen_amid_a_save_is_ended_and_replaced(local):
-    with saver(options=BackgroundOptions(heartbeat_timeout=2)) as one:
+@pytest.fixture
+def short_signs(monkeypatch):
+    """A saving process is ended after two seconds without a sign of life."""
+    monkeypatch.setattr(process, "_SIGN_OF_LIFE", 2.0)
+
+
+def test_a_process_that_is_frozen_amid_a_save_is_ended_and_replaced(local, short_signs):
+    with saver() as one:
         begin(one, 0, local).result(PATIENCE)
         with stopped(one) as pid:
             error = begin(one, 1, local.at("1")).exception(PATIENCE)
@@ -533,8 +534,10 @@ def test_a_process_that_is_frozen_amid_a_save_is_ended_and_replaced(local):
     assert step_at(local.at("2")) == 2
 
 
-def test_a_process_that_is_frozen_before_a_large_job_does_not_hold_up_its_trainer(local):
-    with saver(options=BackgroundOptions(heartbeat_timeout=2)) as one:
+def test_a_process_that_is_frozen_before_a_large_job_does_not_hold_up_its_trainer(
+    local, short_signs
+):
+    with saver() as one:
         begin(one, 0, local).result(PATIENCE)
         with stopped(one) as pid:
             state = {f"t{n}": torch.ones(1) for n in range(20_000)}  # more than the channel takes
@@ -546,8 +549,8 @@ def test_a_process_that_is_frozen_before_a_large_job_does_not_hold_up_its_traine
     assert step_at(local) == 2
 
 
-def test_a_process_that_saves_for_long_is_heard_of_and_left_alone(shaky, gate):
-    with saver(options=BackgroundOptions(heartbeat_timeout=2)) as one:
+def test_a_process_that_saves_for_long_is_heard_of_and_left_alone(shaky, gate, short_signs):
+    with saver() as one:
         future, pid = begin(one, 1, shaky), pid_of(one)
         gate.wait()
         assert not eventually(future.done, 5)
@@ -558,7 +561,7 @@ def test_a_process_that_saves_for_long_is_heard_of_and_left_alone(shaky, gate):
 
 
 def test_closing_waits_for_the_save_and_ends_the_process(shaky, gate):
-    other = saver(options=BackgroundOptions(close_timeout=PATIENCE))
+    other = saver()
     future = begin(other, 1, shaky)
     gate.wait()
     life, pid = other._process._worker, pid_of(other)
@@ -573,7 +576,7 @@ def test_closing_waits_for_the_save_and_ends_the_process(shaky, gate):
 
 
 def test_closing_again_ends_a_process_that_an_interrupt_has_left(local):
-    other = saver(options=BackgroundOptions(close_timeout=PATIENCE))
+    other = saver()
     begin(other, 1, local).result(PATIENCE)
     pid = pid_of(other)
     with (
@@ -595,7 +598,7 @@ def test_a_saver_that_is_dropped_leaves_no_process(local):
 
 
 def test_closing_ends_a_save_that_takes_too_long(shaky, gate):
-    other = saver(options=BackgroundOptions(close_timeout=0.05))
+    other = saver(options=BackgroundOptions(patience=0.05))
     future = begin(other, 1, shaky)
     pid = pid_of(other)
     gate.wait()

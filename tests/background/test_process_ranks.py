@@ -217,7 +217,7 @@ CHECKS = [
 def _run_all(place: Place, folder: Path) -> dict[str, str]:
     """What went wrong, by check."""
     found = {}
-    options = BackgroundOptions(close_timeout=5)
+    options = BackgroundOptions(patience=120)
     with AsyncSaver(kind=AsyncCheckpointerType.PROCESS, options=options) as saver:
         for check in CHECKS:
             (folder / "last").write_text(check.__name__)

@@ -1,7 +1,6 @@
 """Ranks that save together in their threads: they begin, skip and fail alike."""
 
 import contextlib
-import dataclasses
 import datetime
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -390,8 +389,7 @@ def test_so_it_is_within_a_save_or_load_in_any_group_of_gloo(ranks, local, step)
 
 
 def _one_is_gone_behind_the_meeting(place: Place) -> str:
-    options = BackgroundOptions(start_timeout=3600.0)
-    config = dataclasses.replace(place.config, background=options)
+    config = place.config
     with mock.patch.object(groups, "_CONNECT", 0.5):
         if dist.get_rank() == 0:
             with (

@@ -25,10 +25,12 @@ from cloudckpt.checkpoint.columns import (
 NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(0, 300)
 
 
-@given(st.lists(NUMBERS, max_size=20))
-def test_a_column_comes_back(numbers):
+@given(st.lists(NUMBERS, max_size=20), st.sampled_from([1, 3, 1 << 16]))
+def test_a_column_comes_back(numbers, at_once):
     packed, into = io.BytesIO(packed_column(column_of(numbers))), unfilled(len(numbers))
-    unpack_column(packed, into)
+    with pytest.MonkeyPatch.context() as there:
+        there.setattr(columns, "_AT_ONCE", at_once)
+        unpack_column(packed, into)
     assert packed.read() == b""
     assert into.tolist() == numbers
 

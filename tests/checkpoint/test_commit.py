@@ -40,14 +40,13 @@ class Bucket(MemoryStore):
         self.capabilities = dataclasses.replace(self.capabilities, conditional_writes=None)
         self.ignored = ignored
 
-    def put(self, key, body, *, checksum, if_absent=False, if_version=None, progress=None):
+    def put(self, key, body, *, if_absent=False, if_version=None, **others):
         return super().put(
             key,
             body,
-            checksum=checksum,
             if_absent=if_absent and "if_absent" not in self.ignored,
             if_version=None if "if_version" in self.ignored else if_version,
-            progress=progress,
+            **others,
         )
 
 
@@ -61,8 +60,8 @@ def retrier():
     return Retrier(RetryPolicy(attempts=4, base=0.0, cap=0.0))
 
 
-def write(store, data, key=KEY):
-    return store.inner.put(key, [memoryview(data)], checksum=CRC32C.of(data))
+def write(store, data, key=KEY, attempt="of another writer"):
+    return store.inner.put(key, [memoryview(data)], checksum=CRC32C.of(data), attempt=attempt)
 
 
 def held(store):
@@ -216,7 +215,7 @@ def test_a_commit_that_was_turned_away_has_failed_for_certain(store, retrier, be
     with pytest.raises(then):
         finish(store, baseline, retrier)
     assert held(store) == before
-    assert store.calls["get"] == 0
+    assert store.calls["head"] == 0
 
 
 @BEFORE
@@ -274,7 +273,7 @@ def test_a_commit_that_a_gateway_calls_a_conflict_is_recognized(store, retrier, 
 def test_a_gateway_that_finds_nothing_is_no_proof_of_a_deletion(store, retrier):
     baseline = begun(store, OLD)
     store.fail("put", PreconditionFailedError)
-    store.fail("get", ObjectNotFoundError)
+    store.fail("head", ObjectNotFoundError)
     with pytest.raises(CommitUnknownError):
         finish(store, baseline, retrier)
 
@@ -286,24 +285,68 @@ def test_a_commit_behind_a_503_that_nobody_can_be_asked_about_is_unknown(
 ):
     baseline = begun(store, before)
     store.fail("put", ThrottledError, when=when)
-    store.fail("get", ThrottledError)
+    store.fail("head", ThrottledError)
     with pytest.raises(CommitUnknownError):
         finish(store, baseline, retrier)
 
 
 @BEFORE
-def test_another_writer_is_told_from_ones_own_lost_answer(store, retrier, before):
+@pytest.mark.parametrize("theirs", [THEIRS, OURS], ids=["other bytes", "the same bytes"])
+def test_another_writer_is_told_from_ones_own_lost_answer(store, retrier, before, theirs):
     """The first try was lost on its way there; before the second, somebody else commits."""
     baseline = begun(store, before)
 
     def lose(message):
-        write(store, THEIRS)
+        write(store, theirs)
         return ConnectionLostError(message)
 
     store.fail("put", lose, calls=[1])
     with pytest.raises(CheckpointConflictError):
         finish(store, baseline, retrier)
-    assert held(store) == THEIRS
+    assert held(store) == theirs
+
+
+@BEFORE
+def test_of_two_writers_of_the_same_bytes_one_commits_though_answers_are_lost(
+    store, retrier, before
+):
+    baseline = begun(store, before)
+    store.fail("put", ConnectionLostError, calls=[1], when="after")
+    finish(store, baseline, retrier)
+    store.fail("put", ConnectionLostError, calls=[3], when="before")
+    with pytest.raises(CheckpointConflictError):
+        finish(store, baseline, retrier)
+
+
+@BEFORE
+@pytest.mark.parametrize("there", [THEIRS, OURS], ids=["other bytes", "the same bytes"])
+def test_an_object_that_names_no_writer_is_neither_ones_own_nor_another_ones(
+    store, retrier, before, there
+):
+    baseline = begun(store, before)
+
+    def lose(message):
+        write(store, there, attempt="")
+        return ConnectionLostError(message)
+
+    store.fail("put", lose, calls=[1])
+    with pytest.raises(CommitUnknownError):
+        finish(store, baseline, retrier)
+
+
+@BEFORE
+def test_where_metadata_are_dropped_a_commit_whose_answer_was_lost_is_unknown(retrier, before):
+    class Dropping(Bucket):
+        def put(self, key, body, *, attempt, **others):
+            return super().put(key, body, **others)
+
+    store = FaultyStore(Dropping())
+    baseline = begun(store, before)
+    finish(store, baseline, retrier, conditional=False)  # which needs no proof
+    store.fail("put", ConnectionLostError, when="after")
+    with pytest.raises(CommitUnknownError):
+        finish(store, Baseline(KEY, store.inner.head(KEY).version), retrier)
+    assert held(store) == OURS
 
 
 @BEFORE
@@ -326,7 +369,7 @@ def test_a_commit_that_was_replaced_at_once_is_no_success(store, retrier, before
 def test_a_commit_that_nobody_can_be_asked_about_is_unknown(store, retrier, before, when):
     baseline = begun(store, before)
     store.fail("put", ConnectionLostError, when=when)
-    store.fail("get", ConnectionLostError)
+    store.fail("head", ConnectionLostError)
     with pytest.raises(CommitUnknownError, match="kept") as caught:
         finish(store, baseline, retrier)
     assert caught.value.uri == store.uri(KEY)
@@ -344,7 +387,7 @@ def test_a_commit_that_may_still_arrive_is_unknown(store, retrier, before):
 def test_a_commit_that_must_not_be_read_is_unknown(store, retrier):
     baseline = begun(store, None)
     store.fail("put", ConnectionLostError, calls=[1], when="after")
-    store.fail("get", AccessDeniedError)
+    store.fail("head", AccessDeniedError)
     with pytest.raises(CommitUnknownError):
         finish(store, baseline, retrier)
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from cloudckpt.checkpoint import record
 from cloudckpt.checkpoint.committed import CommitObject, Fetched
 from cloudckpt.checkpoint.draft import Draft, Planned
+from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.metadata import load_metadata
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.structure import Structure
@@ -240,6 +241,18 @@ def test_lazy_metadata_pickle_as_torchs():
     back = pickle.loads(pickle.dumps(found))
     assert type(back.state_dict_metadata) is type(back.storage_data) is dict
     assert back == found
+
+
+def test_all_places_of_lazy_metadata_are_made_in_one_pass(monkeypatch):
+    metadata, plans = example()
+    places = read(stored(drawn_up(metadata, plans))).metadata.storage_data
+    one_by_one = {index: places[index] for index in places}
+    assert len(one_by_one) == len(places) > 1
+    assert next(iter(places.items())) in places.items()
+    monkeypatch.setattr(Inventory, "row_of", None)  # nothing is looked up
+    assert dict(places.items()) == one_by_one == places
+    assert list(places.values()) == list(one_by_one.values())
+    assert [index.index for index, _ in places.items()] == [index.index for index in one_by_one]
 
 
 @pytest.mark.parametrize("notes", [b"", b'{"step":7}'])

@@ -41,6 +41,14 @@ class CopyContract(Hooks):
         assert info == copier.head(prefix + "target/ü+%?")
         assert info.checksum in (None, checksum(copier, data))
 
+    def test_a_copy_has_a_name_of_its_own(self, copier: ObjectStore, prefix: str) -> None:
+        source = put(copier, prefix + "source", b"data", attempt="0123456789abcdef")
+        key = prefix + "target"
+        info = copier.copy(copier, source, key, attempt="fedcba9876543210")
+        assert copier.written(key, "0123456789abcdef") is None
+        found = copier.written(key, "fedcba9876543210")
+        assert found == (info if self.keeps_attempts else None)
+
     def test_copy_replaces_an_object(self, copier: ObjectStore, prefix: str) -> None:
         old = put(copier, prefix + "target", b"old")
         info = copier.copy(copier, put(copier, prefix + "source", b"new"), prefix + "target")

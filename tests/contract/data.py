@@ -39,12 +39,14 @@ class Hooks:
         honours_conditional_deletes: Whether ``delete`` with ``if_version`` takes no other version.
         honours_conditional_copies: Whether `copy` heeds the version of its source, and
             ``if_absent``.
+        keeps_attempts: Whether objects keep the name of the write that made them.
     """
 
     object_count = 1100
     atomic_conditions = True
     honours_conditional_deletes = True
     honours_conditional_copies = True
+    keeps_attempts = True
 
     @pytest.fixture
     def store(self) -> Iterator[ObjectStore]:
@@ -89,13 +91,18 @@ def put(
     key: str,
     data: bytes,
     *,
+    attempt: str = "",
     if_absent: bool = False,
     if_version: str | None = None,
 ) -> ObjectInfo:
     """``store.put`` of plain bytes."""
-    body = [memoryview(data)]
     return store.put(
-        key, body, checksum=checksum(store, data), if_absent=if_absent, if_version=if_version
+        key,
+        [memoryview(data)],
+        checksum=checksum(store, data),
+        attempt=attempt,
+        if_absent=if_absent,
+        if_version=if_version,
     )
 
 

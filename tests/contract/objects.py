@@ -57,6 +57,24 @@ class WritingContract(Hooks):
         assert (info.key, info.size) == (prefix + "object", 12)
         assert info == store.head(prefix + "object")
 
+    def test_an_object_is_known_by_the_name_of_its_write_and_not_by_its_bytes(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        key = prefix + "object"
+        info = put(store, key, b"data", attempt="0123456789abcdef")
+        assert store.written(key, "0123456789abcdef") == (info if self.keeps_attempts else None)
+        put(store, key, b"data", attempt="fedcba9876543210")
+        assert store.written(key, "0123456789abcdef") is None
+        assert store.written(prefix + "missing", "0123456789abcdef") is None
+
+    def test_an_object_without_a_name_is_nobodys(self, store: ObjectStore, prefix: str) -> None:
+        put(store, prefix + "object", b"data")
+        self.put_directly(store, prefix + "foreign", b"data")
+        for name in ("object", "foreign"):
+            assert store.head(prefix + name).attempt == ""
+            assert store.written(prefix + name, "0123456789abcdef") is None
+            assert store.written(prefix + name, "") is None
+
     def test_put_replaces_an_object_and_changes_its_version(
         self, store: ObjectStore, prefix: str
     ) -> None:

@@ -42,6 +42,19 @@ class UploadContract(Hooks):
         assert (info.key, info.size) == (prefix + "object", len(data))
         assert info == store.head(prefix + "object")
 
+    def test_an_object_is_known_by_the_name_of_its_upload(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        key = prefix + "object"
+        infos, uploads = [], []
+        for _ in range(2):
+            uploads.append(store.create_upload(key, part_size(store)))
+            part = put_part(store, uploads[-1], 1, b"the same bytes")
+            infos.append(store.complete_upload(uploads[-1], [part]))
+        assert store.written(key, uploads[0].attempt) is None
+        found = store.written(key, uploads[1].attempt)
+        assert found == (infos[1] if self.keeps_attempts else None)
+
     def test_put_part_tells_number_size_and_checksum(self, store: ObjectStore, prefix: str) -> None:
         upload = store.create_upload(prefix + "object", part_size(store))
         part = put_part(store, upload, 1, b"twelve bytes")

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
+from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, close_async_savers
 
 COLLECTIVES = [
     "all_gather",
@@ -137,3 +139,31 @@ def test_the_ranks_of_a_save_meet_five_times_and_three_times_once_they_have_a_pl
 def test_a_save_that_is_planned_each_time_takes_no_more(ranks, local):
     for first, second in ranks(2, calls_of_saves, local.having(overwrite=True), OwnSavePlanner()):
         assert first == second == PLANNED
+
+
+def test_an_incremental_save_agrees_on_its_base_by_two_calls_more(ranks, local):
+    place = local.having(overwrite=True, incremental=True)
+    for first, second in ranks(2, calls_of_saves, place.at("run").at("step"), None):
+        assert first == [*PLANNED[:3], "gather_object", "broadcast_object_list", *PLANNED[3:]]
+        assert second == ["all_reduce", *["gather_object", "broadcast_object_list"] * 2]
+
+
+def calls_of_a_save_in_the_background(place):
+    state = {"all": torch.ones(9)}
+    config = CheckpointerConfig(config=place.config, kind=AsyncCheckpointerType.THREAD)
+    with AsyncCheckpointer(config) as checkpointer:
+        checkpointer.save(place.uri, state)[1].result()
+        with Calls() as calls:
+            checkpointer.save(place.uri, state)[1].result()
+    where = {"checkpoint_id": place.uri, "config": place.config}
+    cloudckpt.async_save(state, **where).result()
+    with Calls() as others:
+        cloudckpt.async_save(state, **where).result()
+    close_async_savers()
+    return list(calls), list(others)
+
+
+def test_a_save_in_the_background_has_a_meeting_more(ranks, local):
+    later = ["all_reduce", "gather_object", "broadcast_object_list"]
+    for found in ranks(2, calls_of_a_save_in_the_background, local):
+        assert found == (["all_reduce", *later], ["all_reduce", "all_reduce", *later])

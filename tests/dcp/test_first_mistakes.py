@@ -14,6 +14,7 @@ from cloudckpt.errors import (
     IncompleteSaveError,
     KeyCollisionError,
     UnsupportedTensorError,
+    UnsupportedValueError,
 )
 
 
@@ -42,6 +43,16 @@ def test_a_model_on_meta_is_told_how_to_get_memory_before_it_loads(tmp_path):
         cloudckpt.load({"model": model}, checkpoint_id=tmp_path)
     model.to_empty(device="cpu")
     cloudckpt.load({"model": model}, checkpoint_id=tmp_path)
+
+
+def test_a_value_that_cannot_be_pickled_is_named(tmp_path):
+    state = {"schedule": {"warmup": lambda step: step / 100}, "w": torch.ones(3)}
+    with pytest.raises(
+        UnsupportedValueError, match=r"of type function.* can't be pickled"
+    ) as caught:
+        cloudckpt.save(state, checkpoint_id=tmp_path)
+    assert caught.value.item == "schedule.warmup"
+    assert not cloudckpt.exists(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def _growth(place: Place) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def growth(places) -> dict[str, int]:
-    place = places("local").having(memory_budget=_BUDGET, request_size=8 * MIB)
+    place = places("local").having(memory_budget=_BUDGET)
     return in_a_child("spawn", _growth, place, deadline=250)
 
 

@@ -132,6 +132,11 @@ def test_a_change_of_values_is_not():
     assert Outline.of(state) == Outline.of(_base()).without_leaves()
 
 
+def test_keys_that_are_equal_and_have_other_names_are_another_outline():
+    assert Outline.of({"a": {0.0: 1}}) == Outline.of({"a": {0.0: 2}})
+    assert Outline.of({"a": {0.0: 1}}) != Outline.of({"a": {-0.0: 1}})
+
+
 def test_autograd_being_off_is_another_outline():
     with torch.no_grad():
         without = Outline.of(_base())

@@ -131,9 +131,6 @@ def every_second_tensor(place, option, values):
 @pytest.mark.parametrize(
     ("option", "values"),
     [
-        ("merge_gap", (MIB, 0)),
-        ("merge_gap", (0, MIB)),
-        ("request_size", (MIB, None)),
         ("connections", (1, 16)),
         ("memory_budget", (32 * MIB, 256 * MIB)),
         ("verify", (True, False)),

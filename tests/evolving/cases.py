@@ -11,6 +11,11 @@ __all__ = ["ALONE", "ALWAYS", "CHECKS", "IN_PROCESS", "WAYS", "Case", "Fault", "
 
 WAYS = (
     "save",
+    "by torch's planner",
+    "by a planner of one's own",
+    "by one planner",
+    "by one writer",
+    "to the lowest rank",
     "adopted",
     "async thread",
     "async process",

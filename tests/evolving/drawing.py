@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,20 +23,38 @@ from .values import (
     Random,
     Tensor,
     Text,
+    Tied,
 )
 
 __all__ = ["drawn"]
 
 _DTYPES = (
     "float32", "float32", "bfloat16", "float16", "float64", "int64", "int8", "uint8", "bool",
-    "complex64", "float8_e4m3fn", "float8_e5m2",
+    "complex64", "float8_e4m3fn", "float8_e5m2", "int16", "uint16", "uint32", "complex128",
 )  # fmt: skip
 _PLAIN = (
     0, 1, -1, 255, 256, 2**40, 2**70, 0.1, float("inf"), float("nan"), 1j, "", "text", "é", b"",
     b"bytes", None, True, (), (1, 2), (1, (2, "x")), [], [1, 2, 3], [[]], ["a", None], {"a": 1},
     {"a": {"b": (1,)}}, {},
 )  # fmt: skip
-_KEYS: tuple[Any, ...] = ("a", "b", "weight", "bias", "ü", "a b", "x" * 200, 0, 1, 17, -1, 2.5)
+_KEYS: tuple[Any, ...] = (
+    "a",
+    "b",
+    "weight",
+    "bias",
+    "ü",
+    "a b",
+    "x" * 200,
+    0,
+    1,
+    17,
+    -1,
+    2.5,
+    -0.0,
+    True,
+    None,
+    b"b",
+)
 _OVER = 700 * 1024  # bytes that fit into what a tight store takes
 _MEAN_CHANGES = (0, 1, 1, 1, 2, 2, 3, 5)
 
@@ -143,7 +162,7 @@ class _Drawing:
         rng = self.rng
         dtype = rng.choice(_DTYPES)
         placed = rng.choice(("", "", "", *PLACEMENTS)) if placed is None else placed
-        forms = ["", "turned", "spaced", "inside"] if placed else list(FORMS)
+        forms = ["", "turned", "spaced", "inside", "negated"] if placed else list(FORMS)
         form = rng.choice(("", "", "", *forms))
         frozen = self._incremental and rng.random() < 0.6
         return Tensor(self._shape(dtype), dtype, form, placed, frozen)
@@ -159,6 +178,8 @@ class _Drawing:
         rows = rng.choice((1, 2, 3, 4, 5, 7))
         if rng.random() < 0.2:
             return rows, 2, max(1, count // rows // 2)
+        if rng.random() < 0.1:
+            return rows, 2, max(1, count // rows // 6), 3
         return rows, max(1, count // rows)
 
     def _nbytes(self) -> int:
@@ -195,6 +216,8 @@ class _Drawing:
             )
         if kind < 0.95:
             return Random(rng.choice(list(RANDOM)))
+        if kind < 0.97:
+            return Tied(rng.choice((3, 100, 1000, PACKED // 4, PACKED)))
         return Many(rng.choice((RUN - 1, RUN, RUN + 1, 3)), rng.random() < 0.2)
 
     # ---- changes
@@ -239,7 +262,9 @@ class _Drawing:
                 else dataclasses.replace(value, shape=self._shape(value.dtype))
             )
         other = self._value()
-        while isinstance(other, Many) or (isinstance(other, Random) and other.kind != "python"):
+        while isinstance(other, (Many, Tied)) or (
+            isinstance(other, Random) and other.kind != "python"
+        ):
             other = self._value()
         return other
 
@@ -250,7 +275,7 @@ class _Drawing:
         if kind < 0.1:
             value = {}
         elif kind < 0.2:
-            value = {rng.choice(_KEYS): self._leaf()}
+            value = rng.choice((dict, OrderedDict))({rng.choice(_KEYS): self._leaf()})
         elif kind < 0.3:
             value = [self._leaf() for _ in range(rng.choice((0, 1, 2)))]
         if isinstance(container, list):
@@ -272,7 +297,7 @@ def _possible(described: Any, own: bool = False) -> Any:
     if isinstance(described, Component):
         return Component(_possible(described.content, own))
     if isinstance(described, dict):
-        return {key: _possible(value, own) for key, value in described.items()}
+        return type(described)((key, _possible(value, own)) for key, value in described.items())
     if isinstance(described, list):
         return [_possible(value, own) for value in described]
     if isinstance(described, Tensor) and own:

@@ -152,6 +152,10 @@ class _Rank:
             place = place.having(overwrite=False)
         here = Here(step, dist.get_rank(), dist.get_world_size(), kept=self._kept)
         state = made(save.state, here)
+        if self._pending:  # the marks of each keep what the others replace, until a sweep
+            at_once = [(pending[0], pending[2]) for pending in self._pending] + [(save, place)]
+            if any(each.incremental for each, _ in at_once):
+                self._model.littered |= {there.uri for _, there in at_once}
         waits: list[Callable[[], None]] = []
         with _fault_of(save, state, place):
             error = _caught(lambda: waits.append(self._ways.save(save.by, state, place, step)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from .cases import Case, Save, Segment
 from .states import Component
-from .values import Many, Numbers, Own, Plain, Tensor, Text
+from .values import Many, Numbers, Own, Plain, Tensor, Text, Tied
 
 __all__ = ["smaller"]
 
@@ -199,7 +199,7 @@ def _simplifications(case: Case, path: Path) -> Iterator[_Change]:
                 dataclasses.replace(leaf, **fields) if isinstance(leaf, Tensor) else leaf
             )
         )
-    for kind in (Numbers, Text, Many):
+    for kind in (Numbers, Text, Many, Tied):
         for count in (lambda n: min(n, 1), lambda n: n // 2, lambda n: _rounded(n)):
             yield _of_leaf(
                 lambda leaf, kind=kind, count=count: (

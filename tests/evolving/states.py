@@ -52,7 +52,7 @@ def _made(described: Any, name: str, here: Here) -> Any:
         content = _made(described.content, name, here)
         return content if here.is_alone else Component(content)
     if isinstance(described, dict):
-        found = {}
+        found = type(described)()
         for key, inner in described.items():
             if isinstance(inner, Own):
                 ranks = range(here.world) if here.rank is None else (here.rank,)

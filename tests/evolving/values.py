@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 __all__ = ["FORMS", "PLACEMENTS", "RANDOM", "Here", "Many", "Numbers", "Numpy", "Own", "Plain"]
-__all__ += ["Random", "Shown", "Tensor", "Text"]
+__all__ += ["Random", "Shown", "Tensor", "Text", "Tied"]
 
 
 class Shown:
@@ -83,6 +83,19 @@ def _stretched(values: torch.Tensor) -> torch.Tensor:
     return values[:1].expand(values.shape) if values.dim() and values.numel() else values
 
 
+def _channels_last(values: torch.Tensor) -> torch.Tensor:
+    if values.dim() != 4:
+        return _turned(values)
+    return values.contiguous(memory_format=torch.channels_last)
+
+
+def _negated(values: torch.Tensor) -> torch.Tensor:
+    """The same values, as a view of their negatives; of types in which that is but the sign."""
+    if values.dtype not in (torch.float32, torch.float64):
+        return values
+    return torch._neg_view(-values)
+
+
 def _conjugate(values: torch.Tensor) -> torch.Tensor:
     return values.conj() if values.is_complex() else values
 
@@ -99,6 +112,8 @@ FORMS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "inside": _inside,
     "stretched": _stretched,
     "conjugate": _conjugate,
+    "negated": _negated,
+    "channels last": _channels_last,
     "parameter": _parameter,
 }
 """How values lie in memory."""
@@ -110,13 +125,16 @@ PLACEMENTS: Mapping[str, tuple[Placement, ...]] = {
     "blocks": (Shard(0), Shard(1)),
     "rows of rows": (Shard(0), Shard(0)),
     "replicas of rows": (Replicate(), Shard(0)),
+    "rows of others": (Shard(0),),
 }
-"""How a tensor is spread over ranks; those of two dimensions over four."""
+"""How a tensor is spread over ranks: those of two dimensions over four, those of others over all
+but the first."""
 
 
 @functools.cache
-def _mesh(group: object, shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
+def _mesh(group: object, shape: tuple[int, ...], first: int) -> DeviceMesh:
+    ranks = torch.arange(first, first + torch.Size(shape).numel()).view(shape)
+    return DeviceMesh("cpu", ranks)
 
 
 def forget_meshes() -> None:
@@ -196,10 +214,12 @@ class Tensor(Shown):
         if len(placements) == 2 and here.world != 4:
             placements = placements[-1:]
         placements = tuple(_fitting(each, values) for each in placements)
-        shape = (2, 2) if len(placements) == 2 else (here.world,)
-        mesh = _mesh(dist.group.WORLD, shape)
+        first = int(self.placed == "rows of others" and here.world > 1)
+        shape = (2, 2) if len(placements) == 2 else (here.world - first,)
+        mesh = _mesh(dist.group.WORLD, shape, first)
         coordinate = mesh.get_coordinate()
-        assert coordinate is not None
+        if coordinate is None:
+            return values.new_empty(0), mesh, placements
         for number, count, placement in zip(coordinate, shape, placements, strict=True):
             if isinstance(placement, Shard):
                 parts = values.chunk(count, placement.dim)
@@ -309,6 +329,18 @@ class Many(Shown):
     def made(self, name: str, here: Here) -> Any:
         one = Plain(here.step) if self.of_values else Tensor((3,))
         return {f"{n:04}": one.made(f"{name}.{n}", here) for n in range(self.count)}
+
+
+@dataclass(frozen=True, repr=False)
+class Tied(Shown):
+    """A dict of tensors that share memory, as tied weights do."""
+
+    count: int
+
+    def made(self, name: str, here: Here) -> Any:
+        base = Tensor((self.count,)).made(f"{name}.all", dataclasses.replace(here, kept=None))
+        rows = base[: self.count // 2 * 2].view(-1, 2)
+        return {"all": base, "again": base, "half": base[self.count // 2 :], "columns": rows[:, 1]}
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
@@ -16,6 +18,7 @@ from cloudckpt.checkpoint.objects import WrittenObject, pending_name
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.sending import Destination, LayOut, send_here
 from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, CommitHook, SaveFuture
+from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError, StoreError
 from cloudckpt.runs import adopting
 from cloudckpt.stores.base import ObjectStore
@@ -53,6 +56,15 @@ class Ways:
         kind = by.split()[-1] if by.startswith("async") else by.split()[0]
         if by == "save":
             cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+        elif by in _PLANNERS:
+            planner = _PLANNERS[by]()
+            cloudckpt.save(state, checkpoint_id=place.uri, config=place.config, planner=planner)
+        elif by == "by one planner":
+            planner = self._kept(by, CloudSavePlanner)
+            cloudckpt.save(state, checkpoint_id=place.uri, config=place.config, planner=planner)
+        elif by == "by one writer":
+            writer = self._kept((by, place.config), place.writer)
+            cloudckpt.save(state, checkpoint_id=place.uri, storage_writer=writer)
         elif by == "adopted":
             _adopted(state, place)
         elif by == "dcp.save":
@@ -81,6 +93,9 @@ class Ways:
         """Ends all of them, on all ranks."""
         self._open.close()
 
+    def _kept(self, key: object, make: Callable[[], Any]) -> Any:
+        return self._made.setdefault(key, make())
+
     def _once(self, key: object, make: Callable[[], Any]) -> Any:
         if key not in self._made:
             self._made[key] = self._open.enter_context(make())
@@ -98,6 +113,17 @@ class Ways:
 def _run(by: str, place: Place) -> str:
     """That of a manager; two in one would be two jobs."""
     return by.replace(" ", "-") + "-of-changes" * place.config.incremental
+
+
+class _OwnPlanner(DefaultSavePlanner):
+    """A planner of a user's own, whose saves are planned each time."""
+
+
+_PLANNERS: Mapping[str, Callable[[], SavePlanner]] = {
+    "by torch's planner": DefaultSavePlanner,
+    "by a planner of one's own": _OwnPlanner,
+    "to the lowest rank": lambda: CloudSavePlanner(dedup_save_to_lowest_rank=True),
+}
 
 
 class _EndedError(CloudCheckpointError):

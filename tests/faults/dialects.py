@@ -1,4 +1,4 @@
-"""The dialects that the suite speaks: S3, Google's with both of its ways to upload, and Azure's.
+"""The dialects that the suite speaks: S3, Google's and Azure's.
 
 S3 is spoken over TLS, up to the proxy that breaks things, and ``plain s3`` is the same without it.
 
@@ -33,5 +33,4 @@ def vendor_options(endpoint: Endpoint) -> dict[str, Any]:
         return {"s3": S3Options(endpoint_url=url, addressing_style="path")}
     if dialect == "azure":
         return {"azure": AzureOptions(endpoint_url=f"{url}/{AZURITE.account}")}
-    strategy = "compose" if dialect == "compose" else "multipart"
-    return {"gcs": GCSOptions(endpoint_url=url, upload_strategy=strategy)}
+    return {"gcs": GCSOptions(endpoint_url=url)}

@@ -79,7 +79,7 @@ class S3Bucket(Bucket):
 
 
 class GoogleBucket(Bucket):
-    """In the memory of the stub; temporary objects of a composition count as uploads."""
+    """In the memory of the stub."""
 
     root = f"gs://{BUCKET}"
 
@@ -87,17 +87,12 @@ class GoogleBucket(Bucket):
         self._state = stub.state
 
     def keys(self, prefix: str) -> set[str]:
-        found = self._state.keys(BUCKET, prefix)
-        return {key for key in found if not key.endswith(".cloudckpt-part")}
+        return set(self._state.keys(BUCKET, prefix))
 
     def uploads(self, prefix: str) -> list[str]:
         with self._state.lock:
             begun = [upload.key for upload in self._state.uploads.values()]
-        found = self._state.keys(BUCKET, prefix)
-        return [
-            *(key for key in begun if key.startswith(prefix)),
-            *(key for key in found if key.endswith(".cloudckpt-part")),
-        ]
+        return [key for key in begun if key.startswith(prefix)]
 
     def get(self, key: str) -> bytes:
         return self._state.find(BUCKET, key).data

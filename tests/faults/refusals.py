@@ -62,7 +62,7 @@ AZURE = {
     "expired token": (403, "AuthenticationFailed"),
     "wrong secret": (403, "AuthenticationFailed"),
 }
-TROUBLES = {"s3": S3, "plain s3": S3, "google": GOOGLE, "compose": GOOGLE, "azure": AZURE}
+TROUBLES = {"s3": S3, "plain s3": S3, "google": GOOGLE, "azure": AZURE}
 
 
 def _s3(request: Request, trouble: str) -> Answer:

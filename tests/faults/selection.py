@@ -52,8 +52,6 @@ def _exists(dialect: str, parameters: Mapping[str, Any]) -> bool:
         step == "begin" or parameters.get("operation") == "CreateMultipartUpload"
     ):
         return False  # an upload begins with its first block
-    if dialect == "compose" and step not in (None, "begin", "part", "complete"):
-        return False  # the rest is not done in another way than with multipart uploads
     if fault == "reset within the body" and step in _BODILESS:
         return False
     if dialect == "s3" and (step, fault) == ("look", "denied"):

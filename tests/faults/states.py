@@ -20,7 +20,7 @@ def silence() -> dict[str, float]:
     """Options by which a second of silence is enough, or more on a machine that is busy: there a
     server that does what it is asked is silent for as long."""
     seconds = min(max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1))), 6.0)
-    return dict.fromkeys(("read_timeout", "completion_timeout", "stall_timeout"), seconds)
+    return dict.fromkeys(("read_timeout", "stall_timeout"), seconds)
 
 
 def filled(step: int, nbytes: int = BIG) -> dict:

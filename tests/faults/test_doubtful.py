@@ -58,6 +58,22 @@ class TestDoubtfulCommits:
         store.assert_tidy()
 
     @everywhere()
+    def test_the_same_bytes_of_somebody_else_are_no_proof_of_a_commit(
+        self, saved, store, proxy, shaky, direct
+    ):
+        uri = saved()
+        key = f"{store.key_of(uri)}/.metadata"
+        copied = Call(lambda request: store.put(key, store.get(key)))
+        rules = [
+            proxy.inject(fault, operation="PutObject", path="*/.metadata", times=1)
+            for fault in (Reset("answer"), copied)
+        ]
+        with pytest.raises(CommitUnknownError):
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
+        assert [rule.injected for rule in rules] == [1, 1]
+        assert load_step(uri, direct, SMALL) == 2  # nothing was deleted
+
+    @everywhere()
     @pytest.mark.parametrize("fault", ["reset", "internal error"])
     def test_a_commit_that_may_yet_arrive_is_called_unknown_and_loses_no_data(
         self, saved, store, proxy, shaky, direct, fault

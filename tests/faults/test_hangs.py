@@ -41,7 +41,6 @@ PATIENCE = 150.0  # seconds, many times what the options below allow
 LONG = {
     "retry": RetryPolicy(attempts=2, base=0.01, cap=0.05, deadline=2.0),
     "read_timeout": 600.0,
-    "completion_timeout": 600.0,
     "stall_timeout": 600.0,
 }
 
@@ -242,12 +241,13 @@ class TestFailuresWhileOthersWait:
 
     @pytest.mark.timeout(200)
     def test_a_load_into_strided_tensors_ends_at_the_first_lasting_failure(
-        self, store, proxy, endpoint, direct
+        self, store, proxy, endpoint, direct, request_size
     ):
         uri = store.uri("run")
+        request_size(4 * MIB)
         cloudckpt.save({"w": torch.zeros(4096, 2048)}, checkpoint_id=uri, config=direct)
         proxy.inject(denied(), operation="GetObject", path="*.distcp", skip=2)
-        config = impatient(endpoint, request_size=4 * MIB, memory_budget=32 * MIB)
+        config = impatient(endpoint, memory_budget=32 * MIB)
         with pytest.raises(cloudckpt.errors.AccessDeniedError):
             cloudckpt.load({"w": torch.zeros(2048, 4096).t()}, checkpoint_id=uri, config=config)
 

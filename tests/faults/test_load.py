@@ -308,11 +308,12 @@ class TestDamageInTheStore:
 
     @everywhere()
     def test_an_object_that_is_replaced_while_it_is_read_is_named(
-        self, saved, store, proxy, endpoint, weight
+        self, saved, store, proxy, endpoint, weight, request_size
     ):
         uri = saved(BIG)
         key, data = weight()
-        config = impatient(endpoint, request_size=MIB, connections=1)
+        request_size(MIB)
+        config = impatient(endpoint, connections=1)
         other = data[:-1] + bytes([data[-1] ^ 1])
         breaking = _Break(after=MIB, change=lambda: store.put(key, other))
         proxy.inject(breaking, operation="GetObject", path=f"*/{key}", skip=1, times=1)

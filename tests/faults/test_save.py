@@ -77,7 +77,7 @@ EACH = [*((step, HARDEST) for step in STEPS), *(("part", f) for f in FAULTS if f
 
 
 class TestPassingFaults:
-    @on("s3", "google", "azure", "compose", fault=[HARDEST])
+    @everywhere(fault=[HARDEST])
     @pytest.mark.parametrize(("step", "fault"), EACH)
     def test_a_save_outlives_a_fault_of_any_request(
         self, saved, store, proxy, shaky, direct, step, fault
@@ -215,7 +215,7 @@ LASTING_FAULTS = {**FAULTS, "denied": denied()}
 
 
 class TestLastingFaults:
-    @on("s3", "google", "azure", "compose", fault=["internal error"])
+    @everywhere(fault=["internal error"])
     @pytest.mark.parametrize(
         ("step", "fault"),
         [
@@ -240,7 +240,7 @@ class TestLastingFaults:
         assert store.uploads() == []
         assert load_step(uri, direct, nbytes) == 1
 
-    @on("s3", "google", "azure", "compose")
+    @everywhere()
     @pytest.mark.parametrize("step", ["begin", "part"])
     def test_answers_that_always_get_lost_leave_no_trace_either(
         self, saved, store, proxy, endpoint, direct, step
@@ -258,7 +258,7 @@ class TestLastingFaults:
         assert store.uploads() == []
         assert load_step(uri, direct, nbytes) == 1
 
-    @on("s3", "google", "azure", "compose")
+    @everywhere()
     @pytest.mark.parametrize("step", ["complete", "whole"])
     def test_an_object_whose_answers_always_get_lost_is_found_in_the_store(
         self, saved, store, proxy, shaky, direct, step
@@ -287,7 +287,7 @@ class TestLastingFaults:
         assert store.uploads() == []
         assert load_step(uri, direct) == 1
 
-    @on("s3", "google", "azure", "compose")
+    @everywhere()
     def test_nothing_is_visible_where_no_checkpoint_was(self, store, proxy, shaky, direct):
         uri = store.uri("run/first")
         proxy.inject(internal_error(), operation="UploadPart", skip=1)
@@ -338,7 +338,7 @@ class TestLastingFaults:
         assert "refused" in caught.value.cause
 
 
-@on("s3", "google", "azure", "compose", nbytes=[BIG])
+@everywhere(nbytes=[BIG])
 @pytest.mark.parametrize("nbytes", [SMALL, BIG])
 def test_a_tensor_that_changes_on_its_way_up_fails_the_save_by_name(
     store, proxy, endpoint, direct, nbytes

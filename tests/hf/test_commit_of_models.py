@@ -76,10 +76,10 @@ class World:
 
     def config(self, gate=None) -> Config:
         self.gates.append(gate)
-        return Config(connections=1, retry=RETRY, merge_gap=len(self.gates))
+        return Config(connections=1, retry=RETRY, read_timeout=len(self.gates))
 
     def opened(self, config: Config):
-        gate = self.gates[config.merge_gap - 1]
+        gate = self.gates[int(config.read_timeout) - 1]
         if gate is None:
             return self.plain
         self.stores.append(Gated(self.plain, gate))

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt.hf
-from cloudckpt.errors import AccessDeniedError
+from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.errors import AccessDeniedError, RanksFailedError
+from cloudckpt.hf.writer import SafetensorsWriter
 from cloudckpt.stores import registry
 from dcp.layouts import LAYOUTS, spread
 from dcp.values import numbered
@@ -140,3 +142,16 @@ def test_a_rank_that_dies_is_noticed_by_the_others_and_nothing_is_visible(s3, tm
         assert zero.wait() == (0, "ProcessGroupError")
     assert place.names() == []
     assert not place.unfinished()
+
+
+class _Failing(CloudSavePlanner):
+    def finish_plan(self, new_plan):
+        raise ValueError("this planner can't")
+
+
+def test_what_a_writer_has_begun_is_gone_if_a_save_fails_elsewhere(s3) -> None:
+    place = s3.having(part_size=5 * 1024**2)
+    writer, state = SafetensorsWriter(place.uri, config=place.config), {"w": torch.ones(3_000_000)}
+    with pytest.raises(RanksFailedError, match="this planner can't"):
+        cloudckpt.save(state, storage_writer=writer, planner=_Failing(), no_dist=True)
+    assert place.names() == place.unfinished() == []

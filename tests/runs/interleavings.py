@@ -203,7 +203,7 @@ def left_of(save: str, rank: int, sent: WrittenObject) -> bytes:
 @cache
 def _config(number: int) -> Config:
     """By which the store of an actor is found."""
-    return Config(connections=1, retry=RETRY, merge_gap=number)
+    return Config(connections=1, retry=RETRY, read_timeout=1.0 + number)
 
 
 class World:
@@ -492,7 +492,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     def opener():
         def make(uri, config):
             world = current[0]
-            return Gated(world.name, world.actor(config.merge_gap), world)
+            return Gated(world.name, world.actor(int(config.read_timeout) - 1), world)
 
         return make
 

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 import cloudckpt
-from cloudckpt import Config
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.object_index import code_of
 from cloudckpt.checkpoint.pickled import metadata_pickle
@@ -539,15 +538,14 @@ STATES = st.dictionaries(
 
 
 @settings(max_examples=40)
-@given(st.lists(STATES, min_size=1, max_size=3), st.booleans(), st.booleans())
-def test_of_good_checkpoints_nothing_is_told(states, zip_crc32, by_pickle) -> None:
+@given(st.lists(STATES, min_size=1, max_size=3), st.booleans())
+def test_of_good_checkpoints_nothing_is_told(states, by_pickle) -> None:
     """Neither of the first save at a location nor of the next ones, of whatever structure."""
-    config = Config(zip_crc32=zip_crc32)
     with tempfile.TemporaryDirectory() as folder:
         for state in states:
             planner = Own() if by_pickle else None
-            cloudckpt.save(state, checkpoint_id=folder, config=config, planner=planner)
-            verify(folder, config=config)
+            cloudckpt.save(state, checkpoint_id=folder, planner=planner)
+            verify(folder)
         cloudckpt.copy(folder, f"{folder}-copy")
         verify(f"{folder}-copy")
         cloudckpt.delete(f"{folder}-copy")

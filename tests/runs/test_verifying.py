@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import io
 import logging
 import pickle
 import time
@@ -18,6 +20,8 @@ from hypothesis import strategies as st
 
 import cloudckpt
 from cloudckpt import Config
+from cloudckpt.checkpoint import shard
+from cloudckpt.checkpoint.envelope import envelope
 from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -137,8 +141,52 @@ def test_no_byte_of_an_object_changes_unseen(saved, number) -> None:
     verify(saved)
 
 
-def test_envelopes_that_can_not_be_foreseen_are_not_compared(tmp_path) -> None:
-    cloudckpt.save(STATE, checkpoint_id=tmp_path, config=Config(zip_crc32=True))
+class Empty(dcp.DefaultSavePlanner):
+    """Writes values that take no byte at all, and lists all names in the reverse order."""
+
+    def transform_object(self, write_item, object):
+        if write_item.index.fqn.startswith("empty"):
+            return io.BytesIO()
+        return super().transform_object(write_item, object)
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        entries = reversed(metadata.state_dict_metadata.items())
+        return plans, dataclasses.replace(metadata, state_dict_metadata=dict(entries))
+
+
+@pytest.mark.parametrize("names", [("empty", "a"), ("a", "empty"), ("empty", "a", "empty2", "b")])
+def test_beside_items_without_bytes_no_byte_changes_unseen(tmp_path, names) -> None:
+    state = {name: 0 if name.startswith("empty") else torch.ones(3) for name in names}
+    cloudckpt.save(state, checkpoint_id=tmp_path, planner=Empty())
+    assert verify(tmp_path).items == len(names)
+    [data] = tmp_path.glob("*.distcp")
+    content = data.read_bytes()
+    for at in range(0, len(content), 30):
+        flip(data, at)
+        with pytest.raises(CheckpointCorruptError):
+            verify(tmp_path)
+        data.write_bytes(content)
+
+
+def test_a_file_of_torch_without_bytes_is_missed(tmp_path) -> None:
+    writer = dcp.FileSystemWriter(tmp_path, single_file_per_rank=False)
+    dcp.save({"empty": 0, "a": torch.ones(3)}, storage_writer=writer, planner=Empty())
+    assert verify(tmp_path).items == 2
+    [empty] = [path for path in tmp_path.glob("*.distcp") if not path.stat().st_size]
+    empty.unlink()
+    with pytest.raises(CheckpointCorruptError, match="gone") as caught:
+        verify(tmp_path)
+    assert [damage.item for damage in caught.value.damages] == ["empty"]
+
+
+def test_envelopes_that_can_not_be_foreseen_are_not_compared(tmp_path, monkeypatch) -> None:
+    def other(dtype, shape):
+        """As another version may write it: with the CRC32 of the elements."""
+        return envelope.__wrapped__(dtype, shape, 7)
+
+    monkeypatch.setattr(shard, "envelope", other)
+    cloudckpt.save(STATE, checkpoint_id=tmp_path)
     assert verify(tmp_path).items == 4
     [data] = tmp_path.glob("__0_0.*.distcp")
     flip(data, 100_000)

@@ -10,7 +10,7 @@ from faults import test_load, test_save
 from faults.states import BIG, SMALL, filled, load_step
 from wire.faults import Corrupt
 
-DIALECTS = ["s3", "plain s3", "google", "compose", "azure"]
+DIALECTS = ["s3", "plain s3", "google", "azure"]
 pytestmark = pytest.mark.parametrize("dialect", DIALECTS, indirect=True)
 
 

@@ -88,7 +88,7 @@ def test_s3_copies_the_version_that_was_found_with_what_new_objects_get(server, 
     crc = to_base64(CRC32C.of(b"x"))
     told = result("CopyObjectResult", ETag='"new"', ChecksumCRC32C=crc, ChecksumType="FULL_OBJECT")
     server.answer(body=told)
-    info = store.copy(source, FOUND, "run/copy", if_absent=True)
+    info = store.copy(source, FOUND, "run/copy", attempt="0123456789abcdef", if_absent=True)
     assert (info, info.checksum) == (ObjectInfo("run/copy", 100, '"new"'), CRC32C.of(b"x"))
     [request] = server.requests
     assert (request.method, request.target) == ("PUT", "/bucket/run/copy")
@@ -96,6 +96,7 @@ def test_s3_copies_the_version_that_was_found_with_what_new_objects_get(server, 
         "x-amz-copy-source": "other/run/a%20b",
         "x-amz-copy-source-if-match": '"etag"',
         "x-amz-metadata-directive": "REPLACE",
+        "x-amz-meta-cloudckptattempt": "0123456789abcdef",
         "x-amz-tagging-directive": "REPLACE",
         "x-amz-checksum-algorithm": "CRC32C",
         "x-amz-storage-class": "GLACIER_IR",
@@ -189,7 +190,7 @@ def test_azure_copies_at_once_by_a_permission_to_read_this_blob(server, open_azu
     crc64 = base64.b64encode(CRC64NVME.pack([CRC64NVME.of(b"x")])).decode()
     told = {"ETag": '"new"', "x-ms-copy-status": "success", "x-ms-content-crc64": crc64}
     server.answer(status=202, headers=told)
-    info = store.copy(source, FOUND, "run/copy", if_absent=True)
+    info = store.copy(source, FOUND, "run/copy", attempt="0123456789abcdef", if_absent=True)
     assert (info, info.checksum) == (ObjectInfo("run/copy", 100, '"new"'), CRC64NVME.of(b"x"))
     [request] = server.requests
     assert (request.method, request.target) == ("PUT", "/account/container/run/copy")
@@ -203,6 +204,7 @@ def test_azure_copies_at_once_by_a_permission_to_read_this_blob(server, open_azu
         "If-None-Match": "*",
         "x-ms-access-tier": "Cool",
         "x-ms-tags": "team=nlp",
+        "x-ms-meta-cloudckptattempt": "0123456789abcdef",
     }
     assert {name: request.headers[name] for name in expected} == expected
 
@@ -275,22 +277,20 @@ def test_google_copies_with_what_new_objects_get(google, open_gcs):
     options = {
         "kms_key_name": "projects/p/locations/l/keyRings/r/cryptoKeys/k",
         "storage_class": "NEARLINE",
-        "custom_time": "2026-01-02T03:04:05Z",
         "metadata": {"team": "nlp"},
         "user_project": "payer",
     }
     source = open_gcs("other", user_project="payer")
     found = put(source, "source", b"data")
-    info = open_gcs(**options).copy(source, found, "run/copy")
+    info = open_gcs(**options).copy(source, found, "run/copy", attempt="0123456789abcdef")
     made = google.state.find("bucket", "run/copy")
     attributes = made.attributes
     assert made.data == b"data"
     assert info.version == str(made.generation)
     assert info.checksum == CRC32C.of(b"data")
     assert attributes.storage_class == "NEARLINE"
-    assert attributes.custom_time.startswith("2026-01-02T03:04:05")
     assert attributes.kms_key == options["kms_key_name"]
-    assert attributes.metadata == {"team": "nlp"}
+    assert attributes.metadata == {"team": "nlp", "cloudckptattempt": "0123456789abcdef"}
     assert attributes.cache_control == "no-store"
 
 

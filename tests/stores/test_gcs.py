@@ -1,7 +1,7 @@
 """Google's store: what it sends, and what it makes of the answers.
 
-Who asks, and for what, is tested against the scripted stub of ``conftest.py``. ``test_gcs_compose``
-and ``test_gcs_contract`` have a stub that behaves as a bucket does.
+Who asks, and for what, is tested against the scripted stub of ``conftest.py``.
+``test_gcs_contract`` has a stub that behaves as a bucket does.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.stores.base import Part, Upload
+from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.transfer.retry import Retrier
 
@@ -330,24 +330,25 @@ def test_object_options_are_sent_with_every_new_object(open_gcs, server):
     store = open_gcs(
         kms_key_name="projects/p/locations/l/keyRings/r/cryptoKeys/k",
         storage_class="NEARLINE",
-        custom_time="2027-01-31T00:00:00Z",
         metadata={"team": "n l&p=", "run": "7"},
     )
-    request = call(store, server, "put")
+    server.answer(body=resource())
+    put(store, attempt="0123456789abcdef")
+    request = server.requests[-1]
     metadata, _ = inserted(request)
     assert metadata == {
         "contentType": "application/octet-stream",
         "cacheControl": "no-store",
         "storageClass": "NEARLINE",
-        "customTime": "2027-01-31T00:00:00Z",
-        "metadata": {"team": "n l&p=", "run": "7"},
+        "metadata": {"team": "n l&p=", "run": "7", "cloudckptattempt": "0123456789abcdef"},
     }
     assert query_of(request)["kmsKeyName"] == "projects/p/locations/l/keyRings/r/cryptoKeys/k"
     headers = call(store, server, "create_upload").headers
     assert headers["Cache-Control"] == "no-store"
-    assert {name.lower(): value for name, value in headers.items() if "goog" in name.lower()} == {
+    sent = {name.lower(): value for name, value in headers.items() if "goog" in name.lower()}
+    assert len(sent.pop("x-goog-meta-cloudckptattempt")) == 16
+    assert sent == {
         "x-goog-storage-class": "NEARLINE",
-        "x-goog-custom-time": "2027-01-31T00:00:00Z",
         "x-goog-encryption-kms-key-name": "projects/p/locations/l/keyRings/r/cryptoKeys/k",
         "x-goog-meta-team": "n l&p=",
         "x-goog-meta-run": "7",
@@ -360,7 +361,6 @@ def test_object_options_are_sent_with_every_new_object(open_gcs, server):
         {"metadata": {"team": "größe"}},
         {"metadata": {"a": "b\r\nx-goog-acl: public-read"}},
         {"metadata": {"a name": "b"}},
-        {"custom_time": "2027\n"},
     ],
 )
 def test_what_no_header_can_hold_is_refused(open_gcs, options):
@@ -371,7 +371,8 @@ def test_what_no_header_can_hold_is_refused(open_gcs, options):
 @pytest.mark.parametrize("verb", VERBS)
 def test_nothing_of_it_is_sent_unasked(store, server, verb):
     request = call(store, server, verb)
-    assert not [name for name in request.headers if name.lower().startswith("x-goog-")]
+    names = {name.lower() for name in request.headers if name.lower().startswith("x-goog-")}
+    assert not names - {"x-goog-meta-cloudckptattempt"}
     assert not {"kmsKeyName", "userProject"} & query_of(request).keys()
 
 
@@ -428,31 +429,13 @@ def test_an_object_that_was_put_together_wrongly_is_deleted(store, server, found
     assert (deletion.method, path) == ("DELETE", "/storage/v1/b/bucket/o/run%2Fobject")
 
 
-@pytest.mark.parametrize(
-    ("found", "is_it"), [({}, True), ({"crc": CRC + 1}, False), ({"size": 5}, False)]
-)
-def test_what_an_object_holds_is_told_by_its_metadata(store, server, found, is_it):
-    server.answer(body=resource(**found))
-    held = store.holds("run/object", size=4, checksum=CRC)
-    assert (held.version if is_it else held) == (VERSION if is_it else None)
-    assert "alt" not in query_of(server.requests[0])
-    assert len(server.requests) == 1
-
-
 def test_an_object_whose_checksum_is_not_told_is_read(store, server):
-    told = json.loads(resource())
-    del told["crc32c"]
-    for data, is_it in ((b"data", True), (b"DATA", False)):
-        server.answer(body=json.dumps(told).encode())
-        server.answer(status=206, headers=pinned_range("0-3/4"), body=data)
-        assert (store.holds("run/object", size=4, checksum=CRC) is not None) is is_it
-        assert query_of(server.requests[-1])["ifGenerationMatch"] == VERSION
-
-
-def test_an_object_that_is_not_there_holds_nothing(store, server):
-    body = error_json(404, "notFound", "No such object: bucket/run/object")
-    server.answer(status=404, body=body)
-    assert store.holds("run/object", size=4, checksum=CRC) is None
+    headers = {"x-goog-generation": VERSION, "Content-Range": "bytes 0-3/4"}
+    server.answer(status=206, headers=headers, body=b"data")
+    assert store.checksum_of(ObjectInfo("run/object", 4, VERSION)) == CRC
+    assert query_of(server.requests[-1])["ifGenerationMatch"] == VERSION
+    assert store.checksum_of(ObjectInfo("run/object", 4, VERSION, 7)) == 7
+    assert len(server.requests) == 1
 
 
 def test_uploads_are_listed_page_by_page(store, server):
@@ -473,8 +456,7 @@ def test_uploads_are_listed_page_by_page(store, server):
 
 def test_objects_are_listed_page_by_page(store, server):
     item = {"name": "run/a", "size": "7", "generation": VERSION}
-    parts = {**item, "name": "run/b.0123456789abcdef.0-0001.cloudckpt-part"}
-    server.answer(body=json.dumps({"items": [item, parts], "nextPageToken": "t/+="}).encode())
+    server.answer(body=json.dumps({"items": [item], "nextPageToken": "t/+="}).encode())
     server.answer(body=json.dumps({"items": [{**item, "name": "run/c"}]}).encode())
     found = list(store.list("run/"))
     assert [(info.key, info.size, info.version) for info in found] == [

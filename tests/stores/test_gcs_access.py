@@ -93,11 +93,13 @@ class FakeCredentials(google.auth.credentials.Credentials):
 
 
 @pytest.fixture
-def open_gcs(secure):
+def open_gcs(secure, monkeypatch):
     """Opens stores on the stub, with options of Google's store."""
     opened = []
 
-    def open_one(*, read_timeout=60.0, **options):
+    def open_one(*, file=None, read_timeout=60.0, **options):
+        if file is not None:
+            monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
         options = GCSOptions(**{"endpoint_url": secure.url, **options})
         opened.append(GCSStore("bucket", Config(gcs=options, read_timeout=read_timeout)))
         return opened[-1]
@@ -236,21 +238,15 @@ def workload_file(tmp_path, token_server):
 
 
 @pytest.mark.parametrize("kind", ["account_file", "workload_file"])
-@pytest.mark.parametrize("source", ["option", "variable"])
-def test_credentials_are_read_from_a_file(
-    open_gcs, secure, token_server, request, kind, source, monkeypatch
-):
-    path = str(request.getfixturevalue(kind))
-    if source == "variable":
-        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", path)
-    store = open_gcs(credentials_file=path if source == "option" else None)
+def test_credentials_are_read_from_a_file(open_gcs, secure, token_server, request, kind):
+    store = open_gcs(file=request.getfixturevalue(kind))
     assert bearer(call(store, secure, "put")) == "Bearer the-token"
     assert [one.method for one in token_server.requests] == ["POST"]
 
 
 def test_a_token_endpoint_that_is_silent_is_given_up(open_gcs, account_file, token_server):
     token_server.respond(lambda request: token_server.Answer(silent=True))
-    store = open_gcs(credentials_file=str(account_file), read_timeout=0.3)
+    store = open_gcs(file=account_file, read_timeout=0.3)
     with pytest.raises(ConnectionLostError, match="for now"):
         store.head("run/object")
 
@@ -259,12 +255,12 @@ def test_a_token_endpoint_that_refuses_is_believed(open_gcs, account_file, token
     body = {"error": "invalid_grant", "error_description": "Invalid JWT Signature."}
     token_server.respond(lambda request: token_server.Answer(400, body=json.dumps(body).encode()))
     with pytest.raises(CredentialsError, match="Invalid JWT Signature"):
-        open_gcs(credentials_file=str(account_file)).head("run/object")
+        open_gcs(file=account_file).head("run/object")
 
 
 def test_a_service_account_is_acted_as(open_gcs, account_file, server, monkeypatch):
     other = "other@project.iam.gserviceaccount.com"
-    store = open_gcs(credentials_file=str(account_file), impersonate=other)
+    store = open_gcs(file=account_file, impersonate=other)
     monkeypatch.setenv("HTTPS_PROXY", server.url)
     server.answer(status=502)
     with pytest.raises(StoreError):
@@ -306,20 +302,20 @@ def test_no_credentials_at_all_are_named_and_where_they_are_looked_for():
         ),
     ],
 )
-def test_a_file_that_holds_no_credentials_is_named(tmp_path, content, word):
+def test_a_file_that_holds_no_credentials_is_named(tmp_path, monkeypatch, content, word):
     path = tmp_path / "missing.json"
     if content is not None:
         path.write_text(content)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
     with pytest.raises(CredentialsError) as caught:
-        GCSStore("bucket", Config(gcs=GCSOptions(credentials_file=str(path))))
+        GCSStore("bucket", Config())
     assert word.lower() in str(caught.value).lower()
     assert '"private_key"' not in str(caught.value)
     assert caught.value.uri == "gs://bucket"
 
 
-@pytest.mark.parametrize("option", ["credentials_file", "impersonate"])
-def test_credentials_are_never_sent_in_the_clear(option):
-    options = GCSOptions(endpoint_url="http://store.example", **{option: "x"})
+def test_credentials_are_never_sent_in_the_clear():
+    options = GCSOptions(endpoint_url="http://store.example", impersonate="x")
     with pytest.raises(ConfigError, match="https"):
         GCSStore("bucket", Config(gcs=options))
 
@@ -535,7 +531,7 @@ def test_a_token_service_that_is_overloaded_has_not_refused(
     body = json.dumps({"error": {"code": status, "message": "why", "status": "UNKNOWN"}}).encode()
     bad = token_server.Answer(status, headers={"Content-Type": "application/json"}, body=body)
     token_server.respond(lambda asked: bad)
-    store = open_gcs(credentials_file=str(account_file))
+    store = open_gcs(file=account_file)
     with pytest.raises(StoreError) as caught:
         store.head("run/object")
     assert type(caught.value) is (expected or CredentialsError)
@@ -559,7 +555,7 @@ def test_another_token_that_can_not_be_had_for_the_moment_is_passing(
 def test_a_name_that_does_not_resolve_is_passing(open_gcs, secure, account_file, monkeypatch):
     info = json.loads(account_file.read_text())
     account_file.write_text(json.dumps({**info, "token_uri": "https://tokens.invalid/token"}))
-    store = open_gcs(credentials_file=str(account_file))
+    store = open_gcs(file=account_file)
     with pytest.raises(ConnectionLostError, match="for now"):
         store.head("run/object")
 
@@ -590,7 +586,7 @@ def test_credentials_for_another_universe_are_not_sent(
     info = json.loads(path.read_text())
     path.write_text(json.dumps({**info, "universe_domain": "cloud.example"}))
     with pytest.raises(CredentialsError, match=r"universe cloud\.example") as caught:
-        open_gcs(credentials_file=str(path))
+        open_gcs(file=path)
     assert "GOOGLE_CLOUD_UNIVERSE_DOMAIN=cloud.example" in str(caught.value)
     assert caught.value.uri == "gs://bucket"
     assert secure.requests == token_server.requests == []
@@ -644,7 +640,7 @@ def test_where_an_account_may_be_used_from_is_looked_up_once_in_the_background(
         return {"encodedLocations": "0xA30"}
 
     monkeypatch.setattr("google.oauth2._client._lookup_regional_access_boundary", look_up)
-    store = open_gcs(credentials_file=str(account_file))
+    store = open_gcs(file=account_file)
     sent = [call(store, secure, verb).headers for verb in VERBS]  # nobody waits for it
     assert not any("x-allowed-locations" in headers for headers in sent)
     may_answer.set()
@@ -761,8 +757,9 @@ def test_no_message_has_a_secret(open_with, secure):
 def test_a_store_tells_where_its_token_comes_from_and_when_it_ends(
     open_gcs, secure, account_file, workload_file, monkeypatch
 ):
-    origin = open_gcs(credentials_file=str(account_file)).origin()
-    assert origin.source == "google.oauth2.service_account, found by GCSOptions(credentials_file=…)"
+    origin = open_gcs(file=account_file).origin()
+    found_by = "found by GOOGLE_APPLICATION_CREDENTIALS"
+    assert origin.source == f"google.oauth2.service_account, {found_by}"
     assert origin.identity == "job@project.iam.gserviceaccount.com"
     assert origin.ends > datetime.datetime.now(datetime.timezone.utc).timestamp() + 3000
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(workload_file))

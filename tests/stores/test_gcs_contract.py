@@ -1,12 +1,14 @@
-"""Google's store keeps the contract of the seam, by both ways of sending large objects."""
+"""Google's store keeps the contract of the seam, and what its buckets forbid is named."""
 
 import uuid
 
 import pytest
 
 from cloudckpt import Config, GCSOptions
+from cloudckpt.checksum import CRC32C
+from cloudckpt.errors import AccessDeniedError, StoreError, ThrottledError
 from cloudckpt.stores.gcs import GCSStore
-from contract import StoreContract
+from contract import StoreContract, put_part
 from stubs.gcs import GcsStub
 from stubs.gcs_state import Attributes
 
@@ -20,22 +22,21 @@ def stub():
 @pytest.fixture(scope="module")
 def stores(stub):
     stores = {}
-    for strategy, checksum in (("multipart", "on"), ("multipart", "off"), ("compose", "on")):
-        options = GCSOptions(endpoint_url=stub.url, upload_strategy=strategy, checksum=checksum)
-        stores[strategy, checksum] = GCSStore("bucket", Config(gcs=options))
+    for checksum in ("on", "off"):
+        options = GCSOptions(endpoint_url=stub.url, checksum=checksum)
+        stores[checksum] = GCSStore("bucket", Config(gcs=options))
     yield stores
     for store in stores.values():
         store.close()
 
 
 class GCSContract(StoreContract):
-    strategy: str
-    checksum = "on"
+    checksum: str
 
     @pytest.fixture
     def store(self, stores, stub):
         self.state = stub.state
-        return stores[self.strategy, self.checksum]
+        return stores[self.checksum]
 
     @pytest.fixture
     def prefix(self):
@@ -48,14 +49,99 @@ class GCSContract(StoreContract):
         return self.state.find("bucket", key).data
 
 
-class TestMultipart(GCSContract):
-    strategy = "multipart"
+class TestWithChecksums(GCSContract):
+    checksum = "on"
 
 
-class TestMultipartWithoutChecksums(GCSContract):
-    strategy, checksum = "multipart", "off"
+class TestWithoutChecksums(GCSContract):
+    checksum = "off"
     object_count = 120
 
 
-class TestCompose(GCSContract):
-    strategy = "compose"
+# what a bucket forbids or demands
+
+KEY = "run/step-1/__0_0.0123456789abcdef.distcp"
+
+
+@pytest.fixture
+def own():
+    """A stub of this test's own."""
+    with GcsStub("bucket") as running:
+        yield running
+
+
+@pytest.fixture
+def state(own):
+    return own.state
+
+
+@pytest.fixture
+def open_gcs(own):
+    opened = []
+
+    def open_one(**options):
+        given = GCSOptions(endpoint_url=own.url, checksum="on", **options)
+        opened.append(GCSStore("bucket", Config(gcs=given)))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def put(store, data):
+    store.put(KEY, [memoryview(data)], checksum=CRC32C.of(data))
+
+
+def test_an_object_that_is_written_too_often_is_throttled(open_gcs, state):
+    store = open_gcs()
+    state.mutation_interval = 60.0
+    put(store, b"1")
+    with pytest.raises(ThrottledError):
+        put(store, b"2")
+
+
+def test_what_a_retention_policy_protects_is_kept(open_gcs, state):
+    store = open_gcs()
+    state.retention = 60.0
+    put(store, b"1")
+    for change in (lambda: put(store, b"2"), lambda: store.delete(KEY)):
+        with pytest.raises(AccessDeniedError, match="retention policy"):
+            change()
+    assert state.find("bucket", KEY).data == b"1"
+
+
+def test_a_bucket_whose_requesters_pay_is_told_who_pays(open_gcs, state):
+    state.billable = "my-project"
+    store = open_gcs(user_project="my-project")
+    data = b"x" * 100
+    upload = store.create_upload(KEY, 5 * 1024**2)
+    store.complete_upload(upload, [put_part(store, upload, 1, data)])
+    assert [info.key for info in store.list("run/")] == [KEY]
+    assert bytes(store.get(KEY)[0]) == data
+    store.delete(KEY)
+    assert state.keys("bucket") == []
+    assert list(store.list_uploads("run/")) == []
+
+
+def test_a_bucket_that_is_not_there_is_named(open_gcs, state):
+    store = open_gcs()
+    state.buckets.clear()
+    verbs = (
+        lambda: store.put(KEY, [], checksum=0),
+        lambda: store.create_upload(KEY, 200),
+        lambda: store.get(KEY),
+        lambda: store.head(KEY),
+        lambda: list(store.list("run/")),
+        lambda: list(store.list_uploads("run/")),
+        lambda: store.delete(KEY),
+    )
+    for verb in verbs:
+        with pytest.raises(StoreError, match="the bucket does not exist"):
+            verb()
+
+
+def test_a_missing_permission_is_named(open_gcs, state):
+    state.denied.add("storage.multipartUploads.create")
+    with pytest.raises(AccessDeniedError, match=r"storage\.multipartUploads\.create"):
+        open_gcs().create_upload(KEY, 200)

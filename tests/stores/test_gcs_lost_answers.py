@@ -1,7 +1,7 @@
 """A request whose answer was lost is refused when it is repeated: what counts is what is there.
 
 Retention periods and holds forbid to replace an object, also by itself; an upload that is completed
-and sources that were composed are gone; a condition that there be no object does not hold any more.
+is gone; a condition that there be no object does not hold any more.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ def stub():
         yield running
 
 
-@pytest.fixture(params=["multipart", "compose"])
-def config(request, stub):
-    options = GCSOptions(endpoint_url=stub.url, upload_strategy=request.param, checksum="on")
+@pytest.fixture
+def config(stub):
+    options = GCSOptions(endpoint_url=stub.url, checksum="on")
     retry = RetryPolicy(attempts=3, base=0.01, cap=0.05, deadline=0.5)
     return Config(
         connections=4,
@@ -84,27 +84,23 @@ def is_commit(request):
 
 
 def is_completion(request):
-    """The one that makes the object, of either way."""
-    last = request.path.endswith("/compose") and "cloudckpt-part" not in request.path
-    return last or (request.method == "POST" and "uploadId" in request.query)
+    """The one that makes the object of its parts."""
+    return request.method == "POST" and "uploadId" in request.query
 
 
 WRITES = {"data": is_data, "completion": is_completion}
 
 # which error a repetition meets makes no difference to what is done: each of them once
 repeated = pytest.mark.parametrize(
-    ("config", "write", "refusal"),
+    ("write", "refusal"),
     [
-        ("multipart", "data", "retention"),
-        ("multipart", "data", "condition"),
-        ("multipart", "data", "hold"),
-        ("multipart", "data", "no permission"),
-        ("multipart", "completion", "conflict"),
-        ("multipart", "completion", "gone"),
-        ("compose", "completion", "conflict"),
-        ("compose", "completion", "gone"),
+        ("data", "retention"),
+        ("data", "condition"),
+        ("data", "hold"),
+        ("data", "no permission"),
+        ("completion", "conflict"),
+        ("completion", "gone"),
     ],
-    indirect=["config"],
 )
 
 
@@ -128,19 +124,9 @@ def lose_and_refuse(stub, matches, refusal, *, carry_out):
         name = (request.method, request.path, request.query.get("name"))
         return any(name == (one.method, one.path, one.query.get("name")) for one in first)
 
-    xml = matches is is_completion
+    answer = refusal.as_xml() if matches is is_completion else refusal.as_json()
     stub.state.inject(is_first, None, carry_out=carry_out)
-    for in_xml in (True, False) if xml else (False,):
-        answer = refusal.as_xml() if in_xml else refusal.as_json()
-        stub.state.inject(
-            lambda request, in_xml=in_xml: (
-                is_repeated(request) and ("uploadId" in request.query) == in_xml
-            ),
-            answer.status,
-            answer.headers,
-            answer.body,
-            times=1000,
-        )
+    stub.state.inject(is_repeated, answer.status, answer.headers, answer.body, times=1000)
 
 
 @repeated
@@ -248,7 +234,7 @@ def test_what_was_written_is_not_said_to_be_certainly_not_written(stub, config, 
     crc = CRC32C.of(b"data")
     part = store.put_part(upload, 1, [memoryview(b"data")], checksum=crc)
     made = answers.json_answer({"name": "run/object"})
-    if config.gcs.upload_strategy == "multipart" and verb == "complete_upload":
+    if verb == "complete_upload":
         made = answers.xml_answer("<CompleteMultipartUploadResult></CompleteMultipartUploadResult>")
     stub.state.inject(lambda request: request.method == "POST", 200, made.headers, made.body)
     refused = answers.denied("storage.objects.get") if status == 403 else answers.too_fast("b", "k")
@@ -263,24 +249,12 @@ def test_what_was_written_is_not_said_to_be_certainly_not_written(stub, config, 
     assert not caught.value.certain
 
 
-def test_data_and_completions_are_written_only_once_where_that_is_documented(stub, config):
+def test_data_are_written_only_once_where_that_is_documented(stub, config):
     store = open_store(CheckpointURI.parse(URI), config)
     assert isinstance(store, GCSStore)
     store.capabilities = dataclasses.replace(store.capabilities, create_only=True)
     save(config)
-    writes = [r for r in stub.state.requests if is_data(r) or r.path.endswith(".distcp/compose")]
+    writes = [request for request in stub.state.requests if is_data(request)]
     assert writes
-    assert {r.query.get("ifGenerationMatch") for r in writes} == {"0"}
+    assert {request.query.get("ifGenerationMatch") for request in writes} == {"0"}
     check_loads(config)
-
-
-def test_what_another_has_completed_is_not_replaced_by_composing(stub):
-    options = GCSOptions(endpoint_url=stub.url, upload_strategy="compose", checksum="on")
-    store = GCSStore("bucket", Config(gcs=options))
-    upload = store.create_upload("run/object", 100)
-    part = store.put_part(upload, 1, [memoryview(b"ours")], checksum=CRC32C.of(b"ours"))
-    store.put("run/object", [memoryview(b"theirs")], checksum=CRC32C.of(b"theirs"))
-    with pytest.raises(PreconditionFailedError):
-        store.complete_upload(upload, [part], if_absent=True)
-    assert bytes(store.get("run/object")[0]) == b"theirs"
-    store.close()

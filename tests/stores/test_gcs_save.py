@@ -28,9 +28,9 @@ def stub():
         yield running
 
 
-@pytest.fixture(params=["multipart", "compose"])
-def config(request, stub):
-    options = GCSOptions(endpoint_url=stub.url, upload_strategy=request.param, checksum="on")
+@pytest.fixture
+def config(stub):
+    options = GCSOptions(endpoint_url=stub.url, checksum="on")
     retry = RetryPolicy(attempts=4, base=0.001, cap=0.01, deadline=20.0)
     return Config(connections=4, part_size=PART, retry=retry, gcs=options)
 
@@ -95,27 +95,17 @@ def is_named(request, *ends):
 
 BREAKS = {
     "look": lambda request: request.method == "GET" and request.path.endswith(".metadata"),
-    "beginning": lambda request: (
-        "uploads" in request.query or is_named(request, "0-0000.cloudckpt-part")
-    ),
-    "part": lambda request: (
-        request.query.get("partNumber") == "2" or is_named(request, "0-0002.cloudckpt-part")
-    ),
-    "completion": lambda request: (
-        request.method == "POST" and ("uploadId" in request.query or "/compose" in request.path)
-    ),
+    "beginning": lambda request: "uploads" in request.query,
+    "part": lambda request: request.query.get("partNumber") == "2",
+    "completion": lambda request: request.method == "POST" and "uploadId" in request.query,
     "object": lambda request: is_named(request, ".distcp"),
     "commit": lambda request: is_commit(request),
     "read": lambda request: request.query.get("alt") == "media",
 }
 
 
-@pytest.mark.parametrize(
-    ("config", "at", "carry_out"),
-    [("multipart", at, carry_out) for at in BREAKS for carry_out in (True, False)]
-    + [("compose", at, c) for at in ("beginning", "part", "completion") for c in (True, False)],
-    indirect=["config"],
-)
+@pytest.mark.parametrize("carry_out", [True, False])
+@pytest.mark.parametrize("at", BREAKS)
 def test_a_connection_that_breaks_anywhere_is_survived(stub, config, at, carry_out):
     broken = []
 
@@ -157,11 +147,6 @@ def written_by_torch(state, folder, values):
         state.put("bucket", f"run/step-1/{file.name}", file.read_bytes(), Attributes())
 
 
-# how large objects are sent makes no difference to what is cached
-any_strategy = pytest.mark.parametrize("config", ["multipart"], indirect=True)
-
-
-@any_strategy
 def test_a_cached_checkpoint_of_torch_does_not_come_back(public, config, tmp_path):
     for first in (3, 4):
         written_by_torch(public, tmp_path / str(first), state_of(first))
@@ -173,7 +158,6 @@ def is_commit(request):
     return request.query.get("name", "").endswith("/.metadata")
 
 
-@any_strategy
 @pytest.mark.parametrize("written_by", ["us", "others"])
 def test_a_cached_checkpoint_does_not_come_back(public, config, written_by):
     for first in (3, 4, 5):
@@ -192,7 +176,6 @@ def test_nothing_that_is_written_may_be_cached(public, config):
     assert found == {"no-store"}
 
 
-@any_strategy
 @pytest.mark.parametrize("written_by", ["us", "others"])
 @pytest.mark.parametrize("second", ["carried out", "not carried out"])
 def test_a_commit_whose_answer_was_lost_is_not_looked_for_in_a_cache(
@@ -210,7 +193,6 @@ def test_a_commit_whose_answer_was_lost_is_not_looked_for_in_a_cache(
     assert len(public.keys("bucket")) == 3
 
 
-@any_strategy
 def test_a_commit_whose_answer_was_lost_and_that_others_have_replaced_is_a_conflict(
     public, config, monkeypatch
 ):
@@ -297,30 +279,36 @@ def sparse():
         yield running
 
 
-def sparse_config(sparse, strategy, attempts=1):
-    options = GCSOptions(endpoint_url=sparse.url, upload_strategy=strategy)
+def sparse_config(sparse, attempts=1, part_size=5 * 1024**3):
+    options = GCSOptions(endpoint_url=sparse.url)
     retry = RetryPolicy(attempts=attempts, base=0.0, cap=0.0)
-    return Config(connections=4, part_size=PART, retry=retry, gcs=options)
+    return Config(connections=4, part_size=part_size, retry=retry, gcs=options)
 
 
 @pytest.mark.parametrize("left_out", [("size",), ("size", "crc32c")])
 def test_a_store_without_sizes_is_saved_to_and_replaced(sparse, left_out):
     sparse.leaves_out = left_out
-    config = sparse_config(sparse, "compose")
+    config = sparse_config(sparse)
     save(state_of(3), config)
     save(state_of(4), config)
     assert_same(loaded(config), state_of(4))
     assert len(sparse.state.keys("bucket")) == 3  # what was replaced, and all parts, are deleted
 
 
-def test_a_store_without_multipart_uploads_names_the_option_that_does_without(sparse):
-    with pytest.raises(InvalidRequestError, match='upload_strategy="compose"'):
-        save(state_of(3), sparse_config(sparse, "multipart"))
+def test_a_store_without_multipart_uploads_names_the_options_that_do_without(sparse):
+    with pytest.raises(InvalidRequestError, match=r"part_size.*memory_budget"):
+        save(state_of(3), sparse_config(sparse, part_size=PART))
     assert sparse.state.keys("bucket") == []
 
 
+def test_a_store_without_multipart_uploads_has_none_open(sparse):
+    store = GCSStore("bucket", sparse_config(sparse))
+    assert list(store.list_uploads("run/")) == []
+    store.close()
+
+
 def test_sizes_that_are_left_out_are_looked_up(sparse):
-    store = GCSStore("bucket", sparse_config(sparse, "compose"))
+    store = GCSStore("bucket", sparse_config(sparse))
     for size in (0, 5):
         data = b"x" * size
         checksum = store.capabilities.checksum.of(data)
@@ -332,7 +320,7 @@ def test_sizes_that_are_left_out_are_looked_up(sparse):
 
 def test_ranges_that_are_ignored_now_and_then_are_asked_for_again(sparse):
     sparse.leaves_out = ()
-    config = sparse_config(sparse, "compose", attempts=3)
+    config = sparse_config(sparse, attempts=3)
     save(state_of(3), config)
     sparse.ignores = 2
     assert_same(loaded(config), state_of(3))

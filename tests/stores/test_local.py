@@ -15,6 +15,7 @@ from cloudckpt.errors import (
     CommitUnknownError,
     ConnectionLostError,
     InvalidRequestError,
+    PreconditionFailedError,
     StorageFullError,
     StoreError,
 )
@@ -128,6 +129,36 @@ def test_a_link_that_was_made_though_it_is_called_taken_is_recognized(store, tmp
     put(store, tmp_path / "object", b"data", if_absent=True)
     assert (tmp_path / "object").read_bytes() == b"data"
     assert files_below(tmp_path) == ["object"]
+
+
+@pytest.mark.parametrize("step", ["link", "replace"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOENT])
+def test_a_step_that_was_taken_though_it_failed_is_recognized(
+    store, tmp_path, monkeypatch, step, number
+):
+    """NFS: the answer to the first rename was lost, and nothing is left for the second one."""
+    take, key = getattr(os, step), tmp_path / "object"
+
+    def fail(source, target):
+        take(source, target)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, step, fail)
+    info = put(store, key, b"data", if_absent=step == "link")
+    assert (key.read_bytes(), store.head(str(key))) == (b"data", info)
+    assert files_below(tmp_path) == ["object"]
+
+
+def test_a_file_of_the_same_bytes_is_not_taken_for_ones_own(store, tmp_path, monkeypatch):
+    key = tmp_path / "object"
+    put(store, key, b"data")
+    with pytest.raises(PreconditionFailedError) as caught:
+        put(store, key, b"data", if_absent=True)
+    assert caught.value.certain
+    monkeypatch.setattr(os, "replace", fail_with(errno.ESTALE))
+    with pytest.raises(InvalidRequestError) as caught:
+        put(store, key, b"data")
+    assert not caught.value.certain
 
 
 @pytest.mark.parametrize("step", ["link", "replace"])

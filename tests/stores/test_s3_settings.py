@@ -383,7 +383,6 @@ SIGNED = hashlib.sha256(LARGE).hexdigest()
         ({}, "s3 =\n  payload_signing_enabled = true\n", {}, SIGNED),
         ({}, "s3 =\n  payload_signing_enabled = false\n", {}, UNSIGNED),
         ({}, "s3 =\n  payload_signing_enabled = false\n", {"payload_signing": "on"}, SIGNED),
-        ({}, "s3 =\n  payload_signing_enabled = true\n", {"payload_signing": "off"}, UNSIGNED),
     ],
 )
 def test_large_bodies_are_signed_if_the_options_or_the_profile_say_so(

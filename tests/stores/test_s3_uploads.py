@@ -6,7 +6,6 @@ stands behind a proxy that loses answers.
 
 import base64
 import dataclasses
-import hashlib
 import urllib.request
 import xml.etree.ElementTree as ElementTree
 
@@ -27,7 +26,7 @@ from cloudckpt.errors import (
     StoreError,
     ThrottledError,
 )
-from cloudckpt.stores.base import Part, Upload
+from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.torch_files.torch_save import upload_stream
 from cloudckpt.transfer.stats import TransferStats
@@ -44,18 +43,8 @@ def to_base64(crc32c):
     return base64.b64encode(crc32c.to_bytes(4, "big")).decode()
 
 
-def md5(data):
-    return hashlib.md5(data, usedforsecurity=False)
-
-
-PARTS = [
-    Part(number, len(piece), f'"{md5(piece).hexdigest()}"', CRC32C.of(piece))
-    for number, piece in enumerate(PIECES, 1)
-]
-UPLOAD = Upload(KEY, "id", len(PIECES[0]))
 WHOLE = to_base64(CRC32C.of(DATA))
-COMPOSITE = to_base64(CRC32C.of(b"".join(CRC32C.of(p).to_bytes(4, "big") for p in PIECES)))
-ETAG = f'"{md5(b"".join(md5(piece).digest() for piece in PIECES)).hexdigest()}-2"'
+FOUND = ObjectInfo(KEY, len(DATA), '"opaque"')
 
 
 def xml_of(tag, **fields):
@@ -235,9 +224,8 @@ def test_moto_has_an_object_with_either_type(s3_url, s3_client, bucket, kinds):
             put_part(store, upload, 1, data[: 5 * MIB]),
             put_part(store, upload, 2, data[5 * MIB :]),
         ]
-        store.complete_upload(upload, parts)
-        held = store.holds(KEY, size=len(data), checksum=CRC32C.of(data), parts=parts)
-        assert held is not None
+        info = store.complete_upload(upload, parts)
+        assert store.written(KEY, upload.attempt) == info
         assert proxy.requests("GetObject") == []
         assert store.get(KEY)[0] == data
         store.close()
@@ -245,154 +233,36 @@ def test_moto_has_an_object_with_either_type(s3_url, s3_client, bucket, kinds):
     assert found["ChecksumType"] in kinds
 
 
-# whether an object is there
+# the checksum of an object
+
+TOLD = {"ETag": '"opaque"', "x-amz-checksum-crc32c": to_base64(7)}
 
 
-def told(kind="FULL_OBJECT", value=WHOLE, **others):
-    names = {"x-amz-checksum-crc32c": value, "x-amz-checksum-type": kind}
-    return {"ETag": '"opaque"', **{k: v for k, v in names.items() if v is not None}, **others}
-
-
-OURS = {
-    "whole": told(),
-    "in another case": {"Etag": '"opaque"', "X-Amz-Checksum-Crc32c": WHOLE},
-    "whole, without its type": told(None),
-    "of parts": told("COMPOSITE", f"{COMPOSITE}-2"),
-    "of parts, without its type": told(None, f"{COMPOSITE}-2"),
-    "of parts, without their number": told("COMPOSITE", COMPOSITE),
-    "another algorithm, and MD5": told(value=None, ETag=ETAG),
-    "MD5": {"ETag": ETAG},
-    "MD5 without quotes": {"ETag": ETAG.strip('"')},
-    # as moto without the package crc32c, which gives a CRC32 that name
-    "MD5, and a checksum that is another one": told(value=to_base64(7), ETag=ETAG),
-}
-OTHERS = {
-    "whole": told(value=to_base64(7)),
-    "of parts": told("COMPOSITE", f"{to_base64(7)}-2"),
-    "of other parts": told("COMPOSITE", f"{to_base64(7)}-3"),
-    "of parts, without its type": told(None, f"{to_base64(7)}-2"),
-    "MD5": {"ETag": f'"{md5(b"").hexdigest()}-2"'},
-    "MD5 of more parts": {"ETag": ETAG.replace("-2", "-3")},
-}
-
-
-def look(store, **others):
-    wanted = {"size": len(DATA), "checksum": CRC32C.of(DATA), "parts": PARTS, **others}
-    return store.holds(KEY, **wanted)
-
-
-@pytest.mark.parametrize("case", OURS)
-def test_an_object_is_known_by_what_the_store_tells_of_it(open_s3, server, case):
-    server.answer(headers=OURS[case], size=len(DATA))
-    found = look(open_s3(checksum="on"))
-    tag = OURS[case].get("ETag") or OURS[case]["Etag"]
-    assert (found.key, found.size, found.version) == (KEY, len(DATA), tag)
+def test_the_checksum_that_the_store_keeps_of_a_whole_object_is_not_computed(open_s3, server):
+    server.answer(headers={**TOLD, "x-amz-checksum-type": "FULL_OBJECT"}, size=len(DATA))
+    assert open_s3(checksum="on").checksum_of(FOUND) == 7
     [request] = server.requests
     assert (request.method, request.headers["x-amz-checksum-mode"]) == ("HEAD", "ENABLED")
+    assert request.headers["If-Match"] == '"opaque"'
 
 
-@pytest.mark.parametrize("case", OTHERS)
-def test_another_object_of_the_same_size_is_told_apart_without_reading_it(open_s3, server, case):
-    server.answer(headers=OTHERS[case], size=len(DATA))
-    assert look(open_s3(checksum="on")) is None
-    assert [request.method for request in server.requests] == ["HEAD"]
-
-
-def test_an_object_of_another_size_is_another(open_s3, server):
-    server.answer(headers=OURS["whole"], size=len(DATA) + 1)
-    assert look(open_s3(checksum="on")) is None
-
-
-SILENT = {
-    "an ETag of its own": {"ETag": '"opaque"'},
-    "another algorithm": {"ETag": '"opaque"', "x-amz-checksum-crc64nvme": "AAAAAAAAAAA="},
-    "a checksum of who knows what": told(None, to_base64(7)),
-    # https://docs.aws.amazon.com/AmazonS3/latest/API/API_Object.html: no MD5 then
-    "encrypted by KMS": {
-        "ETag": f'"{md5(b"").hexdigest()}-2"',
-        "x-amz-server-side-encryption": "aws:kms",
-    },
-    "encrypted twice by KMS": {
-        "ETag": f'"{md5(b"").hexdigest()}-2"',
-        "x-amz-server-side-encryption": "aws:kms:dsse",
-    },
-}
-
-
-@pytest.mark.parametrize("content", [DATA, DATA[::-1]], ids=["ours", "another"])
-@pytest.mark.parametrize("checksum", ["on", "off"])
-@pytest.mark.parametrize("case", SILENT)
-def test_an_object_of_which_nothing_is_told_is_read(open_s3, server, case, checksum, content):
-    headers = SILENT[case]
-
-    def respond(request):
-        if request.method == "HEAD":
-            return server.Answer(headers=headers, size=len(DATA))
-        span = {"Content-Range": f"bytes 0-{len(DATA) - 1}/{len(DATA)}"}
-        return server.Answer(206, {**headers, **span}, content)
-
-    server.respond(respond)
-    found = look(open_s3(checksum=checksum))
-    assert (found is not None) == (content == DATA)
-    assert server.requests[-1].headers["If-Match"] == headers["ETag"]
-    asked = {name.lower() for request in server.requests for name in request.headers}
-    assert ("x-amz-checksum-mode" in asked) == (checksum == "on")
-
-
-@pytest.mark.parametrize("value", [to_base64(7), f"{to_base64(7)}-2", to_base64(CRC32C.of(b""))])
-@pytest.mark.parametrize("content", [DATA, DATA[::-1]], ids=["ours", "another"])
-def test_a_small_object_is_not_judged_by_a_checksum_of_parts(open_s3, server, value, content):
-    """Somebody may have sent the same bytes in parts."""
-    server.answer(headers=told("COMPOSITE", value), size=len(DATA))
+@pytest.mark.parametrize(
+    ("checksum", "told"),
+    [
+        ("on", {**TOLD, "x-amz-checksum-type": "COMPOSITE"}),
+        ("on", {**TOLD, "x-amz-checksum-crc32c": f"{to_base64(7)}-2"}),
+        ("on", TOLD),  # of who knows what
+        ("on", {"ETag": '"opaque"', "x-amz-checksum-crc64nvme": "AAAAAAAAAAA="}),
+        ("off", {}),
+    ],
+)
+def test_the_checksum_of_another_object_is_computed(open_s3, server, checksum, told):
+    if checksum == "on":
+        server.answer(headers=told, size=len(DATA))
     span = {"Content-Range": f"bytes 0-{len(DATA) - 1}/{len(DATA)}", "ETag": '"opaque"'}
-    server.answer(status=206, headers=span, body=content)
-    found = look(open_s3(checksum="on"), parts=())
-    assert (found is not None) == (content == DATA)
-
-
-def test_who_may_not_see_checksums_looks_without_them(open_s3, server):
-    """HEAD with x-amz-checksum-mode needs kms:Decrypt, as S3 documents, and HEAD alone does not."""
-
-    def respond(request):
-        if request.headers["x-amz-checksum-mode"]:
-            return server.Answer(403)
-        if request.method == "HEAD":
-            return server.Answer(headers={"ETag": '"opaque"'}, size=len(DATA))
-        span = {"Content-Range": f"bytes 0-{len(DATA) - 1}/{len(DATA)}"}
-        return server.Answer(206, {"ETag": '"opaque"', **span}, DATA)
-
-    server.respond(respond)
-    store = open_s3(checksum="on")
-    assert look(store) is not None
-    assert look(store, checksum=7) is None
-    assert look(store, size=7) is None
-
-
-def test_who_may_not_see_checksums_sees_the_etag(open_s3, server):
-    server.answer(status=403)
-    server.answer(headers={"ETag": ETAG}, size=len(DATA))
-    assert look(open_s3(checksum="on")) is not None
-    assert [request.method for request in server.requests] == ["HEAD", "HEAD"]
-
-
-def test_an_object_that_is_not_there_is_none(open_s3, server):
-    server.respond(lambda request: server.Answer(404, body=xml_of("Error", Code="NoSuchKey")))
-    assert look(open_s3(checksum="on")) is None
-
-
-@pytest.mark.parametrize(("status", "code"), [(403, "AccessDenied"), (503, "SlowDown")])
-def test_what_can_not_be_found_out_is_an_error(open_s3, server, status, code):
-    server.respond(lambda request: server.Answer(status, body=xml_of("Error", Code=code)))
-    with pytest.raises(StoreError, match="denied" if status == 403 else "unavailable"):
-        look(open_s3(checksum="on"))
-
-
-@pytest.mark.parametrize("case", [name for name in OTHERS if name != "MD5 of more parts"])
-def test_a_completion_that_names_no_object_does_not_take_another_for_it(open_s3, server, case):
-    server.answer(body=xml_of("CompleteMultipartUploadResult", ETag=""))
-    server.answer(headers=OTHERS[case], size=len(DATA))
-    with pytest.raises(ServerError, match="no result"):
-        open_s3(checksum="on").complete_upload(UPLOAD, PARTS)
+    server.answer(status=206, headers=span, body=DATA)
+    assert open_s3(checksum=checksum).checksum_of(FOUND) == CRC32C.of(DATA)
+    assert server.requests[-1].headers["If-Match"] == '"opaque"'
 
 
 # a request that meets what its own first try has made
@@ -460,12 +330,13 @@ def test_an_object_that_is_not_there_is_refused_by_the_original_name(
     assert "Contents" not in s3_client.list_objects_v2(Bucket=bucket)
 
 
-def test_parts_that_are_told_apart_are_not_read_back(proxy, config, bucket):
+def test_whose_an_object_is_one_request_tells(proxy, config, bucket):
     proxy.inject(Reset("answer"), operation="CompleteMultipartUpload", times=1)
     proxy.inject(s3_error(404, "NoSuchUpload"), operation="CompleteMultipartUpload")
     state = state_for("CompleteMultipartUpload")
     cloudckpt.save(state, checkpoint_id=f"s3://{bucket}/run", config=config)
     assert proxy.requests("GetObject", "*.distcp") == []
+    assert len(proxy.requests("HeadObject", "*.distcp")) == 1
 
 
 # a named object that is replaced

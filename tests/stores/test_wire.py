@@ -22,7 +22,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.azure import AzureStore
-from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.base import ObjectStore, Part
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.s3 import S3Store
 from emulators import free_port
@@ -51,18 +51,27 @@ class Dialect:
         verbs: How each verb reaches it: a function, and an answer that suits it.
         versions: Where answers tell the version of an object.
         versioned: The verbs that need to be told it.
+        metadata: What headers with an object's metadata begin with.
     """
 
     open: Callable[[str], ObjectStore]
     verbs: Mapping[str, tuple[Callable[[ObjectStore], object], Mapping[str, Any]]]
     versions: Mapping[str, str] = field(default_factory=lambda: {"ETag": '"tag"'})
     versioned: tuple[str, ...] = ("put", "get", "get_range", "head")
+    metadata: str = "x-amz-meta-"
 
 
 DIALECTS = {
     "s3": Dialect(s3, test_s3.VERBS, versioned=("put", "put_part", "get", "get_range", "head")),
-    "google": Dialect(google, test_gcs.VERBS, {"x-goog-generation": "7"}, ("put", "head")),
-    "azure": Dialect(azure, test_azure.VERBS, versioned=("put", "complete_upload", "get", "head")),
+    "google": Dialect(
+        google, test_gcs.VERBS, {"x-goog-generation": "7"}, ("put", "head"), "x-goog-meta-"
+    ),
+    "azure": Dialect(
+        azure,
+        test_azure.VERBS,
+        versioned=("put", "complete_upload", "get", "head"),
+        metadata="x-ms-meta-",
+    ),
 }
 
 
@@ -149,6 +158,55 @@ def test_a_key_with_dot_segments_is_never_sent(store, server, key):
     with pytest.raises(InvalidRequestError):
         store.put(key, [memoryview(b"data")], checksum=0)
     assert server.requests == []
+
+
+# whose object it is
+
+NAME = "0123456789abcdef"
+
+
+def name_in(dialect, request):
+    """The name that a request gives to a write."""
+    if b'"metadata"' in request.body:
+        return test_gcs.inserted(request)[0]["metadata"].get("cloudckptattempt")
+    return request.headers[dialect.metadata + "cloudckptattempt"]
+
+
+def test_a_write_gives_its_object_a_name(dialect, store, server):
+    put, answer = dialect.verbs["put"]
+    server.answer(**answer)
+    put(store, attempt=NAME)
+    assert name_in(dialect, server.requests[-1]) == NAME
+
+
+def test_an_upload_gives_its_object_a_name(dialect, store, server):
+    names = []
+    for _ in range(2):
+        for verb in ("create_upload", "complete_upload"):
+            if verb in dialect.verbs:
+                server.answer(**dialect.verbs[verb][1])
+        upload = store.create_upload("run/object", 5 * 1024**2)
+        checksum = store.capabilities.checksum.of(b"data")
+        store.complete_upload(upload, [Part(1, 4, '"tag"', checksum)])
+        names.append([name_in(dialect, request) for request in server.requests])
+        assert upload.attempt in names[-1]
+        server.reset_script()
+    assert names[0] != names[1]
+
+
+@pytest.mark.parametrize("there", [NAME, "f" * 16, ""])
+def test_one_request_tells_whose_an_object_is(dialect, store, server, there):
+    _, answer = dialect.verbs["head"]
+    if dialect.metadata == "x-goog-meta-":
+        told = {"metadata": {"team": "nlp", "cloudckptattempt": there}} if there else {}
+        answer = {**answer, "body": test_gcs.resource(**told)}
+    elif there:
+        named = {dialect.metadata.title() + "Cloudckptattempt": there}
+        answer = {**answer, "headers": {**answer["headers"], **named}}
+    server.answer(**answer)
+    found = store.written("run/object", NAME)
+    assert (found is not None) == (there == NAME)
+    assert len(server.requests) == 1
 
 
 # proxies

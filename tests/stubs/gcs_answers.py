@@ -11,7 +11,7 @@ codes ``SlowDown`` for 429 and ``MalformedXML``.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
@@ -130,14 +130,6 @@ def condition_not_met() -> RefusalError:
 
 def invalid(message: str, code: str = "InvalidArgument") -> RefusalError:
     return RefusalError(400, "invalid", message, code)
-
-
-def other_storage_class(storage_class: str, others: Collection[str]) -> RefusalError:
-    """In the words of https://github.com/GoogleCloudPlatform/dotnet-docs-samples/issues/2038."""
-    return invalid(
-        f"Cannot compose object with destination storage class {storage_class} from source "
-        f"components that have different storage classes ({', '.join(sorted(others))})"
-    )
 
 
 def bad_checksum(given: str, computed: str) -> RefusalError:

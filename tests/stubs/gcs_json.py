@@ -1,9 +1,8 @@
 """The JSON API of the Cloud Storage stub.
 
 Documented (https://cloud.google.com/storage/docs/json_api/v1): paths, parameters, the object
-resource, uploads of both kinds, preconditions, compose with the deletion of its sources
-(.../docs/composing-objects), rewrite (.../json_api/v1/objects/rewrite). Taken from reports:
-refusals of media requests are plain text.
+resource, uploads of both kinds, preconditions, rewrite (.../json_api/v1/objects/rewrite). Taken
+from reports: refusals of media requests are plain text.
 Assumed: ``x-goog-hash`` with both hashes in one line, that ``x-goog-hash`` of a media upload is
 verified like ``crc32c`` in the metadata.
 """
@@ -31,12 +30,9 @@ from .gcs_state import (
     whole_number,
 )
 
-_MOST_SOURCES = 32
-
 _OBJECTS = re.compile(r"(?:/upload)?/storage/v1/b/([^/]+)/o")
 _OBJECT = re.compile(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)")
 _REWRITE = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)")
-_COMPOSE = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/compose")
 
 
 def is_json_api(path: str) -> bool:
@@ -68,8 +64,6 @@ def _route(request: Request) -> Callable[[State, Call], Answer]:
         found = {"POST": _insert} if uploads else {"GET": _list}
     elif _OBJECT.fullmatch(path):
         found = {"GET": _get, "DELETE": _delete}
-    elif _COMPOSE.fullmatch(path):
-        found = {"POST": _compose}
     elif _REWRITE.fullmatch(path):
         found = {"POST": _rewrite}
     else:
@@ -238,48 +232,6 @@ def _delete(state: State, call: Call) -> Answer:
     return Answer(204)
 
 
-def _compose(state: State, call: Call) -> Answer:
-    request = call.request
-    bucket, key = _names(_COMPOSE, request.path)
-    state.check(bucket, "storage.objects.create")
-    wanted = json.loads(call.body)
-    sources = wanted.get("sourceObjects") or []
-    if not 0 < len(sources) <= _MOST_SOURCES:
-        text = f"The number of source components provided ({len(sources)}) is not 1 to 32."
-        raise answers.invalid(text)
-    with state.lock:
-        found = [
-            state.find(
-                bucket,
-                source["name"],
-                generation=whole_number(_text(source.get("generation"))),
-                expected=whole_number(
-                    _text(source.get("objectPreconditions", {}).get("ifGenerationMatch"))
-                ),
-            )
-            for source in sources
-        ]
-        described = wanted.get("destination") or {}
-        attributes = _attributes(described, None, request.query.get("kmsKeyName"))
-        storage_class = attributes.storage_class or state.storage_class
-        others = {source.attributes.storage_class for source in found} - {storage_class}
-        if others:
-            raise answers.other_storage_class(storage_class, others)
-        stored = state.put(
-            bucket,
-            key,
-            b"".join(source.data for source in found),
-            attributes,
-            expected=_expected(request),
-            checksum=described.get("crc32c"),
-            components=sum(source.components or 1 for source in found),
-        )
-        if wanted.get("deleteSourceObjects"):
-            for source in found:
-                state.objects.pop((bucket, source.key), None)
-    return json_answer(_resource(stored))
-
-
 def _rewrite(state: State, call: Call) -> Answer:
     """In one call, or in calls of ``state.rewritten`` bytes, with a token for the next one."""
     request = call.request
@@ -311,7 +263,3 @@ def _rewrite(state: State, call: Call) -> Answer:
     )
     last = {"totalBytesRewritten": str(size), "done": True, "resource": _resource(stored)}
     return json_answer(progress | last)
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)

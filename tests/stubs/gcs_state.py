@@ -2,9 +2,8 @@
 
 Documented: generations and preconditions (https://cloud.google.com/storage/docs/request-preconditions;
 0 means that there is no object), one change a second of the same object, retention periods, parts
-of 5 MiB, at most 32 sources and no MD5 of composite objects; an object without a storage class gets
-that of the bucket, and sources and result of a composition are of one class
-(.../docs/composite-objects); the data of publicly readable objects is cached for an hour unless
+of 5 MiB and no MD5 of objects made of them; an object without a storage class gets that of the
+bucket; the data of publicly readable objects is cached for an hour unless
 their Cache-Control forbids it, their metadata never (.../docs/caching, .../docs/consistency). Taken
 from reports: a condition is checked before the retention period; a multipart upload that a
 retention period refuses stays open; a cache knows data by the whole URL, with the query
@@ -47,7 +46,7 @@ class Attributes:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredObject:
-    """An object; ``components`` is None unless it was composed or sent in parts."""
+    """An object; ``components`` is None unless it was sent in parts."""
 
     bucket: str
     key: str

@@ -1,6 +1,5 @@
 """The stub of Cloud Storage itself: what its modules say that it does."""
 
-import json
 import threading
 import time
 from urllib.parse import unquote
@@ -159,60 +158,6 @@ def test_lists_come_in_pages(client):
     second = client.xml("GET", "", {**query, "continuation-token": token})
     assert texts(first, "Contents/Key") + texts(second, "Contents/Key") == keys
     assert texts(second, "IsTruncated") == ["false"]
-
-
-def test_compose(client):
-    generation = client.insert("a", b"aa").json()["generation"]
-    client.insert("b", b"b")
-
-    def compose(*sources, **query):
-        body = {"sourceObjects": list(sources), "destination": {"contentType": "x/y"}}
-        path = "/storage/v1/b/bucket/o/d%2Fc/compose"
-        return client.send("POST", path, query, None, json.dumps(body))
-
-    answer = compose({"name": "a", "generation": generation}, {"name": "b"}, ifGenerationMatch=0)
-    assert answer.json()["componentCount"] == 2
-    assert answer.json()["crc32c"] == to_base64(CRC32C.of(b"aab"))
-    assert "md5Hash" not in answer.json()
-    assert client.state.objects["bucket", "d/c"].data == b"aab"
-    assert compose({"name": "a"}, ifGenerationMatch=0).status == 412
-    assert compose({"name": "a", "generation": 1}).status == 404
-    assert compose({"name": "a", "objectPreconditions": {"ifGenerationMatch": 1}}).status == 412
-    assert compose(*[{"name": "a"}] * 33).status == 400
-
-
-@pytest.mark.parametrize(
-    ("of_bucket", "of_source", "of_result"),
-    [
-        ("STANDARD", "STANDARD", "NEARLINE"),
-        ("STANDARD", "NEARLINE", None),
-        ("COLDLINE", "STANDARD", None),
-        ("COLDLINE", None, "STANDARD"),
-    ],
-)
-def test_composing_keeps_the_storage_class(client, of_bucket, of_source, of_result):
-    client.state.storage_class = of_bucket
-
-    def compose(result):
-        destination = {"storageClass": result} if result else {}
-        body = {"sourceObjects": [{"name": "a"}], "destination": destination}
-        path = "/storage/v1/b/bucket/o/b/compose"
-        return client.send("POST", path, None, None, json.dumps(body))
-
-    made = client.related({"name": "a", **({"storageClass": of_source} if of_source else {})}, b"x")
-    assert made.json()["storageClass"] == (of_source or of_bucket)
-    refused = compose(of_result)
-    assert (refused.status, reason(refused)) == (400, "invalid")
-    assert "different storage classes" in refused.json()["error"]["message"]
-    assert compose(of_source or of_bucket).json()["storageClass"] == (of_source or of_bucket)
-
-
-def test_composing_deletes_the_sources_if_it_is_asked_to(client):
-    client.insert("a")
-    body = {"sourceObjects": [{"name": "a"}], "deleteSourceObjects": True}
-    path = "/storage/v1/b/bucket/o/b/compose"
-    assert client.send("POST", path, None, None, json.dumps(body)).status == 200
-    assert client.state.keys("bucket") == ["b"]
 
 
 def test_data_that_everybody_may_read_is_cached_unless_its_writer_forbids_it(client):

@@ -56,16 +56,6 @@ def test_its_multipart_upload_is_taken(bucket, tmp_path):
     assert bucket.blob(KEY).download_as_bytes(checksum="crc32c") == file.read_bytes()
 
 
-def test_composing_joins_in_order_and_on_condition(bucket):
-    sources = [bucket.blob(name) for name in ("one", "two")]
-    for blob in sources:
-        blob.upload_from_string(blob.name)
-    bucket.blob(KEY).compose(sources, if_generation_match=0)
-    assert bucket.blob(KEY).download_as_bytes() == b"onetwo"
-    with pytest.raises(PreconditionFailed):
-        bucket.blob(KEY).compose(sources, if_generation_match=0)
-
-
 def test_generations_guard_writes_and_reads(bucket):
     blob = bucket.blob(KEY)
     blob.upload_from_string(b"1", if_generation_match=0)

@@ -79,7 +79,6 @@ _GCS: Known = {
     ("GET", "objects", frozenset()): "objects.list",
     ("GET", "object", frozenset()): "objects.get",
     ("DELETE", "object", frozenset()): "objects.delete",
-    ("POST", "compose", frozenset()): "objects.compose",
     ("POST", "rewrite", frozenset()): "objects.rewrite",
     ("GET", "bucket", frozenset({"uploads"})): "multipartUploads.list",
     ("POST", "key", frozenset({"uploads"})): "multipartUploads.create",
@@ -100,7 +99,6 @@ _GCS_PATHS = {
     "upload objects": r"/upload/storage/v1/b/[^/]+/o",
     "objects": r"/storage/v1/b/[^/]+/o",
     "object": r"(/download)?/storage/v1/b/[^/]+/o/[^/]+",
-    "compose": r"/storage/v1/b/[^/]+/o/[^/]+/compose",
     "rewrite": r"/storage/v1/b/[^/]+/o/[^/]+/rewriteTo/b/[^/]+/o/[^/]+",
     "json": r"/(upload/|download/)?storage/.*",
     "bucket": r"/[^/]+",
@@ -170,14 +168,14 @@ class Cloud:
         name: That of the module.
         proxy: On the way to the server.
         root: The bucket.
-        configs: Options that lead there: all ways to send large objects.
+        config: Options that lead there.
         denied: How the server says that an operation is not allowed.
     """
 
     name: str
     proxy: FaultyProxy
     root: str
-    configs: list[Config]
+    config: Config
     denied: Respond
 
     def clear(self) -> None:
@@ -203,8 +201,8 @@ class Cloud:
         """The operations that a role is made for."""
         return set(permissions(self.name)[role])
 
-    def stores(self) -> list[ObjectStore]:
-        return [open_store(CheckpointURI.parse(self.root), config) for config in self.configs]
+    def store(self) -> ObjectStore:
+        return open_store(CheckpointURI.parse(self.root), self.config)
 
 
 def permissions(cloud: str) -> dict:
@@ -226,7 +224,7 @@ def _aws(stack: ExitStack, request: pytest.FixtureRequest) -> Cloud:
     bucket = request.getfixturevalue("bucket")
     options = S3Options(endpoint_url=proxy.url, addressing_style="path")
     denied = _denied("application/xml", "<Error><Code>AccessDenied</Code></Error>")
-    return Cloud("aws", proxy, f"s3://{bucket}", [_config(s3=options)], denied)
+    return Cloud("aws", proxy, f"s3://{bucket}", _config(s3=options), denied)
 
 
 def _azure(stack: ExitStack, request: pytest.FixtureRequest) -> Cloud:
@@ -238,18 +236,15 @@ def _azure(stack: ExitStack, request: pytest.FixtureRequest) -> Cloud:
     stack.enter_context(pytest.MonkeyPatch.context()).setenv("AZURE_STORAGE_KEY", server.key)
     options = AzureOptions(endpoint_url=f"{proxy.url}/{server.account}")
     denied = _denied("application/xml", "", ("x-ms-error-code", "AuthorizationPermissionMismatch"))
-    return Cloud("azure", proxy, f"az://{container}", [_config(azure=options)], denied)
+    return Cloud("azure", proxy, f"az://{container}", _config(azure=options), denied)
 
 
 def _gcp(stack: ExitStack, request: pytest.FixtureRequest) -> Cloud:
     stub = stack.enter_context(GcsStub("bucket"))
     proxy = stack.enter_context(FaultyProxy(stub.url))
-    configs = [
-        _config(gcs=GCSOptions(endpoint_url=proxy.url, upload_strategy=strategy))
-        for strategy in ("multipart", "compose")
-    ]
+    config = _config(gcs=GCSOptions(endpoint_url=proxy.url))
     reason = '{"error": {"code": 403, "errors": [{"reason": "forbidden"}]}}'
-    return Cloud("gcp", proxy, "gs://bucket", configs, _denied("application/json", reason))
+    return Cloud("gcp", proxy, "gs://bucket", config, _denied("application/json", reason))
 
 
 @pytest.fixture(scope="module")
@@ -340,12 +335,11 @@ def test_every_verb_is_driven_here():
 @pytest.mark.parametrize("role", ["reader", "writer"])
 def test_the_verbs_ask_for_exactly_what_the_role_allows(cloud, role):
     verbs = {**READING, **WRITING} if role == "writer" else READING
-    for number, store in enumerate(cloud.stores()):
-        _put(store, f"run/{number}")
+    store = cloud.store()
+    _put(store, "run/0")
     cloud.clear()
-    for number, store in enumerate(cloud.stores()):
-        for name, verb in verbs.items():
-            verb(store, f"run/{number}" if name in READING else f"run/{number}/{name}")
+    for name, verb in verbs.items():
+        verb(store, "run/0" if name in READING else f"run/0/{name}")
     assert cloud.operations == cloud.allowed(role)
 
 
@@ -361,10 +355,9 @@ OPTIONS = {
 )
 def test_options_that_need_more_concern_the_operations_that_are_listed(cloud, case):
     group, given, option, header = OPTIONS[case]
-    [config] = cloud.configs
-    options = dataclasses.replace(getattr(config, group), **given)
-    cloud.configs = [dataclasses.replace(config, **{group: options})]
-    [store] = cloud.stores()
+    options = dataclasses.replace(getattr(cloud.config, group), **given)
+    cloud.config = dataclasses.replace(cloud.config, **{group: options})
+    store = cloud.store()
     for name, verb in WRITING.items():
         verb(store, f"run/{name}")
     listed = permissions(cloud.name)["options"][option]["writer"]
@@ -398,7 +391,7 @@ SAVED = {
 
 def test_saving_asks_for_nothing_that_a_writer_may_not_do(cloud):
     needed, (lost, then), (denied, cleaning) = SAVED[cloud.name]
-    uri, config = f"{cloud.root}/run-{uuid.uuid4().hex}", cloud.configs[0]
+    uri, config = f"{cloud.root}/run-{uuid.uuid4().hex}", cloud.config
     for step in (1, 2):
         cloudckpt.save(_state(step), checkpoint_id=uri, config=config)
     assert needed <= cloud.operations
@@ -416,7 +409,7 @@ def test_saving_asks_for_nothing_that_a_writer_may_not_do(cloud):
 
 
 def test_loading_asks_for_nothing_that_a_reader_may_not_do(cloud):
-    uri, config = f"{cloud.root}/run", cloud.configs[0]
+    uri, config = f"{cloud.root}/run", cloud.config
     cloudckpt.save(_state(1), checkpoint_id=uri, config=config)
     cloud.clear()
     state = _state(0)

@@ -42,7 +42,11 @@ class Slow(MemoryStore):
     def complete_upload(self, upload, parts, *, if_absent=False):
         data = b"".join(self._parts(upload)[part.number] for part in parts)
         info = super().put(
-            upload.key, [memoryview(data)], checksum=CRC32C.of(data), if_absent=if_absent
+            upload.key,
+            [memoryview(data)],
+            checksum=CRC32C.of(data),
+            attempt=upload.attempt,
+            if_absent=if_absent,
         )
         self.abort_upload(upload)
         return info

@@ -7,6 +7,7 @@ import resource
 import threading
 import uuid
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from cloudckpt.errors import (
     TransferCancelledError,
 )
 from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.transfer import download as downloads
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, StoredBytes, Wanted
@@ -72,9 +74,10 @@ def bytes_wanted(source, start=0, stop=None, *, divisible=True):
     return Wanted(source, start, stop, BytesSink(stop - start), divisible)
 
 
-def fetch(store, wanted, **changes):
+def fetch(store, wanted, *, request_size=None, merge_gap=MIB, **changes):
     stats = TransferStats()
-    download(store, wanted, options(**changes), stats)
+    with mock.patch.object(downloads, "MERGE_GAP", merge_gap):
+        download(store, wanted, options(**changes), stats, request_size=request_size)
     return stats.snapshot()
 
 

@@ -107,7 +107,7 @@ def load(stores, sources, config=Config(connections=4)):  # noqa: B008 - frozen
             Wanted(source, 0, source.nbytes, sink, True)
             for source, sink in zip(sources, sinks[rank], strict=True)
         ]
-        requests = shared_requests(segments_for(wanted, config), len(stores), config.merge_gap)
+        requests = shared_requests(segments_for(wanted, config), len(stores))
         assert requests is not None
         ring = Threads(mailboxes, rank)
         download.run(lambda: ring_allgather(download, ring, requests, budget=config.memory_budget))
@@ -134,7 +134,7 @@ def test_fewer_bytes_than_ranks_can_share_are_not_shared():
     wanted = [
         Wanted(source, 0, source.nbytes, BytesSink(source.nbytes), True) for source in sources
     ]
-    assert shared_requests(segments_for(wanted, Config()), 2, 0) is None
+    assert shared_requests(segments_for(wanted, Config()), 2) is None
 
 
 @pytest.mark.parametrize("failing", range(4))
@@ -227,7 +227,7 @@ def test_if_a_rank_dies_all_others_end(steps):
     def work(rank: int) -> None:
         download = Download(MemoryStore(name), Config(connections=4), TransferStats())
         wanted = [Wanted(one, 0, one.nbytes, BytesSink(one.nbytes), True) for one in sources]
-        requests = shared_requests(segments_for(wanted, Config()), 4, 0)
+        requests = shared_requests(segments_for(wanted, Config()), 4)
         assert requests is not None
         requests = list(itertools.chain(requests, requests))  # two rounds
         download.run(

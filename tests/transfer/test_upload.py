@@ -1,5 +1,6 @@
 """Objects are sent whole or not at all, whatever the store does to single requests."""
 
+import dataclasses
 import logging
 import random
 import threading
@@ -56,7 +57,11 @@ class Checking(MemoryStore):
         assert all(part.size == upload.part_size for part in parts[:-1])
         data = b"".join(self._parts(upload)[part.number] for part in parts)
         info = super().put(
-            upload.key, [memoryview(data)], checksum=CRC32C.of(data), if_absent=if_absent
+            upload.key,
+            [memoryview(data)],
+            checksum=CRC32C.of(data),
+            attempt=upload.attempt,
+            if_absent=if_absent,
         )
         self.abort_upload(upload)
         return info
@@ -264,14 +269,15 @@ def test_an_object_that_was_made_by_the_last_try_is_found(store, verb):
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 @pytest.mark.parametrize("verb", ["put", "complete_upload"])
-@pytest.mark.parametrize("there", ["nothing", "another size", "another content"])
+@pytest.mark.parametrize("there", ["nothing", "other bytes", "the same bytes", "of nobody"])
 def test_a_refusal_behind_a_lost_answer_is_told_if_the_object_is_another(
     store, verb, refusal, there
 ):
     data = some_bytes(700 if verb == "put" else 2500)
     if there != "nothing":
-        other = data[::-1] if there == "another content" else data[1:]
-        store.inner.put(KEY, [memoryview(other)], checksum=CRC32C.of(other))
+        other = data[::-1] if there == "other bytes" else data
+        name = "" if there == "of nobody" else "f" * 16
+        store.inner.put(KEY, [memoryview(other)], checksum=CRC32C.of(other), attempt=name)
     store.fail(verb, ConnectionLostError, calls=[1], when="before")
     store.fail(verb, refusal, calls=[2])
     with pytest.raises(refusal):
@@ -313,8 +319,44 @@ def test_a_small_object_whose_answer_was_lost_is_looked_for(store, refusal, when
             put_whole(store, KEY, data, retrier, if_absent=True)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_of_two_writers_of_the_same_bytes_one_creates_the_object_though_answers_are_lost(
+    store, when
+):
+    """As two jobs that both want to create a lock, or a mark."""
+    data, retrier = memoryview(b"locked"), Retrier(AT_ONCE)
+    store.fail("put", ConnectionLostError, calls=[1, 3], when=when)
+    put_whole(store, KEY, data, retrier, if_absent=True)
+    with pytest.raises(PreconditionFailedError):
+        put_whole(store, KEY, data, retrier, if_absent=True)
+
+
+def test_of_two_writers_of_the_same_bytes_one_replaces_the_object_though_answers_are_lost(store):
+    data, retrier = memoryview(b"the second text"), Retrier(AT_ONCE)
+    old = store.inner.put(KEY, [data], checksum=CRC32C.of(data)).version
+    store.fail("put", ConnectionLostError, calls=[1], when="after")
+    put_whole(store, KEY, data, retrier, if_version=old)
+    store.fail("put", ConnectionLostError, calls=[3])
+    with pytest.raises(PreconditionFailedError):
+        put_whole(store, KEY, data, retrier, if_version=old)
+
+
+def test_an_object_that_was_put_together_wrongly_is_no_success_though_it_is_ours(store):
+    """Google is sent no checksum of the whole, but tells it."""
+    data = some_bytes(2500)
+    store.fail("complete_upload", ConnectionLostError, calls=[1], when="after")
+    head = store.inner.head
+
+    def told(key):
+        return dataclasses.replace(head(key), checksum=CRC32C.of(data) ^ 1)
+
+    store.inner.head = told
+    with pytest.raises(ObjectNotFoundError):
+        send(store, pieces_of(data, 700))
+
+
 def test_an_upload_that_is_gone_at_the_first_try_is_no_success(store):
-    """An object of the same size proves nothing if this attempt can't have made it."""
+    """An object of the same bytes proves nothing if this attempt has not made it."""
     data = some_bytes(2500)
     store.inner.put(KEY, [memoryview(data)], checksum=CRC32C.of(data))
     store.fail("complete_upload", ObjectNotFoundError, calls=[1])

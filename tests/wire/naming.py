@@ -17,8 +17,6 @@ Naming = Callable[[str, str], tuple[str, str]]
 
 The operation is S3's name for it, or the method if it has none."""
 
-_PART_OF_COMPOSITION = re.compile(r".+\.[0-9a-f]{16}\.\d-(\d{4})\.cloudckpt-part", re.DOTALL)
-
 
 def s3_naming(method: str, target: str) -> tuple[str, str]:
     """S3 with path-style addressing."""
@@ -42,24 +40,15 @@ def s3_naming(method: str, target: str) -> tuple[str, str]:
 
 
 def google_naming(method: str, target: str) -> tuple[str, str]:
-    """Google Cloud Storage: the JSON API, and the XML API with path-style addressing.
-
-    The temporary objects of a composition count as an upload and its parts.
-    """
+    """Google Cloud Storage: the JSON API, and the XML API with path-style addressing."""
     if target.startswith("/batch/"):
         return "DeleteObjects", "/"
-    match = re.match(
-        r"(/upload|/download)?/storage/v1/b/([^/?]+)/o(?:/([^/?]+))?(/compose)?", target
-    )
+    match = re.match(r"(/upload|/download)?/storage/v1/b/([^/?]+)/o(?:/([^/?]+))?", target)
     if match is None:
         return s3_naming(method, target)
     _, query = _parsed(target)
     key = unquote(match[3]) if match[3] else query.get("name", "")
-    part = _PART_OF_COMPOSITION.fullmatch(key)
     known: list[tuple[str, bool, str]] = [
-        ("POST", match[4] is not None, "CompleteMultipartUpload"),
-        ("POST", part is not None and part[1] == "0000", "CreateMultipartUpload"),
-        ("POST", part is not None, "UploadPart"),
         ("POST", match[1] is not None, "PutObject"),
         ("GET", not key, "ListObjectsV2"),
         ("GET", query.get("alt") == "media", "GetObject"),

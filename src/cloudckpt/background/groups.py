@@ -20,7 +20,10 @@ from cloudckpt.checkpoint.torch_private import set_group_timeout
 from cloudckpt.errors import ConfigError, ProcessGroupError
 from cloudckpt.fork import module_lock
 
-__all__ = ["exists", "give_back", "open_group"]
+__all__ = ["START_TIMEOUT", "exists", "give_back", "open_group"]
+
+START_TIMEOUT = 300.0
+"""Seconds in which all ranks must make a group, and a saving process must be ready."""
 
 
 _CONNECT, _CONNECT_EACH = 30.0, 0.1

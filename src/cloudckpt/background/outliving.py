@@ -23,14 +23,14 @@ from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import creates_only, put_whole
 
-__all__ = ["Duty", "finish"]
+__all__ = ["CurrentSave", "finish"]
 
 logger = logging.getLogger("cloudckpt")
 
 _BETWEEN = 2.0  # seconds between two progress records
 
 
-class Duty:
+class CurrentSave:
     """The current save, and what to record in the store if the trainer ends now.
 
     One thread sends; another watches the trainer, and does what is left to do.
@@ -96,14 +96,14 @@ class Duty:
             return pending if self._objects is None else pending.finished(self._objects)
 
 
-def finish(duty: Duty, limit: float) -> None:
+def finish(current: CurrentSave, limit: float) -> None:
     """Records the progress of the current save until it is sent; returns when nothing is left.
 
     Args:
-        duty: The save.
+        current: The save.
         limit: Seconds after which this process ends, finished or not; 0 for at once.
     """
-    job = duty.job
+    job = current.job
     if job is None or job.pending is None or limit <= 0:
         return
     end = threading.Timer(limit, os._exit, (0,))
@@ -120,7 +120,7 @@ def finish(duty: Duty, limit: float) -> None:
             return  # it is committed, or was to replace one that is
         conditional, version = creates_only(store, config), None
         wait = 0.0
-        while (pending := duty.pending(wait)) is not None:
+        while (pending := current.pending(wait)) is not None:
             data, wait = memoryview(pending.to_bytes()), _BETWEEN
             found = put_whole(
                 store,

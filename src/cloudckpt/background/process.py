@@ -41,6 +41,7 @@ from cloudckpt.background.channel import (
     send_descriptor,
     set_timeout,
 )
+from cloudckpt.background.groups import START_TIMEOUT
 from cloudckpt.background.script import Recording
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
@@ -56,6 +57,8 @@ from cloudckpt.transfer.upload import clear_away
 
 __all__ = ["SaveProcess", "log_levels"]
 
+_NICE = 5  # by how much it yields the CPU to the trainer
+_SIGN_OF_LIFE = 120.0  # seconds without one after which a process with a save is ended
 _LOOK = 1.0  # seconds between checks that the process is alive
 _SHUTDOWN_TIMEOUT = 5.0  # seconds for it to end on its own, or after being killed
 
@@ -220,7 +223,7 @@ class _Worker:
         self._ended_for = ""  # why this trainer has ended it
         self._ending = threading.Lock()
         self._channel, theirs = multiprocessing.Pipe()
-        set_timeout(self._channel, options.heartbeat_timeout)
+        set_timeout(self._channel, _SIGN_OF_LIFE)
         try:
             with theirs:
                 self._process = _start(theirs.fileno())
@@ -228,8 +231,8 @@ class _Worker:
             self._channel.send(
                 Settings(
                     os.getpid(),
-                    options.nice,
-                    options.heartbeat_timeout,
+                    _NICE,
+                    _SIGN_OF_LIFE,
                     options.outlive,
                     log_levels(),
                 )
@@ -260,7 +263,7 @@ class _Worker:
             SaveProcessError: If it ends first, or is not ready in time.
         """
         if not self._is_ready:
-            self._receive("ready", time.monotonic() + self._options.start_timeout)
+            self._receive("ready", time.monotonic() + START_TIMEOUT)
             self._is_ready = True
 
     def begin(self, job: Job, descriptors: list[int]) -> None:
@@ -306,9 +309,9 @@ class _Worker:
                     raise self._death(None)
                 elif deadline is not None and time.monotonic() > deadline:
                     raise SaveProcessError(
-                        f"the saving process was not ready within {self._options.start_timeout:g} s"
+                        f"the saving process was not ready within {START_TIMEOUT:g} s"
                     )
-                elif deadline is None and silent >= self._options.heartbeat_timeout:
+                elif deadline is None and silent >= _SIGN_OF_LIFE:
                     raise SaveProcessError(
                         f"the saving process gave no sign of life for {silent:g} s and was "
                         "killed; this save is not committed, and the next one starts a new "
@@ -341,7 +344,7 @@ class _Worker:
         if code is not None:
             how = f"was ended by signal {-code}" if code < 0 else f"ended ({code})"
         elif isinstance(cause, BlockingIOError):  # what the channel's time limit raises
-            how = f"did not read or write for {self._options.heartbeat_timeout:g} s"
+            how = f"did not read or write for {_SIGN_OF_LIFE:g} s"
         else:
             how = "can't be reached"
         if not self._is_ready:

@@ -26,14 +26,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Event, Timeline, Transferred, subscribe
 
-__all__ = [
-    "PendingSave",
-    "Save",
-    "SaveFuture",
-    "as_ours",
-    "pass_on",
-    "skipped",
-]
+__all__ = ["Save", "SaveFuture", "as_ours"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -62,21 +55,6 @@ class SaveFuture(Future[Metadata | None]):
         self.timeline = Timeline()
 
 
-@dataclass(frozen=True)
-class PendingSave:
-    """An asynchronous save under way.
-
-    Attributes:
-        staged: Done when the trainer may change its tensors; its result is None.
-        written: Done when the save is.
-        is_staged_in_background: Whether ``staged`` may not be done yet.
-    """
-
-    staged: Future[None]
-    written: SaveFuture
-    is_staged_in_background: bool = False
-
-
 @dataclass(eq=False)
 class Save:
     """A save, from the call to its end.
@@ -87,7 +65,8 @@ class Save:
         writer: Writes to it.
         planner: As in torch.
         written: The save's outcome.
-        staged: Done when the copy is.
+        staged: Done when the trainer may change its tensors; its result is None.
+        is_staged_in_background: Whether ``staged`` may not be done when the call returns.
         state: The copy, if a custom stager made it.
         copy: The copy, if our stager made it.
         copying: The copy, if a custom stager is still making it.
@@ -101,6 +80,7 @@ class Save:
     planner: SavePlanner
     written: SaveFuture = field(default_factory=SaveFuture)
     staged: Future[None] = field(default_factory=Future)
+    is_staged_in_background: bool = False
     state: dict[str, Any] | None = None
     copy: StagedState | None = None
     copying: Future[dict[str, Any]] | None = None
@@ -132,6 +112,34 @@ class Save:
         self.writer.reset(None)
         return ToSave(self.writer, self.planner)
 
+    def stage(self, made: dict[str, Any] | Future[dict[str, Any]]) -> None:
+        """Takes the copy that a custom stager has made, or is making."""
+        if not isinstance(made, Future):
+            self.state = made
+            self.staged.set_result(None)
+            return
+        self.copying, self.is_staged_in_background = made, True
+
+        def pass_on(done: Future[Any]) -> None:
+            try:
+                done.result()
+            except BaseException as error:  # noqa: BLE001 - of a stager which has cancelled it, too
+                self.staged.set_exception(error)
+            else:
+                self.staged.set_result(None)
+
+        made.add_done_callback(pass_on)
+
+    def clashes_with(self, other: Save) -> bool:
+        """Whether both have the same place or writer, so that they can't be under way at once."""
+        return self.where == other.where or self.writer is other.writer
+
+    def skip(self) -> None:
+        """Ends it before it has begun."""
+        self.written.skipped = True
+        self.written.set_result(None)
+        self.handed_over.set()
+
     def hold(self) -> bool:
         """Keeps a save that has not begun from beginning, until :meth:`let_go`."""
         with self._turn:
@@ -149,9 +157,7 @@ class Save:
                 self.where,
             )
             self._end()
-            self.written.skipped = True
-            self.written.set_result(None)
-            self.handed_over.set()
+            self.skip()
         with self._turn:
             self._phase = "waits"
             self._turn.notify_all()
@@ -233,23 +239,3 @@ def as_ours(error: BaseException, where: str) -> CloudCheckpointError:
     made.uri = where or None
     made.__cause__ = error
     return made
-
-
-def skipped() -> PendingSave:
-    """A save that did not take place."""
-    staged: Future[None] = Future()
-    staged.set_result(None)
-    written = SaveFuture()
-    written.skipped = True
-    written.set_result(None)
-    return PendingSave(staged, written)
-
-
-def pass_on(done: Future[Any], staged: Future[None]) -> None:
-    """Passes the outcome of a custom stager's copy on to ``staged``."""
-    try:
-        done.result()
-    except BaseException as error:  # noqa: BLE001 - that of a stager which has cancelled it, too
-        staged.set_exception(error)
-    else:
-        staged.set_result(None)

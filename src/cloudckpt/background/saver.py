@@ -21,16 +21,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cloudckpt import api
-from cloudckpt.background.groups import exists, give_back, open_group
+from cloudckpt.background.groups import START_TIMEOUT, exists, give_back, open_group
 from cloudckpt.background.process import SaveProcess
-from cloudckpt.background.save import (
-    PendingSave,
-    Save,
-    SaveFuture,
-    as_ours,
-    pass_on,
-    skipped,
-)
+from cloudckpt.background.save import Save, as_ours
 from cloudckpt.background.stager import StagedState, Stager
 from cloudckpt.checkpoint.sending import send_here
 from cloudckpt.config import BackgroundOptions
@@ -95,7 +88,7 @@ class AsyncSaver:
         Raises:
             ConfigError: If this rank is not in the group, or kinds or policies differ between
                 ranks.
-            ProcessGroupError: If the ranks do not meet within ``start_timeout``.
+            ProcessGroupError: If the ranks do not meet within five minutes.
             SaveProcessError: If a saving process can't be started.
         """
         self._options = options if options is not None else BackgroundOptions()
@@ -105,29 +98,28 @@ class AsyncSaver:
         self._knows_no_ranks = self._no_dist and not no_dist
         self._tells_failures = tells_failures
         self._on_failure = on_failure
-        self._group = None if self._no_dist else self._new_group(process_group, have_met)
-        self._meeting = Meeting(self._group)
+        self._group: dist.ProcessGroup | None = None
+        self._meeting = Meeting(None)
         self._stager = stager
         self._own_stager: Stager | None = None
         self._process: SaveProcess | None = None
         self._pid = os.getpid()
         try:
-            self._meeting.begin(lambda: None, lambda _: alike(kind, self._options))
-            if self._group is not None:
-                # the thread that saves has the other, and both may be in use at once
+            if not self._no_dist:
+                self._group = self._new_group(process_group, have_met)
+                # the thread that saves has that one, and both may be in use at once
                 self._meeting = Meeting(self._new_group(process_group, have_met=True))
-            self._meeting.begin(lambda: self._make(kind))
+            self._meeting.begin(lambda: self._make(kind), lambda _: alike(kind, self._options))
         except BaseException:
             self._abandon()
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-async")
-        self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._number = 0
         # the save that all ranks begin, and that this rank has not given to its thread
-        self._owed: tuple[OurWriter, str] | None = None
+        self._agreed: Save | None = None
         self._is_broken = False  # whether a collective of a save may still be under way on a rank
         self._under_way: list[Save] = []
-        self._untold: dict[int, tuple[str, SaveFuture]] = {}  # with an unreported outcome
+        self._unreported: dict[int, Save] = {}  # by number, with an unreported outcome
         self._lock = threading.Lock()
         self._closed = False
         self._ended = threading.Event()  # closing is complete
@@ -137,7 +129,6 @@ class AsyncSaver:
             self._own_stager = Stager(
                 buffers=2 if self._policy in ("double_buffer", "replace") else 1,
                 kept=2 if self._policy == "double_buffer" else 1,
-                threads=self._options.stage_threads,
                 pin_memory={"auto": None, "on": True, "off": False}[self._options.pin_memory],
             )
         if kind == AsyncCheckpointerType.PROCESS:
@@ -156,7 +147,7 @@ class AsyncSaver:
         with all_expected(parent if parent is not None else dist.group.WORLD):
             return open_group(
                 parent,
-                start_timeout=options.start_timeout,
+                start_timeout=START_TIMEOUT,
                 collective_timeout=options.collective_timeout,
                 have_met=have_met,
             )
@@ -169,7 +160,7 @@ class AsyncSaver:
         checkpoint_id: URILike | None = None,
         planner: SavePlanner | None = None,
         stager: AsyncStager | None = None,
-    ) -> PendingSave:
+    ) -> Save:
         """Stages a state dict and begins to save the copy; a collective call.
 
         It returns when the copy is made, or begun if the stager is asynchronous. Before that the
@@ -207,21 +198,19 @@ class AsyncSaver:
                 "this saver was made before torch.distributed was initialized, and would save this "
                 "rank alone; make it later, or with no_dist=True"
             )
-        planner = planner or CloudSavePlanner()
         try:
             with all_expected(self._group):
-                begun = self._begin(writer, checkpoint_id)
-            if begun is None:
-                return skipped()
-            save = Save(self._number, begun[1], begun[0], planner)
-            return self._hand_over(state_dict, save, checkpoint_id, stager)
+                save = self._begin(writer, checkpoint_id, planner or CloudSavePlanner())
+            if not save.written.skipped:
+                self._hand_over(state_dict, save, checkpoint_id, stager)
+            return save
         except BaseException as error:
-            if self._owed is not None:  # the others would wait, or pair their save with the next
-                made, where = self._owed
-                failed = Save(self._number, where, made, planner)
-                failed.failure = as_ours(error, where)
-                failed.staged.set_exception(failed.failure)
-                self._submit(failed)
+            owed = self._agreed
+            if owed is not None:  # the others would wait, or pair their save with the next
+                owed.failure = as_ours(error, owed.where)
+                if not owed.staged.done():
+                    owed.staged.set_exception(owed.failure)
+                self._submit(owed)
             raise
 
     def _hand_over(
@@ -230,13 +219,17 @@ class AsyncSaver:
         save: Save,
         checkpoint_id: URILike | None,
         stager: AsyncStager | None,
-    ) -> PendingSave:
+    ) -> None:
         """Makes the copy and gives it, or the reason why there is none, to the thread."""
         raised: BaseException | None = None
+        unsubscribe = subscribe(save.listen, progress=False)
         try:
             if checkpoint_id is not None:
                 save.writer.reset(str(checkpoint_id))
-            self._copy(state_dict, save, stager)
+            state = api.content_of(state_dict)
+            with Span("stage", save.where, self._meeting.rank) as span:
+                self._stage(state, save, stager or self._stager)
+                span.nbytes = 0 if save.copy is None else save.copy.size
         except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
             save.failure = as_ours(error, save.where)
             if not save.staged.done():  # an interrupt may come just after
@@ -244,22 +237,22 @@ class AsyncSaver:
             is_raised = isinstance(error, SaveInProgressError) and self._on_failure is None
             if is_raised or not isinstance(error, Exception):
                 raised = error
+        finally:
+            unsubscribe()
         if save.failure is not None:
             release_frames(save.failure, apart_from=sys.exc_info()[1])
-        pending = PendingSave(save.staged, save.written, save.copying is not None)
         try:
             self._submit(save)
         except RuntimeError as exc:
-            self._owed = None
+            self._agreed = None
             told = save.refuse(exc, closed=self._closed)
             raised = told if raised is None else raised
         if raised is not None:
             raise raised
         if self._tells_failures:
-            self._untold[save.number] = save.where, save.written
+            self._unreported[save.number] = save
         if self._can_outlive(save):
             save.handed_over.wait(_HAND_OVER)  # another rank may be late, or gone
-        return pending
 
     def _can_outlive(self, save: Save) -> bool:
         """Whether the process will soon have all of a save that it would then finish alone."""
@@ -276,51 +269,56 @@ class AsyncSaver:
         with self._lock:
             self._thread.submit(here.run, save.run, self._carry_out)
             self._under_way.append(save)
-        self._owed = None
+        self._agreed = None
 
     def _begin(
         self,
         writer: OurWriter | Callable[[], OurWriter],
         checkpoint_id: URILike | None,
-    ) -> tuple[OurWriter, str] | None:
-        """Waits for this save's turn and meets the other ranks; None if the save is skipped.
+        planner: SavePlanner,
+    ) -> Save:
+        """Waits for this save's turn and meets the other ranks; the save may be skipped.
 
         Either all ranks begin the save, or none does.
         """
-        status = RankStatus()
-        made: tuple[OurWriter, str] | None = None
+        save: Save | None = None
         try:
-            made = writer, where = _led(writer, checkpoint_id)
-            self._check(writer)
+            made, where = self._aimed(writer, checkpoint_id)
+            save = Save(self._number + 1, where, made, planner)
             if self._policy not in ("skip", "replace"):
-                self._take_turn(where, writer)
-            is_ours = isinstance(writer, CloudStorageWriter)
+                self._take_turn(save)
+            is_ours = isinstance(made, CloudStorageWriter)
             status = RankStatus(location=where if is_ours else "")
         except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
             status = RankStatus(failure=error)
-        consensus = self._meet(status, made)
+        consensus = self._meet(status, save)
         is_skipped = consensus.any_is_busy and self._policy == "skip"
         if not consensus.statuses and not is_skipped:
-            self._owed = made
+            self._agreed = save
             self._number += 1
         for number in consensus.earlier:
-            self._untold.pop(number, None)  # even if it has not ended yet: all ranks know of it
+            self._unreported.pop(number, None)  # even if it has not ended yet: all ranks know of it
         try:
             consensus.raise_on_all_ranks()
         except CloudCheckpointError as error:
             if not consensus.earlier or self._on_failure is None:
                 raise
             self._on_failure(consensus.earlier, error)
-            return self._begin(writer, checkpoint_id)
-        return None if is_skipped else made
+            return self._begin(writer, checkpoint_id, planner)
+        assert save is not None  # otherwise it has raised
+        if is_skipped:
+            save.written.number = -1
+            save.staged.set_result(None)
+            save.skip()
+        return save
 
-    def _meet(self, status: RankStatus, made: tuple[OurWriter, str] | None) -> Consensus:
+    def _meet(self, status: RankStatus, made: Save | None) -> Consensus:
         """The meeting of all ranks; several meetings while they wait for a save that may stick."""
         if self._policy == "skip":
             status = replace(status, is_busy=bool(self._under_way))
         if self._policy != "replace":
             return self._meeting.hold(self._with_failure(status))
-        deadline = self._deadline()
+        deadline, process = self._deadline(), self._process
         while True:
             before = [save for save in self._under_way if not save.written.done()]
             said = self._with_failure(status)
@@ -333,8 +331,10 @@ class AsyncSaver:
                     replace(
                         said,
                         is_busy=bool(before),
-                        is_stuck=bool(before) and self._is_stuck(),
-                        is_full=(held is None and len(before) > 1) or _clash(before, made),
+                        is_stuck=bool(before)
+                        and (is_stuck() or (process is not None and process.is_stuck)),
+                        is_full=(held is None and len(before) > 1)
+                        or (made is not None and any(map(made.clashes_with, before))),
                         has_begun=held is None,
                     )
                 )
@@ -351,12 +351,9 @@ class AsyncSaver:
 
     def _with_failure(self, status: RankStatus) -> RankStatus:
         """This rank's status, with the unreported failure of an earlier save."""
-        if status.failure is None and (found := self._next_failure()) is not None:
-            return replace(status, earlier=found[0], failure=found[1])
+        if status.failure is None and (failed := self._next_failed()) is not None:
+            return replace(status, earlier=failed.number, failure=failed.written.exception())
         return status
-
-    def _is_stuck(self) -> bool:
-        return is_stuck() or (self._process is not None and self._process.is_stuck)
 
     def _late(self, save: Save) -> SaveInProgressError:
         return SaveInProgressError(
@@ -364,24 +361,36 @@ class AsyncSaver:
             uri=save.where,
         )
 
-    def _check(self, writer: OurWriter) -> None:
-        """Refuses a writer whose work the saving process can't do."""
-        if self._process is not None and not isinstance(writer, CloudStorageWriter):
+    def _aimed(
+        self, writer: OurWriter | Callable[[], OurWriter], checkpoint_id: URILike | None
+    ) -> tuple[OurWriter, str]:
+        """The writer, and its destination as events and errors name it.
+
+        Raises:
+            ConfigError: If there is a saving process that can't do its work.
+        """
+        made = writer if isinstance(writer, OurWriter) else writer()
+        if isinstance(made, CloudStorageWriter):
+            if checkpoint_id is None:
+                return made, made.checkpoint_id
+            return made, str(checkpoint_location(checkpoint_id))
+        if self._process is not None:
             raise ConfigError(
                 "a saving process works with CloudStorageWriter only, not with a "
-                f"{type(writer).__name__}; save in a thread (AsyncCheckpointerType.THREAD)"
+                f"{type(made).__name__}; save in a thread (AsyncCheckpointerType.THREAD)"
             )
+        return made, f"writer {id(made)}"
 
-    def _next_failure(self) -> tuple[int, BaseException] | None:
-        """The number and failure of the first save with an unreported failure."""
-        for number, (_, written) in list(self._untold.items()):
-            if written.done():
-                if (error := written.exception()) is not None:
-                    return number, error
-                del self._untold[number]
+    def _next_failed(self) -> Save | None:
+        """The first save with an unreported failure."""
+        for number, save in list(self._unreported.items()):
+            if save.written.done():
+                if save.written.exception() is not None:
+                    return save
+                del self._unreported[number]
         return None
 
-    def _take_turn(self, where: str, writer: OurWriter) -> None:
+    def _take_turn(self, made: Save) -> None:
         """Waits for the saves under way, if that is the policy, whatever their outcome.
 
         Saves that failed on this rank are always waited for: they are only informing other ranks.
@@ -390,9 +399,10 @@ class AsyncSaver:
         for save in list(self._under_way):
             if save.failure is not None or self._policy == "wait":
                 self._wait_for([save], deadline)
-            elif (save.where == where or save.writer is writer) and not save.written.done():
+            elif made.clashes_with(save) and not save.written.done():
                 raise SaveInProgressError(
-                    "a save to this location, or with this writer, is still in progress", uri=where
+                    "a save to this location, or with this writer, is still in progress",
+                    uri=made.where,
                 )
 
     def _deadline(self) -> float:
@@ -404,30 +414,15 @@ class AsyncSaver:
             if not save.written.done():
                 raise self._late(save)
 
-    def _copy(self, state_dict: dict[str, Any], save: Save, stager: AsyncStager | None) -> None:
-        unsubscribe = subscribe(save.listen, progress=False)
-        try:
-            state = api.content_of(state_dict)
-            with Span("stage", save.where, self._rank) as span:
-                self._stage(state, save, stager or self._stager)
-                span.nbytes = 0 if save.copy is None else save.copy.size
-        finally:
-            unsubscribe()
-
     def _stage(self, state: dict[str, Any], save: Save, stager: AsyncStager | None) -> None:
+        """Copies a state, or begins to."""
         if stager is None:
             assert self._own_stager is not None
             save.copy, copied = self._begun_copy(state)
             copied.result()
             save.staged.set_result(None)
             return
-        made = stager.stage(state)
-        if isinstance(made, Future):
-            save.copying = made
-            made.add_done_callback(lambda done: pass_on(done, save.staged))
-        else:
-            save.state = made
-            save.staged.set_result(None)
+        save.stage(stager.stage(state))
 
     def _begun_copy(self, state: dict[str, Any]) -> tuple[StagedState, Future[None]]:
         assert self._own_stager is not None
@@ -443,35 +438,30 @@ class AsyncSaver:
 
     def _carry_out(self, save: Save) -> Metadata:
         """Saves a copy; runs in the thread."""
-        try:
-            return self._saved(save)
-        except BaseException as error:
-            if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
-                self._is_broken = True
-            raise
-
-    def _saved(self, save: Save) -> Metadata:
-        if self._group is not None and not exists(self._group):
-            raise ProcessGroupError(  # torch would save each rank alone, as if it were all
-                "the process group was destroyed before this save began; wait for all saves "
-                "before you destroy it",
-                uri=save.where,
-                committed=False,
-            )
         writer = save.writer if isinstance(save.writer, CloudStorageWriter) else None
         if writer is not None and self._process is not None:
             arena = None if save.copy is None else save.copy.arena
             writer.sender = self._process.sender(arena, save.handed_over.set)
         is_known = True
         try:
+            if self._group is not None and not exists(self._group):
+                raise ProcessGroupError(  # torch would save each rank alone, as if it were all
+                    "the process group was destroyed before this save began; wait for all saves "
+                    "before you destroy it",
+                    uri=save.where,
+                    committed=False,
+                )
             metadata = api.save_prepared(
                 save.content,
                 save.prepared,
                 process_group=self._group,
                 no_dist=self._no_dist,
             )
-        except ProcessGroupError as error:
-            is_known = error.committed is not None
+        except BaseException as error:
+            if isinstance(error, ProcessGroupError):
+                is_known = error.committed is not None
+            if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
+                self._is_broken = True
             raise
         finally:
             if self._process is not None and is_known:
@@ -485,7 +475,7 @@ class AsyncSaver:
         return metadata
 
     def close(self) -> None:
-        """Waits for the saves under way, up to ``close_timeout`` seconds.
+        """Waits for the saves under way, up to ``patience`` seconds.
 
         A saving process is then ended, which fails what it has not saved; a thread continues.
         Failures are reported by the futures only. Closing again does nothing, or finishes an
@@ -498,13 +488,11 @@ class AsyncSaver:
                 return
             self._closed = True
         futures = [save.written for save in self._under_way]
-        concurrent.futures.wait(futures, self._options.close_timeout)
+        concurrent.futures.wait(futures, self._options.patience)
         idle = all(future.done() for future in futures)
         if self._process is not None:
             self._process.close(_SHUTDOWN_TIMEOUT if idle else 0)
-            concurrent.futures.wait(
-                futures, _SHUTDOWN_TIMEOUT
-            )  # the saves that this fails learn why
+            concurrent.futures.wait(futures, _SHUTDOWN_TIMEOUT)  # those that this fails learn why
         self._thread.shutdown(wait=idle)
         if self._own_stager is not None:
             self._own_stager.close()
@@ -529,9 +517,9 @@ class AsyncSaver:
             SaveInProgressError: If a save has not ended.
         """
         self._raise_next()
-        for where, _ in self._untold.values():
+        for save in self._unreported.values():
             raise SaveInProgressError(
-                f"the save has not finished within {self._options.close_timeout:g} s", uri=where
+                f"the save has not finished within {self._options.patience:g} s", uri=save.where
             )
 
     def wait(self) -> None:
@@ -540,17 +528,18 @@ class AsyncSaver:
         Raises:
             CloudCheckpointError: The first failure that no call has raised yet.
         """
-        concurrent.futures.wait([written for _, written in self._untold.values()])
+        concurrent.futures.wait([save.written for save in self._unreported.values()])
         self._raise_next()
 
     def _raise_next(self) -> None:
         """Raises the next failure, or passes it and later ones to ``on_failure``."""
-        while (found := self._next_failure()) is not None:
-            number, error = found
-            del self._untold[number]
+        while (failed := self._next_failed()) is not None:
+            del self._unreported[failed.number]
+            error = failed.written.exception()
             if self._on_failure is None or not isinstance(error, CloudCheckpointError):
-                raise error
-            self._on_failure([number], error)
+                failed.written.result()
+            else:
+                self._on_failure([failed.number], error)
 
     @property
     def belongs_here(self) -> bool:
@@ -569,13 +558,6 @@ _BETWEEN_MEETINGS = 0.1  # seconds
 _SHUTDOWN_TIMEOUT = 10.0  # seconds for an idle saving process to end
 
 
-def _clash(before: list[Save], made: tuple[OurWriter, str] | None) -> bool:
-    """Whether a save under way has the writer, or the place, of the next one."""
-    return made is not None and any(
-        save.writer is made[0] or save.where == made[1] for save in before
-    )
-
-
 def _has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -583,15 +565,3 @@ def _has_ranks() -> bool:
 def alike(kind: AsyncCheckpointerType, options: BackgroundOptions) -> RankStatus:
     """What ranks must agree on to share a saver."""
     return RankStatus(options=f"{kind.value} and when_busy={options.when_busy!r}")
-
-
-def _led(
-    writer: OurWriter | Callable[[], OurWriter], checkpoint_id: URILike | None
-) -> tuple[OurWriter, str]:
-    """The writer, and its destination as events and errors name it."""
-    made = writer if isinstance(writer, OurWriter) else writer()
-    if not isinstance(made, CloudStorageWriter):
-        return made, f"writer {id(made)}"
-    if checkpoint_id is None:
-        return made, made.checkpoint_id
-    return made, str(checkpoint_location(checkpoint_id))

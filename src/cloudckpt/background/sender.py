@@ -29,7 +29,7 @@ from cloudckpt.background.channel import (
     as_socket,
     receive_descriptor,
 )
-from cloudckpt.background.outliving import Duty, finish
+from cloudckpt.background.outliving import CurrentSave, finish
 from cloudckpt.background.script import replay
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.sending import send_here
@@ -58,21 +58,21 @@ def main(channel: Connection) -> None:
     settings: Settings = channel.recv()
     with contextlib.suppress(OSError):
         os.nice(settings.nice)
-    speaker, duty = Speaker(channel), Duty()
+    speaker, current = Speaker(channel), CurrentSave()
     forward_logs(speaker, settings.log_levels)
     relay(lambda event: speaker.tell("event", event))  # reported by the trainer, not here as well
     with as_socket(channel) as end:  # now, while no other thread uses the channel
-        watch = threading.Thread(target=_watch, args=(settings, speaker, duty), daemon=True)
+        watch = threading.Thread(target=_watch, args=(settings, speaker, current), daemon=True)
         watch.start()
         with contextlib.suppress(OSError):  # the trainer is gone
             speaker.tell("ready", None)
-        while (job := _next(channel, duty)) is not None:
-            _carry_out(job, end, speaker, duty)
-    duty.orphaned()
+        while (job := _next(channel, current)) is not None:
+            _carry_out(job, end, speaker, current)
+    current.orphaned()
     watch.join()
 
 
-def _next(channel: Connection, duty: Duty) -> Job | None:
+def _next(channel: Connection, current: CurrentSave) -> Job | None:
     """The next job; None if there will be none."""
     while True:
         try:
@@ -82,17 +82,19 @@ def _next(channel: Connection, duty: Duty) -> Job | None:
         if said != SETTLED:
             job: Job = said
             return job
-        duty.end()
+        current.end()
 
 
-def _watch(settings: Settings, speaker: Speaker, duty: Duty) -> NoReturn:
+def _watch(settings: Settings, speaker: Speaker, current: CurrentSave) -> NoReturn:
     """Gives signs of life; when the trainer is gone, finishes its save and ends this process.
 
     The channel's end does not show that: children forked from the trainer may hold it open.
     """
     interval = settings.heartbeat_timeout / _BEATS
     told, was_stuck = time.monotonic(), False
-    while os.getppid() == settings.trainer and not duty.wait_until_orphaned(min(_LOOK, interval)):
+    while os.getppid() == settings.trainer and not current.wait_until_orphaned(
+        min(_LOOK, interval)
+    ):
         if speaker.is_awaited and time.monotonic() - told >= interval:
             told = time.monotonic()
             with contextlib.suppress(OSError):  # the trainer is gone
@@ -102,14 +104,14 @@ def _watch(settings: Settings, speaker: Speaker, duty: Duty) -> NoReturn:
             with contextlib.suppress(OSError):
                 speaker.tell("stuck", stuck)
     speaker.is_heard = False
-    duty.wait_until_known(_LAST_WORDS)
+    current.wait_until_known(_LAST_WORDS)
     try:
-        finish(duty, settings.outlive)
+        finish(current, settings.outlive)
     finally:
         os._exit(0)
 
 
-def _carry_out(job: Job, end: socket.socket, speaker: Speaker, duty: Duty) -> None:
+def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentSave) -> None:
     speaker.is_awaited = True
     uri, error = job.destination.uri, None
     stats = TransferStats(str(uri), job.destination.rank, job.destination.expected)
@@ -120,16 +122,16 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, duty: Duty) -> No
         except (EOFError, OSError):
             return  # the trainer has ended just then
         take_over(job.variables)
-        duty.begin(job, stats)
+        current.begin(job, stats)
         try:
             store = open_store(uri, job.destination.config)
             script = replay(job.objects, memory, job.destination.config.memory_budget)
             objects = send_here(job.destination, store, script, stats)
         except BaseException as raised:  # noqa: BLE001 - told to the trainer
             error = _portable(raised)
-            duty.end()
+            current.end()
         else:
-            duty.sent(objects)
+            current.sent(objects)
     with contextlib.suppress(OSError):  # the trainer is gone
         speaker.tell("outcome", Outcome(objects, error, stats.snapshot()))
     speaker.is_awaited = False  # nobody would read it

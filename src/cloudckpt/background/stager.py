@@ -65,13 +65,11 @@ class StagedState:
         state_dict: The copy.
         arena: Where its tensors are.
         size: Bytes copied.
-        seconds: How long copying took.
     """
 
     state_dict: dict[str, Any]
     arena: Arena
     size: int
-    seconds: float
     _lease: _Lease = field(repr=False)
 
     def release(self) -> None:
@@ -194,7 +192,6 @@ class Stager(AsyncStager):
     def _begin(
         self, state_dict: dict[str, Any], patience: float
     ) -> tuple[StagedState, Future[None]]:
-        started = time.perf_counter()
         with paused_gc():
             layout = Layout.of(state_dict)
         try:
@@ -222,8 +219,7 @@ class Stager(AsyncStager):
                 stream.synchronize()  # an accelerator may still be copying into the buffer
             lease.end()
             raise
-        seconds = time.perf_counter() - started
-        return StagedState(content, arena, layout.size, seconds, lease), copied
+        return StagedState(content, arena, layout.size, lease), copied
 
     def _taken(self, patience: float) -> _Buffer:
         """A free buffer, with memory if possible; the memory of others may be freed.

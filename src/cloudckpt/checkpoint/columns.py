@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
+from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ __all__ = [
     "counted",
     "deflated",
     "inflated",
+    "matrix_of",
     "numbers_in",
     "packed_column",
     "raw_bytes",
@@ -37,6 +39,7 @@ _CODES = {1: "b", 2: "h", 4: "i", 8: "q"}  # of struct
 _FEW = 4096  # numbers that are packed faster one by one than torch's operations begin
 _PIECE = 1024 * 1024  # bytes that are decompressed at a time
 _FED = 64 * 1024  # bytes that are decompressed from at a time, as the rest of them is copied
+_AT_ONCE = 1 << 16  # numbers that are unpacked at a time, to need little memory besides the column
 _OF_ANOTHER_SIZE = "compressed data of another size than is said"
 _END = 1 << 63
 _IS_BIG = sys.byteorder == "big"
@@ -50,6 +53,13 @@ def column_of(numbers: Sequence[Any]) -> torch.Tensor:
 def unfilled(*shape: int) -> torch.Tensor:
     """Room for numbers of int64."""
     return torch.empty(shape, dtype=torch.int64, device="cpu")
+
+
+def matrix_of(flat: array[int], columns: int, rows: int) -> torch.Tensor:
+    """A matrix over the numbers of ``flat``, row by row; it shares their memory."""
+    if not flat:
+        return unfilled(rows, columns)
+    return torch.frombuffer(flat, dtype=torch.int64).view(rows, columns)
 
 
 def counted(start: int, stop: int) -> torch.Tensor:
@@ -139,8 +149,14 @@ def unpack_column(data: Readable, into: torch.Tensor) -> None:
     planes = numbers_in(packed, torch.uint8, width * count).view(width, count)
     if _IS_BIG:
         planes = planes.flip(0)
-    differences = planes.t().reshape(-1).view(dtype)
-    torch.cumsum(differences, 0, dtype=torch.int64, out=into)
+    before = 0
+    for start in range(0, count, _AT_ONCE):
+        # not reshape(-1): a single number would stay a view, with the stride of its bytes
+        rows = planes[:, start : start + _AT_ONCE].t()
+        differences = rows.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
+        part = into[start : start + _AT_ONCE]
+        torch.cumsum(differences, 0, dtype=torch.int64, out=part)
+        before = int(part.add_(before)[-1])
 
 
 def deflated(data: bytes) -> bytes:

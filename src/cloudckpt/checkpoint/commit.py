@@ -25,9 +25,9 @@ replacement:
   new checkpoint is intact, and objects of the old one that no metadata name may remain.
 - *The store carries out A's commit, and the answer is lost.* The retry is refused, because A itself
   has changed the version. So a try counts as failed only if the store itself says so
-  (``StoreError.certain``). After any other failure, ``.metadata`` is compared with what was sent:
-  if it is A's, the save has succeeded; if the store has refused a try and another writer's is
-  there, B was faster.
+  (``StoreError.certain``). Each commit has a random name, which the store keeps in the metadata of
+  ``.metadata``. After any other failure that name is looked at: if it is A's, the save has
+  succeeded; if the store has refused a try and another writer's is there, B was faster.
 - *A gateway answers 503, and A's commit is carried out seconds later.* Even if nothing is there
   yet, this can't be excluded: it raises :class:`CommitUnknownError`, and nothing that the
   checkpoint would need is deleted.
@@ -67,7 +67,7 @@ from cloudckpt.errors import (
     PreconditionFailedError,
     StoreError,
 )
-from cloudckpt.stores.base import ObjectStore, nbytes
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
@@ -227,7 +227,8 @@ def commit(
     any other failure is unknown: a gateway may answer 503 although the request is carried out
     seconds later, after a look for the commit object found none. After such a try, either the
     checkpoint must be there, or another writer's must prove that it can't appear any more;
-    otherwise its data must be kept.
+    otherwise its data must be kept. Which of them is there, the name says that each write gives
+    its object. One without a name proves nothing: some stores keep no metadata.
 
     Raises:
         CheckpointConflictError: If another writer has committed. Nothing of this save is or will
@@ -235,7 +236,8 @@ def commit(
         CommitUnknownError: If it can't be determined whether the commit took place, or still will.
         StoreError: If it certainly did not take place, and will not.
     """
-    key, checksum = baseline.key, _checksum_of(store, body)
+    key, attempt = baseline.key, random_suffix()
+    checksum = _checksum_of(store, body)
     absent = conditional and baseline.version is None
     version = baseline.version if conditional else None
     uncertain = False
@@ -243,7 +245,14 @@ def commit(
     def put() -> None:
         nonlocal uncertain
         try:
-            store.put(key, body, checksum=checksum, if_absent=absent, if_version=version)
+            store.put(
+                key,
+                body,
+                checksum=checksum,
+                attempt=attempt,
+                if_absent=absent,
+                if_version=version,
+            )
         except StoreError as error:
             uncertain = uncertain or not error.certain
             raise
@@ -253,10 +262,12 @@ def commit(
     except StoreError as error:
         overtaken = conditional and isinstance(error, PreconditionFailedError)
         if uncertain:
-            is_ours, found = _found(store, key, body, error, retrier)
-            if is_ours:
+            found = _found(store, key, error, retrier)
+            if found is not None and found.attempt == attempt:
                 return
-            if not overtaken or found == baseline.version:
+            is_gone = found is None and baseline.version is not None
+            is_theirs = found is not None and found.attempt and found.version != baseline.version
+            if not overtaken or not (is_gone or is_theirs):
                 raise _unknown(store, key, error) from error
         if not overtaken:
             raise
@@ -276,32 +287,19 @@ def _checksum_of(store: ObjectStore, body: Sequence[memoryview]) -> int:
 
 
 def _found(
-    store: ObjectStore,
-    key: str,
-    body: Sequence[memoryview],
-    failure: StoreError,
-    retrier: Retrier,
-) -> tuple[bool, str | None]:
-    """Whether the commit object now holds ``body``, and its version; None if there is no object.
-
-    If the store reports the object's checksum, that is compared, since it describes what is there
-    now; the bytes may come from a cache that still has the previous checkpoint.
+    store: ObjectStore, key: str, failure: StoreError, retrier: Retrier
+) -> ObjectInfo | None:
+    """The commit object that is there now; None if there is none.
 
     Raises:
         CommitUnknownError: If the store does not answer.
     """
     try:
-        info = retrier.call(lambda: store.head(key))
-        if info.checksum is not None:
-            return (info.size, info.checksum) == (nbytes(body), _checksum_of(store, body)), (
-                info.version
-            )
-        held, info = retrier.call(lambda: store.get_latest(key))
+        return retrier.call(lambda: store.head(key))
     except StoreError as error:
         if isinstance(error, ObjectNotFoundError) and error.certain:
-            return False, None
+            return None
         raise _unknown(store, key, failure) from error
-    return held == b"".join(body), info.version
 
 
 def _unknown(store: ObjectStore, key: str, error: StoreError) -> CommitUnknownError:

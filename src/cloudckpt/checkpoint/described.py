@@ -11,13 +11,15 @@ import pathlib
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from cloudckpt.checkpoint.inert_pickle import NO_STATE, Called, Dict, Global, Set
 
-__all__ = ["Building", "DescriptionError", "UnknownNameError"]
+__all__ = ["Building", "DescriptionError", "UnknownNameError", "made_of"]
+
+T = TypeVar("T")
 
 _SCALARS = frozenset((type(None), bool, int, float, str, bytes, bytearray, torch.Size))
 
@@ -30,13 +32,15 @@ class UnknownNameError(Exception):
     """What is described is of a class that is neither known nor allowed; the text is its name."""
 
 
-def _path(kind: type[pathlib.PurePath]) -> Callable[..., pathlib.PurePath]:
-    def path(*parts: Any) -> pathlib.PurePath:
-        if not all(type(part) is str for part in parts):
-            raise ValueError("parts that are no strings")
-        return kind(*parts)
+def made_of(kind: Callable[..., Any], *kinds: type[Any]) -> Callable[..., Any]:
+    """``kind``, called only with arguments that are of exactly these classes."""
 
-    return path
+    def make(*arguments: Any) -> Any:
+        if not all(type(argument) in kinds for argument in arguments):
+            raise ValueError("such arguments")
+        return kind(*arguments)
+
+    return make
 
 
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
@@ -57,28 +61,19 @@ def _layout(name: Any) -> torch.layout:
     return found
 
 
-def _listed(kind: type[set[Any] | frozenset[Any]]) -> Callable[..., Any]:
-    def listed(entries: Any = ()) -> set[Any] | frozenset[Any]:
-        if type(entries) not in (list, tuple):
-            raise ValueError("a set of what is no list")
-        return kind(entries)
-
-    return listed
-
-
 _CALLS: Mapping[str, Callable[..., Any]] = {
     "_codecs.encode": _bytes,
     "builtins.bytearray": _bytearray,
     "builtins.bytes": lambda: b"",
     "builtins.complex": lambda real, imaginary: complex(float(real), float(imaginary)),
-    "builtins.frozenset": _listed(frozenset),
-    "builtins.set": _listed(set),
+    "builtins.frozenset": made_of(frozenset, list, tuple),
+    "builtins.set": made_of(set, list, tuple),
     "collections.OrderedDict": OrderedDict,
-    "pathlib.Path": _path(pathlib.Path),
-    "pathlib.PosixPath": _path(pathlib.Path),
-    "pathlib.PurePosixPath": _path(pathlib.PurePosixPath),
-    "pathlib.PureWindowsPath": _path(pathlib.PureWindowsPath),
-    "pathlib.WindowsPath": _path(pathlib.PureWindowsPath),
+    "pathlib.Path": made_of(pathlib.Path, str),
+    "pathlib.PosixPath": made_of(pathlib.Path, str),
+    "pathlib.PurePosixPath": made_of(pathlib.PurePosixPath, str),
+    "pathlib.PureWindowsPath": made_of(pathlib.PureWindowsPath, str),
+    "pathlib.WindowsPath": made_of(pathlib.PureWindowsPath, str),
     "torch.serialization._get_layout": _layout,
 }
 
@@ -92,12 +87,14 @@ class Building:
             containers that share others could have more of them than can ever be visited.
 
     Attributes:
+        may_contain_itself: Whether a list or dict may contain itself.
         deepest: How deep containers may be nested: what torch and planners write into metadata has
             less than ten levels.
         calls: What makes values of arguments, by the full names of the functions. A function takes
             only what such a value is pickled with, and raises ValueError or TypeError for the rest.
     """
 
+    may_contain_itself: ClassVar[bool] = False
     deepest: ClassVar[int] = 64
     calls: ClassVar[Mapping[str, Callable[..., Any]]] = _CALLS
 
@@ -135,13 +132,6 @@ class Building:
         self._depth -= 1
         self._built[id(thing)] = built, before - self._left
         return built
-
-    def begun(self, thing: Any, container: Any) -> None:
-        """Called with a list or dict before it is filled; one that is noted may contain itself."""
-
-    def note(self, thing: Any, built: Any) -> None:
-        """Notes what a description becomes, before it is complete."""
-        self._built[id(thing)] = built, 0
 
     def instance(self, name: str, called: Called) -> Any:
         """An instance of a class that a subclass knows, or what a call of its returns.
@@ -202,17 +192,20 @@ class Building:
 
     def _container(self, thing: Any) -> Any:
         if type(thing) is Dict:
-            filled: dict[Any, Any] = {}
-            self.begun(thing, filled)
-            return self.fill(filled, thing)
+            return self.fill(self._begun(thing, {}), thing)
         if type(thing) is list:
-            extended: list[Any] = []
-            self.begun(thing, extended)
+            extended = self._begun(thing, [])
             extended += self.entries(thing)
             return extended
         if type(thing) is Set:
             return (frozenset if thing.is_frozen else set)(self.entries(thing.entries))
         return tuple(self.entries(thing))
+
+    def _begun(self, thing: Any, container: T) -> T:
+        """The container that a description is becoming, before it is filled."""
+        if self.may_contain_itself:
+            self._built[id(thing)] = container, 0
+        return container
 
     def _called(self, called: Called) -> Any:
         name = self.name(called.function) if called.form != "persistent" else ""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from cloudckpt.checkpoint.columns import unfilled
+from cloudckpt.checkpoint.columns import matrix_of
 from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, Paths, rows_of
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import with_strides
@@ -180,8 +180,8 @@ class _Table:
         chunks = {
             dims: Chunks(
                 rows_of(tensors, dims),
-                _matrix(self._offsets[dims], dims, count),
-                _matrix(self._sizes[dims], dims, count),
+                matrix_of(self._offsets[dims], dims, count),
+                matrix_of(self._sizes[dims], dims, count),
             )
             for dims, count in sorted(self._places.items())
         }
@@ -211,12 +211,6 @@ def check_chunks(inventory: Inventory) -> None:
 
 def _extend(flat: array[int], sizes: Sequence[torch.Size]) -> None:
     flat.extend(itertools.chain.from_iterable(sizes))
-
-
-def _matrix(flat: array[int], dims: int, count: int) -> torch.Tensor:
-    if not flat:
-        return unfilled(count, dims)
-    return torch.frombuffer(flat, dtype=torch.int64).view(count, dims)
 
 
 def _paths(planner_data: Any) -> Paths | None:

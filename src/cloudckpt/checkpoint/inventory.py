@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.columns import column_of, unfilled
+from cloudckpt.checkpoint.columns import column_of, counted, matrix_of, unfilled
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents
@@ -35,6 +35,7 @@ __all__ = [
     "Entry",
     "Inventory",
     "Paths",
+    "dims_of",
     "rows_of",
 ]
 
@@ -121,11 +122,13 @@ class Inventory:
         wanted, hint = tuple(index.offset), index.index
         if len(wanted) != len(entry.shape):
             return None
-        offsets = self.chunks[len(wanted)].offsets[entry.place : entry.place + entry.count]
-        if hint is not None and 0 <= hint < entry.count and tuple(offsets[hint].tolist()) == wanted:
-            return entry.first + hint
-        found = (offsets == column_of(wanted)).all(1).nonzero()
-        return entry.first + int(found[0]) if found.numel() else None
+        chunks = self.chunks[len(wanted)]
+        if hint is not None and 0 <= hint < entry.count:
+            is_right = tuple(chunks.offsets[entry.place + hint].tolist()) == wanted
+            if is_right:
+                return entry.first + hint
+        row = _search(entry, chunks, column_of(wanted))
+        return row if row >= 0 else None
 
     @functools.cached_property
     def _finder(self) -> _RowFinder:
@@ -193,7 +196,25 @@ class Inventory:
         Raises:
             ValueError: If one is not.
         """
-        _check_chunks(self.entries, self.chunks)
+        for dims, chunks in self.chunks.items():
+            named = [
+                (name, e)
+                for name, e in self.entries.items()
+                if dims_of(e.shape) == dims and e.count
+            ]
+            if not named or not dims:
+                continue
+            shapes = column_of([entry.shape for _, entry in named])
+            ends = column_of([entry.place + entry.count for _, entry in named])
+            for start in range(0, chunks.rows.numel(), _AT_ONCE):  # one by one, to save memory
+                offsets = chunks.offsets[start : start + _AT_ONCE]
+                sizes = chunks.sizes[start : start + _AT_ONCE]
+                numbers = torch.searchsorted(ends, counted(start, start + len(sizes)), right=True)
+                inside = (sizes >= 0) & (offsets >= 0) & (sizes <= (limits := shapes[numbers]))
+                inside &= offsets <= limits.sub_(sizes)
+                if not bool(inside.all()):
+                    name, _ = named[int(numbers[int((~inside).any(1).nonzero()[0])])]
+                    raise ValueError(f"a chunk of {name[:200]} lies outside of it")
 
     def check_extents(self) -> None:
         """Checks that all extents are inside their objects.
@@ -223,27 +244,6 @@ class Inventory:
         return self.name_of(start + int((~true).nonzero()[0]))[:200]
 
 
-def _check_chunks(entries: Mapping[str, Entry], of_dims: Mapping[int, Chunks]) -> None:
-    """Whether all chunks are inside of their tensors.
-
-    Raises:
-        ValueError: If one is not.
-    """
-    tensors = [(name, entry, entry.shape) for name, entry in entries.items() if entry.shape]
-    for dims, chunks in of_dims.items():
-        of_these = [(name, entry, shape) for name, entry, shape in tensors if len(shape) == dims]
-        counts = column_of([entry.count for _, entry, _ in of_these])
-        for dim in range(dims):  # one by one, to save memory
-            limits = column_of([shape[dim] for _, _, shape in of_these]).repeat_interleave(counts)
-            sizes, offsets = chunks.sizes[:, dim], chunks.offsets[:, dim]
-            inside = (sizes >= 0) & (offsets >= 0) & (sizes <= limits)
-            inside &= offsets <= limits.sub_(sizes)
-            if not bool(inside.all()):
-                number = int((~inside).nonzero()[0])
-                name = next(n for n, entry, _ in of_these if number < entry.place + entry.count)
-                raise ValueError(f"a chunk of {name[:200]} lies outside of it")
-
-
 class _RowFinder:
     """Finds the rows of many items at once."""
 
@@ -254,7 +254,7 @@ class _RowFinder:
         self._firsts = column_of([entry.first for entry in self._entries])
         self._counts = column_of([entry.count for entry in self._entries])
         self._places = column_of([entry.place for entry in self._entries])
-        self._dims = column_of([_dims(entry.shape) for entry in self._entries])
+        self._dims = column_of([dims_of(entry.shape) for entry in self._entries])
 
     def rows(self, indices: Sequence[MetadataIndex]) -> torch.Tensor:
         """The row of each, or -1; hints count only if they lead to the right offsets."""
@@ -262,7 +262,7 @@ class _RowFinder:
             return unfilled(len(indices)).fill_(-1)
         numbers = column_of([self._numbers.get(index.fqn, -1) for index in indices])
         offsets = [index.offset for index in indices]
-        dims = column_of([_dims(offset) for offset in offsets])
+        dims = column_of([dims_of(offset) for offset in offsets])
         known = numbers.clamp(min=0)
         counts = self._counts[known]
         is_known = (numbers >= 0) & (self._dims[known] == dims) & (counts > 0)
@@ -275,7 +275,7 @@ class _RowFinder:
                 continue
             flat = array("q")
             flat.extend(itertools.chain.from_iterable(offsets[n] or () for n in items.tolist()))
-            wanted = _matrix(flat, wanted_dims, items.numel())
+            wanted = matrix_of(flat, wanted_dims, items.numel())
             at = self._places[known[items]] + hints[items]
             wrong = (chunks.offsets[at] != wanted).any(1).nonzero().view(-1)
             for number in wrong.tolist():
@@ -291,7 +291,8 @@ def _search(entry: Entry, chunks: Chunks, wanted: torch.Tensor) -> int:
     return entry.first + int(found[0]) if found.numel() else -1
 
 
-def _dims(sizes: Sequence[int] | None) -> int:
+def dims_of(sizes: Sequence[int] | None) -> int:
+    """The number of dimensions of a shape, or of offsets; -1 of what is no tensor."""
     return -1 if sizes is None else len(sizes)
 
 
@@ -312,9 +313,3 @@ def rows_of(tensors: Iterable[Entry], dims: int) -> torch.Tensor:
     begins[1:] -= firsts[:-1] + counts[:-1] - 1
     steps[column_of([entry.place for entry in of_dims])] = begins
     return steps.cumsum_(0)
-
-
-def _matrix(flat: array[int], dims: int, count: int) -> torch.Tensor:
-    if not flat:
-        return unfilled(count, dims)
-    return torch.frombuffer(flat, dtype=torch.int64).view(count, dims)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 
 __all__ = ["ReadLater", "SavedPlaces", "inventory_behind", "lazy_metadata", "save_id_of"]
+
+_AT_ONCE = 1 << 14  # rows
 
 
 def save_id_of(attempt: str) -> str:
@@ -67,10 +70,10 @@ class _Described(Mapping[str, Any]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return repr(dict(self))
+        return repr(dict(self.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+        return dict, (dict(self.items()),)
 
 
 class SavedPlaces(Mapping[MetadataIndex, StorageInfo]):
@@ -91,14 +94,21 @@ class SavedPlaces(Mapping[MetadataIndex, StorageInfo]):
         return StorageInfo(found.name, offset, length)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        chunks = self.inventory.chunks
+        offsets = {dims: _rows(of.offsets) for dims, of in self.inventory.chunks.items()}
         for name, entry in self.inventory.entries.items():
             if entry.shape is None:
                 yield MetadataIndex(name)
                 continue
-            offsets = chunks[len(entry.shape)].offsets[entry.place : entry.place + entry.count]
-            for number, offset in enumerate(offsets.tolist()):
+            for number, offset in enumerate(islice(offsets[len(entry.shape)], entry.count)):
                 yield MetadataIndex(name, torch.Size(offset), number)
+
+    def items(self) -> _Items:
+        """All of them, in one pass over the columns."""
+        return _Items(self)
+
+    def values(self) -> _Values:
+        """All of them, in one pass over the columns."""
+        return _Values(self)
 
     def __len__(self) -> int:
         return len(self.inventory.extents)
@@ -109,7 +119,30 @@ class SavedPlaces(Mapping[MetadataIndex, StorageInfo]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return repr(dict(self))
+        return repr(dict(self.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+        return dict, (dict(self.items()),)
+
+
+class _Values(ValuesView[StorageInfo]):
+    _mapping: SavedPlaces
+
+    def __iter__(self) -> Iterator[StorageInfo]:
+        inventory = self._mapping.inventory
+        names = [one.name for one in inventory.objects]
+        for number, offset, length in zip(*map(_rows, inventory.extents.columns), strict=True):
+            yield StorageInfo(names[number], offset, length)
+
+
+class _Items(ItemsView[MetadataIndex, StorageInfo]):
+    _mapping: SavedPlaces
+
+    def __iter__(self) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
+        return zip(self._mapping, self._mapping.values(), strict=True)
+
+
+def _rows(column: torch.Tensor) -> Iterator[Any]:
+    """The rows of a column or matrix, as numbers of Python; only some of them are in memory."""
+    for part in torch.split(column, _AT_ONCE):
+        yield from part.tolist()

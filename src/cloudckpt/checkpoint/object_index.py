@@ -212,11 +212,12 @@ class ObjectIndex:
         follows from it.
 
         Args:
-            items: Names and shapes of the items, by their first bytes in the object.
+            items: Names and shapes of the items, by their first bytes in the object; none of those
+                without bytes.
 
         Returns:
             First bytes, the only block there, and what stands there, for messages. Nothing if it is
-            not certain: with ``zip_crc32``, and of another version's envelopes.
+            not certain, as of another version's envelopes.
         """
         algorithm = self._algorithm
         made: list[tuple[int, Blocks, str]] = []
@@ -236,6 +237,8 @@ class ObjectIndex:
         for code, (start, head, raw, behind, stop) in zip(
             self._codes, zip(*(column.tolist() for column in columns), strict=True), strict=True
         ):
+            if not head + raw + behind:
+                continue  # the next one begins at the same byte
             following, shape = items.get(start, ("", ()))
             around = envelope(_TYPES[code], shape) if code in _TYPES else Envelope(b"", b"")
             if not following or (len(around.head), len(around.tail)) != (head, behind):

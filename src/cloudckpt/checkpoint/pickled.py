@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cloudckpt.checkpoint.columns import byte_rows, column_of, counted, raw_bytes
-from cloudckpt.checkpoint.inventory import Inventory
+from cloudckpt.checkpoint.inventory import Inventory, dims_of
 from cloudckpt.checkpoint.lazy import save_id_of
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION
 
@@ -170,7 +170,7 @@ class _Opcodes:
         objects = column_of(self._objects)
         extents = inventory.extents
         for dims, chunks in inventory.chunks.items():
-            of_dims = [number for number, e in enumerate(entries) if _dims(e.shape) == dims]
+            of_dims = [number for number, e in enumerate(entries) if dims_of(e.shape) == dims]
             counts = column_of([entries[number].count for number in of_dims])
             names = fqns[column_of(of_dims)].repeat_interleave(counts)
             starts = column_of([entries[number].place for number in of_dims])
@@ -207,10 +207,6 @@ class _Opcodes:
         if dims in _TUPLES:
             return (self._memo["Size"], *numbers, _TUPLES[dims], _CALL)
         return (self._memo["Size"], _MARK, *numbers, _TUPLE, _CALL)
-
-
-def _dims(shape: tuple[int, ...] | None) -> int:
-    return -1 if shape is None else len(shape)
 
 
 def _length(parts: Iterable[bytes | torch.Tensor]) -> int:

@@ -6,9 +6,10 @@ the items are (:mod:`cloudckpt.checkpoint.archives`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
@@ -48,7 +49,25 @@ class ItemPlace:
     transforms: Sequence[str] = ()
 
 
-_Whole = tuple[str, StoredBytes, Sequence[str]]
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """What the metadata say of an item.
+
+    Attributes:
+        index: Its index.
+        name: Its object.
+        whole: All of its bytes.
+        shape: Of the chunk; empty for values, and where there are no indexes to compare it with.
+        transforms: The stream transforms that were applied to it.
+        digest: The digest of its content, if it is known.
+    """
+
+    index: MetadataIndex
+    name: str
+    whole: StoredBytes
+    shape: tuple[int, ...]
+    transforms: Sequence[str] = ()
+    digest: object = None
 
 
 class Places:
@@ -82,15 +101,17 @@ class Places:
             CheckpointCorruptError: If an item has no location, or a contradictory one.
         """
         with paused_gc():
-            wholes = self._wholes(indices)
-        wanted_by = {name: whole.item for name, whole, _ in reversed(wholes)}
+            items = self._located(indices)
+        wanted_by = {item.name: item.whole.item for item in reversed(items)}
         self._read_indexes(wanted_by, store, config, stats)
         with paused_gc():
-            places = self._inside(indices, wholes)
+            places = self._inside(items)
         probed = [
             place.whole
-            for index, place, (name, _, _) in zip(indices, places, wholes, strict=True)
-            if index.offset is not None and not place.transforms and not self._indexes.get(name)
+            for item, place in zip(items, places, strict=True)
+            if item.index.offset is not None
+            and not item.transforms
+            and not self._indexes.get(item.name)
         ]
         if not probed:
             return places
@@ -112,7 +133,7 @@ class Places:
             store: Where they are.
             config: Options.
             damaged: Called with the error of a damaged index. If it does not raise, that object's
-                content is unknown, and :meth:`wholes` leaves it out.
+                content is unknown, and left out by the other methods.
 
         Raises:
             CheckpointCorruptError: If one is damaged.
@@ -121,82 +142,6 @@ class Places:
         names = {name: f"the index of {name}" for name in self._objects}
         self._read_indexes(names, store, config, TransferStats(str(self._uri)), damaged)
 
-    def agreeing(
-        self,
-        indices: Sequence[MetadataIndex],
-        damaged: Callable[[CheckpointCorruptError], None],
-    ) -> list[MetadataIndex]:
-        """The items whose location is the same in the metadata and in the indexes that were read.
-
-        Args:
-            indices: All items.
-            damaged: Called with each of the others.
-
-        Raises:
-            CheckpointCorruptError: If an item of another writer has no location.
-        """
-        if not self._objects:
-            return list(indices)
-        with paused_gc():
-            placed = list(self._placed(indices, damaged))
-            by_object: dict[str, list[int]] = {}
-            wholes, shapes = self._wholes(placed), self._shapes(placed)
-            digests = self._digests(placed)
-            for number, (name, _, _) in enumerate(wholes):
-                if self._indexes.get(name) is not None:
-                    by_object.setdefault(name, []).append(number)
-            wrong: set[int] = set()
-            for name, numbers in by_object.items():
-                index = self._indexes[name]
-                assert index is not None
-                found = index.contradictions(
-                    [wholes[number][1].offset for number in numbers],
-                    [wholes[number][1].nbytes for number in numbers],
-                    [
-                        None if placed[number].offset is None else math.prod(shapes[number])
-                        for number in numbers
-                    ],
-                    [digests[number] for number in numbers],
-                )
-                for place, what in found.items():
-                    wrong.add(numbers[place])
-                    damaged(self._contradictory(name, wholes[numbers[place]][1], what))
-            return [one for number, one in enumerate(placed) if number not in wrong]
-
-    def _digests(self, indices: Sequence[MetadataIndex]) -> Sequence[object]:
-        """The known digests of items' content."""
-        inventory = self._commit.inventory if self._commit is not None else None
-        if inventory is None or inventory.extents.high is None or inventory.extents.low is None:
-            return [None] * len(indices)
-        rows = inventory.rows(indices)
-        halves = inventory.extents.high[rows], inventory.extents.low[rows]
-        return list(zip(*(half.tolist() for half in halves), strict=True))
-
-    def _placed(
-        self,
-        indices: Sequence[MetadataIndex],
-        damaged: Callable[[CheckpointCorruptError], None],
-    ) -> Iterator[MetadataIndex]:
-        """The items with a location in our metadata; columns have one for each."""
-        assert self._commit is not None  # it names objects
-        for index in indices:
-            try:
-                if self._commit.inventory is None:
-                    self._described(index)
-            except CheckpointCorruptError as error:
-                damaged(error)
-            else:
-                yield index
-
-    def _contradictory(self, name: str, item: StoredBytes, what: str) -> CheckpointCorruptError:
-        uri = self._uri.object(name)
-        return CheckpointCorruptError(
-            f"index and metadata contradict each other: {what}",
-            uri=uri,
-            item=item.item,
-            damages=[Damage(uri, item.item, what, item.offset, item.offset + item.nbytes)],
-        )
-
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
         """The payloads of items with their checksums, if indexes were read; otherwise all bytes.
 
@@ -204,65 +149,119 @@ class Places:
             CheckpointCorruptError: If one has no place, or a contradictory one.
         """
         with paused_gc():
-            wholes = self._wholes(indices)
-            places = self._inside(indices, wholes)
-            pairs = zip(wholes, places, strict=True)
-            return [place.whole for (name, _, _), place in pairs if name not in self._lost]
+            return [place.whole for place in self._inside(self._located(indices))]
 
-    def between(
+    def length_of(self, index: MetadataIndex) -> int:
+        """The bytes of an item.
+
+        Raises:
+            CheckpointCorruptError: If it has no place.
+        """
+        return self._located([index])[0].whole.nbytes
+
+    def sources(
         self,
         indices: Sequence[MetadataIndex],
         store: RangeReader,
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
-    ) -> list[StoredBytes]:
-        """The bytes around the payloads of all items, as far as their checksums are known.
+    ) -> tuple[list[StoredBytes], list[StoredBytes]]:
+        """All stored bytes, with their checksums; reads the indexes.
 
-        They are known in objects whose indexes were read, see :meth:`ObjectIndex.between`.
-        Elsewhere the archives' descriptions of the tensors in them are read and compared.
+        The bytes around the payloads have checksums where these follow from the indexes, see
+        :meth:`ObjectIndex.between`. Elsewhere the archives' descriptions of the tensors in them are
+        read and compared.
 
         Args:
-            indices: All items on which index and metadata agree.
+            indices: All items.
             store: Where they are.
             config: Options.
-            damaged: Called with each item whose archive contradicts the index.
+            damaged: Called with each damaged index, with each item that has no place, and with each
+                on which metadata, index, or the archive around it contradict each other. If it does
+                not raise, that object's content, or that item, is left out.
+
+        Returns:
+            The items' own bytes, and the bytes around them that have checksums.
 
         Raises:
+            CheckpointCorruptError: If it contradicts itself, or an index is damaged.
             StoreError: If the store refuses or stays unreachable.
         """
-        if not self._objects:
-            return []
+        self.read_indexes(store, config, damaged)
         with paused_gc():
-            objects: dict[str, dict[int, tuple[str, tuple[int, ...]]]] = {}
-            wholes = self._wholes(indices)
-            for (name, item, _), shape in zip(wholes, self._shapes(indices), strict=True):
-                objects.setdefault(name, {})[item.offset] = item.item, shape
-            known = {
-                name: index.between(items)
-                for name, items in objects.items()
-                if (index := self._indexes.get(name)) is not None
-            }
-        self._compare_archives(
-            [
-                (one, whole)
-                for one, whole in zip(indices, wholes, strict=True)
-                if not known.get(whole[0], True)
-            ],
-            store,
-            config,
-            damaged,
-        )
-        return [
+            located = self._located(indices, damaged)
+            items = self._agreeing([one for one in located if one.name not in self._lost], damaged)
+            places = self._inside(items)
+            known = self._between(items)
+        unknown = [
+            (item, place.tensor)
+            for item, place in zip(items, places, strict=True)
+            if place.tensor is not None and not known[item.name]
+        ]
+        if unknown:
+            self._compare_archives(unknown, store, config, damaged)
+        around = [
             StoredBytes(
                 self._uri.key(name), start, blocks.size, blocks, self._objects[name].size, what
             )
             for name, found in known.items()
             for start, blocks, what in found
         ]
+        return [place.whole for place in places], around
+
+    def _agreeing(
+        self, items: Sequence[_Item], damaged: Callable[[CheckpointCorruptError], None]
+    ) -> Sequence[_Item]:
+        """The items of which the indexes that were read say the same as the metadata."""
+        wrong: set[int] = set()
+        for index, numbers in self._by_index(items):
+            of_object = [items[number] for number in numbers]
+            found = index.contradictions(
+                [item.whole.offset for item in of_object],
+                [item.whole.nbytes for item in of_object],
+                [
+                    None if item.index.offset is None else math.prod(item.shape)
+                    for item in of_object
+                ],
+                [item.digest for item in of_object],
+            )
+            for place, what in found.items():
+                wrong.add(numbers[place])
+                damaged(self._contradictory(of_object[place], what))
+        return [item for number, item in enumerate(items) if number not in wrong]
+
+    def _by_index(self, items: Sequence[_Item]) -> list[tuple[ObjectIndex, list[int]]]:
+        """The numbers of the items in each object whose index was read."""
+        by_object: dict[str, list[int]] = {}
+        for number, item in enumerate(items):
+            by_object.setdefault(item.name, []).append(number)
+        pairs = ((self._indexes.get(name), numbers) for name, numbers in by_object.items())
+        return [(index, numbers) for index, numbers in pairs if index is not None]
+
+    def _contradictory(self, item: _Item, what: str) -> CheckpointCorruptError:
+        uri, whole = self._uri.object(item.name), item.whole
+        return CheckpointCorruptError(
+            f"index and metadata contradict each other: {what}",
+            uri=uri,
+            item=whole.item,
+            damages=[Damage(uri, whole.item, what, whole.offset, whole.offset + whole.nbytes)],
+        )
+
+    def _between(self, items: Sequence[_Item]) -> dict[str, list[tuple[int, Blocks, str]]]:
+        """By object, what must stand around the payloads; nothing where that is not known."""
+        objects: dict[str, dict[int, tuple[str, tuple[int, ...]]]] = {}
+        for item in items:
+            of_object = objects.setdefault(item.name, {})
+            if item.whole.nbytes:
+                of_object[item.whole.offset] = item.whole.item, item.shape
+        return {
+            name: index.between(of_object) if (index := self._indexes.get(name)) else []
+            for name, of_object in objects.items()
+        }
 
     def _compare_archives(
         self,
-        items: Sequence[tuple[MetadataIndex, _Whole]],
+        tensors: Sequence[tuple[_Item, StoredTensor]],
         store: RangeReader,
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None],
@@ -271,58 +270,67 @@ class Places:
 
         An unreadable archive is ignored here; a missing one is reported by the read itself.
         """
-        indices, wholes = [index for index, _ in items], [whole for _, whole in items]
-        tensors = [
-            (whole, place.tensor)
-            for whole, place in zip(wholes, self._inside(indices, wholes), strict=True)
-            if place.tensor is not None
-        ]
         stats = TransferStats(str(self._uri))
-        edges = [whole for (_, whole, _), _ in tensors]
+        edges = [item.whole for item, _ in tensors]
         found = locate(store, edges, config, stats, damaged=lambda error: None)
-        for (name, whole, _), ours in tensors:
-            if (its := found[whole]) is None or _said(its) == _said(ours):
+        for item, ours in tensors:
+            if (its := found[item.whole]) is None or _said(its) == _said(ours):
                 continue
             what = f"{_said(its)} by the archive around it, {_said(ours)} by the index"
-            damaged(self._contradictory(name, whole, what))
+            damaged(self._contradictory(item, what))
 
-    def length_of(self, index: MetadataIndex) -> int:
-        """The bytes of an item.
-
-        Raises:
-            CheckpointCorruptError: If it has no place.
-        """
-        return self._wholes([index])[0][1].nbytes
-
-    def _wholes(self, indices: Sequence[MetadataIndex]) -> list[_Whole]:
-        """The objects of items, their byte ranges, and the transforms that were applied to them."""
+    def _located(
+        self,
+        indices: Sequence[MetadataIndex],
+        damaged: Callable[[CheckpointCorruptError], None] = raise_it,
+    ) -> list[_Item]:
+        """What the metadata say of items; ``damaged`` is called with those without a place."""
+        located: list[_Item] = []
         inventory = self._commit.inventory if self._commit is not None else None
         if inventory is None:
-            return [self._described(index) for index in indices]
+            for index in indices:
+                try:
+                    located.append(self._described(index))
+                except CheckpointCorruptError as error:
+                    damaged(error)
+            return located
         rows = inventory.rows(indices)
         if bool((rows < 0).any()):
             raise self._nowhere(indices[int((rows < 0).nonzero()[0])])
         named = [(one.name, self._uri.key(one.name), one.size) for one in inventory.objects]
-        found: list[_Whole] = []
-        columns = (column[rows].tolist() for column in inventory.extents.columns)
-        for index, number, offset, length in zip(indices, *columns, strict=True):
+        numbers, offsets, lengths, *digests = (
+            column.tolist() for column in inventory.extents.at(rows).all_columns
+        )
+        contents = zip(*digests, strict=True) if digests else itertools.repeat(None)
+        for index, number, offset, length, shape, digest in zip(
+            indices, numbers, offsets, lengths, inventory.shapes(rows), contents, strict=False
+        ):
             name, key, size = named[number]
-            found.append((name, StoredBytes(key, offset, length, None, size, index.fqn), ()))
-        return found
+            whole = StoredBytes(key, offset, length, None, size, index.fqn)
+            located.append(_Item(index, name, whole, shape, (), digest))
+        return located
 
-    def _described(self, index: MetadataIndex) -> _Whole:
+    def _described(self, index: MetadataIndex) -> _Item:
         """The same for one item, from torch's metadata."""
         commit = self._commit
         if commit is not None and isinstance(commit.metadata.storage_data, Mapping):
             entry = commit.metadata.storage_data.get(index)
             if isinstance(entry, StorageInfo):
                 name = checked(entry.relative_path, str(self._uri))
-                key, known = self._uri.key(name), self._objects.get(name)
+                known = self._objects.get(name)
                 size = known.size if known is not None else None
-                whole = StoredBytes(key, entry.offset, entry.length, None, size, index.fqn)
+                key, start = self._uri.key(name), entry.offset
+                whole = StoredBytes(key, start, entry.length, None, size, index.fqn)
+                shape = self._shape(index, commit) if self._objects else ()
                 # older versions of torch do not write this field
-                return name, whole, getattr(entry, "transform_descriptors", None) or ()
+                transforms = getattr(entry, "transform_descriptors", None) or ()
+                return _Item(index, name, whole, shape, transforms)
         raise self._nowhere(index)
+
+    def _shape(self, index: MetadataIndex, commit: CommitObject) -> tuple[int, ...]:
+        entry = commit.metadata.state_dict_metadata.get(index.fqn)
+        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else ()
+        return next((tuple(chunk.sizes) for chunk in chunks if chunk.offsets == index.offset), ())
 
     def _nowhere(self, index: MetadataIndex) -> CheckpointCorruptError:
         return self._corrupt(
@@ -391,54 +399,29 @@ class Places:
         assert self._commit.record is not None  # it names objects
         return self._commit.record.checksum
 
-    def _inside(
-        self, indices: Sequence[MetadataIndex], wholes: Sequence[_Whole]
-    ) -> list[ItemPlace]:
+    def _inside(self, items: Sequence[_Item]) -> list[ItemPlace]:
         """The items' contents, according to the indexes that were read."""
-        places = [ItemPlace(whole, None, transforms) for _, whole, transforms in wholes]
-        by_object: dict[str, list[int]] = {}
-        for number, (name, _, _) in enumerate(wholes):
-            if self._indexes.get(name) is not None:
-                by_object.setdefault(name, []).append(number)
-        if not by_object:
-            return places
-        shapes = self._shapes(indices)
-        for name, numbers in by_object.items():
-            found = self._indexes[name]
-            assert found is not None
-            items = [wholes[number][1] for number in numbers]
-            described = found.find(
-                [item.offset for item in items],
-                [item.nbytes for item in items],
-                [item.item for item in items],
+        places = [ItemPlace(item.whole, None, item.transforms) for item in items]
+        for index, numbers in self._by_index(items):
+            wholes = [items[number].whole for number in numbers]
+            described = index.find(
+                [whole.offset for whole in wholes],
+                [whole.nbytes for whole in wholes],
+                [whole.item for whole in wholes],
             )
-            for number, whole, item in zip(numbers, items, described, strict=True):
-                places[number] = self._place(indices[number], whole, item, shapes[number])
+            for number, found in zip(numbers, described, strict=True):
+                places[number] = self._place(items[number], found)
         return places
 
-    def _place(
-        self, index: MetadataIndex, whole: StoredBytes, item: IndexItem, shape: tuple[int, ...]
-    ) -> ItemPlace:
-        offset, key, size = whole.offset + item.head, whole.key, whole.object_size
-        raw = StoredBytes(key, offset, item.raw_length, item.blocks, size, whole.item)
-        if item.dtype is None:
+    def _place(self, item: _Item, found: IndexItem) -> ItemPlace:
+        whole = item.whole
+        offset, key, size = whole.offset + found.head, whole.key, whole.object_size
+        raw = StoredBytes(key, offset, found.raw_length, found.blocks, size, whole.item)
+        if found.dtype is None:
             return ItemPlace(raw, None)
-        if math.prod(shape) * item.dtype.itemsize != item.raw_length:
-            raise self._corrupt("index and metadata contradict each other", index)
-        return ItemPlace(raw, StoredTensor(raw, item.dtype, shape))
-
-    def _shapes(self, indices: Sequence[MetadataIndex]) -> list[tuple[int, ...]]:
-        assert self._commit is not None  # there are indexes of its objects
-        inventory = self._commit.inventory
-        if inventory is not None:
-            return inventory.shapes(inventory.rows(indices))
-        return [self._shape(index) for index in indices]
-
-    def _shape(self, index: MetadataIndex) -> tuple[int, ...]:
-        assert self._commit is not None
-        entry = self._commit.metadata.state_dict_metadata.get(index.fqn)
-        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else ()
-        return next((tuple(chunk.sizes) for chunk in chunks if chunk.offsets == index.offset), ())
+        if math.prod(item.shape) * found.dtype.itemsize != found.raw_length:
+            raise self._corrupt("index and metadata contradict each other", item.index)
+        return ItemPlace(raw, StoredTensor(raw, found.dtype, item.shape))
 
     def _corrupt(self, message: str, index: MetadataIndex) -> CheckpointCorruptError:
         return CheckpointCorruptError(message, uri=str(self._uri), item=index.fqn)

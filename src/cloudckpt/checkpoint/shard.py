@@ -6,7 +6,6 @@ import functools
 import io
 import itertools
 import math
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -126,14 +125,10 @@ class ShardWriter:
     for data that passes through the staging pool (accelerator and strided tensors, small items).
     The parts of the latter must be small enough for the pool.
 
-    Attributes:
-        zip_crc32: Whether the CRC32 of the zip records is filled in.
-
     Args:
         open_object: Begins an object for a lane (True: staged).
         pool: Memory for data that can't be sent from where it lies.
         checksum: The algorithm that the store verifies.
-        zip_crc32: Whether to fill in the CRC32 of the zip records.
     """
 
     def __init__(
@@ -142,12 +137,10 @@ class ShardWriter:
         pool: StagingPool,
         *,
         checksum: ChecksumAlgorithm,
-        zip_crc32: bool,
     ) -> None:
         self._open_object = open_object
         self._pool = pool
         self._checksum = checksum
-        self.zip_crc32 = zip_crc32
         self._lanes: dict[bool, OpenObject] = {}
         self._packer: Packing | None = None
 
@@ -179,9 +172,6 @@ class ShardWriter:
             return self.add_bytes(buffer.getvalue())
         if plain and nbytes < PACKED_BELOW:
             raw = bytes_of(tensor)
-            if self.zip_crc32:
-                raw = memoryview(bytes(raw))  # sent even if the tensor changes
-                around = envelope.__wrapped__(tensor.dtype, shape, zlib.crc32(raw))
             target, offset, packed = self._pack((around.head, raw, around.tail), length)
             # checksum of the copy: the tensor may have changed since
             copy = packed[head : head + nbytes]
@@ -196,16 +186,9 @@ class ShardWriter:
         target, offset = self._room_for(length, staged=not plain)
         upload = target.upload
         upload.write(Piece(memoryview(around.head)))
-        crc32 = 0
         for piece in self._pieces(tensor, checksums, plain):
             piece.item = fqn
-            if self.zip_crc32:
-                if piece.ready is not None:
-                    piece.ready()
-                crc32 = zlib.crc32(piece.view, crc32)
             upload.write(piece)
-        if self.zip_crc32:
-            around = envelope.__wrapped__(tensor.dtype, shape, crc32)
         upload.write(Piece(memoryview(around.tail)))
         target.add(head, len(around.tail), dtype, nbytes, checksums)
         return Place(target.ordinal, offset, length)
@@ -305,16 +288,12 @@ class ShardWriter:
         self, buffers: tuple[bytes | memoryview, ...], length: int
     ) -> tuple[OpenObject, int, memoryview]:
         """Adds a small item to the staged lane; returns where it went, and its copy."""
-        lane = self._lanes.get(True)
-        if lane is None or self._packer is None:
+        lane, packer = self._lanes.get(True), self._packer
+        if lane is None or packer is None or not lane.has_room(packer.position, length):
             lane, _ = self._room_for(length, staged=True)
-            self._packer = lane.packing(lane.upload, self._pool)
-        elif not lane.has_room(self._packer.position, length):
-            self._packer.flush()
-            self._lanes.pop(True).end()
-            lane, _ = self._room_for(length, staged=True)
-            self._packer = lane.packing(lane.upload, self._pool)
-        return lane, *self._packer.append(buffers, length)
+            packer = self._packer
+        assert packer is not None
+        return lane, *packer.append(buffers, length)
 
     def _room_for(self, length: int, *, staged: bool) -> tuple[OpenObject, int]:
         """The object that the next item goes into, and an aligned position in it."""

@@ -20,7 +20,7 @@ from typing import IO, Any, ClassVar, TypeVar
 
 import torch
 
-from cloudckpt.checkpoint.described import Building, DescriptionError, UnknownNameError
+from cloudckpt.checkpoint.described import Building, DescriptionError, UnknownNameError, made_of
 from cloudckpt.checkpoint.envelope import unwarned
 from cloudckpt.checkpoint.inert_pickle import NO_STATE, Called, RefusedError, describe, full_name
 from cloudckpt.checkpoint.numpy_values import numpy_calls, numpy_classes
@@ -192,15 +192,6 @@ def _built(
         raise pickle.UnpicklingError(str(exc)) from exc
 
 
-def _time(kind: Any) -> Callable[..., Any]:
-    def time(*arguments: Any) -> Any:
-        if not all(isinstance(argument, _DAY) for argument in arguments):
-            raise ValueError("such arguments")
-        return kind(*arguments)
-
-    return time
-
-
 class _ItemBuilding(Building):
     """Builds the value of an item: ours, those that torch allows, and those of the user.
 
@@ -210,10 +201,11 @@ class _ItemBuilding(Building):
         persistent_load: What makes a storage of what the pickle says of it.
     """
 
+    may_contain_itself = True
     deepest = 100
     calls: ClassVar[Mapping[str, Callable[..., Any]]] = {
         **Building.calls,
-        **{f"datetime.{kind.__name__}": _time(kind) for kind in _TIMES},
+        **{f"datetime.{kind.__name__}": made_of(kind, *_DAY) for kind in _TIMES},
     }
     classes: ClassVar[Mapping[str, type[Any]]] = {
         **{f"{kind.__module__}.{kind.__name__}": kind for kind in (bytes, frozenset, *_TIMES)},
@@ -232,9 +224,6 @@ class _ItemBuilding(Building):
         self._of_numpy = numpy_calls()
         self._constants = {**of_torch, **self.classes, **numpy_classes(), **of_the_user}
         self._persistent_load = persistent_load
-
-    def begun(self, thing: Any, container: Any) -> None:
-        self.note(thing, container)
 
     def constant(self, name: str) -> Any:
         return self._constants[name] if name in self._constants else super().constant(name)

@@ -7,16 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from cloudckpt.config.clouds import AzureOptions, GCSOptions, S3Options
-from cloudckpt.config.options import (
-    GIB,
-    MIB,
-    Bytes,
-    Options,
-    Switch,
-    option,
-    require,
-    timeout,
-)
+from cloudckpt.config.options import GIB, MIB, Bytes, Options, Switch, option, require, timeout
 
 __all__ = ["MOST_ON_A_MACHINE", "BackgroundOptions", "Config", "RetryPolicy"]
 
@@ -32,7 +23,7 @@ class RetryPolicy(Options):
     """How long a failed request is tried again, with growing random pauses.
 
     Only failures that may pass are retried: a store that can't be reached, fails internally or asks
-    to slow down. A request that the store refuses for good raises at once.
+    to slow down.
     """
 
     variables: ClassVar[str] = "CLOUDCKPT_RETRY_"
@@ -41,22 +32,16 @@ class RetryPolicy(Options):
         300.0, "seconds after its first failure in which a request is tried again", least=0
     )
     attempts: int | None = option(
-        None,
-        "most tries of one request, the first included; default: as many as the deadline allows, "
-        "so that a store may fail for minutes",
-        least=1,
+        None, "most tries of a request; default: as many as the deadline allows", least=1
     )
     base: float = option(0.1, "shortest pause in seconds")
     cap: float = option(8.0, "longest pause in seconds, unless the store asks for more")
 
     def _check(self) -> None:
         require(
-            self.cap > 0 or self.attempts is not None,
-            f"retry cap={self.cap}: without pauses, attempts is needed",
-        )
-        require(
-            0 <= self.base <= self.cap,
-            f"retry base={self.base}, cap={self.cap}: 0 <= base <= cap is needed",
+            0 <= self.base <= self.cap and (self.cap > 0 or self.attempts is not None),
+            f"retry base={self.base}, cap={self.cap}: 0 <= base <= cap is needed, and attempts if "
+            "there are no pauses",
         )
 
 
@@ -74,31 +59,10 @@ class BackgroundOptions(Options):
         "('replace'). 'auto' is 'replace' for a CheckpointManager, and else 'wait'",
     )
     patience: float = timeout(
-        3600.0, "seconds that a save waits for a staged copy that is still being read"
+        3600.0, "seconds that a save waits for the copy of an earlier one, and closing for saves"
     )
-    stage_threads: int | None = option(
-        None, "threads that copy on the CPU; default: as many as torch uses, at most 8", least=1
-    )
-    pin_memory: Switch = option(
-        "auto", "whether the staged copy of CUDA tensors is pinned; 'auto' is on"
-    )
-    nice: int = option(
-        5,
-        "by how much the saving process yields the CPU to the trainer: 0 (not at all) to 19",
-        least=0,
-        most=19,
-    )
-    start_timeout: float = timeout(
-        300.0,
-        "seconds in which the saving process must be ready, and all ranks must make a group",
-    )
-    collective_timeout: float = timeout(
-        1800.0, "seconds that a rank waits for the others within a save"
-    )
-    heartbeat_timeout: float = timeout(
-        120.0, "seconds without a sign of life after which a saving process with a save is ended"
-    )
-    close_timeout: float = timeout(600.0, "seconds that closing waits for saves under way")
+    pin_memory: Switch = option("auto", "pin the staged copy of CUDA tensors; 'auto' is on")
+    collective_timeout: float = timeout(1800.0, "seconds that a rank of a save waits for others")
     outlive: float = option(
         900.0,
         "seconds in which a saving process finishes a staged save whose trainer has ended without "
@@ -122,24 +86,10 @@ class Config(Options):
         most=512,
     )
     part_size: Bytes | None = option(
-        None,
-        "bytes of an upload part; default: from the size of the shard, 16 MiB and more",
-        least=5 * MIB,
-        most=5 * GIB,
-    )
-    request_size: Bytes | None = option(
-        None,
-        "most bytes that one download request asks for; default: from what is to be read, 16 MiB "
-        "to 64 MiB",
-        least=MIB,
-    )
-    merge_gap: Bytes = option(
-        MIB, "unneeded bytes that are rather read than skipped by another request", least=0
+        None, "bytes of an upload part; default: by the size of the shard", 5 * MIB, 5 * GIB
     )
     memory_budget: Bytes = option(
-        64 * MIB,
-        "bytes of copies in flight: accelerator tensors, strided tensors, reads that need a detour",
-        least=32 * MIB,
+        64 * MIB, "bytes of copies in flight: of accelerators' and strided tensors", 32 * MIB
     )
     verify: bool = option(True, "check the checksum of every block that is read")
     shared_reads: Literal["auto", "host", "off"] = option(
@@ -149,43 +99,30 @@ class Config(Options):
     )
     cross_region: Literal["warn", "refuse", "allow"] = option(
         "warn",
-        "what happens to a save or load whose bucket is in another region than the machine (which "
-        "is slow, and billed), where both are known: a warning, if a rank moves more than 1 GiB; "
-        "an error before any data are moved; or nothing",
+        "what happens to a save or load whose bucket is known to be in another region than the "
+        "machine (which is slow, and billed): a warning, if a rank moves more than 1 GiB; an error "
+        "before any data are moved; or nothing",
     )
     overwrite: bool = option(True, "replace a checkpoint at the same URI, atomically")
     incremental: bool = option(
-        False,
-        "send only what the newest checkpoint in the same folder does not have: items whose bytes "
-        "are the same are referred to there, and kept there as long as anybody refers to them",
+        False, "send only what the newest checkpoint in the folder lacks, and refer to the rest"
     )
     peft_base: bool = option(
-        False,
-        "have Lightning and Accelerate save the frozen weights of PEFT models, too, and not only "
-        "their adapters (LoRA and others) and what else is trained",
+        False, "have Lightning and Accelerate save the frozen weights of PEFT models, too"
     )
     conditional_writes: Switch = option(
         "auto",
         "commit by conditional PUT; 'auto' tests stores that are not known to honour it, "
         "'off' gives up the protection against concurrent writers",
     )
-    zip_crc32: bool = option(
-        False, "fill in the CRC32 of each zip record, which torch never reads (about 0.25 s/GiB)"
-    )
     native_tls: bool = option(
-        True,
-        "receive https answers by whole buffers and without the GIL, where Python's OpenSSL can be "
-        "called for that",
+        True, "receive https answers without the GIL, where Python's OpenSSL can be called for that"
     )
     connect_timeout: float = timeout(10.0, "seconds to establish a connection")
-    read_timeout: float = timeout(60.0, "seconds to wait for the first byte of an answer")
-    completion_timeout: float = timeout(
-        900.0,
-        "seconds to wait for the answer to the request that puts the parts of an object together",
+    read_timeout: float = timeout(
+        60.0, "seconds for an answer to begin; 15 times as many while the store joins parts"
     )
-    stall_timeout: float = timeout(
-        60.0, "seconds with less than 4 KiB/s before the connection counts as stalled"
-    )
+    stall_timeout: float = timeout(60.0, "seconds below 4 KiB/s after which a connection fails")
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     s3: S3Options = field(default_factory=S3Options)
     gcs: GCSOptions = field(default_factory=GCSOptions)
@@ -195,16 +132,14 @@ class Config(Options):
     @property
     def most_connections(self) -> int:
         """How many connections a transfer of this rank may open."""
-        if self.connections != "auto":
-            return self.connections
-        return max(1, MOST_ON_A_MACHINE // _ranks_here())
+        shared = max(1, MOST_ON_A_MACHINE // _ranks_here())
+        return shared if self.connections == "auto" else self.connections
 
     @property
     def requests_at_once(self) -> int:
         """How many requests without much data, such as deletions, are sent at a time."""
-        if self.connections != "auto":
-            return self.connections
-        return min(_SMALL_REQUESTS, self.most_connections)
+        most = self.most_connections
+        return min(_SMALL_REQUESTS, most) if self.connections == "auto" else most
 
 
 def _ranks_here() -> int:

@@ -7,28 +7,16 @@ string that merely follows a field.
 
 from __future__ import annotations
 
-import itertools
+import inspect
 import math
 import numbers
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
-from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeVar,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 from urllib.parse import urlsplit
 
 from cloudckpt.errors import ConfigError
@@ -58,25 +46,19 @@ MIB = 1024 * 1024
 GIB = 1024 * MIB
 
 _LONGEST_WAIT = 86_400
-_UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": GIB}
+_A_WAIT = f"more than 0, and at most {_LONGEST_WAIT} seconds"
+_UNITS = {"": 1, "b": 1, "kib": 1024, "mib": MIB, "gib": GIB}
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
-def option(default: T, doc: str, *, least: float | None = None, most: float = math.inf) -> T:
-    """Declares a field of :class:`Options`.
-
-    Args:
-        default: The value without argument and variable.
-        doc: What it means.
-        least: The least valid number, if there is one.
-        most: The greatest valid number, if there is a least.
-    """
+def option(default: T, doc: str, least: float = -math.inf, most: float = math.inf) -> T:
+    """Declares a field of :class:`Options`: its default, its meaning, and the valid numbers."""
     return cast(T, _Option(default, doc, least, most))
 
 
 def timeout(default: float, doc: str) -> float:
     """Declares a field of seconds: above 0, and at most a day, so that every wait ends."""
-    return cast(float, _Option(default, doc, is_timeout=True))
+    return option(default, doc, least=math.ulp(0), most=_LONGEST_WAIT)
 
 
 @dataclass(eq=False)
@@ -85,9 +67,8 @@ class _Option:
 
     default: Any
     doc: str
-    least: float | None = None
-    most: float = math.inf
-    is_timeout: bool = False
+    least: float
+    most: float
 
     def __set_name__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
@@ -96,27 +77,28 @@ class _Option:
     def __repr__(self) -> str:
         return f"{self.variable} or {self.default!r}"
 
-    @cached_property
-    def _annotation(self) -> tuple[Any, bool, tuple[str, ...]]:
-        """Its type, whether it may be None, and the words allowed instead."""
+    def kind_and_words(self) -> tuple[Any, tuple[Any, ...]]:
+        """Its type, None if words are all it takes, and the words (or None) taken instead."""
         hint = _hints_of(self.owner)[self.name]
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        words = [get_args(kind) for kind in kinds[1:] if get_origin(kind) is Literal]
-        return kinds[0], NoneType in kinds, tuple(itertools.chain(*words))
+        is_one = get_origin(hint) in (None, Annotated, Literal, tuple)
+        kinds = [hint] if is_one else get_args(hint)
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        none = type(None)
+        types = [kind for kind in kinds if kind is not none and get_origin(kind) is not Literal]
+        return types[0] if types else None, (*words, *[None] * (none in kinds))
 
     def from_environment(self) -> Any:
         """The value of its variable, else the default."""
         text = os.environ.get(self.variable)
         if not text:
             return self.default
-        kind, _, words = self._annotation
-        if get_origin(kind) is Literal or text in words:
+        kind, words = self.kind_and_words()
+        if kind is None or text in words:
             return text
-        read, form = _READERS[kind]
-        form = _or_word(form, words)
         try:
-            return read(text)
+            return _READERS[kind][0](text)
         except (KeyError, ValueError):
+            form = _choices(_READERS[kind][1], words)
             raise ConfigError(f"{self.variable}={text!r} is not valid: write {form}") from None
 
     def checked(self, value: Any) -> Any:
@@ -125,32 +107,26 @@ class _Option:
         Raises:
             ConfigError: If it is not valid.
         """
-        kind, optional, words = self._annotation
+        kind, words = self.kind_and_words()
         shown = f"{self.owner.__name__}.{self.name}={value!r}"
-        if (value is None and optional) or (isinstance(value, str) and value in words):
+        if (value is None or isinstance(value, str)) and value in words:
             return value
+        if kind is None:
+            raise ConfigError(f"{shown}: write {_choices('', tuple(filter(None, words)))}")
         if kind == Pairs:
             return _as_pairs(shown, value)
-        if get_origin(kind) is Literal:
-            require(value in get_args(kind), f"{shown}: write {_choices(get_args(kind))}")
-            return value
         of = int if kind == Bytes else kind
         if of in (int, float):
             value = _as_number(of, value)
         fits = isinstance(value, (int, float) if of is float else of)
         fits = fits and isinstance(value, bool) == (of is bool)
-        require(fits, f"{shown}: must be {_or_word(of.__name__, words)}{' or None' * optional}")
-        show = _size if kind == Bytes else str
-        if self.is_timeout:
-            require(0 < value <= _LONGEST_WAIT, f"{shown}: write 0 to {_LONGEST_WAIT} seconds")
-        elif self.least is not None:
-            least, most = show(self.least), show(self.most)
-            allowed = (
-                f"at least {least} is needed"
-                if self.most == math.inf
-                else f"write {least} to {most}"
-            )
-            require(self.least <= value <= self.most, f"{shown}: {allowed}")
+        require(fits, f"{shown}: must be {_choices(of.__name__, words)}")
+        if of in (int, float):
+            size = _size if kind == Bytes else str
+            limits = f"{size(self.least)} to {size(self.most)}"
+            if self.most in (math.inf, _LONGEST_WAIT):
+                limits = "at least " + size(self.least) if self.most == math.inf else _A_WAIT
+            require(self.least <= value <= self.most, f"{shown}: write {limits}")
         return value
 
 
@@ -205,7 +181,7 @@ class Options:
 
 @cache
 def _hints_of(cls: Any) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
+    return inspect.get_annotations(cls, eval_str=True)
 
 
 def documented_options(cls: type[Any]) -> list[tuple[str, str, Any, str]]:
@@ -228,29 +204,24 @@ def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
     """
     if url is None:
         return
-    require(url == url.strip(), f"{name} begins with or ends in white space: remove it")
     require(
         not re.search(r"[@?#\s\x00-\x1f]", url),
-        f"{name} must be a plain URL, http://host:port or https://host:port: credentials and "
-        "queries do not belong into it",
-    )
-    require(
-        url.startswith(("http://", "https://")),
-        f"{name}={url!r} must begin with http:// or https://",
+        f"{name} must be a plain URL, http://host:port or https://host:port: credentials, queries "
+        "and white space do not belong into it",
     )
     try:
         parts = urlsplit(url)
-        names_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # for wrong brackets, or a port that is not a number
-        names_host = False
-    require(names_host, f"{name}={url!r} names no host and port: write http://host:port")
+        is_one = False
+    require(is_one, f"{name}={url!r} must begin with http:// or https://, and name a host")
 
 
 def _read_size(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+)\s*([kmg]ib|b)?\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d+)\s*([kmg]ib|b|)\s*", text.lower())
     if match is None:
         raise ValueError
-    return int(match.group(1)) * _UNITS[match.group(2) or "b"]
+    return int(match.group(1)) * _UNITS[match.group(2)]
 
 
 def _read_pairs(text: str) -> Pairs:
@@ -258,7 +229,7 @@ def _read_pairs(text: str) -> Pairs:
     return tuple((key.strip(), value.strip()) for key, _, value in pairs)
 
 
-_READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
+_READERS: dict[Any, Any] = {  # how a variable is read, and what to write there
     str: (str, "a text"),
     bool: (lambda text: _FLAGS[text.lower()], "1 or 0"),
     int: (int, "a whole number"),
@@ -268,24 +239,19 @@ _READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
 }
 
 
-def _as_pairs(shown: str, value: object) -> Pairs:
+def _as_pairs(shown: str, value: Any) -> Pairs:
     """A mapping, or pairs of strings, in a hashable form."""
-    pairs: Any = value.items() if isinstance(value, Mapping) else value
     try:
+        pairs = value.items() if isinstance(value, Mapping) else value
         return tuple((str(key), str(content)) for key, content in pairs)
     except (TypeError, ValueError):
         raise ConfigError(f"{shown}: give a mapping or pairs of strings") from None
 
 
-def _or_word(form: str, words: tuple[str, ...]) -> str:
-    """The accepted form, and the words accepted instead of it."""
-    return " or ".join([form, *map(repr, words)])
-
-
-def _choices(values: tuple[Any, ...]) -> str:
-    """``'a', 'b' or 'c'``."""
-    texts = [repr(value) for value in values]
-    return f"{', '.join(texts[:-1])} or {texts[-1]}"
+def _choices(form: str, words: tuple[Any, ...]) -> str:
+    """``a number, 'auto' or None``."""
+    texts = [*filter(None, [form]), *map(repr, words)]
+    return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
 
 
 def _size(nbytes: float) -> str:

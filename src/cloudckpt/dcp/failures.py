@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType, FunctionType, TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt.errors import CheckpointError
 
-__all__ = ["is_of_group", "portable", "portable_errors", "portably", "release_frames"]
+__all__ = ["is_of_group", "portable", "portable_errors", "release_frames"]
 
 E = TypeVar("E", bound="BaseException | None")
 
@@ -37,28 +36,15 @@ def portable(error: E, uri: str | None) -> E | CheckpointError:
     return made.with_traceback(error.__traceback__)
 
 
-def portably(step: Callable[..., Any], uri: str | None) -> Callable[..., Any]:
-    """Wraps a step so that other ranks can receive what it raises."""
-
-    @functools.wraps(step)
-    def call(*args: Any) -> Any:
-        try:
-            return step(*args)
-        except BaseException as error:
-            raised = portable(error, uri)
-            if raised is error:
-                raise
-            raise raised from error
-
-    return call
-
-
 @contextlib.contextmanager
 def portable_errors(uri: str | None) -> Iterator[None]:
-    """Replaces errors that can't be pickled, for example a planner's, by errors that can."""
+    """Replaces errors that can't be pickled, for example a planner's, by errors that can.
+
+    For a block, or as a decorator of a step whose errors other ranks receive.
+    """
     try:
         yield
-    except Exception as exc:
+    except BaseException as exc:
         raised = portable(exc, uri)
         if raised is exc:
             raise

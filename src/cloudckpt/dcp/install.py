@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from cloudckpt.config import Config
+from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.save_steps import clean_up_after, save_by_steps
@@ -78,10 +79,6 @@ class _Options:
 
     config: Config | None = None
     trust_pickle: bool = False
-
-    def make(self, uri: str, *, reads: bool) -> Any:
-        """Makes our writer or reader for a cloud location."""
-        return _OURS[reads](uri, **self.arguments(reads=reads))
 
     def arguments(self, *, reads: bool) -> dict[str, Any]:
         """The constructor's arguments besides the location."""
@@ -148,11 +145,11 @@ def _changes() -> Iterator[Change]:
         yield module, setup, _choosing(original)
     steps = "_save_state_dict"
     taken = _in(saver, steps, "state_dict", "storage_writer", more=True)
-    yield saver, steps, _telling_all(taken)
+    yield saver, steps, _with_structure(taken)
     threads, process = "_ThreadBasedAsyncCheckpointExecutor", "_ProcessBasedAsyncCheckpointExecutor"
-    yield saver, threads, _settling(_in(saver, threads))
+    yield saver, threads, _choosing_at_once(_in(saver, threads))
     _in(_in(saver, process), "_execute_save_impl")
-    yield saver, process, _forgetting(_settling(_in(saver, process)))
+    yield saver, process, _forgetting_listings(_choosing_at_once(_in(saver, process)))
     yield from _file_systems()
     for where in _OPENED_BY_TORCH:
         yield _refusing(*where)
@@ -161,21 +158,22 @@ def _changes() -> Iterator[Change]:
 
 def _file_systems() -> Iterator[Change]:
     files, fsspec = _module(f"{_DCP}.filesystem"), _fsspec_module()
-    yield from _of_file_system(_in(files, "FileSystem"), "torch's FileSystem", _keep_local)
+    yield from _of_file_system(_in(files, "FileSystem"), "torch's FileSystem", _refuse_cloud_path)
     yield from _constructors(files, "FileSystem")
     if fsspec is not None:
         name = "_FileSystem" if hasattr(fsspec, "_FileSystem") else "FileSystem"  # 2.15; older
-        yield from _of_file_system(_in(fsspec, name), "torch's FileSystem for fsspec", _keep_off)
+        kind = _in(fsspec, name)
+        yield from _of_file_system(kind, "torch's FileSystem for fsspec", _refuse_cloud)
         yield from _constructors(fsspec, "Fsspec")
 
 
-def _of_file_system(kind: Any, road: str, check: Callable[..., None]) -> Iterator[Change]:
+def _of_file_system(kind: Any, part: str, check: Callable[..., None]) -> Iterator[Change]:
     """Guards every method that takes a path, including those of later torch versions."""
     for name in ("init_path", "create_stream", "mkdir", "rename", "rm_file"):
         _in(kind, name)
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method) and _paths_of(method):
-            yield kind, name, _guarded(method, road, check)
+            yield kind, name, _guarded(method, part, check)
 
 
 def _constructors(module: Any, prefix: str) -> Iterator[Change]:
@@ -196,19 +194,19 @@ def _experimental() -> Iterator[Change]:
     kind = _in(process, "CheckpointProcess")
     begin = _in(kind, "__init__")
     if "subprocess_init_fn" not in inspect.signature(begin).parameters:
-        raise _unlike(kind.__name__, "can't be told what to do first")
+        raise _unknown_torch(kind.__name__, "can't be told what to do first")
     yield kind, "__init__", _installing_in_its_process(begin)
 
 
-def _refusing(module: str, path: str, road: str) -> Change:
+def _refusing(module: str, path: str, part: str) -> Change:
     owner: Any = _module(module)
     *outer, name = path.split(".")
     for part in outer:
         owner = _in(owner, part)
     found = _in(owner, name)
     if not _paths_of(found):
-        raise _unlike(road, "takes no path")
-    return owner, name, _guarded(found, road, _keep_local)
+        raise _unknown_torch(part, "takes no path")
+    return owner, name, _guarded(found, part, _refuse_cloud_path)
 
 
 # ---- looking up torch's attributes
@@ -223,31 +221,28 @@ def _module(name: str) -> Any:
 
 def _fsspec_module() -> Any:
     """Torch's module for fsspec; None if not importable, so that torch can't use it either."""
-    try:
-        return importlib.import_module(f"{_DCP}.fsspec_filesystem")  # torch 2.15
-    except ModuleNotFoundError:
-        pass
-    try:
-        return importlib.import_module(f"{_DCP}._fsspec_filesystem")
-    except ImportError as exc:
-        if (exc.name or "").startswith("torch."):
-            raise _unlike(_DCP, "has no module for fsspec") from exc
-        return None
+    for name in ("fsspec_filesystem", "_fsspec_filesystem"):  # torch 2.15; older
+        try:
+            return importlib.import_module(f"{_DCP}.{name}")
+        except ImportError as exc:
+            if not (exc.name or "").startswith("torch."):
+                return None
+    raise _unknown_torch(_DCP, "has no module for fsspec")
 
 
 def _in(owner: Any, name: str, *parameters: str, more: bool = False) -> Any:
     """An attribute of torch; raises if its parameters differ (``more``: further ones are fine)."""
     found = vars(owner).get(name)
     if found is None:
-        raise _unlike(owner.__name__, f"has no {name}")
+        raise _unknown_torch(owner.__name__, f"has no {name}")
     if parameters:
         has = tuple(inspect.signature(found).parameters)
         if (has[: len(parameters)] if more else has) != parameters:
-            raise _unlike(f"{owner.__name__}.{name}", f"takes {', '.join(has)}")
+            raise _unknown_torch(f"{owner.__name__}.{name}", f"takes {', '.join(has)}")
     return found
 
 
-def _unlike(what: str, how: str) -> InstallError:
+def _unknown_torch(what: str, how: str) -> InstallError:
     return InstallError(
         f"{what} {how}: this torch is newer than this cloudckpt knows; use cloudckpt.save and "
         "load, or pass storage_writer= and storage_reader="
@@ -263,18 +258,21 @@ def our_uri(location: object) -> str | None:
         return str(location)
     text = text_of(location) or ""
     scheme, separator, _ = text.partition("://")
-    if not separator:
-        return None
-    if scheme.lower() in CLOUD_SCHEMES:
-        return text
+    if not separator or scheme.lower() in CLOUD_SCHEMES:
+        return text if separator else None
     try:
         return text if CheckpointURI.parse(text).is_cloud else None  # Azure's other forms
     except InvalidURIError:
         return None
 
 
-def _keep_off(location: object, road: str) -> None:
-    """Refuses a location that ``road`` would take for a local folder named after a store's scheme.
+def _refuse_cloud(location: object, part: str, *, folds: bool = False) -> None:
+    """Refuses a location that ``part`` would take for a local folder named after a store's scheme.
+
+    Args:
+        location: The location, or another value of a parameter.
+        part: The part of torch, for messages.
+        folds: Whether it treats every string as a path, including fsspec's URLs.
 
     Raises:
         InvalidURIError: If the location lost a slash; the message gives the string to pass instead.
@@ -283,27 +281,22 @@ def _keep_off(location: object, road: str) -> None:
     """
     if not isinstance(location, (str, os.PathLike, CheckpointURI)):
         return
-    text = text_of(location)
-    if text is not None and (our_uri(text) is not None or unfolded(text) is not None):
-        raise _no_road(text, road)
+    if (text := text_of(location)) is None:
+        return
+    folded = str(PurePath(text)) if folds and not isinstance(location, CheckpointURI) else text
+    if our_uri(text) is not None or any(unfolded(one) is not None for one in (text, folded)):
+        raise _not_redirected(text, part)
 
 
-def _keep_local(location: object, road: str) -> None:
-    """As :func:`_keep_off`, where torch treats every string as a path, including fsspec's URLs."""
-    _keep_off(location, road)
-    if isinstance(location, (str, os.PathLike)):
-        text = text_of(location)
-        if text is not None and unfolded(str(PurePath(text))) is not None:
-            raise _no_road(text, road)
+_refuse_cloud_path = functools.partial(_refuse_cloud, folds=True)
 
 
-def _no_road(text: str, road: str) -> InstallError:
-    uri = CheckpointURI.parse(text)  # says what is wrong with a folded or unknown one
+def _not_redirected(text: str, part: str) -> InstallError:
     return InstallError(
-        f"{road} is none of what install() leads to a store, and would use a local folder or "
+        f"{part} is none of what install() leads to a store, and would use a local folder or "
         "another library; give checkpoint_id= alone to torch's save and load, or use cloudckpt's "
         "own classes and functions",
-        uri=str(uri),
+        uri=str(CheckpointURI.parse(text)),  # which says what is wrong with a folded or unknown one
     )
 
 
@@ -317,16 +310,15 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     def _storage_setup(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:
         if storage:
             return original(storage, _as_known(storage, checkpoint_id), reader)
-        uri = our_uri(checkpoint_id)
-        if uri is not None:
-            return _chosen.make(uri, reads=reader)
-        _keep_off(checkpoint_id, "torch")
+        if (uri := our_uri(checkpoint_id)) is not None:
+            return _OURS[reader](uri, **_chosen.arguments(reads=reader))
+        _refuse_cloud(checkpoint_id, "torch")
         return original(storage, checkpoint_id, reader)
 
     return _storage_setup
 
 
-def _telling_all(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_structure(original: Callable[..., Any]) -> Callable[..., Any]:
     """The steps of torch's saver, which does not pass a state dict's nesting to the writer."""
     signature = inspect.signature(original)
 
@@ -334,14 +326,14 @@ def _telling_all(original: Callable[..., Any]) -> Callable[..., Any]:
     def _save_state_dict(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        told = given.arguments
-        writer, alone = told["storage_writer"], not told.get("use_collectives", True)
-        if not isinstance(writer, OurWriter) or alone or told.get("coordinator_rank"):
+        of_torch = given.arguments
+        writer, together = of_torch["storage_writer"], of_torch.get("use_collectives", True)
+        if not (isinstance(writer, OurWriter) and together) or of_torch.get("coordinator_rank"):
             return original(*args, **kwargs)
-        planner = told["planner"] or CloudSavePlanner()
-        group, no_dist = told["process_group"], told["no_dist"]
+        group = Meeting.of(of_torch["process_group"], of_torch["no_dist"]).group
         try:
-            return save_by_steps(told["state_dict"], writer, planner, group, no_dist)
+            planner = of_torch["planner"] or CloudSavePlanner()
+            return save_by_steps(of_torch["state_dict"], writer, planner, group)
         except (CheckpointException, RuntimeError) as exc:
             clean_up_after(exc, writer)
             raise
@@ -356,7 +348,7 @@ def _as_known(storage: Any, checkpoint_id: Any) -> Any:
     return checkpoint_id
 
 
-def _settling(original: Any) -> Any:
+def _choosing_at_once(original: Any) -> Any:
     """An executor of ``async_save`` that chooses the writer, or refuses, at the call.
 
     Any later, it would happen in a thread whose future may never be checked, or in a daemon that
@@ -371,12 +363,12 @@ def _settling(original: Any) -> Any:
                 checkpoint_id = _as_known(storage_writer, checkpoint_id)
                 files = type(getattr(storage_writer, "fs", None))
                 if files.__module__.startswith("torch."):  # its reset would refuse too late
-                    check = _keep_local if files is FileSystem else _keep_off
+                    check = _refuse_cloud_path if files is FileSystem else _refuse_cloud
                     check(checkpoint_id, type(storage_writer).__name__)
             elif (uri := our_uri(checkpoint_id)) is not None:
-                checkpoint_id, storage_writer = uri, _chosen.make(uri, reads=False)
+                checkpoint_id, storage_writer = uri, CloudStorageWriter(uri, config=_chosen.config)
             else:
-                _keep_off(checkpoint_id, "torch")
+                _refuse_cloud(checkpoint_id, "torch")
             return super().execute_save(
                 *args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs
             )
@@ -384,7 +376,7 @@ def _settling(original: Any) -> Any:
     return _Executor
 
 
-def _forgetting(original: Any) -> Any:
+def _forgetting_listings(original: Any) -> Any:
     """The executor of process mode; drops cached listings, which the daemon's save has outdated."""
 
     class _Executor(original):  # type: ignore[misc]
@@ -408,17 +400,17 @@ _brings_its_own: ContextVar[bool] = ContextVar("cloudckpt_brings_its_own", defau
 paths: it calls ``init_path`` before it has that file system."""
 
 
-def _guarded(original: Callable[..., Any], road: str, check: Callable[..., None]) -> Any:
+def _guarded(original: Callable[..., Any], part: str, check: Callable[..., None]) -> Any:
     """Wraps a function of torch so that it refuses locations in stores."""
     signature, paths = inspect.signature(original), _paths_of(original)
     is_pure = original.__name__ == "init_path"
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if not (is_pure and check is _keep_local and _brings_its_own.get()):
+        if not (is_pure and check is _refuse_cloud_path and _brings_its_own.get()):
             given = signature.bind(*args, **kwargs).arguments
             for name in paths:
-                check(given.get(name), road)
+                check(given.get(name), part)
         return original(*args, **kwargs)
 
     return method
@@ -430,13 +422,7 @@ def _becoming_ours(kind: type, *, reads: bool, is_remote: bool) -> Any:
     The class is changed, not its name in a module, since frameworks have already imported it.
     Objects of subclasses keep their class: only the subclass knows what it adds. They are refused,
     unless the class accepts such locations (``validate_checkpoint_id``), as those of the stores'
-    own libraries do, which bring their own file system. Subclasses of fsspec's classes are always
-    refused.
-
-    Args:
-        kind: The class.
-        reads: Whether it is a reader.
-        is_remote: Whether its file system is another than that for local paths.
+    own libraries do, which bring their own file system; those of fsspec's classes always.
     """
     original = vars(kind)["__init__"]
     signature = inspect.signature(original)
@@ -447,13 +433,13 @@ def _becoming_ours(kind: type, *, reads: bool, is_remote: bool) -> Any:
         uri = our_uri(given["path"])
         if uri is not None and type(self) is kind:
             arguments = _chosen.arguments(reads=reads)
-            arguments |= _counterparts(uri, kind.__name__, given, signature, arguments)
+            arguments |= _counterparts(kind, given, _chosen.config)
             # not by __new__, which can't be removed from a class without a trace
             self.__class__ = _OURS[reads]
             _OURS[reads].__init__(self, uri, **arguments)
             return
         if uri is not None and (is_remote or not _takes(type(self), uri)):
-            raise _no_road(uri, type(self).__name__)
+            raise _not_redirected(uri, type(self).__name__)
         token = _brings_its_own.set(uri is not None or is_remote or _brings_its_own.get())
         try:
             original(self, *args, **kwargs)
@@ -470,44 +456,32 @@ def _takes(kind: Any, uri: str) -> bool:
         return False
 
 
-def _counterparts(
-    uri: str,
-    name: str,
-    given: Mapping[str, Any],
-    signature: inspect.Signature,
-    arguments: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Translates the options of torch's constructor into ours.
+def _counterparts(kind: Any, given: Mapping[str, Any], config: Config | None) -> dict[str, Any]:
+    """Translates the options given to the constructor of torch's class into ours.
 
     Raises:
         ConfigError: If an option would change what is stored, or where.
     """
+    defaults = inspect.signature(kind.__init__).parameters
     for option, value in given.items():
         if option in _OF_SPEED | {"self", "path", "overwrite"} or not value:
             continue
-        if value != signature.parameters[option].default:
+        if value != defaults[option].default:
             named = ", ".join(value) if isinstance(value, dict) else option
             raise ConfigError(
-                f"{name} was given {named}, which means nothing to cloudckpt; leave it out, and "
-                "pass what all locations need to cloudckpt.install(config=...)",
-                uri=str(CheckpointURI.parse(uri)),
+                f"{kind.__name__} was given {named}, which means nothing to cloudckpt; leave it "
+                "out, and pass what all locations need to cloudckpt.install(config=...)",
+                uri=str(CheckpointURI.parse(our_uri(given["path"]) or "")),
             )
     if "overwrite" not in given:
         return {}
-    config = arguments["config"] or Config()
-    return {"config": dataclasses.replace(config, overwrite=bool(given["overwrite"]))}
+    return {"config": dataclasses.replace(config or Config(), overwrite=bool(given["overwrite"]))}
 
 
-@dataclass(frozen=True)
-class _Installed:
+def _begin_installed(options: _Options, begin: Callable[..., None], *args: Any) -> None:
     """Calls :func:`install` in a new process, then the process's own initial function."""
-
-    options: _Options
-    begin: Callable[..., None]
-
-    def __call__(self, *args: Any) -> None:
-        install(self.options.config, self.options.trust_pickle)
-        self.begin(*args)
+    install(options.config, options.trust_pickle)
+    begin(*args)
 
 
 def _installing_in_its_process(original: Callable[..., Any]) -> Any:
@@ -518,8 +492,8 @@ def _installing_in_its_process(original: Callable[..., Any]) -> Any:
     def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        begin = given.arguments["subprocess_init_fn"]
-        given.arguments["subprocess_init_fn"] = _Installed(_chosen, begin)
+        begin = functools.partial(_begin_installed, _chosen, given.arguments["subprocess_init_fn"])
+        given.arguments["subprocess_init_fn"] = begin
         original(*given.args, **given.kwargs)
 
     return __init__

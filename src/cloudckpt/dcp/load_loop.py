@@ -86,7 +86,6 @@ class _Terms(NamedTuple):
         begins: Whether it can load.
         gathers: Whether it needs the plans of all ranks.
         shares: Which ranks share what they read, see ``shared_reads`` of the options.
-        merge_gap: For shared requests, see there.
         metadata: What its reader has read; None if each rank reads them itself.
     """
 
@@ -96,7 +95,6 @@ class _Terms(NamedTuple):
     begins: bool = False
     gathers: bool = False
     shares: str = "off"
-    merge_gap: int = 0
     metadata: bytes | ModelFolder | None = None
 
 
@@ -209,7 +207,6 @@ class _Load:
             return terms
         return terms._replace(
             shares=ours.config.shared_reads,
-            merge_gap=ours.config.merge_gap,
             metadata=ours.packed(),
         )
 
@@ -256,7 +253,7 @@ class _Load:
             return None
         assert meeting.group is not None
         assert self._ours is not None
-        return SharedReads(meeting.group, self._ours.config, terms.merge_gap, segments, offers)
+        return SharedReads(meeting.group, self._ours.config, segments, offers)
 
     def _fetch(self, fetch: Callable[[], None]) -> None:
         """Fetches this rank's bytes; raises the same on all ranks if it fails on one."""

@@ -7,7 +7,7 @@ are rows of numbers, and all overlaps are computed at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,20 +95,14 @@ def check_whole(
     Raises:
         CheckpointCorruptError: If the metadata lack a part of a tensor.
     """
-    inventory = inventory_behind(metadata)
+    dtype_of = _saved_types(metadata)
     planned: dict[str, int] = {}
     for item in plan.items:
         if item.type == LoadItemType.TENSOR:
             name = item.dest_index.fqn
             planned[name] = planned.get(name, 0) + item.lengths.numel()
     for name, value in state_dict.items():
-        if inventory is not None:
-            entry = inventory.entries.get(name)
-            is_tensor = entry is not None and entry.shape is not None
-        else:
-            stored = metadata.state_dict_metadata.get(name)
-            is_tensor = isinstance(stored, TensorStorageMetadata)
-        if not is_tensor or planned.get(name, 0) >= (wanted := _elements(value)):
+        if dtype_of(name) is None or planned.get(name, 0) >= (wanted := _elements(value)):
             continue
         what = f"{planned.get(name, 0)} of the {wanted} elements of {name} that this rank has"
         raise CheckpointCorruptError(
@@ -118,38 +112,25 @@ def check_whole(
         )
 
 
-def check_types(
-    state_dict: Mapping[str, Any], metadata: Metadata, uri: str, *, is_told: bool
-) -> None:
+def check_types(state_dict: Mapping[str, Any], metadata: Metadata, uri: str, *, logs: bool) -> None:
     """Checks that tensors' types can hold what was saved; logs which are converted.
 
     Args:
         state_dict: What to load, by flat names.
         metadata: What there is.
         uri: The checkpoint.
-        is_told: Whether this rank logs conversions.
+        logs: Whether this rank logs conversions.
 
     Raises:
         UnsupportedTensorError: If a tensor would lose more than precision: floating point to
             integer, complex to real.
     """
-    inventory = inventory_behind(metadata)
+    dtype_of = _saved_types(metadata)
     converted: list[tuple[str, torch.dtype, torch.dtype]] = []
     for name, value in state_dict.items():
         wanted = getattr(value, "dtype", None)
-        if not isinstance(wanted, torch.dtype):
-            continue
-        if inventory is not None:
-            entry = inventory.entries.get(name)
-            if entry is None or entry.shape is None:
-                continue
-            saved = inventory.properties[entry.properties].dtype
-        else:
-            stored = metadata.state_dict_metadata.get(name)
-            if not isinstance(stored, TensorStorageMetadata):
-                continue
-            saved = stored.properties.dtype
-        if saved == wanted:
+        saved = dtype_of(name)
+        if saved is None or saved == wanted or not isinstance(wanted, torch.dtype):
             continue
         if not torch.can_cast(saved, wanted):
             raise UnsupportedTensorError(
@@ -159,7 +140,7 @@ def check_types(
                 item=name,
             )
         converted.append((name, saved, wanted))
-    if converted and is_told:
+    if converted and logs:
         name, saved, wanted = converted[0]
         logger.warning(
             "%s: %d tensors are converted while they are loaded, the first: %s from %s to %s. To "
@@ -171,6 +152,22 @@ def check_types(
             wanted,
             saved,
         )
+
+
+def _saved_types(metadata: Metadata) -> Callable[[str], torch.dtype | None]:
+    """The type of a tensor by its name; None for other values, and for names that are not there."""
+    inventory = inventory_behind(metadata)
+
+    def dtype_of(name: str) -> torch.dtype | None:
+        if inventory is None:
+            stored = metadata.state_dict_metadata.get(name)
+            return stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
+        entry = inventory.entries.get(name)
+        if entry is None or entry.shape is None:
+            return None
+        return inventory.properties[entry.properties].dtype
+
+    return dtype_of
 
 
 def _elements(value: Any) -> int:

@@ -24,7 +24,7 @@ from cloudckpt.errors import CheckpointCorruptError, ShapeMismatchError, Unsuppo
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.boxes import Box, plan_boxes, row_major_slices, row_major_strides
-from cloudckpt.transfer.download import download, segments_for
+from cloudckpt.transfer.download import MERGE_GAP, download, segments_for
 from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, Segment, StoredBytes, Wanted
 from cloudckpt.transfer.memory import Claims, has_memory, narrow, settled, shows_its_memory
 from cloudckpt.transfer.parts import even_share
@@ -124,14 +124,14 @@ class Load:
         wanted = self._wanted[0] if opaque else self._round_for(target)
         self._afterwards.append(lambda: self._planner.commit_tensor(item, target))
         source, dtype, config = stored.elements, stored.dtype, self._config
-        limit = config.request_size or even_share(0, config.most_connections)
+        limit = even_share(0, config.most_connections)
         for read in plan_boxes(
             stored.shape,
             item.storage_offsets,
             item.lengths,
             dtype.itemsize,
             limit=limit,
-            merge_gap=config.merge_gap,
+            merge_gap=MERGE_GAP,
         ):
             if not read.contiguous:
                 sink = BoxSink(target, read.box, dtype, stored.shape)

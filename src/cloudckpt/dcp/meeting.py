@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from cloudckpt._version import __version__
 from cloudckpt.checkpoint.torch_private import Collectives, device_for_collectives
 from cloudckpt.dcp.arrivals import all_expected
-from cloudckpt.dcp.failures import portable, portably
+from cloudckpt.dcp.failures import portable, portable_errors
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
@@ -38,6 +38,7 @@ __all__ = [
     "RankStatus",
     "Consensus",
     "break_off",
+    "check_together",
     "one_error",
 ]
 
@@ -195,11 +196,21 @@ class Meeting:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, no_dist: bool) -> Meeting:
-        """The meeting of the ranks that torch would save with, given these two arguments."""
+        """The meeting of the ranks that torch would save with, given these two arguments.
+
+        Raises:
+            ConfigError: If this rank is not in the group: it would save or load alone.
+        """
         if no_dist or not (dist.is_available() and dist.is_initialized()):
             return cls(None)
+        size = dist.get_world_size(process_group)
+        if size < 1:
+            raise ConfigError(
+                "this rank is not in the process group that was given: call it on the ranks of the "
+                "group only"
+            )
         group = process_group if process_group is not None else dist.group.WORLD
-        return cls(group if dist.get_world_size(process_group) > 1 else None)
+        return cls(group if size > 1 else None)
 
     @property
     def rank(self) -> int:
@@ -344,11 +355,9 @@ class Meeting:
             ProcessGroupError: If the ranks lost each other.
         """
         with self._exchange(None, has_begun=False):
-            ranks = Collectives(self.group, self.group is not None, 0)
+            ranks, told = Collectives(self.group, self.group is not None, 0), portable_errors(uri)
             try:
-                return cast(
-                    S, ranks.reduce_scatter("plan", portably(make, uri), portably(share, uri))
-                )
+                return ranks.reduce_scatter("plan", told(make), told(share))
             except CheckpointException as exc:
                 failed = exc
         failures = {rank: error for rank, (error, _) in failed.failures.items()}
@@ -407,6 +416,21 @@ def break_off(group: dist.ProcessGroup | None) -> None:
                 work = dist.irecv(nothing, group=group, group_src=peer, tag=_NO_TAG)
                 if work is not None:
                     work.wait(_LATE)
+
+
+def check_together(use_collectives: bool, uri: str | None = None) -> None:
+    """Refuses ``use_collectives=False``, with which each rank would commit on its own.
+
+    Raises:
+        ConfigError: If ``use_collectives`` is false.
+    """
+    if not use_collectives:
+        raise ConfigError(
+            "use_collectives=False is not supported: each rank would commit a part by itself, and "
+            "a save that fails on one of them would leave parts of two checkpoints. Leave it out: "
+            "all ranks commit by one request. A process that is to save alone takes no_dist=True",
+            uri=uri,
+        )
 
 
 def _common(highest: int, lowest: int) -> int:

@@ -81,8 +81,8 @@ class Outline:
         for key, entry in value.items():
             if type(key) is str or type(key) is int:
                 told(key)
-            elif type(key) in _KEYS:  # equal to an integer, maybe
-                told((type(key), key))
+            elif type(key) in _KEYS:  # as torch names it: True equals 1, and 0.0 equals -0.0
+                told((type(key), str(key)))
             else:
                 raise _UnknownError
             kind = type(entry)

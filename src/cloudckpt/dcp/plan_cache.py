@@ -31,11 +31,12 @@ __all__ = [
     "KnownPlan",
     "OfAllRanks",
     "digest_of",
+    "drop",
+    "find",
     "flags_of",
     "forget",
     "new_number",
     "remember",
-    "take",
 ]
 
 _MOST = 4
@@ -103,20 +104,24 @@ _entries: list[KnownPlan] = []  # the last one used stands first
 _lock = module_lock()
 
 
-def take(
+def find(
     group: dist.ProcessGroup | None, flags: tuple[Any, ...], outline: Outline
 ) -> KnownPlan | None:
-    """Removes and returns the entry for a state dict of this outline.
-
-    A failed save does not put it back, since ranks may have seen different outcomes; and another
-    thread that saves the same meanwhile can't take it.
-    """
+    """The entry for a state dict of this outline; None if there is none."""
     with _lock:
         for entry in _entries:
             if entry.group is group and entry.flags == flags and entry.outline == outline:
-                _entries.remove(entry)
                 return entry
     return None
+
+
+def drop(entry: KnownPlan) -> None:
+    """Forgets an entry, as a save by it begins; once that has committed, it is kept again.
+
+    A failed save leaves none, since ranks may have seen different outcomes.
+    """
+    with _lock:
+        _entries[:] = [other for other in _entries if other is not entry]
 
 
 def remember(entry: KnownPlan) -> None:

@@ -246,7 +246,7 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         except (RuntimeError, TypeError, ValueError) as exc:
             self._explain(exc)
             raise
-        check_types(self.state_dict, self.metadata, self._uri, is_told=self.is_coordinator)
+        check_types(self.state_dict, self.metadata, self._uri, logs=self.is_coordinator)
         return plan
 
     def _explain(self, exc: Exception) -> None:

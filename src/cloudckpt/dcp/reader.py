@@ -25,13 +25,14 @@ from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.loading import Load
-from cloudckpt.dcp.same_checkpoint import LoadedSave, check_sources
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CloudCheckpointError,
     ConfigError,
+    DifferentCheckpointsError,
     ObjectNotFoundError,
 )
 from cloudckpt.events import Span, Transferred
@@ -43,6 +44,14 @@ from cloudckpt.uri import CheckpointURI, URILike
 __all__ = ["CloudStorageReader", "OurReader"]
 
 logger = logging.getLogger("cloudckpt")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Source:
+    """What a rank loads: the location, and which save to it, which another may have replaced."""
+
+    uri: str
+    save_id: str | None
 
 
 class OurReader(StorageReader):
@@ -286,16 +295,33 @@ class CloudStorageReader(OurReader):
         return Places(self.uri, CommitObject(info, metadata, body))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return dataclasses.replace(plan, storage_data=LoadedSave(str(self.uri), self._save_id))
+        return dataclasses.replace(plan, storage_data=_Source(str(self.uri), self._save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Checks that all ranks load the same checkpoint.
+
+        A job that derives the location on each rank, say from a listing, may derive different ones.
 
         Raises:
             CheckpointReplacedError: If it was replaced while the ranks read its metadata.
             DifferentCheckpointsError: If they load from different locations.
         """
-        check_sources(plans)
+        first: _Source | None = plans[0].storage_data if plans else None
+        for rank, plan in enumerate(plans):
+            source: _Source | None = plan.storage_data
+            if first is None or source is None or source == first:
+                continue
+            if source.uri == first.uri:
+                raise CheckpointReplacedError(
+                    f"it was replaced while ranks 0 and {rank} read its metadata; load it again",
+                    saves=(first.save_id, source.save_id),
+                    uri=first.uri,
+                )
+            raise DifferentCheckpointsError(
+                f"rank 0 loads from here, and rank {rank} from {source.uri}: give the same "
+                "checkpoint_id on all ranks, for example by a broadcast of it",
+                uri=first.uri,
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -19,6 +19,7 @@ What this rules out:
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ from torch.distributed.tensor import DTensor
 from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
+from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.sending import send_here
 from cloudckpt.checkpoint.shard import SmallForm
@@ -45,7 +48,7 @@ from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp import incremental, plan_cache
 from cloudckpt.dcp.committed_metadata import committed_metadata
-from cloudckpt.dcp.failures import portably
+from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.global_plan import (
     Part,
     plan_of,
@@ -54,11 +57,10 @@ from cloudckpt.dcp.global_plan import (
     refuse_contradictions,
 )
 from cloudckpt.dcp.incremental import Contents
-from cloudckpt.dcp.leaving import Leaving
 from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.outline import PLAIN, Outline
 from cloudckpt.dcp.plan_cache import KnownPlan, OfAllRanks
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.planners import CloudSavePlanner, lost_by_flattening
 from cloudckpt.dcp.saving import CachedLayout, expected_size
 from cloudckpt.dcp.torch_log import logged_by_torch
 from cloudckpt.dcp.writer import CloudStorageWriter
@@ -69,7 +71,7 @@ __all__ = ["SaveLoop"]
 
 _AS_TORCH = (DefaultSavePlanner.create_global_plan, CloudSavePlanner.create_global_plan)
 
-Told = tuple[bytes, Written]
+Report = tuple[bytes, Written]
 """A rank's report after writing: the digest of its plan, and what it has written."""
 
 
@@ -113,7 +115,6 @@ class SaveLoop:
         planner: DefaultSavePlanner,
         flags: tuple[Any, ...],
         group: dist.ProcessGroup | None,
-        no_dist: bool,
     ) -> None:
         """
         Args:
@@ -121,8 +122,7 @@ class SaveLoop:
             writer: Writes the checkpoint.
             planner: Plans the save, if no plan is kept.
             flags: The planner's behaviour, see ``plan_cache``.
-            group: As torch's ``process_group``.
-            no_dist: As in torch.
+            group: The ranks; None if this process is alone.
 
         Raises:
             CheckpointExistsError: On the coordinator, if a checkpoint exists that must not be
@@ -130,9 +130,7 @@ class SaveLoop:
         """
         self._state_dict, self._writer, self._planner = state_dict, writer, planner
         self._group = group
-        alone = no_dist or not (dist.is_available() and dist.is_initialized())
-        self._ranks = Collectives(group, not alone, 0)
-        self._members = None if alone else group if group is not None else dist.group.WORLD
+        self._ranks = Collectives(group, group is not None, 0)
         writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
         if writer.sender is send_here or not writer.config.overwrite:
             writer.look_for_older()  # otherwise done once a saving process is at work
@@ -141,7 +139,8 @@ class SaveLoop:
             self._outline = Outline.of(state_dict)
         self._known: KnownPlan | None = None
         if self._outline is not None:
-            self._known = plan_cache.take(self._members, self._flags, self._outline)
+            self._known = plan_cache.find(group, self._flags, self._outline)
+        self._record: bytes | None = None  # see KnownPlan
         self.plan = PLAN_ANEW if self._known is None else self._known.number
 
     @classmethod
@@ -151,18 +150,12 @@ class SaveLoop:
         writer: StorageWriter,
         planner: SavePlanner,
         group: dist.ProcessGroup | None,
-        no_dist: bool,
-    ) -> list[SaveLoop]:
+    ) -> SaveLoop | None:
         """The save; None for a custom writer or planner, whose saves must be planned each time."""
         flags = plan_cache.flags_of(planner)
         if flags is None or type(writer) is not CloudStorageWriter:
-            return []
-        return [cls(state_dict, writer, cast(DefaultSavePlanner, planner), flags, group, no_dist)]
-
-    def give_up(self) -> None:
-        """Abandons the save: the ranks do not begin, or must plan each save."""
-        if self._known is not None:
-            plan_cache.remember(self._known)
+            return None
+        return cls(state_dict, writer, cast(DefaultSavePlanner, planner), flags, group)
 
     def run(self, agreed: int) -> Metadata:
         """Saves; raises errors as torch's saver does.
@@ -173,54 +166,51 @@ class SaveLoop:
         Raises:
             CheckpointException: If ranks failed, with the failures of all.
         """
+        if self._known is not None:
+            plan_cache.drop(self._known)
         known = self._known if agreed != PLAN_ANEW else None
         planned = self._planned() if known is None else None
-        base = self._base(is_planned=planned is not None) if self._writer.is_incremental else None
+        base: Base | None = None
+        if self._writer.is_incremental:
+            base = incremental.agree_on_base(
+                self._ranks, self._group, self._writer, self._logged, is_planned=known is None
+            )
         mine: list[KnownPlan] = []
         drafts: list[Draft] = []
         sent: list[Written] = []
 
         @self._logged
-        def write_data() -> Told:
+        def write_data() -> Report:
             if planned is not None:
-                plan = self._planner.finish_plan(planned.step)
-                self._writer.note_structure(Structure() if planned.is_known else planned.structure)
-                leave = self._leaving(planned.number, plan, planned.structure)
-                contents = self._contents(plan, base)
-                written = self._writer.send(plan, self._planner, leave=leave, contents=contents)
-                entry = self._entry(planned, plan)
+                plan, cached = self._planner.finish_plan(planned.step), None
+                number, saves, structure = planned.number, 0, planned.structure
+                self._writer.note_structure(Structure() if planned.is_known else structure)
             else:
                 entry = self._restore_plan()
-                leave = self._leaving(
-                    entry.number, entry.plan, entry.structure, entry.saves, entry.record
-                )
-                cached, contents = self._cached_layout(entry), self._contents(entry.plan, base)
-                written = self._writer.send(entry.plan, self._planner, cached, leave, contents)
-            saves, record = entry.saves + 1, leave.record
+                plan, cached = entry.plan, self._cached_layout(entry)
+                number, saves, structure = entry.number, entry.saves, entry.structure
+                self._record = entry.record
+            leave = functools.partial(self._left, number, saves, plan, structure)
+            contents = Contents(len(plan.items), base) if self._writer.is_incremental else None
+            written = self._writer.send(plan, self._planner, cached, leave, contents)
+            if planned is not None:
+                entry = self._entry(planned, plan)
             sent.append(written)
-            mine.append(replace(entry, extents=written.extents, saves=saves, record=record))
+            mine.append(
+                replace(entry, extents=written.extents, saves=entry.saves + 1, record=self._record)
+            )
             if known is not None:  # the coordinator knows how the values were nested, too
                 written = replace(written.since(known.extents), structure=Structure())
             return entry.digest, written
 
         @self._logged
-        def finish_checkpoint(told: list[Told]) -> Committed:
-            of_all = self._of_all(told, planned, known)
+        def finish_checkpoint(reports: list[Report]) -> Committed:
+            of_all = self._of_all(reports, planned, known)
             written = [
                 replace(one, extents=extents, items=None)
-                for (_, one), extents in zip(told, of_all.extents, strict=True)
+                for (_, one), extents in zip(reports, of_all.extents, strict=True)
             ]
-            timings = [one.timing for one in written if one.timing is not None]
-            draft = self._writer.finish_with(
-                lambda: Draft.of(
-                    of_all.planned,
-                    written,
-                    self._writer.checksum,
-                    attempt=self._writer.attempt,
-                    uri=str(self._writer.uri),
-                ),
-                timings,
-            )
+            draft = self._writer.finish_with(lambda: of_all.planned, written)
             drafts.append(draft)
             if draft.inventory is not None:
                 kept = replace(of_all.planned, structure=draft.inventory.structure)
@@ -230,24 +220,15 @@ class SaveLoop:
         committed: Committed = self._ranks.all_reduce("write", write_data, finish_checkpoint)
         if self._outline is not None and committed.can_be_filled:
             plan_cache.remember(mine[0])
-        incremental.remember(self._members, self._writer.uri, committed.attempt, sent[0])
+        incremental.remember(self._group, self._writer.uri, committed.attempt, sent[0])
         if drafts:
             return drafts[0].metadata
         return committed_metadata(self._writer.uri, self._writer.config, committed.attempt)
 
-    def _contents(self, plan: SavePlan, base: Base | None) -> Contents | None:
-        """Collects the digests of a plan's items, if they are wanted."""
-        return Contents(len(plan.items), base) if self._writer.is_incremental else None
-
-    def _base(self, *, is_planned: bool) -> Base | None:
-        return incremental.agree_on_base(
-            self._ranks, self._members, self._writer, self._logged, is_planned=is_planned
-        )
-
     def _logged(self, step: Callable[..., Any]) -> Any:
         """Wraps a step so that torch's logger records it as it does those of torch's saver."""
         where = self._writer.checkpoint_id
-        return logged_by_torch(checkpoint_id=where, group=self._group)(portably(step, where))
+        return logged_by_torch(checkpoint_id=where, group=self._group)(portable_errors(where)(step))
 
     def _planned(self) -> _Planned:
         """This rank's part of a new plan.
@@ -258,7 +239,8 @@ class SaveLoop:
         """
         found: list[Planned] = []
         local: list[tuple[SavePlan, Structure]] = []
-        alone = self._members is None
+        uri = str(self._writer.uri)
+        alone = self._group is None
 
         @self._logged
         def local_step() -> bytes | SavePlan:
@@ -267,7 +249,7 @@ class SaveLoop:
             )
             plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
             with paused_gc():
-                structure = self._lost_by_flattening()
+                structure = lost_by_flattening(self._state_dict, self._planner, uri)
                 local.append((plan, structure))
                 told = record_of(plan, structure, self._writer.checksum)
                 if told is not None:
@@ -319,7 +301,7 @@ class SaveLoop:
 
     def _joined(self, told: list[Any]) -> tuple[Planned, Sequence[Part | SavePlan]]:
         uri, checksum = str(self._writer.uri), self._writer.checksum
-        by_rank = [self._heard(one) for one in told]
+        by_rank = [self._parsed(one) for one in told]
         records = [one for one in by_rank if isinstance(one, Record)]
         if len(records) == len(by_rank):
             lowest = self._planner.dedup_save_to_lowest_rank
@@ -337,7 +319,7 @@ class SaveLoop:
             self._planner.forget_others()
         return planned, plans
 
-    def _heard(self, told: Any) -> Record | SavePlan:
+    def _parsed(self, told: Any) -> Record | SavePlan:
         """What a rank would write, from its report."""
         if isinstance(told, SavePlan):
             return told
@@ -345,29 +327,44 @@ class SaveLoop:
             return Record.parse(told, str(self._writer.uri))
         return cast(SavePlan, pickle.loads(told))  # noqa: S301 - of a rank
 
-    def _lost_by_flattening(self) -> Structure:
-        planner = self._planner
-        if isinstance(planner, CloudSavePlanner):
-            return planner.structure
-        return Structure.of(self._state_dict, str(self._writer.uri))
-
-    def _leaving(
+    def _left(
         self,
         number: int,
+        saves: int,
         plan: SavePlan,
         structure: Structure,
-        saves: int = 0,
-        record: bytes | None = None,
-    ) -> Leaving:
-        """What to record of this rank if its trainer ends while saving by this numbered plan."""
-        return Leaving(
-            self._writer,
-            plan,
-            structure,
+        extents: Extents,
+        references: tuple[WrittenObject, ...],
+    ) -> Pending | None:
+        """What this rank's saving process records in the store if its trainer ends before the
+        commit; None if columns can't express it.
+
+        Args:
+            number: The number of the plan.
+            saves: How many saves have used it.
+            plan: What this rank writes.
+            structure: What flattening has lost of its state dict.
+            extents: Where the items of the plan lie, in their order.
+            references: The objects of other checkpoints that hold some items.
+        """
+        if self._record is None:
+            with paused_gc():
+                self._record = record_of(plan, structure, self._writer.checksum) or b""
+        if not self._record:
+            return None
+        writer, hook = self._writer, self._writer.commit_hook
+        return Pending(
             save=f"{number:x}.{saves}",
             rank=self._ranks.rank,
-            ranks=1 if self._members is None else dist.get_world_size(self._members),
-            record=record,
+            ranks=1 if self._group is None else dist.get_world_size(self._group),
+            job="" if hook is None else hook.claimed_by,
+            attempt=writer.attempt,
+            record=self._record,
+            extents=extents.pack(),
+            columns=len(extents.all_columns),
+            notes=writer.noted,
+            references=references,
+            held=() if writer.hold is None else tuple(sorted(writer.hold.folders)),
         )
 
     def _entry(self, planned: _Planned, plan: SavePlan) -> KnownPlan:
@@ -379,7 +376,7 @@ class SaveLoop:
         numbers = {name: number for number, name in enumerate(values)}
         return KnownPlan(
             number=planned.number,
-            group=self._members,
+            group=self._group,
             flags=self._flags,
             outline=outline.without_leaves(),
             names=tuple(values),
@@ -419,7 +416,7 @@ class SaveLoop:
         return CachedLayout(entry.expected, entry.forms, tensors)
 
     def _of_all(
-        self, told: list[Told], planned: _Planned | None, known: KnownPlan | None
+        self, reports: list[Report], planned: _Planned | None, known: KnownPlan | None
     ) -> OfAllRanks:
         """What all ranks were to write, and where they wrote it.
 
@@ -427,16 +424,16 @@ class SaveLoop:
             IncompleteSaveError: If a rank has written by another plan, or its previous save is
                 another than the coordinator's.
         """
-        digests = tuple(digest for digest, _ in told)
+        digests = tuple(digest for digest, _ in reports)
         if planned is not None:
             assert planned.of_all is not None
-            return OfAllRanks(planned.of_all, digests, tuple(one.extents for _, one in told))
+            return OfAllRanks(planned.of_all, digests, tuple(one.extents for _, one in reports))
         assert known is not None
         assert known.of_all is not None
         found: list[Extents] = []
         of_before = zip(known.of_all.digests, known.of_all.extents, strict=True)
         for rank, ((digest, one), (planned_digest, before)) in enumerate(
-            zip(told, of_before, strict=True)
+            zip(reports, of_before, strict=True)
         ):
             try:
                 if digest != planned_digest:

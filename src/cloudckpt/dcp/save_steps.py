@@ -23,7 +23,7 @@ from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
 from cloudckpt.checkpoint.written import Written
 from cloudckpt.dcp.committed_metadata import committed_metadata
-from cloudckpt.dcp.failures import is_of_group, portably
+from cloudckpt.dcp.failures import is_of_group, portable_errors
 from cloudckpt.dcp.incremental import Contents, agree_on_base, remember
 from cloudckpt.dcp.planners import lost_by_flattening
 from cloudckpt.dcp.torch_log import logged_by_torch
@@ -38,7 +38,6 @@ def save_by_steps(
     writer: OurWriter,
     planner: SavePlanner,
     group: dist.ProcessGroup | None,
-    no_dist: bool,
 ) -> Metadata:
     """Saves; raises errors as torch's saver does.
 
@@ -46,20 +45,17 @@ def save_by_steps(
         state_dict: What to save.
         writer: Writes the checkpoint.
         planner: Plans the save.
-        group: As torch's ``process_group``.
-        no_dist: As in torch.
+        group: The ranks; None if this process is alone.
 
     Raises:
         CheckpointException: If ranks failed, with the failures of all.
     """
-    alone = no_dist or not (dist.is_available() and dist.is_initialized())
-    ranks = Collectives(group, not alone, 0)
-    members = None if alone else group if group is not None else dist.group.WORLD
+    ranks = Collectives(group, group is not None, 0)
     where = writer.checkpoint_id
     made: list[Metadata] = []
 
     def logged(step: Callable[..., Any]) -> Any:
-        return logged_by_torch(checkpoint_id=where, group=group)(portably(step, where))
+        return logged_by_torch(checkpoint_id=where, group=group)(portable_errors(where)(step))
 
     @logged
     def local_step() -> tuple[bool, SavePlan]:
@@ -104,7 +100,7 @@ def save_by_steps(
         mine.append(plan)
         base: Base | None = None
         if is_incremental and isinstance(writer, CloudStorageWriter):
-            base = agree_on_base(ranks, members, writer, logged, is_planned=True)
+            base = agree_on_base(ranks, group, writer, logged, is_planned=True)
         committed: str | Metadata = ranks.all_reduce("write", write_data, finish_checkpoint)
     except BaseException:
         forget_plans(planner)
@@ -112,7 +108,7 @@ def save_by_steps(
     if isinstance(writer, CloudStorageWriter) and isinstance(committed, str):
         for one in written:
             if isinstance(one, Written):
-                remember(members, writer.uri, committed, one)
+                remember(group, writer.uri, committed, one)
     if made:
         return made[0]
     if isinstance(committed, Metadata):
@@ -137,6 +133,7 @@ def clean_up_after(exc: BaseException, writer: OurWriter) -> bool | None:
         unknown, or if they have not.
     """
     if not isinstance(writer, CloudStorageWriter):
+        writer.discard()
         return None
     committed = writer.look_whether_committed() if is_of_group(exc) else None
     certain = writer.committed is False

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import pickle
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -27,7 +29,7 @@ from cloudckpt.checkpoint.values import forewarn
 from cloudckpt.checkpoint.written import Extents
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp.incremental import Contents, digest_of
-from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError
+from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError, UnsupportedValueError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.memory import bytes_of, settled
@@ -130,7 +132,6 @@ def send(
             counted,
             pool,
             checksum=store.capabilities.checksum,
-            zip_crc32=destination.config.zip_crc32,
         )
         try:
             objects, offsets, lengths = places
@@ -182,7 +183,7 @@ class _Writing:
         """Writes items; yields each item's number and where it was written, or already is."""
         forms: Sequence[SmallForm | None] = [None] * len(items)
         tensors: Sequence[torch.Tensor | None] = [None] * len(items)
-        if cached is not None and not self._shard.zip_crc32:
+        if cached is not None:
             forms, tensors = cached.forms, cached.tensors
         run: list[tuple[int, SmallForm, torch.Tensor]] = []
 
@@ -219,7 +220,7 @@ class _Writing:
 
     def _write(self, number: int, item: WriteItem) -> Place:
         planner, fqn = self._planner, item.index.fqn
-        data, is_bytes = planner.resolve_data(item), item.type == WriteItemType.BYTE_IO
+        data, is_bytes = self._resolved(item), item.type == WriteItemType.BYTE_IO
         if not isinstance(data, io.BytesIO if is_bytes else torch.Tensor):
             raise UnsupportedTensorError(
                 f"{fqn} is planned as {'bytes' if is_bytes else 'a tensor'}, and resolve_data of "
@@ -256,6 +257,23 @@ class _Writing:
         return self._shard.add_tensor(
             tensor, fqn, expected=checksums, copied=partial(self._note, number, tensor)
         )
+
+    def _resolved(self, item: WriteItem) -> Any:
+        """The data of an item, from the planner."""
+        planner, fqn = self._planner, item.index.fqn
+        try:
+            return planner.resolve_data(item)
+        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as exc:
+            if item.type != WriteItemType.BYTE_IO or not isinstance(planner, DefaultSavePlanner):
+                raise
+            raise UnsupportedValueError(
+                f"{fqn} (of type {_kind(planner, item).__name__}) can't be pickled: save what it "
+                "can be made of again (numbers, strings, tensors, dicts and lists of them), or "
+                "leave it out of the state dict",
+                uri=self._uri,
+                item=fqn,
+                cause=exc,
+            ) from exc
 
     def _write_bytes(self, number: int, content: bytes) -> Place:
         if self._contents is not None:

@@ -26,14 +26,13 @@ class SharedReads:
     """The reads that ranks of a group have in common, and how they pass the bytes on.
 
     All ranks must agree on which requests are shared and how they are cut. So the meeting before
-    the load compares whether reads are shared; reads that each rank's options cut (``verify``,
-    ``request_size``, ``connections``) are shared only where they are the same; and the first rank's
-    ``merge_gap`` counts. ``memory_budget`` limits how far a rank may run ahead.
+    the load compares whether reads are shared; and reads that each rank's options cut (``verify``,
+    ``connections``) are shared only where they are the same. ``memory_budget`` limits how far a
+    rank may run ahead.
 
     Args:
         group: The ranks.
         config: The options.
-        merge_gap: The first rank's.
         segments: What this rank wants.
         told: What all ranks offer, in their order.
     """
@@ -42,13 +41,11 @@ class SharedReads:
         self,
         group: dist.ProcessGroup,
         config: Config,
-        merge_gap: int,
         segments: Sequence[Segment],
         told: Sequence[Offer],
     ) -> None:
         self._group = group
         self._config = config
-        self._merge_gap = merge_gap
         self._segments = segments
         self._told = told
 
@@ -77,7 +74,6 @@ class SharedReads:
             requests = shared_requests(
                 [segments[number] for number in share.segments],
                 len(share.ranks),
-                self._merge_gap,
             )
             if requests is None:
                 continue

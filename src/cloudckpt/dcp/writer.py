@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -31,12 +31,12 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.incremental import Contents, newest_beside
+from cloudckpt.dcp.meeting import check_together
 from cloudckpt.dcp.planners import CloudSavePlanner, lost_by_flattening
 from cloudckpt.dcp.saving import CachedLayout, Leave, expected_size, send
 from cloudckpt.errors import (
     CloudCheckpointError,
     CommitUnknownError,
-    ConfigError,
     IncompleteSaveError,
     UnsupportedTensorError,
 )
@@ -51,7 +51,7 @@ from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["CloudStorageWriter", "CommitHook", "OurWriter", "check_together", "run_after"]
+__all__ = ["CloudStorageWriter", "CommitHook", "OurWriter", "run_after"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -87,22 +87,7 @@ class OurWriter(StorageWriter):
 
     @abc.abstractmethod
     def discard(self) -> None:
-        """Deletes what this rank has uploaded in a save that was certainly not committed."""
-
-
-def check_together(use_collectives: bool, uri: str | None = None) -> None:
-    """Refuses ``use_collectives=False``, with which each rank would commit on its own.
-
-    Raises:
-        ConfigError: If ``use_collectives`` is false.
-    """
-    if not use_collectives:
-        raise ConfigError(
-            "use_collectives=False is not supported: each rank would commit a part by itself, and "
-            "a save that fails on one of them would leave parts of two checkpoints. Leave it out: "
-            "all ranks commit by one request. A process that is to save alone takes no_dist=True",
-            uri=uri,
-        )
+        """Deletes what this rank has uploaded in a save that has failed, if it may be deleted."""
 
 
 class CloudStorageWriter(OurWriter):
@@ -119,6 +104,9 @@ class CloudStorageWriter(OurWriter):
     Attributes:
         transferred: What this rank sent in the last save.
         sender: Uploads the prepared objects, in this process or in a saving process.
+        attempt: The random name of this save, on a rank that commits.
+        noted: The notes to be stored with the checkpoint, as bytes.
+        hold: The base of this save and the marks that keep it, on a rank that commits.
         commits: Whether this rank commits.
         committed: Whether the save is committed, as far as this rank alone knows; None during the
             commit, after an uncertain commit, and where another rank commits.
@@ -153,19 +141,19 @@ class CloudStorageWriter(OurWriter):
         self.commit_hook = commit_hook
         self.notes = notes
         self.base = None if base is None else checkpoint_location(base)
-        self._noted = b"" if notes is None else notes.to_json()
+        self.noted = b"" if notes is None else notes.to_json()
         self.transferred: Transferred | None = None
         self.sender: Sender = send_here
         self._start_attempt()
 
     def _start_attempt(self) -> None:
-        self._attempt = random_suffix()
+        self.attempt = random_suffix()
         self._began = time.time()
         self._rank = 0
         self._baseline: Baseline | None = None
         self._written: list[str] = []
         self._structure = Structure()
-        self._hold: Hold | None = None
+        self.hold: Hold | None = None
         self.commits = False
         self.committed: bool | None = None
 
@@ -182,24 +170,9 @@ class CloudStorageWriter(OurWriter):
         return str(self.uri)
 
     @property
-    def attempt(self) -> str:
-        """The random name of this save, on a rank that commits."""
-        return self._attempt
-
-    @property
     def is_incremental(self) -> bool:
         """Whether bytes that an earlier checkpoint has are not sent again."""
         return self.config.incremental or self.base is not None
-
-    @property
-    def noted(self) -> bytes:
-        """The notes to be stored with the checkpoint, as bytes."""
-        return self._noted
-
-    @property
-    def claimed_by(self) -> str:
-        """The job that has claimed the run; empty if none has."""
-        return "" if self.commit_hook is None else self.commit_hook.claimed_by
 
     @property
     def checksum(self) -> ChecksumAlgorithm:
@@ -219,13 +192,14 @@ class CloudStorageWriter(OurWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Information about this save for planners."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._attempt)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.attempt)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save.
 
         Raises:
             ConfigError: If each rank is to commit on its own (``use_collectives=False``).
+            KeyCollisionError: If two entries of the state dict would have the same name.
         """
         # torch passes rank and use_collectives only to a parameter named exactly `kwargs`
         if self._baseline is not None or self._written:
@@ -235,7 +209,9 @@ class CloudStorageWriter(OurWriter):
         check_together(kwargs.get("use_collectives", True), str(self.uri))
         self.commits = is_coordinator
         self.committed = False if self.commits else None
-        self._structure = self._seen_structure()
+        # of the state dict that torch's saver is saving, if it is
+        state_dict, planner = state_dict_being_planned() or ({}, None)
+        self._structure = lost_by_flattening(state_dict, planner, str(self.uri))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Records which checkpoint exists already, before anything is sent.
@@ -256,7 +232,8 @@ class CloudStorageWriter(OurWriter):
         """
         if self.commits and self._baseline is None:
             key, overwrite = self.uri.key(METADATA), self.config.overwrite
-            self._baseline = begin(self._store(), key, overwrite=overwrite, retrier=self._retrier())
+            retrier = Retrier(self.config.retry)
+            self._baseline = begin(self._store(), key, overwrite=overwrite, retrier=retrier)
 
     def hold_base(self, last: CheckpointURI | None) -> Hold | None:
         """Protects the base from deletion until the commit, on the rank that commits.
@@ -274,11 +251,9 @@ class CloudStorageWriter(OurWriter):
         """
         if self.base is not None:
             check_beside(self.uri, self.base)
-        if self.base or last:
-            self._hold = self._held(self.base or last)
-        if self._hold is None and self.base is None:
-            self._hold = self._held(None)
-        return self._hold
+        bases = [self.base] if self.base is not None else [last, None] if last else [None]
+        self.hold = next(filter(None, map(self._held, bases)), None)
+        return self.hold
 
     def _held(self, base: CheckpointURI | None) -> Hold | None:
         """Holds a base; by default, the newest checkpoint in the same folder."""
@@ -287,7 +262,7 @@ class CloudStorageWriter(OurWriter):
             base = base or newest_beside(store, self.uri, self.config)
             if base is None or not self.uri.folder:
                 return None
-            hold = Hold.of(store, self.uri, base, self.config, self._attempt)
+            hold = Hold.of(store, self.uri, base, self.config, self.attempt)
         except CloudCheckpointError as error:
             logger.warning("%s: %s is no base for it: %s", self.uri, base or "nothing", error)
             return None
@@ -347,12 +322,34 @@ class CloudStorageWriter(OurWriter):
             leave: What to record in the store if this trainer ends before the commit.
             contents: Knows which items need not be sent.
         """
-        sending = self._tell_plan()
+        uri, sending = str(self.uri), time.time()
+        planned = sending - self._began  # as far as a writer can see torch's planning
+        emit(Event(phase="plan", uri=uri, rank=self._rank, began=self._began, seconds=planned))
         expected = cached.expected if cached is not None else expected_size(plan.items)
-        stats = TransferStats(str(self.uri), self._rank, expected)
-        with portable_errors(str(self.uri)), Span("upload", str(self.uri), self._rank) as span:
+        stats = TransferStats(uri, self._rank, expected)
+
+        def meanwhile() -> None:
+            self.look_for_older()  # the answer may say where the bucket is
+            check_regions(self._store(), self.config, expected)
+
+        with portable_errors(uri), Span("upload", uri, self._rank) as span:
             try:
-                written = self._send(plan.items, planner, stats, expected, cached, leave, contents)
+                objects, extents = send(
+                    plan.items,
+                    planner,
+                    Destination(self.uri, self.config, self._rank, random_suffix(), expected),
+                    self._store(),
+                    stats,
+                    began=self._written.append,
+                    sender=self.sender,
+                    cached=cached,
+                    leave=leave,
+                    meanwhile=meanwhile,
+                    contents=contents,
+                )
+            except BaseException:
+                self._written = []  # the store has none of it any more
+                raise
             finally:
                 self.transferred = stats.snapshot()
             span.nbytes = self.transferred.nbytes
@@ -363,7 +360,7 @@ class CloudStorageWriter(OurWriter):
             sent=time.time(),
             nbytes=self.transferred.nbytes,
         )
-        return dataclasses.replace(written, timing=timing)
+        return Written(uri, objects, extents, structure=self._structure, timing=timing)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits.
@@ -376,49 +373,51 @@ class CloudStorageWriter(OurWriter):
         """
         written = [of_rank[0].storage_data for of_rank in results if of_rank]
         draft = self.finish_with(
-            lambda: Draft.of(
-                Planned.of(metadata, [one.indices for one in written], self.checksum),
-                written,
-                self.checksum,
-                attempt=self._attempt,
-                uri=str(self.uri),
-            ),
-            [one.timing for one in written if one.timing is not None],
+            lambda: Planned.of(metadata, [one.indices for one in written], self.checksum), written
         )
         metadata.storage_data = draft.metadata.storage_data
         metadata.storage_meta = draft.metadata.storage_meta
         metadata.version = draft.metadata.version
 
-    def finish_with(self, draw_up: Callable[[], Draft], timings: Sequence[RankTiming]) -> Draft:
-        """Commits what ``draw_up`` makes, and returns it; raises as :meth:`finish` does."""
+    def finish_with(self, planned: Callable[[], Planned], written: Sequence[Written]) -> Draft:
+        """Commits what the ranks have written; raises as :meth:`finish` does.
+
+        Args:
+            planned: Makes what they were to write.
+            written: By rank, what it has written.
+
+        Returns:
+            What was committed.
+        """
+        uri = str(self.uri)
         if self._baseline is None:
-            raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
-        with portable_errors(str(self.uri)):
+            raise IncompleteSaveError("the save was not planned", uri=uri)
+        timings = [one.timing for one in written if one.timing is not None]
+        with portable_errors(uri):
             with paused_gc():  # the collector would traverse the plans of all ranks
-                draft = draw_up()
+                draft = Draft.of(planned(), written, self.checksum, attempt=self.attempt, uri=uri)
             if draft.metadata.storage_meta is not None:  # what is stored may be copied elsewhere
-                draft.metadata.storage_meta.checkpoint_id = str(self.uri)
+                draft.metadata.storage_meta.checkpoint_id = uri
             if self.commit_hook is not None:
-                self.commit_hook.before_commit(str(self.uri), draft.metadata)
+                self.commit_hook.before_commit(uri, draft.metadata)
         self.committed = None
-        with Span("commit", str(self.uri), self._rank):
+        with Span("commit", uri, self._rank):
             try:
                 publish(
                     self._store(),
                     self.uri,
                     self.config,
                     baseline=self._baseline,
-                    attempt=self._attempt,
+                    attempt=self.attempt,
                     objects=[ObjectRecord(o.name, o.size, o.checksum) for o in draft.objects],
                     own=self._written,
                     data=lambda: draft.data(
-                        with_timing(self._noted, SaveTiming.of(timings, time.time()))
+                        with_timing(self.noted, SaveTiming.of(timings, time.time()))
                     ),
                 )
-            except CommitUnknownError:
-                raise
-            except Exception:
-                self.committed = False
+            except Exception as error:
+                if not isinstance(error, CommitUnknownError):
+                    self.committed = False
                 raise
             finally:
                 forget_listings()
@@ -426,32 +425,8 @@ class CloudStorageWriter(OurWriter):
         self._written = []
         self._let_go_of_base({one.folder for one in draft.objects} - {self.uri.folder})
         if self.commit_hook is not None:
-            run_after(self.commit_hook, str(self.uri), draft.metadata)
+            run_after(self.commit_hook, uri, draft.metadata)
         return draft
-
-    def _seen_structure(self) -> Structure:
-        """What flattening has lost of the state dict that torch's saver is saving, if it is.
-
-        Raises:
-            KeyCollisionError: If two entries of the state dict would have the same name.
-        """
-        state_dict, planner = state_dict_being_planned() or ({}, None)
-        return lost_by_flattening(state_dict, planner, str(self.uri))
-
-    def _tell_plan(self) -> float:
-        """Reports how long planning took, as far as a writer can see torch's planning.
-
-        Returns:
-            The time now.
-        """
-        now = time.time()
-        seconds = now - self._began
-        emit(
-            Event(
-                phase="plan", uri=str(self.uri), rank=self._rank, began=self._began, seconds=seconds
-            )
-        )
-        return now
 
     def discard(self) -> None:
         """Deletes what this rank has written in an attempt that was certainly not committed."""
@@ -463,13 +438,8 @@ class CloudStorageWriter(OurWriter):
             )
         self._written = []
 
-    @property
-    def held(self) -> tuple[str, ...]:
-        """The checkpoints that carry a mark of this save, on the rank that commits."""
-        return () if self._hold is None else tuple(sorted(self._hold.folders))
-
     def _let_go_of_base(self, needed: Collection[str] = ()) -> None:
-        hold, self._hold = self._hold, None
+        hold, self.hold = self.hold, None
         if hold is not None:
             hold.let_go(needed)
 
@@ -492,46 +462,8 @@ class CloudStorageWriter(OurWriter):
                     self.committed = True
         return self.committed
 
-    def _send(
-        self,
-        items: list[WriteItem],
-        planner: SavePlanner,
-        stats: TransferStats,
-        expected: int,
-        cached: CachedLayout | None,
-        leave: Leave,
-        contents: Contents | None,
-    ) -> Written:
-        destination = Destination(self.uri, self.config, self._rank, random_suffix(), expected)
-
-        def meanwhile() -> None:
-            self.look_for_older()  # the answer may say where the bucket is
-            check_regions(self._store(), self.config, expected)
-
-        try:
-            objects, extents = send(
-                items,
-                planner,
-                destination,
-                self._store(),
-                stats,
-                began=self._written.append,
-                sender=self.sender,
-                cached=cached,
-                leave=leave,
-                meanwhile=meanwhile,
-                contents=contents,
-            )
-        except BaseException:
-            self._written = []  # the store has none of it any more
-            raise
-        return Written(str(self.uri), objects, extents, structure=self._structure)
-
     def _store(self) -> ObjectStore:
         return open_store(self.uri, self.config)
-
-    def _retrier(self) -> Retrier:
-        return Retrier(self.config.retry)
 
 
 def run_after(hook: CommitHook, uri: str, metadata: Metadata) -> None:

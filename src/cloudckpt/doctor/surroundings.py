@@ -67,9 +67,7 @@ def anonymous(config: Config) -> Config:
     return dataclasses.replace(
         config,
         s3=dataclasses.replace(config.s3, anonymous=True, profile=None, requester_pays=False),
-        gcs=dataclasses.replace(
-            config.gcs, anonymous=True, credentials_file=None, impersonate=None
-        ),
+        gcs=dataclasses.replace(config.gcs, anonymous=True, impersonate=None),
         azure=dataclasses.replace(config.azure, anonymous=True),
     )
 

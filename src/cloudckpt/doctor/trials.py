@@ -25,7 +25,7 @@ from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.rest import RestStore
 from cloudckpt.transfer.deleting import delete_each
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.upload import creates_only, put_whole
+from cloudckpt.transfer.upload import creates_only, put_whole, written
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["NEEDS", "Trials"]
@@ -107,6 +107,12 @@ class Trials:
         retrier.call(lambda: store.get_range(key, start, [part]))
         if data != self._content or part != self._content[start : start + part.nbytes]:
             return failed("an object came back with other bytes than were written")
+        if isinstance(store, RestStore) and not retrier.call(lambda: store.head(key)).attempt:
+            return warning(
+                "an object was read, but the store has dropped its metadata",
+                "use a version of the store that keeps them: without, nobody can tell after a lost "
+                "answer whose the commit is that is there",
+            )
         return ok("an object was read, as a whole and by a range")
 
     def conditions(self, retrier: Retrier) -> Finding:
@@ -188,13 +194,12 @@ class Trials:
             send = partial(store.put_part, upload, number, [memoryview(data)], checksum=checksum)
             parts.append(retrier.call(send))
             pieces.append((checksum, len(data)))
-        size, whole = sum(length for _, length in pieces), sums.combine(pieces)
         retrier.call(
             lambda: store.complete_upload(
                 upload, parts, if_absent=creates_only(store, self._config)
             ),
             # a try whose answer was lost is refused when it is repeated
-            made=lambda error: store.holds(key, size=size, checksum=whole, parts=parts),
+            made=lambda error: written(store, key, upload.attempt, retrier.policy),
         )
         seam = bytearray(2 * 16)
         retrier.call(lambda: store.get_range(key, len(first) - 16, [memoryview(seam)]))

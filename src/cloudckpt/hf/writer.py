@@ -22,8 +22,8 @@ from cloudckpt.checkpoint.safetensors import SUFFIX, type_name
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.config import Config, whole_number
 from cloudckpt.dcp.failures import portable_errors
-from cloudckpt.dcp.meeting import Meeting, RankStatus
-from cloudckpt.dcp.writer import OurWriter, check_together
+from cloudckpt.dcp.meeting import Meeting, RankStatus, check_together
+from cloudckpt.dcp.writer import OurWriter
 from cloudckpt.errors import (
     ConfigError,
     InvalidURIError,

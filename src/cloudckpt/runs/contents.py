@@ -172,18 +172,7 @@ class CheckpointPart:
     ) -> tuple[list[StoredBytes], list[StoredBytes]]:
         """All stored bytes, with their checksums; reads the indexes.
 
-        Args:
-            store: Where it is.
-            config: Options.
-            damaged: Called with each damaged index, and with each item on which index and metadata
-                disagree. If it does not raise, that object's content, or that item, is left out.
-
-        Returns:
-            The items' own bytes, and the bytes around them that have checksums.
-
-        Raises:
-            CheckpointCorruptError: If it contradicts itself, or an index is damaged.
-            StoreError: If the store refuses or stays unreachable.
+        See :meth:`cloudckpt.checkpoint.places.Places.sources`.
         """
         found: list[MetadataIndex] = []
         for name, entry in self.metadata.state_dict_metadata.items():
@@ -194,9 +183,7 @@ class CheckpointPart:
                 )
             else:
                 found.append(MetadataIndex(name))
-        self.places.read_indexes(store, config, damaged)
-        found = self.places.agreeing(found, damaged)
-        return self.places.wholes(found), self.places.between(found, store, config, damaged)
+        return self.places.sources(found, store, config, damaged)
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: int) -> StoredItem:

@@ -480,7 +480,7 @@ class CheckpointManager(ClosedAtExit):
 
         Raises:
             CloudCheckpointError: If a save failed and no call has raised its error.
-            SaveInProgressError: If a save has not ended within ``close_timeout``.
+            SaveInProgressError: If a save has not ended within ``patience``.
         """
         if self._closed or not self._belongs_here:
             return

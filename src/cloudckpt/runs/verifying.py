@@ -18,8 +18,8 @@ from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.config import MIB, Config
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
-from cloudckpt.errors import CheckpointCorruptError, Damage
-from cloudckpt.runs.contents import parts
+from cloudckpt.errors import CheckpointCorruptError, Damage, ObjectNotFoundError
+from cloudckpt.runs.contents import CheckpointPart, parts
 from cloudckpt.runs.resuming import Unfinished
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
 from cloudckpt.transfer.download import download
@@ -64,8 +64,8 @@ def verify(
 ) -> Verified:
     """Reads all of a committed checkpoint, and compares each block with its checksum.
 
-    The envelopes around tensors, which readers other than cloudckpt need, are compared too, except
-    in saves with ``zip_crc32``. The bytes pass through memory of at most ``memory_budget``. A
+    The envelopes around tensors, which readers other than cloudckpt need, are compared too. The
+    bytes pass through memory of at most ``memory_budget``. A
     checkpoint of torch's own writers has no checksums; here only the presence of all bytes is
     checked. All damage is reported, not only the first; of an object whose index is damaged, only
     that it is.
@@ -130,6 +130,7 @@ class _Content:
         for part in found:
             damaged += _contradictions(part.said, store, retrier)
             own, around = part.sources(store, config, damaged.append)
+            damaged += _gone(part, own, store, retrier)
             items += own
             between += around
         commits = [part.commit for part in found]
@@ -161,6 +162,30 @@ def _contradictions(
         )
         for name, what in found.items()
     ]
+
+
+def _gone(
+    part: CheckpointPart, items: Sequence[StoredBytes], store: ObjectStore, retrier: Retrier
+) -> Iterator[CheckpointCorruptError]:
+    """Objects that are not there, and of which nothing is read: all their items are empty.
+
+    Our objects have an index, which was read; those of torch may be empty files.
+    """
+    if part.has_checksums:
+        return
+    read = {item.key for item in items if item.nbytes}
+    for key, item in {item.key: item.item for item in items if item.key not in read}.items():
+        try:
+            retrier.call(partial(store.head, key))
+        except ObjectNotFoundError as error:
+            uri = store.uri(key)
+            yield CheckpointCorruptError(
+                "the object is gone",
+                uri=uri,
+                item=item,
+                cause=error,
+                damages=[Damage(uri, item, "is gone")],
+            )
 
 
 def _verify(

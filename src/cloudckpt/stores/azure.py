@@ -74,6 +74,8 @@ _NUMBER = len(f"{_MAX_BLOCKS}")
 class AzureStore(RestStore):
     """One container of a storage account, or of Azurite."""
 
+    metadata_prefix = "x-ms-meta-"
+
     def __init__(self, container: str, config: Config, host: str = "", root: str = "") -> None:
         """``host`` is the URI's blob endpoint, if it names one; ``root`` is for messages."""
         self._access = ContainerAccess(container, host, config, root or f"az://{container}")
@@ -116,6 +118,7 @@ class AzureStore(RestStore):
         body: Body,
         *,
         checksum: int,
+        attempt: str = "",
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
@@ -125,14 +128,15 @@ class AzureStore(RestStore):
             headers["If-None-Match"] = "*"
         if if_version is not None:
             headers["If-Match"] = if_version
-        return self._written(key, headers, body, progress)
+        return self._written(key, headers, body, attempt, progress)
 
     # uploads in parts
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         """Begins an upload; Azure does not know it before its first block arrives."""
         check_blob(key, self.uri(key))
-        upload = Upload(key, random_suffix(), part_size)
+        name = random_suffix()
+        upload = Upload(key, name, part_size, attempt=name)
         self._begun[upload.id] = upload
         return upload
 
@@ -162,6 +166,7 @@ class AzureStore(RestStore):
         body = [memoryview(ElementTree.tostring(root, "utf-8", xml_declaration=True))]
         checksum = self._checksum(CRC64NVME.of(body[0]))
         headers = {"Content-Type": "application/xml", **self._blob_headers, **checksum}
+        headers |= self.naming(upload.attempt)
         if if_absent:
             headers["If-None-Match"] = "*"
         url = self.object_url(upload.key, {"comp": "blocklist"})
@@ -169,35 +174,28 @@ class AzureStore(RestStore):
         with self.exchange("PUT", url, headers, body, key=upload.key, is_long=True) as reply:
             tag = reply.headers.get("ETag")
         self._begun.pop(upload.id, None)
-        return self._made(upload.key, size, tag)
-
-    def holds(
-        self, key: str, *, size: int, checksum: int | None, parts: Sequence[Part] = ()
-    ) -> ObjectInfo | None:
-        """As in the base class; a blob of blocks is recognized by their identifiers, unread."""
-        if not parts:
-            return super().holds(key, size=size, checksum=checksum)
-        try:
-            blocks, version = self._blocks(key, "committed")
-        except ObjectNotFoundError:
-            return None
-        if sorted(blocks) != sorted((part.tag, str(part.size)) for part in parts):
-            return None
-        return self._made(key, size, version)
+        return self._made(upload.key, size, tag, upload.attempt)
 
     def copies_from(self, source: ObjectStore) -> bool:
         return isinstance(source, AzureStore) and self._access.reaches(source._access)
 
     def copy(
-        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        key: str,
+        *,
+        attempt: str = "",
+        if_absent: bool = False,
     ) -> ObjectInfo:
         assert isinstance(source, AzureStore)
         check_blob(key, self.uri(key))
+        created = {**self._blob_headers, **self.naming(attempt)}  # else the source's is copied
         with self._copying(source, found):
             tag, crc64 = self._control.copy(
-                source._access, found, key, self._blob_headers, if_absent=if_absent
+                source._access, found, key, created, if_absent=if_absent
             )
-        return replace(self._made(key, found.size, tag), checksum=crc64)
+        return replace(self._made(key, found.size, tag, attempt), checksum=crc64)
 
     def copy_part(
         self,
@@ -249,20 +247,14 @@ class AzureStore(RestStore):
 
     def _uploads_of(self, key: str) -> list[str]:
         """The uploads that have sent blocks for a blob."""
+        url = self.object_url(key, {"comp": "blocklist", "blocklisttype": "uncommitted"})
         try:
-            blocks, _ = self._blocks(key, "uncommitted")
+            with self.exchange("GET", url, {}, key=key) as reply:
+                page = unqualified(reply.read_all(), self.uri(key))
         except ObjectNotFoundError:
             return []  # completed or discarded since the listing
-        return sorted({_upload_of(name) for name, _ in blocks})
-
-    def _blocks(self, key: str, kind: str) -> tuple[Sequence[tuple[str, str]], str]:
-        """Names and sizes of a blob's blocks of one kind, and the blob's version, if any."""
-        url = self.object_url(key, {"comp": "blocklist", "blocklisttype": kind})
-        with self.exchange("GET", url, {}, key=key) as reply:
-            page = unqualified(reply.read_all(), self.uri(key))
-            version = reply.headers.get("ETag", "")
-        found = page.iterfind(f"{kind.capitalize()}Blocks/Block")
-        return [(text(block, "Name"), text(block, "Size")) for block in found], version
+        blocks = page.iterfind("UncommittedBlocks/Block")
+        return sorted({_upload_of(text(block, "Name")) for block in blocks})
 
     def _check_open(self, upload: Upload) -> None:
         """Keeps a late part from bringing back a discarded upload."""
@@ -276,7 +268,8 @@ class AzureStore(RestStore):
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
             if reply.headers.get("x-ms-meta-hdi_isfolder") == "true":
                 raise ObjectNotFoundError("there is a directory, not a blob", uri=self.uri(key))
-            return ObjectInfo(key, reply.length or 0, self._version(reply, key))
+            version, attempt = self._version(reply, key), self._attempt_in(reply)
+            return ObjectInfo(key, reply.length or 0, version, attempt=attempt)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for page in self._pages(prefix, {}):

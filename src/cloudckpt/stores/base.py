@@ -19,7 +19,7 @@ from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import (
     InvalidRequestError,
     ObjectNotFoundError,
-    PreconditionFailedError,
+    RangeNotSatisfiableError,
 )
 
 __all__ = [
@@ -84,6 +84,8 @@ class ObjectInfo:
         version: What changes when the object is replaced (ETag, generation); opaque.
         checksum: The bytes' checksum, by ``capabilities.checksum``, if the store reported it.
         modified: When it was written, in seconds since 1970 by the store's clock; set by listings.
+        attempt: The name of the write that made it, see :meth:`ObjectStore.put`; set by ``head``.
+            Empty if it has none, or the store keeps none.
     """
 
     key: str
@@ -91,6 +93,7 @@ class ObjectInfo:
     version: str
     checksum: int | None = field(default=None, compare=False)
     modified: float | None = field(default=None, compare=False)
+    attempt: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class Upload:
         began: When it began, in seconds since 1970 by the store's clock, if a listing reports it.
         is_ours: Whether its id shows that cloudckpt began it, whatever its key; always False where
             the store chooses the id.
+        attempt: The name of the write, which `create_upload` draws and the object will keep.
     """
 
     key: str
@@ -111,6 +115,7 @@ class Upload:
     part_size: int
     began: float | None = field(default=None, compare=False)
     is_ours: bool = field(default=False, compare=False)
+    attempt: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +215,7 @@ class ObjectStore(RangeReader):
         body: Body,
         *,
         checksum: int,
+        attempt: str = "",
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
@@ -220,6 +226,10 @@ class ObjectStore(RangeReader):
             key: The key.
             body: The bytes.
             checksum: The bytes' checksum, by ``capabilities.checksum``.
+            attempt: A random name of this write, the same for all tries of it. The store keeps it
+                in the object's metadata, so `written` can tell after a lost answer whose object is
+                there. A local file system keeps none: its calls return when all is done, and `put`
+                itself finds out what an answer that a network file system lost was about.
             if_absent: Fail with PreconditionFailedError if the key is taken.
             if_version: Fail with PreconditionFailedError unless the key holds this version.
             progress: See :data:`Progress`.
@@ -255,7 +265,13 @@ class ObjectStore(RangeReader):
         return False
 
     def copy(
-        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        key: str,
+        *,
+        attempt: str = "",
+        if_absent: bool = False,
     ) -> ObjectInfo:
         """Copies an object from this or another bucket within the store: no bytes come here.
 
@@ -266,6 +282,7 @@ class ObjectStore(RangeReader):
             source: A store that this one ``copies_from``.
             found: The object there, at most ``capabilities.max_copy_size`` bytes.
             key: The key here.
+            attempt: As in `put`; the source's is not copied.
             if_absent: As in `put`.
 
         Raises:
@@ -313,39 +330,35 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
-        """Size and version of an object.
+        """Size, version and attempt of an object.
 
         Raises:
             ObjectNotFoundError: If there is no such object.
         """
 
-    def holds(
-        self, key: str, *, size: int, checksum: int | None, parts: Sequence[Part] = ()
-    ) -> ObjectInfo | None:
-        """The object, if it exists with exactly these bytes; else None.
+    def written(self, key: str, attempt: str) -> ObjectInfo | None:
+        """The object, if that attempt has written it; else None.
 
-        For use after a request whose answer was lost: it may have been carried out.
-
-        Args:
-            key: The key.
-            size: Bytes of the object.
-            checksum: The whole object's checksum, by ``capabilities.checksum``; None if unknown, as
-                for copies: then only its parts can tell.
-            parts: The parts that it should consist of, if it was sent in parts.
+        For use after a request whose answer was lost: it may have been carried out. An object that
+        another writer has made of the same bytes is not taken for this one. None proves nothing:
+        the request may be carried out yet, and some stores keep no metadata.
 
         Raises:
             StoreError: If the store does not answer that.
         """
-        if checksum is None:
-            return None
         try:
             info = self.head(key)
-            return info if info.size == size and self._checksum_of(info) == checksum else None
-        except (ObjectNotFoundError, PreconditionFailedError):
+        except ObjectNotFoundError:
             return None
+        return info if attempt and info.attempt == attempt else None
 
-    def _checksum_of(self, info: ObjectInfo) -> int:
-        """The object's checksum: computed by reading it if the store has not reported it."""
+    def checksum_of(self, info: ObjectInfo) -> int:
+        """The checksum of an object, as the store keeps it; read and computed if it keeps none.
+
+        Raises:
+            PreconditionFailedError: If the object is no longer ``info.version``.
+            StoreError: If the store does not answer that.
+        """
         if info.checksum is not None:
             return info.checksum
         buffer = memoryview(bytearray(min(info.size, _PIECE)))
@@ -429,6 +442,25 @@ def first_of_level(store: ObjectStore, prefix: str) -> list[ObjectInfo | str]:
 def folders_of(store: ObjectStore, prefix: str) -> Iterator[str]:
     """The names directly beneath ``prefix`` that have keys beneath them, in order."""
     return (found for found in store.list_level(prefix) if isinstance(found, str))
+
+
+ATTEMPT = "cloudckptattempt"
+"""What stores call the attempt that made an object, in its metadata. Azure takes no hyphens in such
+a name, and some proxies drop headers with underscores."""
+
+
+def look_at(store: ObjectStore, key: str) -> ObjectInfo:
+    """Size and version of an object, by a request for its first byte.
+
+    Unlike HEAD, this distinguishes a missing bucket from a missing object.
+
+    Raises:
+        ObjectNotFoundError: If the store says that there is no such object.
+    """
+    try:
+        return store.get_range(key, 0, [memoryview(bytearray(1))])
+    except RangeNotSatisfiableError:  # it is empty
+        return ObjectInfo(key, 0, "")
 
 
 def random_suffix() -> str:

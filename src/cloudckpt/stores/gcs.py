@@ -36,7 +36,6 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.gcs_access import BucketAccess
-from cloudckpt.stores.gcs_compose import MAX_PARTS, Composition, is_temporary
 from cloudckpt.stores.gcs_control import Control
 from cloudckpt.stores.gcs_errors import from_answer
 from cloudckpt.stores.gcs_json import (
@@ -56,8 +55,14 @@ __all__ = ["GCSStore"]
 # https://cloud.google.com/storage/quotas#objects
 _MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
-_MAX_MULTIPART_PARTS = 10_000
+_MAX_PARTS = 10_000
 _MAX_OBJECT = 5 * 1024**4
+
+_WITHOUT_MULTIPART = (
+    "; if this store, like many emulators, has no multipart uploads of the XML API, send objects "
+    "whole: Config(part_size=5 * 1024**3, memory_budget=…), six times the largest object"
+)
+_NOT_IMPLEMENTED = 501
 
 # how servers refuse a path that they do not have, which some take for a bucket and a key
 _UNKNOWN_PATH = frozenset({404, 405, 501})
@@ -70,6 +75,8 @@ _Send = Callable[[str, Mapping[str, str]], Reply]
 
 class GCSStore(RestStore):
     """One bucket of Google Cloud Storage, or of an emulator."""
+
+    metadata_prefix = "x-goog-meta-"
 
     def __init__(self, bucket: str, config: Config) -> None:
         root = f"gs://{bucket}"
@@ -88,16 +95,12 @@ class GCSStore(RestStore):
             dialect = replace(dialect, part=lambda crc: {"x-goog-hash": f"crc32c={to_base64(crc)}"})
         self._multipart = XmlMultipart(self, self._bucket_url, dialect)
         self._has_cached = False  # whether data of the bucket may come from a cache
-        self._composition: Composition | None = None
-        if options.upload_strategy == "compose":
-            self._composition = Composition(self._objects, self._control)
-        self._uploads = self._composition or self._multipart
         self.capabilities = Capabilities(
             conditional_writes=True if is_google else None,
             create_only=is_google,
-            min_part_size=1 if self._composition else _MIN_PART,
+            min_part_size=_MIN_PART,
             max_part_size=_MAX_PART,
-            max_parts=MAX_PARTS if self._composition else _MAX_MULTIPART_PARTS,
+            max_parts=_MAX_PARTS,
             max_put_size=_MAX_PART,
             verifies=checksums,
             max_copy_size=_MAX_OBJECT,
@@ -109,25 +112,22 @@ class GCSStore(RestStore):
         body: Body,
         *,
         checksum: int,
+        attempt: str = "",
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
         wanted = "0" if if_absent else None if if_version is None else generation(if_version)
         return self._objects.insert(
-            key, body, crc32c=checksum, if_generation=wanted, progress=progress
+            key, body, crc32c=checksum, attempt=attempt, if_generation=wanted, progress=progress
         )
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         try:
-            return self._uploads.create(key, part_size)
+            return self._multipart.create(key, part_size)
         except (InvalidRequestError, ObjectNotFoundError) as error:
-            if self._composition is None and not self._access.is_google:
-                error.message += (
-                    "; if this store has no multipart uploads of the XML API, set "
-                    'GCSOptions(upload_strategy="compose") or '
-                    "CLOUDCKPT_GCS_UPLOAD_STRATEGY=compose"
-                )
+            if not self._access.is_google:
+                error.message += _WITHOUT_MULTIPART
             raise
 
     def put_part(
@@ -139,13 +139,11 @@ class GCSStore(RestStore):
         checksum: int,
         progress: Progress | None = None,
     ) -> Part:
-        return self._uploads.put_part(upload, number, body, checksum, progress)
+        return self._multipart.put_part(upload, number, body, checksum, progress)
 
     def complete_upload(
         self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
     ) -> ObjectInfo:
-        if self._composition is not None:
-            return self._composition.complete(upload, parts, if_absent=if_absent)
         size = sum(part.size for part in parts)
         whole = whole_checksum(parts, CRC32C)
         # without a condition: multipart uploads know none, but each can be completed only once
@@ -164,17 +162,29 @@ class GCSStore(RestStore):
         return isinstance(source, GCSStore) and self._access.shares_realm(source._access)
 
     def copy(
-        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        key: str,
+        *,
+        attempt: str = "",
+        if_absent: bool = False,
     ) -> ObjectInfo:
         assert isinstance(source, GCSStore)
         with self._copying(source, found):
-            return self._control.copy(source._control.name, found, key, if_absent=if_absent)
+            return self._control.copy(
+                source._control.name, found, key, attempt=attempt, if_absent=if_absent
+            )
 
     def abort_upload(self, upload: Upload) -> None:
-        self._uploads.abort(upload)
+        self._multipart.abort(upload)
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        return self._uploads.open_uploads(prefix)
+        try:
+            yield from self._multipart.open_uploads(prefix)
+        except InvalidRequestError as error:
+            if error.status != _NOT_IMPLEMENTED:  # a store without such uploads has none open
+                raise
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
         data, info = super().get(key)
@@ -221,7 +231,7 @@ class GCSStore(RestStore):
         return self._objects.stat(key)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return (info for info in self._control.list(prefix) if not is_temporary(info.key))
+        return self._control.list(prefix)
 
     def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
         return self._control.list_level(prefix)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Mapping
 from datetime import timezone
 from typing import Any
@@ -73,9 +72,9 @@ class BucketAccess:
         )
         self.http_options = HttpOptions.of_environment(config, self.endpoint)
         self._payer = config.gcs.user_project
-        self._user = (config.gcs.credentials_file, config.gcs.impersonate, config.gcs.anonymous)
+        self._user = (config.gcs.impersonate, config.gcs.anonymous)
         is_wanted = is_trusted and not config.gcs.anonymous
-        if not is_wanted and (config.gcs.credentials_file or config.gcs.impersonate):
+        if not is_wanted and config.gcs.impersonate:
             raise ConfigError(
                 f"credentials are only sent over https, but the endpoint is {self.endpoint}"
             )
@@ -171,12 +170,12 @@ class _Token:
             CredentialsError: If there are no credentials, or none that can be used.
             ConnectionLostError: If a service that tells of them is silent or overloaded.
         """
-        self._options, self._uri = config.gcs, uri
+        self._uri = uri
         self._request = _Request()
         self._request.timeout = config.connect_timeout, config.read_timeout
         self._lock = threading.Lock()
         with self._fetching():
-            self._credentials = _find(config.gcs, self._request, uri)
+            self._credentials = _find(config.gcs, uri)
             self._credentials.with_non_blocking_refresh()
             self.universe = self._credentials.universe_domain  # may ask the metadata server
 
@@ -206,7 +205,7 @@ class _Token:
     def origin(self) -> Origin:
         found = self._credentials
         email, ends = getattr(found, "service_account_email", None), found.expiry
-        place = named_by(self._options, "credentials_file") or first_set(_FILE)
+        place = first_set(_FILE)
         return Origin(
             source=type(found).__module__ + (f", found by {place}" if place else ""),
             identity=email if isinstance(email, str) and "@" in email else "",
@@ -217,22 +216,14 @@ class _Token:
         return fetching("Google", self._uri, is_passing=_is_passing, said=_said)
 
 
-def _find(options: GCSOptions, request: Any, uri: str) -> google.auth.credentials.Credentials:
+def _find(options: GCSOptions, uri: str) -> google.auth.credentials.Credentials:
     """The credentials that the options name, or else the application default ones."""
     found: google.auth.credentials.Credentials
-    if options.credentials_file is not None:
-        with warnings.catch_warnings():
-            # google-auth warns of files of unknown origin; this one is named by who runs the job
-            warnings.simplefilter("ignore", DeprecationWarning)
-            found, _ = google.auth.load_credentials_from_file(
-                options.credentials_file, request=request
-            )
-    else:
-        check_credential(os.environ.get(_FILE, ""), _FILE, uri, header=False)
-        try:
-            found, _ = google.auth.default()
-        except google.auth.exceptions.DefaultCredentialsError as exc:
-            raise_alone(_none(exc, uri))
+    check_credential(os.environ.get(_FILE, ""), _FILE, uri, header=False)
+    try:
+        found, _ = google.auth.default()
+    except google.auth.exceptions.DefaultCredentialsError as exc:
+        raise_alone(_none(exc, uri))
     # only now: google-auth asks for the project of external accounts that have a scope
     found = google.auth.credentials.with_scopes_if_required(found, [_SCOPE])
     if options.impersonate is None:

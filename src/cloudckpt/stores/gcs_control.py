@@ -7,7 +7,6 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from cloudckpt.config import GCSOptions
@@ -21,7 +20,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.fork import late_imports
 from cloudckpt.stores.base import ObjectInfo
-from cloudckpt.stores.gcs_json import CACHE_CONTROL, generation, parse_crc32c
+from cloudckpt.stores.gcs_json import CACHE_CONTROL, generation, metadata_of, parse_crc32c
 from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore, all_pages
 from cloudckpt.stores.sdk import SdkCalls
@@ -120,16 +119,18 @@ class Control:
             blob = self._bucket(self.name).blob(key)
             blob.delete(if_generation_match=condition, retry=None)
 
-    def copy(self, source: str, found: ObjectInfo, key: str, *, if_absent: bool) -> ObjectInfo:
+    def copy(
+        self, source: str, found: ObjectInfo, key: str, *, attempt: str, if_absent: bool
+    ) -> ObjectInfo:
         """Copies an object of the bucket ``source``.
 
         Google copies at once within a location and storage class. Otherwise it takes several
         requests, each for as much as Google likes; a retry continues where the last one ended.
         """
-        copied = (source, found.key, found.version, key, if_absent)
+        copied = (source, found.key, found.version, key, attempt, if_absent)
         token = self._tokens.pop(copied, None)
         with self._calls.about(key, is_long=True):
-            target, origin = self._new(key), self._bucket(source).blob(found.key)
+            target, origin = self._new(key, attempt), self._bucket(source).blob(found.key)
             while True:
                 try:
                     token, _, _ = target.rewrite(
@@ -153,18 +154,15 @@ class Control:
         crc32c = parse_crc32c(f"crc32c={target.crc32c or ''}")
         return ObjectInfo(key, found.size, str(target.generation), crc32c)
 
-    def _new(self, key: str) -> Any:
-        """A blob with what new objects get."""
+    def _new(self, key: str, attempt: str) -> Any:
+        """A blob with what new objects get, and the name of the write."""
         options = self._options
         blob = self._bucket(self.name).blob(key, kms_key_name=options.kms_key_name)
         blob.content_type = "application/octet-stream"
         blob.cache_control = CACHE_CONTROL
-        if options.metadata:
-            blob.metadata = dict(options.metadata)
+        blob.metadata = metadata_of(options, attempt)
         if options.storage_class is not None:
             blob.storage_class = options.storage_class
-        if options.custom_time is not None:
-            blob.custom_time = datetime.fromisoformat(options.custom_time.replace("Z", "+00:00"))
         return blob
 
     def rules(self, prefix: str) -> BucketRules:

@@ -9,8 +9,7 @@ import base64
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -25,7 +24,7 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
 )
-from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suffix
+from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, Progress, nbytes, random_suffix
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.rest import RestStore, encode_query, iso_date
 
@@ -35,11 +34,12 @@ __all__ = [
     "carried_out",
     "creation_headers",
     "generation",
+    "metadata_of",
     "parse_crc32c",
 ]
 
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
-_RESOURCE = "name,size,generation,crc32c"
+_RESOURCE = "name,size,generation,crc32c,metadata"
 
 CACHE_CONTROL = "no-store"
 """Google caches publicly readable objects for an hour unless they forbid it; replacing or deleting
@@ -57,7 +57,6 @@ def creation_headers(options: GCSOptions) -> dict[str, str]:
     wanted = {
         "Cache-Control": CACHE_CONTROL,
         "x-goog-storage-class": options.storage_class,
-        "x-goog-custom-time": options.custom_time,
         "x-goog-encryption-kms-key-name": options.kms_key_name,
         **{f"x-goog-meta-{name}": value for name, value in options.metadata},
     }
@@ -68,14 +67,21 @@ def creation_headers(options: GCSOptions) -> dict[str, str]:
     return headers
 
 
-def _resource_of(options: GCSOptions) -> dict[str, Any]:
-    """The same as the JSON API takes it; the key of the encryption is a parameter of requests."""
+def metadata_of(options: GCSOptions, attempt: str) -> dict[str, str]:
+    """The metadata of a new object: the options', and the name of the write, if it has one."""
+    return {**dict(options.metadata), **({ATTEMPT: attempt} if attempt else {})}
+
+
+def _resource_of(options: GCSOptions, attempt: str = "") -> dict[str, Any]:
+    """What `creation_headers` says, and the name of the write, as the JSON API takes it.
+
+    The key of the encryption is a parameter of requests.
+    """
     wanted = {
         "contentType": "application/octet-stream",
         "cacheControl": CACHE_CONTROL,
         "storageClass": options.storage_class,
-        "customTime": options.custom_time,
-        "metadata": dict(options.metadata) or None,
+        "metadata": metadata_of(options, attempt) or None,
     }
     return {name: value for name, value in wanted.items() if value is not None}
 
@@ -104,8 +110,6 @@ class JsonObjects:
         self._endpoint = endpoint
         self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"
         self._options = options
-        # https://cloud.google.com/storage/docs/composite-objects: parts have the object's class
-        self._of_parts = replace(options, custom_time=None, metadata=())
         self._checksums = checksums
 
     def url(self, key: str, query: Mapping[str, str]) -> str:
@@ -128,7 +132,7 @@ class JsonObjects:
         body: Body,
         *,
         crc32c: int,
-        is_part: bool = False,
+        attempt: str = "",
         if_generation: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
@@ -138,12 +142,12 @@ class JsonObjects:
             key: The key.
             body: The bytes.
             crc32c: Of the bytes.
-            is_part: Whether it is to be composed with others: it gets what must be alike then.
+            attempt: The name that the object keeps of its write; none if it is empty.
             if_generation: Only if the object has this generation; "0" if there must be none.
             progress: See :data:`~cloudckpt.stores.base.Progress`.
         """
-        options = self._of_parts if is_part else self._options
-        resource = _resource_of(options)
+        options = self._options
+        resource = _resource_of(options, attempt)
         if self._checksums:
             resource["crc32c"] = to_base64(crc32c)
         boundary = f"cloudckpt-{random_suffix()}{random_suffix()}"
@@ -188,44 +192,8 @@ class JsonObjects:
             resource = self._answer(reply, key)
         return self._parse(resource, key)
 
-    def compose(
-        self,
-        key: str,
-        sources: Sequence[tuple[str, str]],
-        *,
-        is_part: bool = False,
-        if_absent: bool = False,
-    ) -> ObjectInfo:
-        """Concatenates up to 32 objects, given by key and generation, and deletes them.
-
-        Objects deleted by this request, rather than later, are billed neither as soft-deleted nor
-        for the minimum duration of their storage class.
-        """
-        options = self._of_parts if is_part else self._options
-        content = json.dumps(
-            {
-                "sourceObjects": [
-                    {"name": name, "generation": version} for name, version in sources
-                ],
-                "destination": _resource_of(options),
-                "deleteSourceObjects": True,
-            }
-        ).encode()
-        query = {"fields": _RESOURCE}
-        if if_absent:
-            query["ifGenerationMatch"] = "0"
-        if options.kms_key_name is not None:
-            query["kmsKeyName"] = options.kms_key_name
-        url = self._endpoint + self._call(f"{self._object_path(key)}/compose", query)
-        headers = {"Content-Type": "application/json"}
-        body = [memoryview(content)]
-        with self._store.exchange("POST", url, headers, body, key=key, is_long=True) as reply:
-            resource = self._answer(reply, key)
-        with carried_out():
-            return self._stored(resource, key)
-
     def checked(self, made: ObjectInfo, size: int, crc32c: int | None) -> ObjectInfo:
-        """Returns a composed object if it matches its parts.
+        """Returns an object made of parts if it matches them.
 
         Raises:
             StoreError: If it does not. It is deleted; its parts are gone, so there is no retry.
@@ -265,7 +233,8 @@ class JsonObjects:
             ) from exc
         crc32c = parse_crc32c(f"crc32c={resource.get('crc32c', '')}")
         modified = iso_date(str(resource.get("updated", "")))
-        return ObjectInfo(key, size, version, crc32c, modified)
+        attempt = dict(resource.get("metadata") or {}).get(ATTEMPT, "")
+        return ObjectInfo(key, size, version, crc32c, modified, attempt)
 
     def _size(self, key: str, version: str) -> int:
         """The size of an object whose metadata leave it out.

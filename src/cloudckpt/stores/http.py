@@ -48,6 +48,7 @@ __all__ = ["HttpClient", "HttpOptions", "proxy_url"]
 _UNFIT = re.compile(r"[^\t\x20-\x7e\xa0-\xff]")  # in the value of a header
 _CONNECTING = 4  # times connect_timeout: TCP, TLS with a proxy, its answer, TLS with the store
 _USER_AGENT = f"cloudckpt/{__version__}"
+_LONGER = 15  # how many times as long as others the answer to a completion may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class HttpOptions:
             connections=config.most_connections,
             connect_timeout=config.connect_timeout,
             read_timeout=config.read_timeout,
-            completion_timeout=config.completion_timeout,
+            completion_timeout=_LONGER * config.read_timeout,
             stall_timeout=config.stall_timeout,
             native_tls=config.native_tls,
             **others,
@@ -281,7 +282,7 @@ class HttpClient:
         """Sends one request and yields its answer, whatever its status.
 
         ``headers`` must hold Content-Length if there is a body. The answer to a request that
-        ``is_long`` may begin within ``completion_timeout``, not ``read_timeout``.
+        ``is_long`` may begin within 15 times ``read_timeout``.
 
         Raises:
             ConnectionLostError: If no answer came.
@@ -297,8 +298,11 @@ class HttpClient:
                 )
         headers = {"User-Agent": _USER_AGENT, **headers}
         options, thread = self._options, threading.get_ident()
-        option = "completion_timeout" if is_long else "read_timeout"
-        self._answer_limits[thread] = getattr(options, option), option
+        self._answer_limits[thread] = (
+            (options.completion_timeout, f"{_LONGER} times read_timeout")
+            if is_long
+            else (options.read_timeout, "read_timeout")
+        )
         try:
             try:
                 response = self._manager.urlopen(

@@ -72,6 +72,7 @@ class LocalStore(ObjectStore):
         body: Body,
         *,
         checksum: int,
+        attempt: str = "",
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
@@ -119,7 +120,13 @@ class LocalStore(ObjectStore):
         return isinstance(source, LocalStore)
 
     def copy(
-        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        key: str,
+        *,
+        attempt: str = "",
+        if_absent: bool = False,
     ) -> ObjectInfo:
         upload = self.create_upload(key, max(1, found.size))
         try:
@@ -298,23 +305,26 @@ class LocalStore(ObjectStore):
     def _appear(self, upload: Upload, *, if_absent: bool) -> None:
         """Makes an object appear, by one atomic operation.
 
-        A network file system may carry it out and still fail, if its server's answer is lost.
+        A network file system may carry it out and still fail, if its server's answer is lost: then
+        NFS finds the link that it has made itself, or nothing left to rename. So the file that is
+        in its place afterwards is compared with the one that was written, by its inode.
         """
-        key = upload.key
+        key, sent = upload.key, os.stat(upload.id)
         try:
             if if_absent:
                 os.link(upload.id, key)
             else:
                 os.replace(upload.id, key)
-        except FileExistsError as exc:
-            # NFS says so, too, of a link that it has made when it was asked for the first time
-            if not os.path.samefile(upload.id, key):
-                raise PreconditionFailedError(
-                    "the file exists already", uri=self.uri(key), certain=True
-                ) from exc
         except OSError as exc:
             if exc.errno in _NOT_TAKEN:
                 raise
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(key), sent):
+                    return
+                if isinstance(exc, FileExistsError):
+                    raise PreconditionFailedError(
+                        "the file exists already", uri=self.uri(key), certain=True
+                    ) from exc
             raise InvalidRequestError(
                 "the file system does not say whether the file is in its place now",
                 uri=self.uri(key),

@@ -19,17 +19,19 @@ from cloudckpt.stores.base import (
     Progress,
     Upload,
     nbytes,
+    random_suffix,
 )
 
 __all__ = ["MemoryObject", "MemoryStore"]
 
 
 class MemoryObject(NamedTuple):
-    """An object: its bytes, its version, and when it was written, in seconds since 1970."""
+    """An object: its bytes, version and attempt, and when it was written, in seconds since 1970."""
 
     data: bytes
     version: str
     modified: float
+    attempt: str = ""
 
 
 @dataclass
@@ -67,6 +69,7 @@ class MemoryStore(ObjectStore):
         body: Body,
         *,
         checksum: int,
+        attempt: str = "",
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
@@ -85,13 +88,13 @@ class MemoryStore(ObjectStore):
                     "the object was replaced", uri=self.uri(key), certain=True
                 )
             version = str(next(self._bucket.versions))
-            self._bucket.objects[key] = MemoryObject(data, version, time.time())
+            self._bucket.objects[key] = MemoryObject(data, version, time.time(), attempt)
         return ObjectInfo(key, len(data), version)
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         with self._bucket.lock:
             number = str(next(self._bucket.versions))
-            upload = Upload(key, number, part_size, time.time())
+            upload = Upload(key, number, part_size, time.time(), attempt=random_suffix())
             self._bucket.uploads[upload.id] = (upload, {})
         return upload
 
@@ -117,7 +120,13 @@ class MemoryStore(ObjectStore):
         with self._bucket.lock:
             held = self._parts(upload)
             data = b"".join(held[part.number] for part in parts)
-            info = self.put(upload.key, [memoryview(data)], checksum=0, if_absent=if_absent)
+            info = self.put(
+                upload.key,
+                [memoryview(data)],
+                checksum=0,
+                attempt=upload.attempt,
+                if_absent=if_absent,
+            )
             del self._bucket.uploads[upload.id]
         return info
 
@@ -125,10 +134,16 @@ class MemoryStore(ObjectStore):
         return isinstance(source, MemoryStore)
 
     def copy(
-        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        key: str,
+        *,
+        attempt: str = "",
+        if_absent: bool = False,
     ) -> ObjectInfo:
         data, checksum = self._copied(source, found, 0, found.size)
-        info = self.put(key, [data], checksum=checksum, if_absent=if_absent)
+        info = self.put(key, [data], checksum=checksum, attempt=attempt, if_absent=if_absent)
         return replace(info, checksum=checksum)
 
     def copy_part(
@@ -164,7 +179,7 @@ class MemoryStore(ObjectStore):
         return (upload for upload in held if upload.key.startswith(prefix))
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
-        data, version, _ = self._held(key)
+        data, version, *_ = self._held(key)
         return bytearray(data), ObjectInfo(key, len(data), version)
 
     def get_range(
@@ -176,7 +191,7 @@ class MemoryStore(ObjectStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        data, version, _ = self._held(key)
+        data, version, *_ = self._held(key)
         if if_version is not None and version != if_version:
             raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
         if start + nbytes(into) > len(data):
@@ -192,15 +207,15 @@ class MemoryStore(ObjectStore):
         return ObjectInfo(key, len(data), version)
 
     def head(self, key: str) -> ObjectInfo:
-        data, version, _ = self._held(key)
-        return ObjectInfo(key, len(data), version)
+        data, version, _, attempt = self._held(key)
+        return ObjectInfo(key, len(data), version, attempt=attempt)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._bucket.lock:
             held = sorted(self._bucket.objects.items())
         return (
             ObjectInfo(key, len(data), version, modified=modified)
-            for key, (data, version, modified) in held
+            for key, (data, version, modified, _) in held
             if key.startswith(prefix)
         )
 

@@ -24,7 +24,7 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.stores.base import Body, ObjectInfo, ObjectStore, Progress, nbytes
+from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, ObjectStore, Progress, nbytes
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.credentials import Credentials, conceal
 from cloudckpt.stores.http import HttpClient
@@ -140,7 +140,7 @@ class Request:
         body: What to send.
         progress: See :data:`~cloudckpt.stores.base.Progress`.
         key: What the request is about, for messages.
-        is_long: Whether the answer may take as long as ``completion_timeout``.
+        is_long: Whether the answer may take as long as that to a completion.
     """
 
     method: str
@@ -204,7 +204,12 @@ class RestStore(ObjectStore):
 
     A request that is refused for its credentials is sent a second time if the environment, files
     and services that they come from have others by now: an exception to "one attempt".
+
+    Attributes:
+        metadata_prefix: What the headers with an object's metadata begin with.
     """
+
+    metadata_prefix: str
 
     def __init__(self, root: str, http: HttpClient, credentials: Credentials[Any]) -> None:
         self.root = root
@@ -261,7 +266,11 @@ class RestStore(ObjectStore):
         """What other credentials may mend, if there are any."""
         return (CredentialsError,)
 
-    def _made(self, key: str, size: int, tag: str | None) -> ObjectInfo:
+    def naming(self, attempt: str) -> dict[str, str]:
+        """The header that gives a new object the name of its write; none for no name."""
+        return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
+
+    def _made(self, key: str, size: int, tag: str | None, attempt: str) -> ObjectInfo:
         """The object that the store says to have written; if it named no ETag, it is looked at.
 
         Raises:
@@ -273,9 +282,9 @@ class RestStore(ObjectStore):
         problem = "it is not there"
         try:
             found = self.head(key)
-            if found.size == size:
+            if (found.size, found.attempt) == (size, attempt):
                 return found
-            problem = f"it has {found.size} bytes"
+            problem = "what is there is not it"
         except ObjectNotFoundError:
             pass
         except StoreError as error:
@@ -366,10 +375,16 @@ class RestStore(ObjectStore):
             yield reply
 
     def _written(
-        self, key: str, headers: Mapping[str, str], body: Body, progress: Progress | None
+        self,
+        key: str,
+        headers: Mapping[str, str],
+        body: Body,
+        attempt: str,
+        progress: Progress | None,
     ) -> ObjectInfo:
         """Writes an object by PUT; that it is gone is a failed condition, if there is one."""
         url, size = self.object_url(key), nbytes(body)
+        headers = {**headers, **self.naming(attempt)}
         try:
             with self.exchange("PUT", url, headers, body, progress, key=key) as reply:
                 tag = reply.headers.get("ETag")
@@ -382,7 +397,7 @@ class RestStore(ObjectStore):
                 cause=error,
                 certain=error.certain,
             ) from error
-        return self._made(key, size, tag)
+        return self._made(key, size, tag, attempt)
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
         with self.exchange("GET", self._content_url(key, None), {}, key=key) as reply:
@@ -414,7 +429,11 @@ class RestStore(ObjectStore):
             except ConnectionLostError as error:
                 error.version = version
                 raise
-            return ObjectInfo(key, total, version)
+            return ObjectInfo(key, total, version, attempt=self._attempt_in(reply))
+
+    def _attempt_in(self, reply: Reply) -> str:
+        """The name of the write that made the object that an answer is about."""
+        return reply.headers.get(self.metadata_prefix + ATTEMPT, "")
 
     def head(self, key: str) -> ObjectInfo:
         try:
@@ -430,7 +449,8 @@ class RestStore(ObjectStore):
 
     def _head(self, key: str) -> ObjectInfo:
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
-            return ObjectInfo(key, reply.length or 0, self._version(reply, key))
+            version, attempt = self._version(reply, key), self._attempt_in(reply)
+            return ObjectInfo(key, reply.length or 0, version, attempt=attempt)
 
     @abstractmethod
     def route(self) -> Route:

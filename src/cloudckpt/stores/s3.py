@@ -8,23 +8,18 @@ TLS), so the bytes of tensors are not hashed for the signature.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from cloudckpt.checksum import CRC32C, to_base64
+from cloudckpt.checksum import from_base64, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     AccessDeniedError,
     ConfigError,
     InvalidRequestError,
-    ObjectNotFoundError,
     PreconditionFailedError,
-    ServerError,
     StoreError,
-    TransientStoreError,
     WrongRegionError,
 )
 from cloudckpt.stores.base import (
@@ -36,7 +31,6 @@ from cloudckpt.stores.base import (
     Progress,
     Regions,
     Upload,
-    whole_checksum,
 )
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.http import HttpClient
@@ -69,12 +63,11 @@ _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
 _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 
-_MD5 = re.compile(r"[0-9a-f]{32}")
-_MULTIPART = re.compile(r'"?[0-9a-f]{32}-[0-9]+"?')
-
 
 class S3Store(RestStore):
     """One bucket of S3 or of a store with its API (MinIO, Ceph RGW, R2, moto)."""
+
+    metadata_prefix = "x-amz-meta-"
 
     def __init__(self, bucket: str, config: Config) -> None:
         root = f"s3://{bucket}"
@@ -142,6 +135,7 @@ class S3Store(RestStore):
         body: Body,
         *,
         checksum: int,
+        attempt: str = "",
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
@@ -153,7 +147,7 @@ class S3Store(RestStore):
         def write(tag: str | None) -> ObjectInfo:
             if tag is not None:
                 headers["If-Match"] = tag
-            info = self._written(key, headers, body, progress)
+            info = self._written(key, headers, body, attempt, progress)
             self._knows_quotes = self._knows_quotes or tag == if_version is not None
             return info
 
@@ -207,66 +201,39 @@ class S3Store(RestStore):
         condition = {"If-None-Match": "*"} if if_absent else {}
         tag = self._multipart.complete(upload, parts, condition).tag
         size = sum(part.size for part in parts)
-        if tag:
-            return ObjectInfo(upload.key, size, tag)
-        problem = "the completion has no result"  # Ceph RGW 16 does not name it at first
-        whole = whole_checksum(parts, CRC32C)
-        try:
-            made, same = self._compare(upload.key, size, whole, parts)
-        except StoreError as error:
-            raise ServerError(problem, uri=self.uri(upload.key), cause=error) from error
-        if same is False:
-            raise ServerError(problem, uri=self.uri(upload.key))
-        return made
+        return self._made(upload.key, size, tag, upload.attempt)
 
-    def holds(
-        self, key: str, *, size: int, checksum: int | None, parts: Sequence[Part] = ()
-    ) -> ObjectInfo | None:
-        try:
-            info, same = self._compare(key, size, checksum, parts)
-            if same is None and checksum is not None:
-                same = self._checksum_of(info) == checksum
-            return info if same else None
-        except (ObjectNotFoundError, PreconditionFailedError):
-            return None
-
-    def _compare(
-        self, key: str, size: int, checksum: int | None, parts: Sequence[Part]
-    ) -> tuple[ObjectInfo, bool | None]:
-        """The object, and whether it is made of these bytes: None if the store does not tell."""
-        wanted = {"x-amz-checksum-mode": "ENABLED"} if self._checksums else {}
-        try:
-            info, told = self._told(key, wanted)
-        except (TransientStoreError, ObjectNotFoundError):
-            raise
-        except StoreError:  # without kms:Decrypt, S3 tells no checksum, and nothing else then
-            info, told = self._told(key, {})
-        if info.size != size:
-            return info, False
-        found = (_by_etag(told, parts), _by_checksum(told, checksum, parts))
-        if True in found:
-            return info, True
-        return info, False if False in found else None
-
-    def _told(self, key: str, wanted: Mapping[str, str]) -> tuple[ObjectInfo, dict[str, str]]:
-        with self.exchange("HEAD", self.object_url(key), wanted, key=key) as reply:
-            info = ObjectInfo(key, reply.length or 0, self._version(reply, key))
-            return info, {name.lower(): value for name, value in reply.headers.items()}
+    def checksum_of(self, info: ObjectInfo) -> int:
+        if self._checksums:
+            wanted = {"x-amz-checksum-mode": "ENABLED", **self._if_version(info.version)}
+            with self.exchange("HEAD", self.object_url(info.key), wanted, key=info.key) as reply:
+                found = reply.headers.get("x-amz-checksum-crc32c")
+                if found and reply.headers.get("x-amz-checksum-type") == "FULL_OBJECT":
+                    return from_base64(found)
+        return super().checksum_of(info)
 
     def copies_from(self, source: ObjectStore) -> bool:
         return isinstance(source, S3Store) and self._access.shares_realm(source._access)
 
     def copy(
-        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        key: str,
+        *,
+        attempt: str = "",
+        if_absent: bool = False,
     ) -> ObjectInfo:
         assert isinstance(source, S3Store)
         access = source._access
         with self._copying(source, found):
             tag, crc32c = self._spelled(
                 found.version,
-                lambda tag: self._control.copy(access, found, tag or "", key, if_absent=if_absent),
+                lambda tag: self._control.copy(
+                    access, found, tag or "", key, attempt=attempt, if_absent=if_absent
+                ),
             )
-        return replace(self._made(key, found.size, tag), checksum=crc32c)
+        return replace(self._made(key, found.size, tag, attempt), checksum=crc32c)
 
     def copy_part(
         self,
@@ -370,36 +337,3 @@ class S3Store(RestStore):
 
 def _checksum(crc32c: int) -> dict[str, str]:
     return {"x-amz-checksum-crc32c": to_base64(crc32c)}
-
-
-def _by_checksum(told: Mapping[str, str], whole: int | None, parts: Sequence[Part]) -> bool | None:
-    """Whether an object is made of these bytes, by its checksum; None if that can't be said.
-
-    https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
-    """
-    found, of_parts, _ = told.get("x-amz-checksum-crc32c", "").partition("-")
-    if not found or whole is None:
-        return None
-    kind = "COMPOSITE" if of_parts else told.get("x-amz-checksum-type")
-    sums = [part.checksum for part in parts if part.checksum is not None]
-    composite = CRC32C.of(b"".join(crc32c.to_bytes(4, "big") for crc32c in sums))
-    if kind != "COMPOSITE" and found == to_base64(whole):
-        return True
-    if kind != "FULL_OBJECT" and parts and found == to_base64(composite):
-        return True
-    return False if kind == "FULL_OBJECT" or (kind == "COMPOSITE" and parts) else None
-
-
-def _by_etag(told: Mapping[str, str], parts: Sequence[Part]) -> bool | None:
-    """Whether an object is made of these parts, by its ETag; None if that can't be said.
-
-    S3 makes it of the MD5 of each part and their number, unless it encrypts by KMS:
-    https://docs.aws.amazon.com/AmazonS3/latest/API/API_Object.html
-    """
-    tag, tags = told.get("etag", ""), [part.tag.strip('"') for part in parts]
-    if told.get("x-amz-server-side-encryption", "").startswith("aws:kms") or not parts:
-        return None
-    if not _MULTIPART.fullmatch(tag) or not all(map(_MD5.fullmatch, tags)):
-        return None
-    whole = hashlib.md5(b"".join(map(bytes.fromhex, tags)), usedforsecurity=False).hexdigest()
-    return tag.strip('"') == f"{whole}-{len(parts)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import io
@@ -10,7 +9,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
@@ -108,7 +107,6 @@ class BucketAccess:
         self._place = _Place(self.bucket_url, region)
         self._has_moved = False
         self._moving = threading.Lock()
-        self._async_client: Any = None
         self._signs = _signs_payloads(client, options)
         host = self.base.split("/")[2].partition(":")[0]
         suffix = next((end for end in _suffixes(core) if host.endswith(end)), None)
@@ -151,22 +149,6 @@ class BucketAccess:
     def shares_realm(self, other: BucketAccess) -> bool:
         """Whether one request may be about both buckets: the same S3, asked as the same user."""
         return self._realm == other._realm
-
-    def async_client(self, send: Callable[..., Awaitable[Any]]) -> Any:
-        """The client of aiobotocore, whose requests ``send`` signs and sends; kept once it is made.
-
-        This reads files, and blocks. As the client sends nothing, it belongs to no event loop.
-
-        Raises:
-            MissingDependencyError: If aiobotocore is not installed.
-        """
-        if self._async_client is None:
-            with _translated(self._uri):
-                self._async_client = asyncio.run(_async_client(self._options))
-            events = self._async_client.meta.events
-            events.register("choose-signer.s3", lambda **_: UNSIGNED)  # whoever sends it signs
-            events.register("before-send.s3", send)
-        return self._async_client
 
     def address(self, url: str) -> str:
         """Where a URL of this bucket is, if the bucket was found in another region."""
@@ -280,33 +262,10 @@ def _client(session: Any, options: S3Options, region: str | None = None) -> Any:
     )
 
 
-async def _async_client(options: S3Options) -> Any:
-    """What composes requests on an event loop as :func:`_client` does it elsewhere."""
-    try:
-        from aiobotocore.config import AioConfig
-        from aiobotocore.session import AioSession
-    except ImportError as exc:
-        raise MissingDependencyError(
-            "cloudckpt.aio needs aiobotocore for s3://; install it with: "
-            "pip install 'cloudckpt[aio]'",
-            cause=exc,
-        ) from exc
-    session = AioSession(session_vars=_SETTINGS, profile=options.profile)
-    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
-    making = session.create_client(
-        "s3",
-        region_name=_region(options),
-        endpoint_url=options.endpoint_url,
-        config=AioConfig().merge(_boto_config(options)),
-        **_NO_CREDENTIALS,
-    )
-    return await making.__aenter__()
-
-
 def _signs_payloads(client: Any, options: S3Options) -> bool | None:
     """Whether all bodies are signed, or none; None if it is left to us."""
-    if options.payload_signing != "auto":
-        return options.payload_signing == "on"
+    if options.payload_signing == "on":
+        return True
     of_profile: bool | None = (client.meta.config.s3 or {}).get("payload_signing_enabled")
     return of_profile
 
@@ -381,7 +340,6 @@ def object_headers(options: S3Options) -> dict[str, str]:
     wanted = {
         "x-amz-server-side-encryption": options.sse,
         "x-amz-server-side-encryption-aws-kms-key-id": options.kms_key_id,
-        "x-amz-server-side-encryption-bucket-key-enabled": "true" if options.bucket_key else None,
         "x-amz-storage-class": options.storage_class,
         "x-amz-acl": options.acl,
         "x-amz-tagging": urlencode(options.tags) or None,

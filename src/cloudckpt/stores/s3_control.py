@@ -14,7 +14,7 @@ from botocore import UNSIGNED
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, StoreError
-from cloudckpt.stores.base import ObjectInfo, Part, Upload
+from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
 from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore, all_pages, iso_date
 from cloudckpt.stores.s3_access import BucketAccess
@@ -55,11 +55,7 @@ class Control:
         events.register("before-send.s3", self._send)
 
     def _send(self, request: AWSPreparedRequest, **_: Any) -> AWSResponse:
-        headers = {
-            name: value.decode("latin-1") if isinstance(value, bytes) else value
-            for name, value in request.headers.items()
-        }
-        answer = self._calls.send(request.method, request.url, headers, request.body)
+        answer = self._calls.send(request.method, request.url, request.headers, request.body)
         # a success is sent before the work is done
         if b"<Error" in answer.body[:_BEGINNING] and error_fields(answer.body):
             uri = self._calls.uri
@@ -117,7 +113,14 @@ class Control:
             self._client.delete_object(Bucket=self._access.bucket, Key=key, **condition)
 
     def copy(
-        self, source: BucketAccess, found: ObjectInfo, tag: str, key: str, *, if_absent: bool
+        self,
+        source: BucketAccess,
+        found: ObjectInfo,
+        tag: str,
+        key: str,
+        *,
+        attempt: str,
+        if_absent: bool,
     ) -> tuple[str, int | None]:
         """Copies an object as :meth:`~cloudckpt.stores.base.ObjectStore.copy` says.
 
@@ -126,6 +129,7 @@ class Control:
             found: The object.
             tag: Its version, as the store wants it to be written.
             key: The key of the copy.
+            attempt: The name that the copy keeps of its write; none if it is empty.
             if_absent: Whether the copy must not replace an object.
 
         Returns:
@@ -138,6 +142,7 @@ class Control:
                 Bucket=self._access.bucket,
                 Key=key,
                 MetadataDirective="REPLACE",
+                Metadata={ATTEMPT: attempt} if attempt else {},
                 TaggingDirective="REPLACE",
                 **_source(source, found, tag),
                 **algorithm,

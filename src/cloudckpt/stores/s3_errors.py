@@ -73,7 +73,7 @@ _BY_CODE = by_code(
             "ThrottledException TooManyRequestsException RequestLimitExceeded RequestThrottled "
             "RequestThrottledException BandwidthLimitExceeded PriorRequestNotComplete "
             "ServiceUnavailable": "",
-            "KMS.ThrottlingException": "KMS asks to slow down; consider bucket_key=True",
+            "KMS.ThrottlingException": "KMS asks to slow down; consider an S3 Bucket Key",
         },
         ServerError: {
             "BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch": (

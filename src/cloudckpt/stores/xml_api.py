@@ -13,7 +13,15 @@ from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, ServerError
-from cloudckpt.stores.base import Body, Part, Progress, Upload, nbytes, whole_checksum
+from cloudckpt.stores.base import (
+    Body,
+    Part,
+    Progress,
+    Upload,
+    nbytes,
+    random_suffix,
+    whole_checksum,
+)
 from cloudckpt.stores.rest import RestStore, all_pages, encode_query, iso_date
 
 __all__ = [
@@ -150,13 +158,14 @@ class XmlMultipart:
 
     def create(self, key: str, part_size: int) -> Upload:
         """Begins an upload."""
-        url = self._store.object_url(key, {"uploads": ""})
-        with self._store.exchange("POST", url, self._dialect.creation, key=key) as reply:
+        url, attempt = self._store.object_url(key, {"uploads": ""}), random_suffix()
+        headers = {**self._dialect.creation, **self._store.naming(attempt)}
+        with self._store.exchange("POST", url, headers, key=key) as reply:
             upload_id = text(unqualified(reply.read_all(), self._store.uri(key)), "UploadId")
             self._dialect.created(reply.headers)
         if not upload_id:
             raise ServerError("the answer names no upload", uri=self._store.uri(key))
-        return Upload(key, upload_id, part_size)
+        return Upload(key, upload_id, part_size, attempt=attempt)
 
     def put_part(
         self, upload: Upload, number: int, body: Body, checksum: int, progress: Progress | None

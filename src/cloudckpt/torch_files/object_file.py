@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
@@ -84,17 +83,15 @@ class PinnedObject(RangeReader):
 
         Args:
             wanted: Bytes of this object.
-            request_size: The size of requests, unless the user has chosen one.
+            request_size: Most bytes of a request; by default it follows from what is wanted.
 
         Raises:
             CheckpointReplacedError: If the object was replaced or deleted since it was opened.
             StoreError: If the store refuses or stays unreachable.
         """
         config = self._config
-        if request_size is not None and config.request_size is None:
-            config = dataclasses.replace(config, request_size=request_size)
         try:
-            download(self, wanted, config, self._stats)
+            download(self, wanted, config, self._stats, request_size=request_size)
         except CheckpointCorruptError as error:
             uri = self._store.uri(self.key)
             check_unchanged(self._store, self.info, uri, config.retry, error)

@@ -200,7 +200,7 @@ class TorchFile:
         if target.is_contiguous():
             yield Wanted(source, 0, stop - start, FlatSink(target, dtype), True)
             return
-        limit = self._config.request_size or even_share(0, self._config.most_connections)
+        limit = even_share(0, self._config.most_connections)
         for rows in row_major_slices(tensor.shape, dtype.itemsize, limit):
             sink = BoxSink(target, rows.box, dtype, None)
             yield Wanted(source, rows.start, rows.stop, sink, False)

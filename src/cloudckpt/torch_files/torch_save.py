@@ -37,7 +37,14 @@ from cloudckpt.uri import CheckpointURI
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["UploadStream", "check_destination", "size_of", "upload_stream", "write_torch_file"]
+__all__ = [
+    "StreamedObject",
+    "UploadStream",
+    "check_destination",
+    "size_of",
+    "upload_stream",
+    "write_torch_file",
+]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -238,6 +245,84 @@ class UploadStream(io.RawIOBase):
         self._upload.close()
 
 
+class StreamedObject:
+    """An object that is sent while it is written, and appears, or is replaced, at the end.
+
+    It uses ``memory_budget`` of memory; for objects of more than about 100 GiB, whose parts must be
+    larger, 1/1500 of ``expected``. It must be ended by :meth:`end`.
+
+    Attributes:
+        stream: What to write to.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        key: str,
+        config: Config,
+        stats: TransferStats,
+        *,
+        expected: int,
+        checks: Checks | None = None,
+        lasts: Callable[[memoryview], bool] = lambda view: False,
+    ) -> None:
+        """
+        Args:
+            store: The store.
+            key: The key.
+            config: Options.
+            stats: Transfer counters.
+            expected: Approximate bytes to write.
+            checks: Collects the checksums of what is sent; the key must then be random, so that
+                nothing else can be there.
+            lasts: Says whether memory being written stays unchanged until the end: it is then sent
+                without a copy.
+        """
+        limits = store.capabilities
+        least = expected // (limits.max_parts * 9 // 10)
+        wanted = config.part_size and max(config.part_size, least)
+        budget = max(config.memory_budget, _PARTS_IN_BUDGET * least)
+        width = config.requests_at_once
+        self._group = group = TaskGroup(width, name="cloudckpt-save", interrupt=store.interrupt)
+        retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
+        self._pool = StagingPool(budget, group.cancellation)
+        size = choose_part_size(expected, wanted, limits, connections=width, copied=budget)
+        self._upload: ObjectUpload
+        if checks is None:
+            self._upload = _NamedUpload(store, key, size, group, retrier, stats)
+        else:
+            only = creates_only(store, config)
+            self._upload = ObjectUpload(store, key, size, group, retrier, stats, create_only=only)
+        most = size * limits.max_parts
+        self.stream = UploadStream(self._upload, self._pool, most, store.uri(key), checks, lasts)
+
+    def end(self, produce: Callable[[], None] = lambda: None) -> ObjectInfo:
+        """Waits until the store has the object; it must be the last call.
+
+        Args:
+            produce: Called first; writes what is missing.
+
+        Raises:
+            StoreError: If the store refuses or stays unreachable. Behind any error, also one of
+                ``produce``, nothing changes at the key, and no parts are left in the store; only
+                if the answer to the last request was lost may the new object exist, whole.
+        """
+
+        def finish() -> None:
+            produce()
+            self.stream.finish()
+
+        try:
+            self._group.run(finish)
+        except BaseException:
+            self._upload.abandon()
+            raise
+        finally:
+            self._pool.close()
+        assert self._upload.info is not None  # the group has ended without an error
+        return self._upload.info
+
+
 def upload_stream(
     store: ObjectStore,
     key: str,
@@ -246,27 +331,8 @@ def upload_stream(
     stats: TransferStats,
     *,
     expected: int,
-    checks: Checks | None = None,
-    lasts: Callable[[memoryview], bool] = lambda view: False,
 ) -> ObjectInfo:
-    """Sends what ``write`` writes as the object ``key``, which appears, or is replaced, at the end.
-
-    If ``write`` raises, nothing changes at the key, and no parts are left in the store; only if the
-    answer to the last request was lost may the new object exist, whole. It uses ``memory_budget``
-    of memory; for objects of more than about 100 GiB, whose parts must be larger, 1/1500 of
-    ``expected``.
-
-    Args:
-        store: The store.
-        key: The key.
-        write: Writes the object to the stream passed to it.
-        config: Options.
-        stats: Transfer counters.
-        expected: Approximate bytes to write.
-        checks: Collects the checksums of what is sent; the key must then be random, so that nothing
-            else can be there.
-        lasts: Says whether memory being written stays unchanged until this returns: it is then sent
-            without a copy.
+    """Sends what ``write`` writes to the stream passed to it; see :class:`StreamedObject`.
 
     Returns:
         The object as the store has written it.
@@ -275,50 +341,17 @@ def upload_stream(
         StoreError: If the store refuses or stays unreachable; ``write`` sees the same error, or
             TransferCancelledError, from its next write.
     """
-    limits = store.capabilities
-    least = expected // (limits.max_parts * 9 // 10)
-    wanted = config.part_size and max(config.part_size, least)
-    budget = max(config.memory_budget, _PARTS_IN_BUDGET * least)
-    group = TaskGroup(config.requests_at_once, name="cloudckpt-save", interrupt=store.interrupt)
-    retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
-    pool = StagingPool(budget, group.cancellation)
-    part_size = choose_part_size(
-        expected, wanted, limits, connections=config.requests_at_once, copied=budget
-    )
-    upload = (
-        _NamedUpload(store, key, part_size, group, retrier, stats)
-        if checks is None
-        else ObjectUpload(
-            store,
-            key,
-            part_size,
-            group,
-            retrier,
-            stats,
-            create_only=creates_only(store, config),
-        )
-    )
-    most = part_size * limits.max_parts
-    stream = UploadStream(upload, pool, most, store.uri(key), checks, lasts)
+    made = StreamedObject(store, key, config, stats, expected=expected)
 
     def produce() -> None:
         try:
-            write(stream)
+            write(made.stream)
         except Exception as error:
-            if stream.failure is not None and stream.failure is not error:
-                raise stream.failure from error
+            if made.stream.failure is not None and made.stream.failure is not error:
+                raise made.stream.failure from error
             raise
-        stream.finish()
 
-    try:
-        group.run(produce)
-    except BaseException:
-        upload.abandon()
-        raise
-    finally:
-        pool.close()
-    assert upload.info is not None  # the group has ended without an error
-    return upload.info
+    return made.end(produce)
 
 
 def size_of(value: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from cloudckpt.config import MIB
-from cloudckpt.stores.base import Capabilities, ObjectInfo, ObjectStore
+from cloudckpt.stores.base import Capabilities, ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.transfer.upload import ObjectUpload
 
 __all__ = ["ObjectCopy", "copies_within", "copy_part_size"]
@@ -39,8 +39,6 @@ class ObjectCopy(ObjectUpload):
     def start(self, source: ObjectStore, found: ObjectInfo) -> None:
         """Begins; ``found`` is the object in ``source``, at the version to copy.
 
-        Its checksum, if known, identifies a copy whose answer was lost.
-
         Raises:
             StoreError: If an upload for its parts can't be begun.
         """
@@ -71,9 +69,12 @@ class ObjectCopy(ObjectUpload):
         self._group.submit(copy_part)
 
     def _copy(self, source: ObjectStore, found: ObjectInfo) -> None:
+        attempt = random_suffix()
         self.info = self._retrier.call(
-            lambda: self._store.copy(source, found, self.key, if_absent=self._create_only),
-            made=lambda error: self._look(found.size, found.checksum),
+            lambda: self._store.copy(
+                source, found, self.key, attempt=attempt, if_absent=self._create_only
+            ),
+            made=lambda error: self._look(attempt, found.checksum),
         )
         self._whole = self.info.checksum
         self._stats.add_requests(1)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from cloudckpt.config import Config
+from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import RangeReader
@@ -23,11 +23,23 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["Download", "Shared", "download", "pack_requests", "raise_it", "segments_for"]
+__all__ = [
+    "MERGE_GAP",
+    "Download",
+    "Shared",
+    "download",
+    "pack_requests",
+    "raise_it",
+    "segments_for",
+]
 
 logger = logging.getLogger("cloudckpt")
 
-_GRAIN = 1024 * 1024  # where unverified data may be cut
+_GRAIN = MIB  # where unverified data may be cut
+
+MERGE_GAP = MIB
+"""Unneeded bytes that are rather read than skipped by another request. All ranks of a job have the
+same: they must cut shared reads alike."""
 
 
 def raise_it(error: CheckpointCorruptError) -> None:
@@ -43,6 +55,7 @@ def download(
     *,
     damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     shared: Shared | None = None,
+    request_size: int | None = None,
 ) -> None:
     """Delivers everything wanted; when it returns, every byte has arrived and was verified.
 
@@ -54,6 +67,7 @@ def download(
         damaged: Called with each damage, from any thread. If it does not raise, the rest is still
             read, but the damaged bytes, and others in the same request, are not delivered.
         shared: Fetches what other ranks also want; it has the segments of ``wanted``.
+        request_size: Most bytes of a request; by default it follows from what is wanted.
 
     Raises:
         CheckpointCorruptError: If bytes are missing, were replaced, or still do not match their
@@ -66,7 +80,7 @@ def download(
     def produce() -> None:
         segments = segments_for(wanted, config) if shared is None else shared.carry_out(work)
         with paused_gc():
-            requests = work.requests(segments)
+            requests = work.requests(segments, request_size)
         for request in requests:
             work.submit(functools.partial(work.fetch, request))
 
@@ -133,10 +147,12 @@ class Download:
 
         self._receiver = Receiver(store, self._retrier, progress)
 
-    def requests(self, segments: Sequence[Segment]) -> list[list[Segment]]:
-        """Groups segments into requests."""
-        limit = self._config.request_size or self._even_share(segments)
-        return list(pack_requests(segments, limit=limit, merge_gap=self._config.merge_gap))
+    def requests(
+        self, segments: Sequence[Segment], request_size: int | None = None
+    ) -> list[list[Segment]]:
+        """Groups segments into requests; ``request_size`` as for :func:`download`."""
+        limit = request_size or self._even_share(segments)
+        return list(pack_requests(segments, limit=limit, merge_gap=MERGE_GAP))
 
     def _even_share(self, segments: Sequence[Segment]) -> int:
         """The size of requests; small if they need scratch memory, which is scarce."""

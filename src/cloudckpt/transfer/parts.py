@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 _PARTS_EACH = 2
+_REQUESTS = (16 * MIB, 64 * MIB)  # the bytes of a request: at least and at most
 
 _PARTS_AIMED_AT = 9_000  # below the 10,000 of S3 and GCS, in case the size was underestimated
 
@@ -186,7 +187,8 @@ def even_share(nbytes: int, connections: int, *, each: int = 4) -> int:
     should get more than one, so that a fast one can take over from a slow one.
     """
     share = nbytes // (connections * each)
-    return min(max(share // MIB * MIB, 16 * MIB), 64 * MIB)
+    least, most = _REQUESTS
+    return min(max(share // MIB * MIB, least), most)
 
 
 def choose_part_size(

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from cloudckpt.errors import TransferCancelledError
-from cloudckpt.transfer.download import Download, pack_requests
+from cloudckpt.transfer.download import MERGE_GAP, Download, pack_requests
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.landing import Segment
 from cloudckpt.transfer.memory import bytes_of
@@ -113,9 +113,7 @@ def _numbers(numbers: Iterable[int]) -> torch.Tensor:
     return torch.tensor([*numbers], dtype=torch.int64, device="cpu")
 
 
-def shared_requests(
-    segments: Sequence[Segment], ranks: int, merge_gap: int
-) -> list[list[Segment]] | None:
+def shared_requests(segments: Sequence[Segment], ranks: int) -> list[list[Segment]] | None:
     """The requests for segments that so many ranks want, the same on all of them.
 
     Returns:
@@ -128,7 +126,7 @@ def shared_requests(
     ordered = sorted(
         segments, key=lambda one: (one.want.source.key, one.start, one.stop, one.grain)
     )
-    return list(pack_requests(ordered, limit=limit, merge_gap=merge_gap))
+    return list(pack_requests(ordered, limit=limit, merge_gap=MERGE_GAP))
 
 
 class Ring(ABC):

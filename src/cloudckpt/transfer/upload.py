@@ -15,14 +15,21 @@ from cloudckpt.errors import (
     TensorChangedError,
     TransientStoreError,
 )
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload, whole_checksum
+from cloudckpt.stores.base import (
+    ObjectInfo,
+    ObjectStore,
+    Part,
+    Upload,
+    random_suffix,
+    whole_checksum,
+)
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["ObjectUpload", "clear_away", "creates_only", "put_whole"]
+__all__ = ["ObjectUpload", "clear_away", "creates_only", "put_whole", "written"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -214,7 +221,7 @@ class ObjectUpload:
             return part.checksum(self.algorithm)
 
     def _put(self, part: PartPlan) -> None:
-        checksum = self._checksum(part)
+        checksum, attempt = self._checksum(part), random_suffix()
         body = [piece.view for piece in part.pieces]
         self.info = self._deliver(
             part,
@@ -222,10 +229,11 @@ class ObjectUpload:
                 self.key,
                 body,
                 checksum=checksum,
+                attempt=attempt,
                 if_absent=self._create_only,
                 progress=self._progress,
             ),
-            lambda error: self._look(part.size, checksum),
+            lambda error: self._look(attempt, checksum),
         )
         self._whole = checksum
         self._stats.add_requests(1)
@@ -264,7 +272,7 @@ class ObjectUpload:
         checksum = whole_checksum(parts, self.algorithm)
 
         def look() -> ObjectInfo | None:
-            return self._look(self.position, checksum, parts)
+            return self._look(upload.attempt, checksum)
 
         def made(error: StoreError) -> ObjectInfo | None:
             # of an upload that is gone, the store may still be putting the parts together
@@ -284,10 +292,11 @@ class ObjectUpload:
         if self._may_have_twin:
             self._abort_twins()
 
-    def _look(
-        self, size: int, checksum: int | None, parts: Sequence[Part] = ()
-    ) -> ObjectInfo | None:
-        return _made(self._store, self.key, size, checksum, self._retrier.policy, parts)
+    def _look(self, attempt: str, checksum: int | None) -> ObjectInfo | None:
+        """The object, if that attempt has made it, and has not made it wrongly."""
+        info = written(self._store, self.key, attempt, self._retrier.policy)
+        known = None if info is None else info.checksum
+        return info if checksum is None or known in (None, checksum) else None
 
 
 def _abort(store: ObjectStore, upload: Upload, policy: RetryPolicy) -> None:
@@ -340,31 +349,27 @@ def put_whole(
 ) -> ObjectInfo:
     """Writes an object in one request, tried again; conditions as of :meth:`ObjectStore.put`.
 
-    A try whose answer was lost may have changed what the condition is about: an object that holds
-    just these bytes afterwards is taken for the one that was sent.
+    A try whose answer was lost may have changed what the condition is about: an object that names
+    this write afterwards is the one that was sent. Another writer's is not, even of the same bytes.
     """
-    checksum = store.capabilities.checksum.of(data)
+    checksum, attempt = store.capabilities.checksum.of(data), random_suffix()
     return retrier.call(
         lambda: store.put(
-            key, [data], checksum=checksum, if_absent=if_absent, if_version=if_version
+            key,
+            [data],
+            checksum=checksum,
+            attempt=attempt,
+            if_absent=if_absent,
+            if_version=if_version,
         ),
-        made=lambda error: _made(store, key, data.nbytes, checksum, retrier.policy),
+        made=lambda error: written(store, key, attempt, retrier.policy),
     )
 
 
-def _made(
-    store: ObjectStore,
-    key: str,
-    size: int,
-    checksum: int | None,
-    policy: RetryPolicy,
-    parts: Sequence[Part] = (),
-) -> ObjectInfo | None:
-    """The object, if it is what was sent; a look that fails has seen nothing."""
+def written(store: ObjectStore, key: str, attempt: str, policy: RetryPolicy) -> ObjectInfo | None:
+    """As :meth:`ObjectStore.written`, tried a few times; a look that fails has seen nothing."""
     try:
-        return Retrier.for_cleanup(policy).call(
-            lambda: store.holds(key, size=size, checksum=checksum, parts=parts)
-        )
+        return Retrier.for_cleanup(policy).call(lambda: store.written(key, attempt))
     except StoreError as error:
         logger.warning("whether a request was carried out can't be seen: %s", error)
         return None

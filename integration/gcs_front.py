@@ -1,0 +1,93 @@
+"""What emulators of Google's store lack, in front of one: the multipart uploads of the XML API.
+
+The uploads are those of the project's stub (``tests/stubs``) until they are completed: then the
+object is written to the emulator, in one request. All else is the emulator's own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+from urllib.parse import quote, unquote, urlencode
+
+import urllib3
+
+from stubs import gcs_json, gcs_xml
+from stubs.gcs import GcsStub
+from stubs.gcs_answers import Answer, Call
+from stubs.gcs_state import Attributes, State, StoredObject
+
+__all__ = ["GcsFront"]
+
+_OF_THE_CONNECTION = {"connection", "content-length", "host", "transfer-encoding"}
+
+
+class GcsFront(GcsStub):
+    """A server in front of the emulator at a URL; a context manager."""
+
+    def __init__(self, emulator: str) -> None:
+        super().__init__()
+        self._emulator = _Emulator(emulator)
+        self.state = _Uploads(self._emulator)
+
+    def _own_answer(self, call: Call) -> Answer:
+        request = call.request
+        is_upload = "uploads" in request.query or "uploadId" in request.query
+        if is_upload and not gcs_json.is_json_api(request.path):
+            bucket = unquote(request.path).removeprefix("/").partition("/")[0]
+            self.state.buckets.add(bucket)  # whether it is there, the emulator says in the end
+            return gcs_xml.answer(self.state, call)
+        target = request.path + (f"?{urlencode(request.query)}" if request.query else "")
+        return self._emulator.send(request.method, target, dict(request.headers), call.body)
+
+
+class _Emulator:
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._pool = urllib3.PoolManager(retries=False)
+
+    def send(self, method: str, target: str, headers: dict[str, str], body: bytes) -> Answer:
+        kept = {name: value for name, value in headers.items() if name not in _OF_THE_CONNECTION}
+        reply = self._pool.request(
+            method, self._url + target, body=body, headers=kept, decode_content=False, timeout=120
+        )
+        fields = [
+            field for field in reply.headers.items() if field[0].lower() not in _OF_THE_CONNECTION
+        ]
+        return Answer(reply.status, fields, reply.data)
+
+
+class _Uploads(State):
+    """The open uploads; what becomes of them is put into the emulator."""
+
+    def __init__(self, emulator: _Emulator) -> None:
+        super().__init__()
+        self._emulator = emulator
+
+    def put(
+        self, bucket: str, key: str, data: bytes, attributes: Attributes, **_: Any
+    ) -> StoredObject:
+        """Writes an object that was sent in parts."""
+        described = {"name": key, "metadata": dict(attributes.metadata)}
+        body = (
+            b"--cut\r\nContent-Type: application/json\r\n\r\n"
+            + json.dumps(described).encode()
+            + b"\r\n--cut\r\nContent-Type: application/octet-stream\r\n\r\n"
+            + data
+            + b"\r\n--cut--\r\n"
+        )
+        target = f"/upload/storage/v1/b/{quote(bucket)}/o?uploadType=multipart"
+        headers = {"content-type": "multipart/related; boundary=cut"}
+        answer = self._emulator.send("POST", target, headers, body)
+        if answer.status != 200:
+            raise RuntimeError(f"the emulator answered {answer.status}")
+        return StoredObject(
+            bucket=bucket,
+            key=key,
+            data=data,
+            generation=int(json.loads(answer.body)["generation"]),
+            attributes=attributes,
+            created=time.time(),
+            components=1,
+        )
