@@ -44,14 +44,28 @@ _AZURITE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
 
-# without the package crc32c, moto takes CRC32 for it, and tells wrong checksums of copies
+# without the package crc32c, moto takes CRC32 for it, and tells wrong checksums of copies; and its
+# threads look for an object and write it later, so that of several `If-None-Match: *` two may win
 _MOTO = """
-import importlib.machinery, runpy, sys, types
+import importlib.machinery, runpy, sys, threading, types
 from awscrt import checksums
 
 module = types.ModuleType("crc32c")
 module.crc32c, module.__spec__ = checksums.crc32c, importlib.machinery.ModuleSpec("crc32c", None)
 sys.modules["crc32c"] = module
+
+from moto.s3.responses import S3Response
+
+lock = threading.RLock()
+
+def one_at_a_time(write):
+    def locked(*arguments, **named):
+        with lock:
+            return write(*arguments, **named)
+    return locked
+
+S3Response.put_object = one_at_a_time(S3Response.put_object)
+S3Response._key_response_post = one_at_a_time(S3Response._key_response_post)
 runpy.run_module("moto.server", run_name="__main__")
 """
 
