@@ -35,6 +35,7 @@ class View:
         self._cancellation = Cancellation()
         self._retrier = Retrier(config.retry, self._cancellation)
         self._asking = set[int]()  # threads
+        self._leaving = threading.Lock()
 
     @functools.cached_property
     def _store(self) -> ObjectStore:
@@ -87,7 +88,8 @@ class View:
         """Ends the questions under way, whichever threads ask them, and refuses others."""
         self._cancellation.cancel()
         if (store := vars(self).get("_store")) is not None:
-            store.interrupt([*self._asking])
+            with self._leaving:  # none of them may ask for another caller yet
+                store.interrupt([*self._asking])
 
     def _ask(self, question: Callable[[], T]) -> T:
         thread = threading.get_ident()
@@ -95,4 +97,5 @@ class View:
         try:
             return self._retrier.call(question)
         finally:
-            self._asking.discard(thread)
+            with self._leaving:
+                self._asking.discard(thread)
