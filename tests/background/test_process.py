@@ -131,6 +131,13 @@ def test_one_process_carries_out_all_saves_and_never_imports_torch(one, where, r
     assert "libtorch" not in mapped
 
 
+def test_what_was_stuck_in_one_save_does_not_count_as_stuck_in_the_next(one, local):
+    begin(one, 1, local).result(PATIENCE)
+    one._process._worker.is_stuck = True  # the last it said, as the store came back for the end
+    begin(one, 2, local).result(PATIENCE)
+    assert not one._process._worker.is_stuck
+
+
 VALUES = {
     "base": numbered(60, 50),
     "rows": numbered(60, 50)[7:9],

@@ -278,7 +278,7 @@ class _Worker:
         """
         if self._ended_for:
             raise self._death(None)
-        self.is_busy = True
+        self.is_busy, self.is_stuck = True, False  # whatever the job before was
         self.unsettled.set()
         try:
             self._channel.send(job)

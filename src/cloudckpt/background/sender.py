@@ -91,16 +91,14 @@ def _watch(settings: Settings, speaker: Speaker, current: CurrentSave) -> NoRetu
     The channel's end does not show that: children forked from the trainer may hold it open.
     """
     interval = settings.heartbeat_timeout / _BEATS
-    told, was_stuck = time.monotonic(), False
-    while os.getppid() == settings.trainer and not current.wait_until_orphaned(
-        min(_LOOK, interval)
-    ):
+    pause, told = min(_LOOK, interval), time.monotonic()
+    while os.getppid() == settings.trainer and not current.wait_until_orphaned(pause):
         if speaker.is_awaited and time.monotonic() - told >= interval:
             told = time.monotonic()
             with contextlib.suppress(OSError):  # the trainer is gone
                 speaker.tell("alive", None)
-        if speaker.is_awaited and (stuck := is_stuck()) != was_stuck:
-            was_stuck = stuck
+        if speaker.is_awaited and (stuck := is_stuck()) != speaker.is_stuck:
+            speaker.is_stuck = stuck
             with contextlib.suppress(OSError):
                 speaker.tell("stuck", stuck)
     speaker.is_heard = False
@@ -112,7 +110,7 @@ def _watch(settings: Settings, speaker: Speaker, current: CurrentSave) -> NoRetu
 
 
 def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentSave) -> None:
-    speaker.is_awaited = True
+    speaker.is_stuck, speaker.is_awaited = False, True
     uri, error = job.destination.uri, None
     stats = TransferStats(str(uri), job.destination.rank, job.destination.expected)
     objects: tuple[WrittenObject, ...] = ()
@@ -169,11 +167,12 @@ class Speaker:
 
     Attributes:
         is_awaited: Whether the trainer is waiting for an outcome, and so reading.
+        is_stuck: What the trainer was told of this job: whether it makes no progress.
         is_heard: Whether there is a trainer.
     """
 
     def __init__(self, channel: Connection) -> None:
-        self.is_awaited = False
+        self.is_awaited = self.is_stuck = False
         self.is_heard = True
         self._channel = channel
         self._lock = threading.Lock()
