@@ -13,7 +13,7 @@ from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from clouds import Cloud, Place, clean_environment, in_environment, opened
 from deselected import DESELECTED
-from economy import one_thread_of_torch, pytest_collection_finish  # noqa: F401 - a fixture, a hook
+from economy import one_thread_of_torch, pytest_runtestloop  # noqa: F401 - a fixture, a hook
 from ranks import Ranks
 from servers import BY_CLOUD, REAL, chosen
 

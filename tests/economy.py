@@ -14,11 +14,16 @@ import botocore.session
 import pytest
 import torch
 
-__all__ = ["cheap_sessions_of_boto", "one_thread_of_torch", "pytest_collection_finish"]
+__all__ = ["cheap_sessions_of_boto", "one_thread_of_torch", "pytest_runtestloop"]
 
 
-def pytest_collection_finish() -> None:
+gc.disable()  # until all is collected: nearly all that is made until then stays
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     """All that was imported and collected stays: no collection of garbage need look at it again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -96,12 +98,22 @@ class Azurite:
         )
 
 
+_FIRST_PORT, _LAST_PORT = 10_000, 32_000  # the kernel gives away those above by itself
+_WORKERS = 16
+_turns = itertools.count(random.randrange(_LAST_PORT))
+
+
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on at the moment."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """A TCP port of the loopback interface that nobody listens on, and that nobody else is given:
+    no connection gets it from the kernel, and other workers of pytest have other ones."""
+    share = (_LAST_PORT - _FIRST_PORT) // _WORKERS
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
+    for turn in itertools.islice(_turns, share):
+        port = _FIRST_PORT + worker * share + turn % share
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 def wait_until_answering(url: str, process: subprocess.Popen[bytes], seconds: float) -> None:

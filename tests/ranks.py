@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from emulators import free_port
 from forks import context
 
 __all__ = ["Outcome", "Ranks", "RanksDiedError", "RanksTimeoutError"]
@@ -104,7 +105,7 @@ class Ranks:
             RanksDiedError: If a rank's process ended.
         """
         assert 1 <= world <= self._size
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             store = os.path.join(folder, "store")
             jobs = [_Job(rank, world, store, function, arguments) for rank in range(world)]
             messages = [pickle.dumps(job) for job in jobs]
@@ -169,10 +170,12 @@ class Ranks:
 
 def _serve(pipe: Connection) -> None:
     import torch
+    from torch.distributed.checkpoint import _async_process_executor
 
     torch.set_num_threads(1)
     gc.freeze()  # what was imported needs no look at each collection
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    _async_process_executor.get_free_port = free_port  # torch's may be given away meanwhile
     pipe.send_bytes(b"ready")
     while True:
         try:

@@ -36,6 +36,7 @@ PUBLIC = {
         "list_checkpoints",
         "inspect",
         "verify",
+        "watch",
         "diff",
         "copy",
         "delete",

@@ -1,6 +1,5 @@
 """What is said in the log while a store fails or is silent, on a clock that the test turns."""
 
-import asyncio
 import contextvars
 import logging
 import re
@@ -8,7 +7,6 @@ import re
 import pytest
 
 from cloudckpt import waiting as module
-from cloudckpt.aio.view import tried
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import AccessDeniedError, ConnectionLostError, ThrottledError
 from cloudckpt.transfer.group import Cancellation
@@ -163,21 +161,3 @@ def test_what_is_looked_for_in_vain_is_said(clock, lines):
     assert retrier(clock, deadline=30.0).wait_for(lambda: None) is None
     assert [when for when, _ in lines] == [10.0, 20.0]
     assert "not to be seen yet" in lines[0][1]
-
-
-def test_an_event_loop_that_waits_says_so_too(lines):
-    failures = [ThrottledError("slow down", uri=URI, retry_after=3600.0)]
-
-    async def operation():
-        raise failures.pop()
-
-    async def ask():
-        asking = asyncio.ensure_future(tried(operation, RetryPolicy(deadline=7200.0)))
-        while failures:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        asking.cancel()
-
-    asyncio.run(ask())
-    [(_, line)] = lines
-    assert URI in line

@@ -59,6 +59,7 @@ if TYPE_CHECKING:  # for who reads the code; imported later
     from cloudckpt.runs.manager import CheckpointManager
     from cloudckpt.runs.sweeping import sweep
     from cloudckpt.runs.verifying import verify
+    from cloudckpt.runs.watching import watch
 
 __all__ = [
     "AzureOptions",
@@ -91,6 +92,7 @@ __all__ = [
     "sweep",
     "uninstall",
     "verify",
+    "watch",
 ]
 
 if not TYPE_CHECKING:  # which would take any name for one of ours
@@ -110,6 +112,7 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
             "runs.manager": "CheckpointManager",
             "runs.sweeping": "sweep",
             "runs.verifying": "verify",
+            "runs.watching": "watch",
         },
         modules=[
             "aio",

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
+from emulators import free_port
 
 
 def test_verify_tells_whole_ones_and_damaged_ones_apart(cli, capsys, run):
@@ -98,10 +98,8 @@ def test_ranks_end_with_the_same_code_and_one_says_why(run, tmp_path):
     content = bytearray(data.read_bytes())
     content[2000] ^= 1
     data.write_bytes(content)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     command = ["-m", "cloudckpt", "cp", "--ranks", str(run / "step-5"), str(tmp_path / "copy")]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     children = [
         subprocess.Popen(
             [sys.executable, *command],

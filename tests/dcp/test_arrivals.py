@@ -5,24 +5,32 @@ import logging
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import cloudckpt
+from background.waiting import eventually
 from cloudckpt.checkpoint.torch_private import store_of_group
 from cloudckpt.dcp import arrivals
 
-LATE = 3.0
+SOON = 1.5  # seconds until a rank that waits says so; a rank comes late once all that wait have
+PATIENT = 30.0  # and of the ranks that nobody keeps waiting
 
 
 @contextlib.contextmanager
-def lines(first_line=1.5):
+def lines(folder, first_line=SOON):
     """What is logged about ranks that have not come; the first line comes sooner than usual."""
     found = []
+
+    def emit(record):
+        found.append(record.getMessage())
+        Path(folder, f"said-{dist.get_rank()}").touch()
+
     handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())
+    handler.emit = emit
     logger = logging.getLogger("cloudckpt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrivals, "FIRST_LINE", first_line)
@@ -32,6 +40,11 @@ def lines(first_line=1.5):
             yield found
         finally:
             logger.removeHandler(handler)
+
+
+def come_late(folder, waiting=1):
+    """Waits until so many ranks have said that they wait."""
+    assert eventually(lambda: len(list(Path(folder).glob("said-*"))) >= waiting, 100)
 
 
 def state():
@@ -59,9 +72,10 @@ def _call(name, folder, late, members=None):
     group = dist.new_group(members) if members else None
     if members and dist.get_rank() not in members:
         return []
-    with lines() as found:
-        if dist.get_rank() in late:
-            time.sleep(LATE)
+    is_late = dist.get_rank() in late
+    with lines(folder, PATIENT if is_late else SOON) as found:
+        if is_late:
+            come_late(folder, len(members or range(dist.get_world_size())) - len(late))
         CALLS[name](folder, group)
     return found
 
@@ -94,14 +108,15 @@ def test_ranks_of_a_group_are_named_as_in_the_job(ranks, tmp_path):
 def _slow_at_first(folder):
     class Slow:
         def state_dict(self):
-            if dist.get_rank() == 0:
-                time.sleep(LATE)
+            if dist.get_rank() == 0:  # meanwhile the other one is to look for it
+                time.sleep(1.5 * first_line)
             return state()
 
         def load_state_dict(self, found):
             assert found["step"] == 3
 
-    with lines() as found:
+    first_line = 4.0  # long after each has left a mark
+    with lines(folder, first_line) as found:
         cloudckpt.save({"slow": Slow()}, checkpoint_id=f"{folder}/saved")
         cloudckpt.load({"slow": Slow()}, checkpoint_id=f"{folder}/saved")
     return found
@@ -113,10 +128,14 @@ def test_nothing_is_said_of_ranks_that_have_come_and_are_slow(ranks, tmp_path):
 
 def _manage(folder):
     options = {"save_interval_steps": 2, "asynchronous": False}
-    with lines() as found, cloudckpt.CheckpointManager(folder, **options) as manager:
+    is_late = dist.get_rank() == 1
+    with (
+        lines(folder, PATIENT if is_late else SOON) as found,
+        cloudckpt.CheckpointManager(f"{folder}/run", **options) as manager,
+    ):
         for step in range(1, 5):
-            if dist.get_rank() == 1 and step == 2:
-                time.sleep(LATE)
+            if is_late and step == 2:
+                come_late(folder)
             manager.save(step, state())
         assert manager.restore(state()) == 4
     return found
@@ -129,9 +148,10 @@ def test_a_manager_says_it_of_its_own_calls(ranks, tmp_path):
 
 
 def _marks_after_a_wait(folder):
-    with lines():
-        if dist.get_rank() == 1:
-            time.sleep(LATE)
+    is_late = dist.get_rank() == 1
+    with lines(folder, PATIENT if is_late else SOON):
+        if is_late:
+            come_late(folder)
         _save(folder, None)
         until = time.monotonic() + 60
         while arrivals._watcher._ended is not None:

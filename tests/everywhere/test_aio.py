@@ -3,10 +3,13 @@
 import asyncio
 import dataclasses
 import gc
+import os
+import signal
 import threading
 import time
+import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +17,6 @@ import torch
 
 import cloudckpt
 from cloudckpt import Config, RetryPolicy, S3Options, aio
-from cloudckpt.aio import view as views
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -27,9 +29,13 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from cloudckpt.stores import registry
+from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI
 from emulators import free_port
 from faults.refusals import GATEWAYS, Refusal, internal_error, slow_down
+from forks import child
 from wire.faults import Reset, Respond, Stall, Truncate
 from wire.hop import Fault, Hop
 
@@ -38,15 +44,20 @@ from .conftest import RETRY, Place, on
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_open():
-    """Neither connections nor threads, and no warning about them."""
+    """No thread that asks or waits, and no warning about what is left open."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         yield
         deadline = time.monotonic() + 20
-        while any(views._opened.values()) and time.monotonic() < deadline:
+        while asking() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not any(views._opened.values())
+        assert asking() == []
         gc.collect()
+
+
+def asking() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith(("cloudckpt-aio", "cloudckpt-list"))]
 
 
 def put(place: Place, *names: str, data: bytes = b"x") -> None:
@@ -147,13 +158,11 @@ def test_a_page_is_not_the_whole_of_a_listing(place) -> None:
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda name: bucket.put(uri.key(f"{name}/.metadata"), b"x"), names))
 
-    async def ask():
-        async with views.opened(uri, place.config) as view:
-            return await asyncio.gather(view.folders(uri.key("")), view.objects(uri.key("")))
-
-    folders, objects = asyncio.run(ask())
+    view = View(uri, place.config)
+    folders = view.folders(uri.key(""))
     assert folders == sorted(names)
-    assert [info.key for info in objects] == [uri.key(f"{name}/.metadata") for name in folders]
+    found = [info.key for info in view.objects(uri.key(""))]
+    assert found == [uri.key(f"{name}/.metadata") for name in folders]
 
 
 # faults
@@ -237,6 +246,69 @@ def test_a_question_that_is_cancelled_ends_at_once(place) -> None:
         return time.monotonic() - began
 
     assert asyncio.run(ask()) < 20
+
+
+class Held(MemoryStore):
+    """Lists nothing until it is let go."""
+
+    def __init__(self, bucket: str) -> None:
+        super().__init__(bucket)
+        self.is_asked, self.let_go = threading.Event(), threading.Event()
+        self.listings = 0
+
+    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+        self.listings += 1
+        self.is_asked.set()
+        assert self.let_go.wait(60)
+        return super().list_level(prefix)
+
+
+ONE = Config(connections=1)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    store = Held(uuid.uuid4().hex)
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: store})
+    monkeypatch.setattr(registry, "_places", {})
+    yield store
+    store.let_go.set()
+
+
+def test_who_is_cancelled_before_a_thread_is_free_asks_nothing(held) -> None:
+    async def ask() -> None:
+        first = asyncio.ensure_future(aio.latest("memory://held/run", config=ONE))
+        await asyncio.to_thread(held.is_asked.wait, 60)
+        second = asyncio.ensure_future(aio.latest("memory://held/run", config=ONE))
+        await asyncio.sleep(0)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        held.let_go.set()
+        assert await first is None
+
+    asyncio.run(ask())
+    assert held.listings == 1
+
+
+def _asks_in_a_fork() -> int:
+    held = Held("of-the-parent")
+    registry._OPENERS = {"memory": lambda: lambda uri, config: held}
+    location = "memory://held/run"
+    asks = threading.Thread(
+        target=lambda: asyncio.run(aio.latest(location, config=ONE)), daemon=True
+    )
+    asks.start()
+    assert held.is_asked.wait(60)
+    if not (pid := os.fork()):
+        signal.alarm(60)
+        os._exit(7 if asyncio.run(aio.exists(location, config=ONE)) is False else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    with child(_asks_in_a_fork) as one:
+        assert one.wait() == (0, 7)
 
 
 @dataclasses.dataclass(frozen=True)

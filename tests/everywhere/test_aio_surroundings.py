@@ -9,7 +9,7 @@ import pytest
 
 from authority import Authority
 from cloudckpt import S3Options, aio
-from cloudckpt.errors import CredentialsError, MissingDependencyError, TLSError
+from cloudckpt.errors import CredentialsError, TLSError
 from cloudckpt.stores import registry
 from faults.refusals import Refusal
 from forwarding import ForwardProxy
@@ -87,16 +87,6 @@ def test_a_proxy_of_the_environment_is_used(place, fresh, s3_url, tmp_path, monk
     finally:
         way.close()
     assert way.tunnels == [server.url.removeprefix("https://")]
-
-
-@on["s3"]
-@pytest.mark.parametrize("package", ["aiobotocore.session", "aiohttp"])
-def test_a_package_that_is_not_installed_is_named(place, fresh, package, monkeypatch) -> None:
-    for module in ("async_http", "s3_async"):
-        monkeypatch.delitem(sys.modules, f"cloudckpt.stores.{module}", raising=False)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependencyError, match=r"cloudckpt\[aio\]"):
-        is_there(place, fresh)
 
 
 SCRIPT = """

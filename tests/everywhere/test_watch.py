@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import threading
 import uuid
 from collections import Counter
 
@@ -277,14 +278,29 @@ def test_many_watches_run_in_one_loop(place) -> None:
     assert asyncio.run(watch()) == [f"{run}/step-1" for run in runs]
 
 
-def test_options_that_make_no_sense_are_refused_at_once() -> None:
+@pytest.mark.parametrize("watch", [aio.watch, cloudckpt.watch], ids=["loop", "thread"])
+def test_options_that_make_no_sense_are_refused_at_once(watch) -> None:
     for options in ({"interval": 0}, {"interval": float("nan")}, {"start": -1}, {"start": "first"}):
         with pytest.raises(ConfigError):
-            aio.watch(RUN, **options)
+            watch(RUN, **options)
     with pytest.raises(ConfigError):
-        aio.watch(RUN, step_name="epoch")
+        watch(RUN, step_name="epoch")
     with pytest.raises(InvalidURIError):
-        aio.watch("ftp://x/y")
+        watch("ftp://x/y")
+
+
+def test_a_thread_without_a_loop_watches_too(store, faulty) -> None:
+    store.commit(1, 2)
+    watched = cloudckpt.watch(RUN, interval=SOON, start="latest", config=CONFIG)
+    assert next(watched).step == 2
+    later = threading.Timer(10 * SOON, store.commit, [5])
+    later.start()
+    assert next(watched).step == 5  # after polls that found nothing
+    assert store.asked["folders"] > 1
+    later.join()
+    faulty.fail("list", ConnectionLostError, probability=1.0)
+    with pytest.raises(ConnectionLostError, match="gave up after"):
+        next(watched)
 
 
 def test_a_run_with_other_names_is_told_in_the_log_once(store, caplog) -> None:

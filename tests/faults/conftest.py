@@ -119,7 +119,7 @@ def unshared(endpoint):
     return lambda **options: impatient(endpoint, read_timeout=30 + next(_counter) / 1e6, **options)
 
 
-LASTING = ("cloudckpt-watch", "cloudckpt-loop")  # over connections; of cloudckpt.aio
+LASTING = ("cloudckpt-watch",)  # over connections
 
 
 def busy_threads() -> list[str]:

@@ -1,5 +1,6 @@
 """State dicts whose every element is the step, so that a mix of two steps shows."""
 
+import os
 from collections import Counter
 
 import torch
@@ -13,10 +14,13 @@ from .dialects import Endpoint, vendor_options
 BIG = 6 * MIB  # two parts of 5 and 1 MiB
 SMALL = 128 * 1024  # a single PUT
 ATTEMPTS = 4
-SHORT = {  # for tests of silence
-    "read_timeout": 1.0,
-    "stall_timeout": 1.0,
-}
+
+
+def silence() -> dict[str, float]:
+    """Options by which a second of silence is enough, or more on a machine that is busy: there a
+    server that does what it is asked is silent for as long."""
+    seconds = min(max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1))), 6.0)
+    return dict.fromkeys(("read_timeout", "stall_timeout"), seconds)
 
 
 def filled(step: int, nbytes: int = BIG) -> dict:
@@ -48,7 +52,7 @@ def enough_tries(tries: Counter[str]) -> bool:
 def impatient(endpoint: Endpoint, **options) -> Config:
     """Options that lead to an endpoint and give up after few tries, with short pauses.
 
-    Each try has the time that a server on a busy machine may need: a test of silence says `SHORT`.
+    Each try has the time that a server on a busy machine may need: a test of silence, `silence`.
     """
     settings = {
         "connections": 4,

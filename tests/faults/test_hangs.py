@@ -34,18 +34,12 @@ from . import jobs
 from .conftest import busy_threads
 from .refusals import denied, internal_error, slow_down
 from .selection import everywhere
-from .states import BIG, SMALL, filled, impatient, load_step
+from .states import BIG, SMALL, filled, impatient, load_step, silence
 from .test_save import STEPS
 
 PATIENCE = 150.0  # seconds, many times what the options below allow
-HASTY = {
-    "connect_timeout": 1.0,
-    "read_timeout": 1.0,
-    "stall_timeout": 1.0,
-    "retry": RetryPolicy(attempts=2, base=0.01, cap=0.05, deadline=2.0),
-}
 LONG = {
-    **HASTY,
+    "retry": RetryPolicy(attempts=2, base=0.01, cap=0.05, deadline=2.0),
     "read_timeout": 600.0,
     "stall_timeout": 600.0,
 }
@@ -90,7 +84,10 @@ class SilentUntilSaid(Fault):
 
 @pytest.fixture
 def hasty(endpoint):
-    return impatient(endpoint, **HASTY)
+    limits = silence()
+    twice = 2 * limits["read_timeout"]
+    retry = RetryPolicy(attempts=2, base=0.01, cap=0.05, deadline=twice)
+    return impatient(endpoint, **limits, retry=retry)
 
 
 @pytest.fixture

@@ -31,12 +31,12 @@ from .refusals import Refusal, denied, internal_error, slow_down, too_many_reque
 from .selection import everywhere
 from .states import (
     BIG,
-    SHORT,
     SMALL,
     enough_tries,
     filled,
     impatient,
     load_step,
+    silence,
     step_of,
 )
 
@@ -91,7 +91,7 @@ class TestPassingFaults:
     )
     def test_a_stalled_request_is_sent_again(self, saved, proxy, endpoint, read, moment):
         uri = saved()
-        config = impatient(endpoint, **SHORT)
+        config = impatient(endpoint, **silence())
         stall = Stall(moment, after=100)
         rule = proxy.inject(stall, operation="GetObject", path=READS[read], times=1)
         assert load_step(uri, config, SMALL) == 1
@@ -115,7 +115,7 @@ class TestPassingFaults:
     )
     def test_a_broken_range_goes_on_behind_what_arrived(self, saved, proxy, endpoint, fault):
         uri = saved(12 * MIB)
-        limits = SHORT if isinstance(fault, Stall) else {}
+        limits = silence() if isinstance(fault, Stall) else {}
         config = impatient(endpoint, **limits)
 
         def is_weight(request):
@@ -183,7 +183,7 @@ class TestLastingFaults:
     )
     def test_a_stall_for_good_ends_the_load(self, saved, proxy, endpoint, read, moment):
         uri = saved()
-        config = impatient(endpoint, **SHORT)
+        config = impatient(endpoint, **silence())
         proxy.inject(Stall(moment, after=0), operation="GetObject", path=READS[read])
         with pytest.raises(ConnectionLostError) as caught:
             load_step(uri, config, SMALL)

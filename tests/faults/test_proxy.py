@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import threading
 import time
 from urllib.parse import urlsplit
 
@@ -268,6 +269,25 @@ def test_the_log_knows_the_operations(proxy, store, through):
     assert proxy.requests("GetObject", "*/a/b")[0].byte_range == (0, 1)
     proxy.clear()
     assert proxy.exchanges == []
+
+
+def test_what_is_under_way_is_forgotten(ask, proxy):
+    reached, held = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        reached.set()
+        held.wait(60)
+
+    proxy.inject(Call(hold))
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert reached.wait(60)
+    assert len(proxy.under_way) == 1
+    proxy.clear()
+    assert proxy.wait_idle(0)
+    held.set()
+    asking.join()
+    assert proxy.under_way == proxy.exchanges == []
 
 
 def test_only_plain_http_can_be_broken():

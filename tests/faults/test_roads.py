@@ -18,7 +18,7 @@ from wire.faults import Stall
 from wire.proxy import FaultyProxy
 
 from .dialects import Endpoint
-from .states import BIG, SHORT, filled, impatient, load_step
+from .states import BIG, filled, impatient, load_step, silence
 
 ROADS = ["http proxy", "https proxy", "TLS 1.2", "TLS 1.3", "client certificate", "own authority"]
 STALLING = ["http proxy", "TLS 1.2", "TLS 1.3"]  # they differ in what is before the socket
@@ -89,7 +89,7 @@ class TestRoads:
         once = cloudckpt.RetryPolicy(attempts=1)
         rule = end.inject(Stall("request", CONTENT), operation="UploadPart")
         with pytest.raises(ConnectionLostError, match="_timeout"):
-            save(2, uri, end, **SHORT, retry=once)
+            save(2, uri, end, **silence(), retry=once)
         assert rule.injected > 0
         end.clear()
         assert load(uri, end) == 1
@@ -102,7 +102,7 @@ class TestRoads:
         end, _ = open_road(road)
         save(1, uri, end)
         rule = end.inject(Stall("body", CONTENT), operation="GetObject", path="*.distcp", times=2)
-        assert load(uri, end, **SHORT) == 1
+        assert load(uri, end, **silence()) == 1
         assert rule.injected == 2
 
     @pytest.mark.timeout(150)

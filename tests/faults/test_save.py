@@ -36,12 +36,12 @@ from .selection import everywhere, on
 from .states import (
     ATTEMPTS,
     BIG,
-    SHORT,
     SMALL,
     enough_tries,
     filled,
     impatient,
     load_step,
+    silence,
 )
 
 # every kind of request that a save makes: (operation, path, bytes of the state)
@@ -127,7 +127,7 @@ class TestPassingFaults:
     ):
         operation, path, nbytes = STEPS[step]
         uri = saved(nbytes)
-        config = impatient(endpoint, **SHORT)
+        config = impatient(endpoint, **silence())
         rule = proxy.inject(fault, operation=operation, path=path, times=1)
         cloudckpt.save(filled(2, nbytes), checkpoint_id=uri, config=config)
         assert rule.injected == 1

@@ -3,21 +3,25 @@
 import pytest
 
 import cloudckpt
-from cloudckpt import RetryPolicy
+from cloudckpt import Config, RetryPolicy
 from cloudckpt.errors import ConnectionLostError
 from wire.faults import Drip, Throttle
 
 from .selection import on
-from .states import SHORT, filled, impatient, load_step
+from .states import filled, impatient, load_step, silence
 
 SIZE = 1024 * 1024  # more than lies in the buffers on the way
-RATE = 300_000  # bytes a second: all takes three times as long as silence may
 ONCE = RetryPolicy(attempts=1)
 
 
 @pytest.fixture
 def hurried(endpoint):
-    return impatient(endpoint, **SHORT, retry=ONCE)
+    return impatient(endpoint, **silence(), retry=ONCE)
+
+
+def slow(config: Config) -> Throttle:
+    """All takes three times as long as silence may."""
+    return Throttle(SIZE / (3.5 * config.stall_timeout))
 
 
 @on("s3", "plain s3")
@@ -25,7 +29,7 @@ class TestSlowLinks:
     @pytest.mark.timeout(150)
     def test_a_save_takes_the_time_it_needs(self, store, proxy, hurried, direct):
         uri = store.uri("run")
-        proxy.inject(Throttle(RATE))
+        proxy.inject(slow(hurried))
         cloudckpt.save(filled(1, SIZE), checkpoint_id=uri, config=hurried)
         assert load_step(uri, direct, SIZE) == 1
 
@@ -33,7 +37,7 @@ class TestSlowLinks:
     def test_a_load_takes_the_time_it_needs(self, store, proxy, hurried, direct):
         uri = store.uri("run")
         cloudckpt.save(filled(1, SIZE), checkpoint_id=uri, config=direct)
-        proxy.inject(Throttle(RATE))
+        proxy.inject(slow(hurried))
         assert load_step(uri, hurried, SIZE) == 1
 
     @pytest.mark.timeout(150)

@@ -43,15 +43,19 @@ def called(request, server, monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
     monkeypatch.setenv("AZURE_STORAGE_KEY", base64.b64encode(b"SECRET" * 8).decode())
     cloud, call = CALLS[request.param]
-    config = Config(
-        s3=S3Options(endpoint_url=server.url, addressing_style="path"),
-        gcs=GCSOptions(endpoint_url=server.url),
-        azure=AzureOptions(endpoint_url=f"{server.url}/account"),
-        read_timeout=30.0,
-    )
-    store = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[cloud]("bucket", config)
+    store = opened(cloud, server.url, read_timeout=30.0)
     yield store, call
     store.close()
+
+
+def opened(cloud, url, **limits):
+    config = Config(
+        s3=S3Options(endpoint_url=url, addressing_style="path"),
+        gcs=GCSOptions(endpoint_url=url),
+        azure=AzureOptions(endpoint_url=f"{url}/account"),
+        **limits,
+    )
+    return {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[cloud]("bucket", config)
 
 
 def test_a_refusal_for_the_moment_is_told_at_once(called, server):
@@ -72,6 +76,18 @@ def test_a_lost_answer_is_told_and_does_not_mean_that_nothing_was_done(called, s
         call(store)
     assert not caught.value.certain
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("cloud", ["s3", "gs", "az"])
+def test_an_answer_that_drips_is_given_up(server, cloud, monkeypatch):
+    """The SDKs' own limits are for each read, and would never end it."""
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", base64.b64encode(b"SECRET" * 8).decode())
+    server.respond(lambda request: server.Answer(body=b" " * 1000, size=100_000, drip=True))
+    store = opened(cloud, server.url, stall_timeout=1.0)
+    with pytest.raises(ConnectionLostError, match="stalled"):
+        store.delete("run/object")
+    store.close()
 
 
 def test_a_call_that_waits_is_broken_off(called, server):

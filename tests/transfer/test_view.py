@@ -1,59 +1,101 @@
-"""What looks at runs is written once: a thread runs it to its end without an event loop."""
+"""The questions of the functions about runs: retried, several at a time, and ended on demand."""
 
-import asyncio
+import threading
 import uuid
 
 import pytest
 
-from cloudckpt.config import RetryPolicy
-from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError
+from cloudckpt.config import Config, RetryPolicy
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ConnectionLostError,
+    ObjectNotFoundError,
+    TransferCancelledError,
+)
+from cloudckpt.stores import registry
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.view import BlockingView, answered
+from cloudckpt.transfer.view import View
+from cloudckpt.uri import CheckpointURI
 from faulty_store import FaultyStore
 
 
 @pytest.fixture
-def store():
+def store(monkeypatch):
     made = FaultyStore(MemoryStore(uuid.uuid4().hex))
     for key, data in (("run/a/x", b"12"), ("run/b", b""), ("run/c/y", b"3")):
         made.inner.put(key, [memoryview(data)], checksum=0)
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
+    monkeypatch.setattr(registry, "_places", {})
     return made
+
+
+def looking(**policy):
+    config = Config(connections=3, retry=RetryPolicy(base=0.001, cap=0.001, **policy))
+    return View(CheckpointURI.parse("memory://seen/run"), config)
 
 
 @pytest.fixture
 def view(store):
-    retrier = Retrier(RetryPolicy(attempts=3, base=0.0, cap=0.0))
-    return BlockingView(store, retrier, connections=3)
+    return looking(attempts=3)
 
 
-def test_a_thread_is_answered_at_once(view):
-    assert answered(view.folders("run/")) == ["a", "c"]
-    assert [info.key for info in answered(view.objects("run/"))] == ["run/a/x", "run/b", "run/c/y"]
-    level = answered(view.level("run/"))
+def test_it_says_what_is_there(view):
+    assert view.folders("run/") == ["a", "c"]
+    assert [info.key for info in view.objects("run/")] == ["run/a/x", "run/b", "run/c/y"]
+    level = view.level("run/")
     assert [one if isinstance(one, str) else one.key for one in level] == ["run/b", "a", "c"]
-    assert answered(view.look("run/a/x")).size == 2
-    assert answered(view.look("run/b")).size == 0
+    assert view.look("run/a/x").size == 2
+    assert view.look("run/b").size == 0
     with pytest.raises(ObjectNotFoundError):
-        answered(view.look("run/nothing"))
+        view.look("run/nothing")
 
 
 def test_questions_are_tried_again(view, store):
     store.fail("list", ConnectionLostError, calls=[1, 2])
-    assert len(answered(view.objects("run/"))) == 3
+    assert len(view.objects("run/")) == 3
 
 
 def test_many_are_asked_in_order_and_the_first_failure_is_raised(view):
     keys = ["run/a/x", "run/b", "run/c/y"] * 5
-    found = answered(view.each(view.look, keys))
-    assert [info.key for info in found] == keys
+    assert [info.key for info in view.each(view.look, keys)] == keys
     with pytest.raises(ObjectNotFoundError):
-        answered(view.each(view.look, [*keys, "run/nothing", *keys]))
+        view.each(view.look, [*keys, "run/nothing", *keys])
 
 
-def test_a_coroutine_that_waits_for_something_else_is_a_mistake():
-    async def waits():
-        await asyncio.sleep(0)
+def test_after_a_failure_others_are_not_tried_until_their_deadline(store):
+    """As with Ctrl-C, which would otherwise wait minutes for what the store fails to answer."""
+    view = looking(deadline=3600.0)
+    store.fail("get_range", ConnectionLostError, probability=1.0)
+    retry = threading.Event()
 
-    with pytest.raises(RuntimeError):
-        answered(waits())
+    def look(key):
+        if key == "refused":
+            assert retry.wait(60)
+            raise AccessDeniedError("no")
+        retry.set()
+        return view.look(key)
+
+    with pytest.raises(AccessDeniedError):
+        view.each(look, ["run/a/x", "refused"])
+
+
+def test_who_is_cancelled_asks_no_more(store):
+    view = looking(deadline=3600.0)
+    asked, outcome = threading.Event(), []
+    store.fail("list", ConnectionLostError, probability=1.0)
+
+    def ask():
+        asked.set()
+        try:
+            view.objects("run/")
+        except TransferCancelledError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert asked.wait(60)
+    view.cancel()
+    thread.join(60)
+    assert len(outcome) == 1
+    with pytest.raises(TransferCancelledError):
+        view.look("run/a/x")

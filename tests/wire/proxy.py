@@ -154,10 +154,12 @@ class FaultyProxy:
         return rule
 
     def clear(self) -> None:
-        """Forgets all rules and the log; what stalls goes on stalling."""
+        """Forgets all rules, the log and what is under way; what stalls goes on stalling."""
         with self._changed:
             self._rules.clear()
             self._log.clear()
+            self._under_way.clear()
+            self._changed.notify_all()
 
     @property
     def exchanges(self) -> list[Exchange]:

@@ -8,7 +8,7 @@ import itertools
 import logging
 import re
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,10 +20,9 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, look_at
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.view import BlockingView, View, answered
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [
@@ -269,21 +268,29 @@ def check_folder(folder: object) -> None:
 _MOST_KEYS = 5000  # keys listed for a hint: five pages of S3
 
 
-async def find_commit(view: View, uri: CheckpointURI) -> ObjectInfo | None:
+def find_commit(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> ObjectInfo | None:
     """The commit object of a location; None only if the store says that there is none.
+
+    Args:
+        look: Asks for an object, as :func:`~cloudckpt.stores.base.look_at`.
+        uri: The location.
 
     Raises:
         StoreError: If the store says anything else, for example that the bucket does not exist.
     """
     try:
-        return await view.look(uri.key(METADATA))
+        return look(uri.key(METADATA))
     except ObjectNotFoundError:
         return None
 
 
 def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bool:
     """Whether the store has a commit object there; see :func:`find_commit`."""
-    return answered(find_commit(BlockingView(store, retrier), uri)) is not None
+
+    def look(key: str) -> ObjectInfo:
+        return retrier.call(lambda: look_at(store, key))
+
+    return find_commit(look, uri) is not None
 
 
 def beneath(store: ObjectStore, uri: CheckpointURI) -> str:

@@ -53,7 +53,7 @@ from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.retry import Retrier, open_store
-from cloudckpt.transfer.view import BlockingView, answered
+from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["adopt", "adopt_pending"]
@@ -127,8 +127,8 @@ class _Adoption:
         return open_store(self._uri, self._config)
 
     @property
-    def _view(self) -> BlockingView:
-        return BlockingView(self._store, self._retrier, connections=self._config.requests_at_once)
+    def _view(self) -> View:
+        return View(self._uri, self._config)
 
     def carry_out(self, until: float) -> None:
         by_rank = self._awaited(until)
@@ -184,14 +184,14 @@ class _Adoption:
         below = self._uri.key("")
         listed = {
             info.key
-            for info in answered(self._view.objects(below + OF_RANKS))
+            for info in self._view.objects(below + OF_RANKS)
             if is_pending_name(info.key.removeprefix(below)) and info.size <= MOST_BYTES
         }
 
         def is_new(key: str) -> bool:
             return key not in known or known[key].objects is None
 
-        async def read(key: str) -> tuple[str, Pending | None]:
+        def read(key: str) -> tuple[str, Pending | None]:
             try:
                 data, _ = self._retrier.call(lambda: self._store.get_latest(key))
                 return key, Pending.parse(bytes(data), self._store.uri(key))
@@ -202,7 +202,7 @@ class _Adoption:
                 return key, None
 
         known = {key: one for key, one in self._seen.items() if key in listed}
-        for key, found in answered(self._view.each(read, filter(is_new, listed))):
+        for key, found in self._view.each(read, filter(is_new, listed)):
             if found is not None:
                 known[key] = found
         self._seen = known
@@ -241,11 +241,11 @@ class _Adoption:
         """Checks that the store has all objects as written, and that none is about to be swept."""
         view, below = self._view, self._uri.key(OF_RANKS)
         young = clock_of(self._store, self._uri, self._config) - LONGEST_SAVE
-        ages = {info.key: info.modified for info in answered(view.objects(below))}
+        ages = {info.key: info.modified for info in view.objects(below)}
 
-        async def check(one: WrittenObject) -> None:
+        def check(one: WrittenObject) -> None:
             try:
-                info = await view.look(self._uri.key(one.name))
+                info = view.look(self._uri.key(one.name))
             except ObjectNotFoundError as exc:
                 raise self._incomplete(f"{one.name} is not there") from exc
             if info.size != one.size or info.checksum not in (None, one.checksum):
@@ -255,7 +255,7 @@ class _Adoption:
             if (written := ages.get(self._uri.key(one.name))) is None or written <= young:
                 raise self._incomplete("it was staged long ago, and may be swept as a leftover")
 
-        answered(view.each(check, objects))
+        view.each(check, objects)
 
     def _check_claim(self, by_rank: Mapping[int, Pending]) -> None:
         if Claim.holder(self._run, self._config) != by_rank[0].job:

@@ -24,7 +24,7 @@ from cloudckpt.config import Config
 from cloudckpt.runs.steps import DEFAULT_PATTERN, StepNames
 from cloudckpt.stores.base import AT_FIRST, ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier, open_store
-from cloudckpt.transfer.view import BlockingView, View, answered
+from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CheckpointSummary", "Run", "latest", "list_checkpoints"]
@@ -84,7 +84,7 @@ def list_checkpoints(
         StoreError: If the store refuses or stays unreachable.
     """
     found = Run(run, step_name=step_name, config=config)
-    return answered(summaries(found.view, found))
+    return summaries(found.view, found)
 
 
 def latest(
@@ -99,16 +99,16 @@ def latest(
     Args and errors are those of :func:`list_checkpoints`.
     """
     found = Run(run, step_name=step_name, config=config)
-    step = answered(latest_step(found.view, found))
+    step = latest_step(found.view, found)
     return None if step is None else str(found.uri(step))
 
 
-async def steps_of(view: View, run: Run) -> list[int]:
+def steps_of(view: View, run: Run) -> list[int]:
     """The steps that have a folder, whether they are committed or not; oldest first.
 
     If folders exist but none has a step's name, that is logged.
     """
-    names = await view.folders(run.root.key(""))
+    names = view.folders(run.root.key(""))
     found = run.steps_among(names)
     if names and not found:
         logger.warning(
@@ -121,22 +121,27 @@ async def steps_of(view: View, run: Run) -> list[int]:
     return found
 
 
-async def latest_step(view: View, run: Run) -> int | None:
+def latest_step(view: View, run: Run) -> int | None:
     """The newest step whose checkpoint can be loaded."""
-    for step in reversed(await steps_of(view, run)):
-        if await find_commit(view, run.uri(step)) is not None:
+    return newest_of(view, run, steps_of(view, run))
+
+
+def newest_of(view: View, run: Run, steps: list[int]) -> int | None:
+    """The newest of some steps, oldest first, whose checkpoint can be loaded."""
+    for step in reversed(steps):
+        if find_commit(view.look, run.uri(step)) is not None:
             return step
     return None
 
 
-async def summaries(view: View, run: Run) -> list[CheckpointSummary]:
+def summaries(view: View, run: Run) -> list[CheckpointSummary]:
     """See :func:`list_checkpoints`."""
-    found = await view.each(partial(summary, view, run), await view.folders(run.root.key("")))
+    found = view.each(partial(summary, view, run), view.folders(run.root.key("")))
     known = [one for one in found if one is not None]
     return sorted(known, key=lambda one: (one.step is None, one.step or 0, one.uri))
 
 
-async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None:
+def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None:
     """The checkpoint in a folder of a run; None if neither cloudckpt nor torch has written it.
 
     Folders of other programs may have names that no location can have, such as ``..`` or ``what?``.
@@ -145,7 +150,7 @@ async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None
         return None
     uri = run.root.join(folder)
     below = uri.key("")
-    objects = await _objects_of_ours(view, below)
+    objects = _objects_of_ours(view, below)
     if all(is_keep_name(info.key.removeprefix(below)) for info in objects):
         return None  # only marks remain, from a killed save whose data is gone
     names = {info.key.removeprefix(below) for info in objects}
@@ -160,17 +165,17 @@ async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None
     )
 
 
-async def _objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
+def _objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
     """The objects that cloudckpt or torch has written directly beneath a folder.
 
     For a folder of another program, this lists only the first page.
     """
-    level = await view.level(below)
+    level = view.level(below)
     found: Iterable[ObjectInfo | str] = level
     if len(level) >= AT_FIRST:  # a checkpoint of many ranks, or another program's folder
         marks = [info for info in level if _name(info, below).startswith(KEPT_FOR)]  # come first
         found = marks + [
-            info for start in (METADATA, OF_RANKS) for info in await view.objects(below + start)
+            info for start in (METADATA, OF_RANKS) for info in view.objects(below + start)
         ]
     return [info for info in found if isinstance(info, ObjectInfo) and is_ours(_name(info, below))]
 
@@ -197,9 +202,9 @@ class Run:
         return open_store(self.root, self.config)
 
     @property
-    def view(self) -> BlockingView:
-        """The view through which the store is asked about the run."""
-        return BlockingView(self.store, self.retrier, connections=self.config.requests_at_once)
+    def view(self) -> View:
+        """A new view, through which the store is asked about the run."""
+        return View(self.root, self.config)
 
     def uri(self, step: int) -> CheckpointURI:
         """The location of a step's checkpoint, whether or not it exists."""
@@ -211,7 +216,7 @@ class Run:
 
     def steps(self) -> list[int]:
         """The steps that have a folder, whether they are committed or not; oldest first."""
-        return answered(steps_of(self.view, self))
+        return steps_of(self.view, self)
 
     def is_committed(self, step: int) -> bool:
         """Whether the checkpoint of a step can be loaded."""
@@ -219,7 +224,7 @@ class Run:
 
     def is_pending(self, step: int) -> bool:
         """Whether the checkpoint of a step is pending; see :class:`CheckpointSummary`."""
-        found = answered(summary(self.view, self, self.names.name(step)))
+        found = summary(self.view, self, self.names.name(step))
         return found is not None and found.is_pending
 
     def notes(self, step: int) -> Notes:
@@ -243,10 +248,7 @@ class Run:
         return (step for step in reversed(self.steps()) if self.is_committed(step))
 
     def _each(self, look: Callable[[int], T], steps: list[int]) -> list[T]:
-        async def ask(step: int) -> T:
-            return look(step)
-
-        return answered(self.view.each(ask, steps))
+        return self.view.each(look, steps)
 
 
 def is_ours(name: str) -> bool:

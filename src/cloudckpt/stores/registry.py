@@ -9,13 +9,12 @@ from collections.abc import Callable
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError
 from cloudckpt.fork import late_imports
-from cloudckpt.stores.asynchronous import AsyncStore, ThreadedStore
 from cloudckpt.stores.azure_names import check_location
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.credentials import conceal
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["checkpoint_location", "open_async", "open_store"]
+__all__ = ["checkpoint_location", "open_store"]
 
 
 _Opener = Callable[[CheckpointURI, Config], ObjectStore]
@@ -39,6 +38,12 @@ def _s3() -> _Opener:
     return lambda uri, config: S3Store(uri.bucket, config)
 
 
+def _hf() -> _Opener:
+    from cloudckpt.stores.s3 import open_hugging_face
+
+    return lambda uri, config: open_hugging_face(uri, config)
+
+
 def _gs() -> _Opener:
     from cloudckpt.stores.gcs import GCSStore
 
@@ -55,6 +60,7 @@ _OPENERS: dict[str, Callable[[], _Opener]] = {
     "memory": _memory,
     "file": _local,
     "s3": _s3,
+    "hf": _hf,
     "az": _azure,
     "gs": _gs,
 }
@@ -111,22 +117,3 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
                 conceal(error)
                 raise
         return place.store
-
-
-def open_async(uri: CheckpointURI, config: Config) -> Callable[[], AsyncStore]:
-    """Opens the store of ``uri``'s bucket for an event loop; errors are those of `open_store`.
-
-    This blocks. What it returns does not, and makes the store on the loop that is to use it.
-    """
-    store = open_store(uri, config)
-    if uri.scheme == "s3":
-        with late_imports:
-            from cloudckpt.stores.s3_async import open_s3
-
-        return open_s3(store)
-    if uri.scheme == "az":
-        with late_imports:
-            from cloudckpt.stores.azure_async import open_azure
-
-        return open_azure(store)
-    return lambda: ThreadedStore(store, config.requests_at_once)

@@ -1,107 +1,101 @@
-"""A store as those see it who look at runs: in a thread that waits, or on an event loop.
-
-What looks at runs is written once, as coroutines that await nothing but a :class:`View`. That of a
-thread, :class:`BlockingView`, answers before it returns, so that such a coroutine never stops in
-between, and :func:`answered` runs it to its end like a function. That of an event loop is in
-:mod:`cloudckpt.aio`.
-"""
+"""The questions that the functions about runs ask of a store."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable
-from functools import partial
-from typing import Any, TypeVar
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeVar
 
-from cloudckpt.stores.asynchronous import look_at
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, first_of_level, folders_of
-from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.config import Config
+from cloudckpt.stores import registry
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, first_of_level, folders_of, look_at
+from cloudckpt.transfer.group import Cancellation, TaskGroup
 from cloudckpt.transfer.retry import Retrier
+from cloudckpt.uri import CheckpointURI
 
-__all__ = ["BlockingView", "View", "answered"]
+__all__ = ["View"]
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
-class View(ABC):
-    """What can be asked of one bucket; each question is tried again as the options say.
+class View:
+    """One bucket, which is opened by the first question; each is retried as the options say.
 
-    All methods raise :class:`~cloudckpt.errors.StoreError` or one of its children.
+    All questions raise :class:`~cloudckpt.errors.StoreError` or one of its children, and
+    :class:`~cloudckpt.errors.TransferCancelledError` after :meth:`cancel`. One view serves one
+    caller, who may ask from several threads; it does not outlive a fork.
     """
 
-    @abstractmethod
-    async def look(self, key: str) -> ObjectInfo:
-        """Size and version of an object; see :func:`~cloudckpt.stores.asynchronous.look_at`."""
+    def __init__(self, location: CheckpointURI, config: Config) -> None:
+        """``location`` is anything in the bucket."""
+        self.location = location
+        self.config = config
+        self._cancellation = Cancellation()
+        self._retrier = Retrier(config.retry, self._cancellation)
+        self._asking = set[int]()  # threads
+        self._leaving = threading.Lock()
 
-    @abstractmethod
-    async def objects(self, prefix: str) -> list[ObjectInfo]:
+    @functools.cached_property
+    def _store(self) -> ObjectStore:
+        return registry.open_store(self.location, self.config)
+
+    def look(self, key: str) -> ObjectInfo:
+        """Size and version of an object; see :func:`~cloudckpt.stores.base.look_at`."""
+        return self._ask(lambda: look_at(self._store, key))
+
+    def objects(self, prefix: str) -> list[ObjectInfo]:
         """The objects whose key begins with ``prefix``, in the order of keys."""
+        return self._ask(lambda: [*self._store.list(prefix)])
 
-    @abstractmethod
-    async def level(self, prefix: str) -> list[ObjectInfo | str]:
+    def level(self, prefix: str) -> list[ObjectInfo | str]:
         """What is directly beneath ``prefix``; see :func:`~cloudckpt.stores.base.first_of_level`.
 
         It takes one request, however much is there or beneath the folders.
         """
+        return self._ask(lambda: first_of_level(self._store, prefix))
 
-    @abstractmethod
-    async def folders(self, prefix: str) -> list[str]:
+    def folders(self, prefix: str) -> list[str]:
         """The names beneath ``prefix`` that have keys beneath them, in order."""
+        return self._ask(lambda: [*folders_of(self._store, prefix)])
 
-    @abstractmethod
-    async def each(
-        self, look: Callable[[S], Coroutine[Any, Any, T]], wanted: Iterable[S]
-    ) -> list[T]:
-        """What ``look`` returns for each of ``wanted``, in its order; several at a time."""
+    def each(self, look: Callable[[S], T], wanted: Iterable[S]) -> list[T]:
+        """What ``look`` returns for each of ``wanted``, in its order.
 
-
-class BlockingView(View):
-    """The view of a thread: each method has its answer when it returns."""
-
-    def __init__(self, store: ObjectStore, retrier: Retrier, *, connections: int = 1) -> None:
-        """``connections`` is how many questions :meth:`each` asks at a time."""
-        self._store = store
-        self._retrier = retrier
-        self._connections = connections
-
-    async def look(self, key: str) -> ObjectInfo:
-        return self._retrier.call(lambda: look_at(self._store, key))
-
-    async def objects(self, prefix: str) -> list[ObjectInfo]:
-        return self._retrier.call(lambda: [*self._store.list(prefix)])
-
-    async def level(self, prefix: str) -> list[ObjectInfo | str]:
-        return self._retrier.call(lambda: first_of_level(self._store, prefix))
-
-    async def folders(self, prefix: str) -> list[str]:
-        return self._retrier.call(lambda: [*folders_of(self._store, prefix)])
-
-    async def each(
-        self, look: Callable[[S], Coroutine[Any, Any, T]], wanted: Iterable[S]
-    ) -> list[T]:
+        As many are looked at at a time as ``config.requests_at_once`` says. The first failure is
+        raised, and ends the view, as Ctrl-C does: who still asks is not to try again for minutes.
+        """
         found: dict[int, T] = {}
 
         def keep(index: int, one: S) -> None:
-            found[index] = answered(look(one))
+            found[index] = look(one)
 
-        group = TaskGroup(self._connections, name="cloudckpt-list", interrupt=self._store.interrupt)
+        def stop(threads: Collection[int]) -> None:
+            self._cancellation.cancel()
+            self._store.interrupt(threads)
+
+        group = TaskGroup(self.config.requests_at_once, name="cloudckpt-list", interrupt=stop)
 
         def produce() -> None:
             for index, one in enumerate(wanted):
-                group.submit(partial(keep, index, one))
+                group.submit(functools.partial(keep, index, one))
 
         group.run(produce)
         return [found[index] for index in sorted(found)]
 
+    def cancel(self) -> None:
+        """Ends the questions under way, whichever threads ask them, and refuses others."""
+        self._cancellation.cancel()
+        if (store := vars(self).get("_store")) is not None:
+            with self._leaving:  # none of them may ask for another caller yet
+                store.interrupt([*self._asking])
 
-def answered(question: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns that awaits nothing but a :class:`BlockingView`."""
-    try:
-        question.send(None)
-    except StopIteration as end:
-        found: T = end.value
-        return found
-    finally:
-        question.close()
-    raise RuntimeError("a coroutine that was to look at a store waits for something else")
+    def _ask(self, question: Callable[[], T]) -> T:
+        thread = threading.get_ident()
+        self._asking.add(thread)
+        try:
+            return self._retrier.call(question)
+        finally:
+            with self._leaving:
+                self._asking.discard(thread)
