@@ -118,6 +118,13 @@ def test_a_store_that_ignores_conditions_is_found_out(end, bucket) -> None:
     assert accepted["conditions"].outcome == "warning"
 
 
+def test_a_store_that_drops_metadata_is_found_out(end, bucket) -> None:
+    end.inject(StripHeaders(("x-amz-meta-cloudckptattempt",)))
+    found = examined(f"s3://{bucket}/run", config_of(end.url))
+    assert (found["read"].outcome, outcomes(found, "failed")) == ("warning", [])
+    assert "dropped its metadata" in found["read"].found
+
+
 @pytest.mark.parametrize(
     ("setting", "outcome", "words"),
     [("on", "failed", "CLOUDCKPT_S3_CHECKSUM=off"), ("auto", "ok", "none is sent")],
