@@ -70,7 +70,7 @@ class S3Dialect:
 
 
 _AMAZON = "https://docs.aws.amazon.com/AmazonS3/latest/userguide/"
-_ENCRYPTION = frozenset({"sse", "kms_key_id", "bucket_key"})
+_ENCRYPTION = frozenset({"sse", "kms_key_id"})
 
 AWS = S3Dialect(
     title="AWS S3",
