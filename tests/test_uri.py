@@ -171,7 +171,6 @@ def test_an_access_point_of_s3_stands_for_its_bucket(text, parts):
 @pytest.mark.parametrize(
     ("place", "hint"),
     [
-        ("fast--usw2-az1--x-s3", "directory bucket"),
         ("point--usw2-az1--xa-s3", "directory bucket"),
         ("arn:aws:s3express:us-west-2:123456789012:bucket/fast--usw2-az1--x-s3", "directory"),
         ("mfzwi23gnjvgw.mrap", "multi-region"),
@@ -199,7 +198,36 @@ def test_what_is_no_general_purpose_bucket_of_s3_is_refused_by_name(place, hint,
     assert "credentials" not in str(caught.value)
 
 
-@pytest.mark.parametrize("bucket", ["x-s3", "my.mrap.bucket", "table-s3", "a--x-s3b"])
+@pytest.mark.parametrize("rest", ["", "/", "/run/step-1"])
+def test_a_storage_bucket_has_its_namespace(rest):
+    uri = CheckpointURI.parse(f"hf://buckets/my-org/models.v2{rest}")
+    assert (uri.scheme, uri.bucket, uri.prefix) == ("hf", "buckets/my-org/models.v2", rest[1:])
+    assert uri.is_cloud
+    assert uri.root == "hf://buckets/my-org/models.v2"
+    assert CheckpointURI.parse(str(uri)) == uri
+    assert str(uri.join("below")) == f"{uri!s}/below"
+    assert uri.parent.root == uri.root
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["me/model", "buckets", "buckets/me", "buckets/me/", "datasets/me/data", "buckets/me/.x/run"],
+)
+def test_repositories_take_no_checkpoints(place):
+    with pytest.raises(InvalidURIError, match="hf://buckets/namespace/name/path"):
+        CheckpointURI.parse(f"hf://{place}")
+
+
+@pytest.mark.parametrize("path", ["hf:/buckets/me/b/run", "/home/me/hf:/buckets/me/b/run"])
+def test_a_storage_bucket_that_lost_a_slash_is_no_folder(path):
+    with pytest.raises(InvalidURIError, match=r'pass the string "hf://buckets/me/b/run" instead'):
+        CheckpointURI.parse(path)
+    assert CheckpointURI.parse("/home/me/hf:/model").scheme == "file"  # torch's own folders
+
+
+@pytest.mark.parametrize(
+    "bucket", ["x-s3", "my.mrap.bucket", "table-s3", "a--x-s3b", "fast--usw2-az1--x-s3"]
+)
 def test_other_names_of_buckets_are_left_alone(bucket):
     assert CheckpointURI.parse(f"s3://{bucket}/a--x-s3/run").bucket == bucket
     assert CheckpointURI.parse("gs://a--x-s3/run").bucket == "a--x-s3"

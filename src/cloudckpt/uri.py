@@ -14,9 +14,9 @@ from cloudckpt.errors import InvalidURIError
 __all__ = ["CheckpointURI", "URILike"]
 
 CLOUD_SCHEMES = frozenset({"s3", "gs", "az"})
-_SCHEMES = CLOUD_SCHEMES | {"file", "memory"}
+_SCHEMES = CLOUD_SCHEMES | {"hf", "file", "memory"}
 _FORMS = (
-    "s3://bucket/path, gs://bucket/path, az://container/path, "
+    "s3://bucket/path, gs://bucket/path, az://container/path, hf://buckets/namespace/name/path, "
     "abfss://container@account.dfs.core.windows.net/path, file:///path or a local path"
 )
 
@@ -54,13 +54,14 @@ _AZURE_HOST = re.compile(  # of the public cloud, China, US Government, and acco
 _FOLDED = re.compile(  # a folder named like a scheme of the three clouds, or other tools' schemes
     r"(?:^|/)((?:s3[an]?|gs|gcs|az|abfss?|wasbs?|adl):|https:(?=/+"
     + _AZURE_HOST.pattern
-    + r"(?:/|$)))"
+    + r"(?:/|$))|hf:(?=/+buckets/))"
     r"(?:/+(?P<rest>.*))?$",
     re.IGNORECASE | re.DOTALL,
 )
 _NEARLY = re.compile(  # text before the scheme, or no slashes after it, makes a URI a local folder
     r"[\s'\"<\ufeff]+[a-z][a-z0-9+.\-]*:/|(?:s3[an]?|gs|gcs|az|abfss?):[^/]", re.IGNORECASE
 )
+_STORAGE_BUCKET = re.compile(r"(buckets/[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/|$)", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _HALVES = re.compile(r"[\ud800-\udfff]")
 _ACCESS_POINT = re.compile(
@@ -70,9 +71,9 @@ _NO_BUCKETS = tuple(  # names and ARNs that AWS reserves for other things than S
     (re.compile(pattern), meaning)
     for pattern, meaning in (
         (
-            r"[^/]*--xa?-s3(/|$)|arn:[^:]*:s3express:",
-            "a directory bucket (S3 Express One Zone), where requests are signed by sessions: use "
-            "a general purpose bucket",
+            r"[^/]*--xa-s3(/|$)|arn:[^:]*:s3express:",
+            "an access point or the ARN of a directory bucket (S3 Express One Zone): write the "
+            "bucket's name, s3://name--zone--x-s3/path",
         ),
         (
             r"[^/]*\.mrap(/|$)|arn:[^:]*:s3::[^:]*:accesspoint[:/][^/]*\.mrap(/|$)",
@@ -251,6 +252,14 @@ class CheckpointURI:
         bucket, _, prefix = rest.partition("/")
         if not bucket:
             raise InvalidURIError(f"{shown!r} names no bucket; write {scheme}://bucket/path")
+        if scheme == "hf":
+            known = _STORAGE_BUCKET.match(rest)
+            if known is None:
+                raise InvalidURIError(
+                    f"{shown!r} names no Storage Bucket: write hf://buckets/namespace/name/path "
+                    "(repositories of models and datasets take no checkpoints)"
+                )
+            bucket, prefix = known[1], rest[known.end() :]
         point = _ACCESS_POINT.match(rest) if scheme == "s3" else None
         if point is not None:
             bucket, prefix = f"{point[1]}/{point[2]}", rest[point.end() :]
@@ -284,7 +293,7 @@ class CheckpointURI:
     @property
     def is_cloud(self) -> bool:
         """Whether it names a cloud object store."""
-        return self.scheme in CLOUD_SCHEMES
+        return self.scheme in CLOUD_SCHEMES or self.scheme == "hf"
 
     def key(self, name: str) -> str:
         """The store's key of the object ``name`` under this prefix.

@@ -96,13 +96,9 @@ print("saved")
 """
 
 
-@pytest.mark.parametrize("way", ["a script", "a command", "what is typed"])
-def test_nothing_is_asked_of_how_the_trainer_was_started(way, local, tmp_path):
-    code = GUARDLESS.format(step=7, uri=local.uri)
-    if way == "a script":
-        done = _run(tmp_path, code)
-    else:
-        done = _python(["-c", code]) if way == "a command" else _python(["-"], code)
+def test_nothing_is_asked_of_how_the_trainer_was_started(local):
+    """What is typed here; the trainers of the next two tests are a command and a script."""
+    done = _python(["-"], GUARDLESS.format(step=7, uri=local.uri))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "saved\n"
     assert step_at(local) == 7
@@ -149,29 +145,31 @@ from faults.states import SMALL, filled
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 
-def save_once_more(one):
+def save_once_more(one, uri):
     try:
-        one.save({uri!r}, filled(2, SMALL))
+        one.save(uri, filled(2, SMALL))
     except Exception as error:
         print(type(error).__name__, error)
     one.close()
     print("closed")
 
 
-kind = AsyncCheckpointerType.{kind}
-one = cloudckpt.checkpointer.make_async_checkpointer(CheckpointerConfig(kind=kind))
-one.save({uri!r}, filled(1, SMALL))[1].result(150)
-atexit.register(save_once_more, one)
+for kind, uri in {uris!r}.items():
+    kind = AsyncCheckpointerType[kind]
+    one = cloudckpt.checkpointer.make_async_checkpointer(CheckpointerConfig(kind=kind))
+    one.save(uri, filled(1, SMALL))[1].result(150)
+    atexit.register(save_once_more, one, uri)
 """
 
 
-@pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
-def test_a_save_that_the_end_of_the_interpreter_comes_before_is_refused(kind, local, tmp_path):
-    done = _run(tmp_path, AT_THE_END.format(uri=local.uri, kind=kind))
+def test_a_save_that_the_end_of_the_interpreter_comes_before_is_refused(local, tmp_path):
+    places = {kind: local.at(kind) for kind in ("THREAD", "PROCESS")}
+    uris = {kind: place.uri for kind, place in places.items()}
+    done = _run(tmp_path, AT_THE_END.format(uris=uris))
     assert done.returncode == 0, done.stderr
-    assert "AsyncSaveError the interpreter is shutting down" in done.stdout
-    assert done.stdout.endswith("closed\n")
-    assert step_at(local) == 1
+    assert done.stdout.count("AsyncSaveError the interpreter is shutting down") == 2
+    assert done.stdout.count("closed\n") == 2
+    assert [step_at(place) for place in places.values()] == [1, 1]
 
 
 FORKING = """

@@ -214,7 +214,8 @@ class Tensor(Shown):
         if len(placements) == 2 and here.world != 4:
             placements = placements[-1:]
         placements = tuple(_fitting(each, values) for each in placements)
-        first = int(self.placed == "rows of others" and here.world > 1)
+        # torch's from_local takes the shape () for none
+        first = int(self.placed == "rows of others" and here.world > 1 and values.dim() > 0)
         shape = (2, 2) if len(placements) == 2 else (here.world - first,)
         mesh = _mesh(dist.group.WORLD, shape, first)
         coordinate = mesh.get_coordinate()

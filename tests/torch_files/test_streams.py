@@ -1,6 +1,7 @@
 """Objects as files: what is written arrives whole or not at all, what is read is of one version."""
 
 import io
+import os
 import random
 import uuid
 
@@ -20,7 +21,9 @@ from cloudckpt.stores.base import Capabilities
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.torch_save import UploadStream, upload_stream
+from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.upload import ObjectUpload
 from faulty_store import FaultyStore
 
 KEY = "run/model.pt"
@@ -155,6 +158,53 @@ def test_uploads_of_others_to_the_same_key_are_left_alone(store, caplog):
     send(store, [bytes(12 * MIB)])
     assert other in store.inner.list_uploads(KEY)
     assert "may have been left behind" in caplog.text
+
+
+@pytest.mark.parametrize("size", [0, 100, 23 * MIB])
+def test_a_file_appears_when_it_is_closed(store, size):
+    put(store, b"old")
+    with WrittenFile(store, KEY, CONFIG) as file:
+        for start in range(0, size, 9 * MIB):
+            assert file.write(some_bytes(size)[start : start + 9 * MIB])
+        assert file.tell() == size
+        assert held(store)[0] == {KEY: b"old"}
+    assert held(store) == ({KEY: some_bytes(size)}, [])
+    with pytest.raises(ValueError, match="closed"):
+        file.write(b"more")
+
+
+def test_a_file_that_can_not_be_sent_says_why_at_each_write_and_at_its_end(store):
+    store.fail("put_part", AccessDeniedError)
+    file = WrittenFile(store, KEY, CONFIG)
+    for action in (lambda: [file.write(bytes(5 * MIB)) for _ in range(40)], file.close):
+        with pytest.raises(AccessDeniedError):
+            action()
+    file.close()
+    assert held(store) == ({}, [])
+
+
+def test_an_interrupt_ends_a_file_that_is_written(store, monkeypatch):
+    def interrupted(upload, piece):
+        raise KeyboardInterrupt
+
+    file = WrittenFile(store, KEY, CONFIG)
+    file.write(bytes(7 * MIB))
+    monkeypatch.setattr(ObjectUpload, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt), file:
+        file.write(bytes(7 * MIB))
+    assert file.closed
+    assert held(store) == ({}, [])
+
+
+def test_a_fork_leaves_a_file_to_the_process_that_writes_it(store, monkeypatch):
+    file = WrittenFile(store, KEY, CONFIG)
+    file.write(bytes(23 * MIB))
+    sent = file._sent
+    with monkeypatch.context() as there:
+        there.setattr(os, "getpid", lambda: 0)
+        file.discard()
+    sent.end()
+    assert held(store) == ({KEY: bytes(23 * MIB)}, [])
 
 
 def test_large_files_get_large_parts(store):

@@ -50,7 +50,18 @@ class S3Options(Options):
         "s/GiB); 'auto' does as the profile's payload_signing_enabled says, else signs all but "
         "PUTs of more than 1 MiB",
     )
-    checksum: Switch = option("auto", _VERIFIED.format("CRC32C", "AWS"))
+    dialect: Literal[
+        "auto", "aws", "express", "r2", "coreweave", "minio", "ceph", "oracle", "google",
+        "huggingface", "other",
+    ] = option(
+        "auto",
+        "whose S3 it is, by its row in docs/s3.md; 'auto' knows those with hosts of their own, and "
+        "takes a store on your own hosts for 'other'",
+    )  # fmt: skip
+    checksum: Switch = option(
+        "auto",
+        "send CRC32C for the store to verify; 'auto' is on where its vendor documents that",
+    )
     sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = option(
         None, "server-side encryption: 'AES256', 'aws:kms', 'aws:kms:dsse'"
     )

@@ -138,7 +138,12 @@ class Trials:
         try:
             retrier.call(lambda: store.delete(key, if_version=old.version))
         except PreconditionFailedError:
-            return ok("deletions on conditions are honoured")
+            if store.capabilities.conditional_deletes is not False:
+                return ok("deletions on conditions are honoured")
+            return warning(
+                "the store has no deletions on conditions: the object is looked at before",
+                "do not delete a checkpoint while another job saves to the same location",
+            )
         return warning(
             "the store ignores the condition of a deletion",
             "do not delete a checkpoint while another job saves to the same location",
@@ -373,9 +378,8 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def _switch(uri: CheckpointURI) -> str:
     """The variable of the option that turns checksums on."""
-    return {"s3": "CLOUDCKPT_S3_", "gs": "CLOUDCKPT_GCS_", "az": "CLOUDCKPT_AZURE_"}[
-        uri.scheme
-    ] + "CHECKSUM"
+    prefix = {"gs": "CLOUDCKPT_GCS_", "az": "CLOUDCKPT_AZURE_"}.get(uri.scheme, "CLOUDCKPT_S3_")
+    return f"{prefix}CHECKSUM"
 
 
 def _with_checksums(config: Config) -> Config:

@@ -49,10 +49,13 @@ class Capabilities:
     Attributes:
         conditional_writes: Whether ``if_absent`` and ``if_version`` of ``put`` are honoured: True
             or False where that is documented, None where it must be tried.
+        conditional_deletes: Whether ``if_version`` of ``delete`` is honoured in one request. False:
+            the object is looked at before; None: that is not documented.
         create_only: Whether ``if_absent`` of ``put`` and ``complete_upload`` is documented to keep
             a repeated request from making a second, billed version.
         min_part_size: Fewest bytes of an upload part other than the last.
         max_part_size: Most bytes of an upload part.
+        good_part_size: Bytes below which the store's vendor advises against parts; 0 if it doesn't.
         max_parts: Most parts of an upload.
         max_put_size: Most bytes of a single ``put``.
         checksum: The checksum algorithm for what is sent: the one that the store verifies, if any.
@@ -63,10 +66,12 @@ class Capabilities:
     """
 
     conditional_writes: bool | None
+    conditional_deletes: bool | None = None
     min_part_size: int
     max_part_size: int
     max_parts: int
     max_put_size: int
+    good_part_size: int = 0
     checksum: ChecksumAlgorithm = CRC32C
     verifies: bool = False
     create_only: bool = False

@@ -180,7 +180,7 @@ _PATTERNS = (
     (r"\bAWS4-[A-Z0-9-]+[\s,][^\n]*", _MASK),
     (r"\b(Bearer|Basic|SharedKey)\s+[\w.~+/=:-]{16,}", rf"\1 {_MASK}"),
     (
-        r"(\b(?:sig|signature|x-(?:amz|goog)-(?:signature|security-token|credential)|AccountKey"
+        r"(\b(?:sig|signature|x-(?:amz|goog)-(?:signature|security-token|s3session-token|credential)|AccountKey"
         r"|SharedAccessSignature|\w*secret\w*|\w*(?:session|security|access|refresh|id|subject)_?"
         r"token|client_assertion|assertion|private_key|password)[\"']?\s*(?:=|%3D|:)\s*[\"']?)"
         r"[^\s&;,\"'<>]+",

@@ -38,6 +38,12 @@ def _s3() -> _Opener:
     return lambda uri, config: S3Store(uri.bucket, config)
 
 
+def _hf() -> _Opener:
+    from cloudckpt.stores.s3 import open_hugging_face
+
+    return lambda uri, config: open_hugging_face(uri, config)
+
+
 def _gs() -> _Opener:
     from cloudckpt.stores.gcs import GCSStore
 
@@ -54,6 +60,7 @@ _OPENERS: dict[str, Callable[[], _Opener]] = {
     "memory": _memory,
     "file": _local,
     "s3": _s3,
+    "hf": _hf,
     "az": _azure,
     "gs": _gs,
 }

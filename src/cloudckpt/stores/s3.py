@@ -8,16 +8,15 @@ TLS), so the bytes of tensors are not hashed for the signature.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from cloudckpt.checksum import from_base64, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     AccessDeniedError,
     ConfigError,
-    InvalidRequestError,
+    ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
     WrongRegionError,
@@ -35,6 +34,7 @@ from cloudckpt.stores.base import (
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.origins import BucketRules, Route
+from cloudckpt.stores.redirects import Redirects
 from cloudckpt.stores.rest import (
     Authorized,
     Request,
@@ -49,13 +49,15 @@ from cloudckpt.stores.s3_access import (
     object_headers,
 )
 from cloudckpt.stores.s3_control import Control
+from cloudckpt.stores.s3_dialects import AWS
 from cloudckpt.stores.s3_errors import from_answer
 from cloudckpt.stores.xml_api import Dialect, XmlMultipart
 from cloudckpt.uri import CheckpointURI
+from cloudckpt.waiting import current
 
-__all__ = ["S3Store"]
+__all__ = ["HUGGING_FACE_ENDPOINT", "S3Store", "open_hugging_face"]
 
-T = TypeVar("T")
+HUGGING_FACE_ENDPOINT = "https://s3.hf.co"  # https://huggingface.co/docs/hub/storage-buckets-s3
 
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 _MIN_PART = 5 * 1024**2
@@ -65,69 +67,63 @@ _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 
 
 class S3Store(RestStore):
-    """One bucket of S3 or of a store with its API (MinIO, Ceph RGW, R2, moto)."""
+    """One bucket of S3 or of a store with its API, see :mod:`cloudckpt.stores.s3_dialects`."""
 
     metadata_prefix = "x-amz-meta-"
 
-    def __init__(self, bucket: str, config: Config) -> None:
-        root = f"s3://{bucket}"
-        CheckpointURI.parse(root)  # boto3 would ask a directory bucket for a session
+    def __init__(self, bucket: str, config: Config, root: str | None = None) -> None:
+        """``root`` is what messages call the bucket; by default ``s3://bucket``."""
+        root = root or f"s3://{bucket}"
+        CheckpointURI.parse(root)
         self._access = BucketAccess(bucket, config, root)
         super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
-        options, aws = config.s3, self._access.is_aws
-        if aws and options.storage_class in _ARCHIVES:
+        options, dialect = config.s3, self._access.dialect
+        if dialect is AWS and options.storage_class in _ARCHIVES:
             raise ConfigError(
                 f"storage_class={options.storage_class!r}: what is in it can't be loaded before it "
                 "is restored, which takes hours; write 'GLACIER_IR', and archive old checkpoints "
                 "by a lifecycle rule",
                 uri=root,
             )
-        self._checksums = aws if options.checksum == "auto" else options.checksum == "on"
+        self._dialect = dialect
+        self._checksums = (
+            dialect.verifies_checksums if options.checksum == "auto" else options.checksum == "on"
+        )
         self.capabilities = Capabilities(
-            conditional_writes=True if aws else None,
+            conditional_writes=dialect.conditional_writes,
+            conditional_deletes=dialect.conditional_deletes,
             min_part_size=_MIN_PART,
+            good_part_size=dialect.good_part,
             max_part_size=_MAX_PART,
             max_parts=_MAX_PARTS,
             max_put_size=_MAX_PART,
             verifies=self._checksums,
-            create_only=aws,
+            create_only=dialect.create_only,
             max_copy_size=_MAX_PART,
-            copies_parts=True,
+            copies_parts=dialect.copies_parts,
         )
-        self._knows_quotes = aws  # in If-Match; others have to show it
         self._object_headers = object_headers(options)
         self._payer = {"x-amz-request-payer": "requester"} if options.requester_pays else {}
         self._control = Control(self, self._access, self._object_headers, checksums=self._checksums)
-        self._by_parts = self._uploads(whole=False)
-        self._multipart = self._uploads(whole=True)
-        if aws or not self._checksums:
-            self._by_parts = self._multipart
+        self._multipart = XmlMultipart(self, self._access.bucket_url, self._uploads())
+        self._redirects: Redirects | None = None
+        if dialect.redirects:
+            version_of = lambda key: self._head(key).version  # noqa: E731
+            self._redirects = Redirects(self._http, version_of, self.failure)
 
-    def _uploads(self, *, whole: bool) -> XmlMultipart:
-        """Uploads with a checksum of the whole, or one of the checksums of the parts."""
+    def _uploads(self) -> Dialect:
+        """Uploads with a checksum of the whole, or one of the checksums of the parts, or none."""
         if not self._checksums:
-            dialect = Dialect(creation=self._object_headers)
-        else:
-            kind = {"x-amz-checksum-type": "FULL_OBJECT" if whole else "COMPOSITE"}
-            dialect = Dialect(
-                creation={"x-amz-checksum-algorithm": "CRC32C", **kind, **self._object_headers},
-                created=self._agree,
-                part=self._verified,
-                # the checksums of the parts go along: one that is made of them says no more
-                completion=lambda crc32c: {**_checksum(crc32c), **kind} if whole else {},
-                part_checksum="ChecksumCRC32C",
-            )
-        return XmlMultipart(self, self._access.bucket_url, dialect)
-
-    def _agree(self, headers: Mapping[str, str]) -> None:
-        """Takes an upload as the store has begun it.
-
-        MinIO before 2025 answers with the algorithm only: it does not know the type, and rejects a
-        checksum of the whole at the end.
-        """
-        told = headers.get("x-amz-checksum-type") or headers.get("x-amz-checksum-algorithm")
-        if told not in (None, "FULL_OBJECT"):
-            self._multipart = self._by_parts
+            return Dialect(creation=self._object_headers)
+        whole = self._dialect.whole_checksums
+        kind = {"x-amz-checksum-type": "FULL_OBJECT" if whole else "COMPOSITE"}
+        return Dialect(
+            creation={"x-amz-checksum-algorithm": "CRC32C", **kind, **self._object_headers},
+            part=self._verified,
+            # the checksums of the parts go along: one that is made of them says no more
+            completion=lambda crc32c: {**_checksum(crc32c), **kind} if whole else {},
+            part_checksum="ChecksumCRC32C",
+        )
 
     def put(
         self,
@@ -143,46 +139,12 @@ class S3Store(RestStore):
         headers = {**self._object_headers, **self._verified(checksum)}
         if if_absent:
             headers["If-None-Match"] = "*"
-
-        def write(tag: str | None) -> ObjectInfo:
-            if tag is not None:
-                headers["If-Match"] = tag
-            info = self._written(key, headers, body, attempt, progress)
-            self._knows_quotes = self._knows_quotes or tag == if_version is not None
-            return info
-
-        return self._spelled(if_version, write)
-
-    def _spelled(self, version: str | None, attempt: Callable[[str | None], T]) -> T:
-        """What comes of an attempt on the condition of an ETag.
-
-        Ceph RGW 16 knows its own only without the quotes, so that is tried, too, where it may be.
-        """
-        spellings = [version]
-        if version is not None and not self._knows_quotes and '"' in version:
-            spellings.append(version.strip('"'))
-        certain = True
-        for tag in spellings:
-            try:
-                return attempt(tag)
-            except StoreError as error:
-                error.certain = certain = certain and error.certain
-                if not isinstance(error, PreconditionFailedError) or tag is spellings[-1]:
-                    raise
-        raise AssertionError
+        if if_version is not None:
+            headers["If-Match"] = if_version
+        return self._written(key, headers, body, attempt, progress)
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        uploads = self._multipart
-        try:
-            return uploads.create(key, part_size)
-        except InvalidRequestError:
-            if uploads is self._by_parts:
-                raise
-            # Cloudflare R2 has CRC32C of parts only:
-            # https://developers.cloudflare.com/r2/api/s3/api/#checksum-types
-            upload = self._by_parts.create(key, part_size)
-            self._multipart = self._by_parts
-            return upload
+        return self._multipart.create(key, part_size)
 
     def put_part(
         self,
@@ -225,13 +187,9 @@ class S3Store(RestStore):
         if_absent: bool = False,
     ) -> ObjectInfo:
         assert isinstance(source, S3Store)
-        access = source._access
         with self._copying(source, found):
-            tag, crc32c = self._spelled(
-                found.version,
-                lambda tag: self._control.copy(
-                    access, found, tag or "", key, attempt=attempt, if_absent=if_absent
-                ),
+            tag, crc32c = self._control.copy(
+                source._access, found, key, attempt=attempt, if_absent=if_absent
             )
         return replace(self._made(key, found.size, tag, attempt), checksum=crc32c)
 
@@ -245,14 +203,8 @@ class S3Store(RestStore):
         stop: int,
     ) -> Part:
         assert isinstance(source, S3Store)
-        access = source._access
         with self._copying(source, found):
-            return self._spelled(
-                found.version,
-                lambda tag: self._control.copy_part(
-                    access, found, tag or "", upload, number, start, stop
-                ),
-            )
+            return self._control.copy_part(source._access, found, upload, number, start, stop)
 
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)
@@ -267,7 +219,21 @@ class S3Store(RestStore):
         return self._control.list_level(prefix)
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
-        self._spelled(if_version, lambda tag: self._control.delete(key, tag))
+        if if_version is not None and self._dialect.conditional_deletes is False:
+            self._check_version(key, if_version)
+            if_version = None
+        self._control.delete(key, if_version)
+
+    def _check_version(self, key: str, version: str) -> None:
+        """In place of a condition that the store would ignore; another write may come behind it."""
+        try:
+            found = self.head(key)
+        except ObjectNotFoundError:
+            return
+        if found.version != version:
+            raise PreconditionFailedError(
+                "the object was replaced", uri=self.uri(key), certain=True
+            )
 
     @contextlib.contextmanager
     def _sent(self, request: Request) -> Iterator[Reply]:
@@ -282,6 +248,19 @@ class S3Store(RestStore):
                     "S3Options(payload_signing='on') or CLOUDCKPT_S3_PAYLOAD_SIGNING=on"
                 )
             raise
+
+    @contextlib.contextmanager
+    def _attempt(self, request: Request, used: Authorized) -> Iterator[Reply]:
+        is_read = request.method == "GET" and request.url == self.object_url(request.key)
+        if self._redirects is None or not is_read:
+            attempt = super()._attempt(request, used)
+        else:
+            uri = self.uri(request.key)
+            if (waiting := current()) is not None:
+                waiting.sends(f"GET {uri}")
+            attempt = self._redirects.read(request, used, uri)
+        with attempt as reply:
+            yield reply
 
     def authorized(self, request: Request) -> Authorized:
         digest = self._access.payload_digest(request.method, request.body)
@@ -333,6 +312,23 @@ class S3Store(RestStore):
         if not self._checksums:
             return {}
         return {"x-amz-sdk-checksum-algorithm": "CRC32C", **_checksum(crc32c)}
+
+
+def open_hugging_face(uri: CheckpointURI, config: Config) -> S3Store:
+    """The Storage Bucket of ``hf://buckets/namespace/name``, by its S3 gateway.
+
+    Endpoint and region are those of the gateway, whatever options and variables say, since they may
+    be about another store in the same job.
+    """
+    _, namespace, name = uri.bucket.split("/")
+    there = replace(
+        config.s3,
+        endpoint_url=f"{HUGGING_FACE_ENDPOINT}/{namespace}",
+        region="us-east-1",
+        addressing_style="path",
+        dialect="huggingface",
+    )
+    return S3Store(name, replace(config, s3=there), uri.root)
 
 
 def _checksum(crc32c: int) -> dict[str, str]:

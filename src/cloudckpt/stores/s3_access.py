@@ -10,7 +10,8 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 import urllib3
@@ -29,13 +30,14 @@ from cloudckpt.stores.base import Body, Regions, nbytes
 from cloudckpt.stores.credentials import Credentials, raise_alone, reason
 from cloudckpt.stores.http import HttpOptions
 from cloudckpt.stores.origins import Route, first_set, named_by
+from cloudckpt.stores.s3_dialects import DIALECTS, S3Dialect, dialect_of
 
 try:
     import boto3
     import botocore.exceptions
     import botocore.session
     from botocore import UNSIGNED
-    from botocore.auth import S3SigV4Auth
+    from botocore.auth import S3ExpressAuth, S3SigV4Auth
     from botocore.awsrequest import AWSRequest, AWSResponse
     from botocore.config import Config as BotoConfig
     from botocore.credentials import ReadOnlyCredentials
@@ -43,6 +45,7 @@ try:
     from botocore.utils import get_environ_proxies
 
     from cloudckpt.stores.s3_credentials import METADATA_SETTINGS, Keys, fetching_keys
+    from cloudckpt.stores.s3_sessions import Sessions
 except ImportError as exc:
     raise MissingDependencyError(
         "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
@@ -80,6 +83,7 @@ class BucketAccess:
             leaves times as they are written: to parse them is most of what a listing takes.
         credentials: What requests are signed with.
         is_aws: Whether the endpoint is Amazon's own.
+        dialect: What is different there.
         http_options: How to connect to it.
     """
 
@@ -87,32 +91,62 @@ class BucketAccess:
         for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
             check_endpoint(os.environ.get(variable) or None, variable)
         options = config.s3
-        self.bucket, self._options, self._uri = bucket, options, uri
+        self.bucket, self._uri = bucket, uri
         with _translated(uri) if options.anonymous else fetching_keys(uri):
             session = _session(options)
         unused = [] if options.anonymous else [session]  # to make one takes as long as the client
-
-        def made() -> Any:
-            return unused.pop() if unused else _session(options)
-
-        self.credentials = Credentials(lambda: Keys(None if options.anonymous else made, uri))
         with _translated(uri):
             core = session._session
             self._scoped = core.get_scoped_config()
-            self.client = client = _client(session, options)
+            client = _client(session, options)
             self.base, region = _resolve(client, bucket)
+            host = self.base.split("/")[2].partition(":")[0]
+            suffix = next((end for end in _suffixes(core) if host.endswith(end)), None)
+            self.is_aws = suffix is not None
+            self.dialect = _dialect(options, bucket, host, is_amazon=self.is_aws)
+            style = self._addressing_style(options)
+            if style is not None:
+                options = replace(options, addressing_style=style)
+                client.close()
+                client = _client(session, options)
+                self.base, region = _resolve(client, bucket)
+        self.client, self._options = client, options
         # path style: http://host/bucket; virtual style: https://bucket.host/
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
         self._place = _Place(self.bucket_url, region)
+        self.credentials: Credentials[Any] = Credentials(lambda: self._look(config, unused))
         self._has_moved = False
         self._moving = threading.Lock()
         self._signs = _signs_payloads(client, options)
-        host = self.base.split("/")[2].partition(":")[0]
-        suffix = next((end for end in _suffixes(core) if host.endswith(end)), None)
-        self.is_aws = suffix is not None
-        self._realm = (suffix or client.meta.endpoint_url, options.profile, options.anonymous)
+        # nothing is copied beyond the zone of a directory bucket
+        zone = bucket.removesuffix("--x-s3").rpartition("--")[2] if self.dialect.sessions else ""
+        endpoint = suffix or client.meta.endpoint_url
+        self._realm = (endpoint, zone, options.profile, options.anonymous)
         self.http_options = _http_options(client, core.get_config_variable("ca_bundle"), config)
+        if self.dialect.redirects:  # it would be shown to whom reads are sent on to
+            self.http_options = replace(self.http_options, client_cert=None)
+
+    def _addressing_style(self, options: S3Options) -> Literal["path", "virtual"] | None:
+        """The style that the vendor demands, if neither options nor profile name one."""
+        said = options.addressing_style or (self._scoped.get("s3") or {}).get("addressing_style")
+        return None if said else self.dialect.addressing_style
+
+    def _look(self, config: Config, unused: list[Any]) -> Keys | Sessions:
+        """What is there to sign with now; ``unused`` are sessions of boto3 that were just made."""
+        options = self._options
+        if options.anonymous:
+            return Keys(None, self._uri)
+
+        def made() -> Any:
+            return unused.pop() if unused else _session(options)
+
+        if not self.dialect.sessions:
+            return Keys(made, self._uri)
+        with fetching_keys(self._uri):
+            session = made()
+            client = _session_client(session, config, self.region)
+        return Sessions(session, client, self.bucket, self._uri)
 
     @property
     def region(self) -> str:
@@ -136,6 +170,8 @@ class BucketAccess:
         endpoint = named_by(options, "endpoint_url") or first_set(
             "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"
         )
+        if self._uri.startswith("hf://"):
+            endpoint = "the scheme hf://"
         region = named_by(options, "region") or first_set("AWS_REGION", "AWS_DEFAULT_REGION")
         profile = "the profile" if self._scoped.get("region") else "nothing: boto3's default"
         return Route(
@@ -207,7 +243,9 @@ class BucketAccess:
         """
         given = dict(headers)
         digest = given.pop(PAYLOAD_DIGEST)
-        secrets = self.credentials.current.fetch()
+        source, copies = self.credentials.current, "x-amz-copy-source" in map(str.lower, given)
+        sessions = isinstance(source, Sessions)
+        secrets = source.identity.fetch() if sessions and copies else source.fetch()
         if not secrets:
             return given
         length = {name: given.pop(name) for name in ("Content-Length",) if name in given}
@@ -215,7 +253,13 @@ class BucketAccess:
         request.context[PAYLOAD_DIGEST] = digest
         access_key, secret_key, token = secrets
         keys = ReadOnlyCredentials(access_key, secret_key, token or None)
-        _Signer(keys, "s3", self.region).add_auth(request)
+        if not sessions:
+            signer: S3SigV4Auth = _Signer(keys, "s3", self.region)
+        elif copies:  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
+            signer = _Signer(keys, "s3express", self.region)
+        else:
+            signer = _SessionSigner(keys, "s3express", self.region, identity_cache=None)
+        signer.add_auth(request)
         return length | dict(request.headers.items())
 
 
@@ -228,6 +272,12 @@ class _Signer(S3SigV4Auth):  # type: ignore[misc]
     def payload(self, request: AWSRequest) -> str:
         digest: str = request.context[PAYLOAD_DIGEST]
         return digest
+
+
+class _SessionSigner(S3ExpressAuth):  # type: ignore[misc]
+    """The same, with the keys of a session."""
+
+    payload = _Signer.payload
 
 
 def _session(options: S3Options) -> Any:
@@ -248,6 +298,24 @@ def _region(options: S3Options) -> str | None:
     return options.region or next(filter(None, variables), None)
 
 
+def _dialect(options: S3Options, bucket: str, host: str, *, is_amazon: bool) -> S3Dialect:
+    """What the bucket is, or what the user says that it is.
+
+    Raises:
+        ConfigError: If an option can't have an effect there.
+    """
+    row = dialect_of(bucket, host, is_amazon=is_amazon)
+    if options.dialect != "auto":
+        row = DIALECTS[options.dialect]
+    given = [name for name in sorted(row.useless) if getattr(options, name)]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: {row.title} has no such thing, and would refuse or ignore it; "
+            "leave it out"
+        )
+    return row
+
+
 _SETTINGS = {"region": ("region", None, None, None), **METADATA_SETTINGS}
 
 
@@ -259,6 +327,20 @@ def _client(session: Any, options: S3Options, region: str | None = None) -> Any:
         endpoint_url=options.endpoint_url,
         config=_boto_config(options),
         **_NO_CREDENTIALS,
+    )
+
+
+def _session_client(session: Any, config: Config, region: str) -> Any:
+    """What asks for sessions: boto3 as its users call it, with their credentials, once."""
+    return session.client(
+        "s3",
+        region_name=region,
+        endpoint_url=config.s3.endpoint_url,
+        config=BotoConfig(
+            retries={"total_max_attempts": 1},
+            connect_timeout=config.connect_timeout,
+            read_timeout=config.read_timeout,
+        ),
     )
 
 

@@ -48,10 +48,12 @@ class Control:
         self._access = access
         self._created = created
         self._checksums = checksums
+        self._any_prefix = access.dialect.any_prefix
         self._calls = SdkCalls(store)
         self._client = access.client
         events = self._client.meta.events
         events.register("choose-signer.s3", lambda **_: UNSIGNED)  # the store signs
+        events.register_first("before-sign.s3", _without_sessions)
         events.register("before-send.s3", self._send)
 
     def _send(self, request: AWSPreparedRequest, **_: Any) -> AWSResponse:
@@ -64,15 +66,30 @@ class Control:
         return AWSResponse(request.url, answer.status, answer.headers, raw)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """The objects whose key begins with ``prefix``, page by page."""
-        for page in self._pages(prefix):
-            yield from objects_in(page)
+        """The objects whose key begins with ``prefix``, in order; page by page, if possible."""
+        if self._any_prefix:
+            for page in self._pages(prefix):
+                yield from objects_in(page)
+            return
+        found = [info for page in self._pages(_folder_of(prefix)) for info in objects_in(page)]
+        yield from sorted(
+            (info for info in found if info.key.startswith(prefix)), key=lambda info: info.key
+        )
 
     def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
-        """The objects and the folders directly beneath ``prefix``, page by page."""
-        for page in self._pages(prefix, Delimiter="/"):
-            yield from objects_in(page)
-            yield from folders_in(page, prefix)
+        """The objects and the folders directly beneath ``prefix``; page by page, if possible."""
+        pages = self._pages(prefix, Delimiter="/")
+        if self._any_prefix:
+            for page in pages:
+                yield from objects_in(page)
+                yield from folders_in(page, prefix)
+            return
+        objects, folders = list[ObjectInfo](), set[str]()
+        for page in pages:
+            objects += objects_in(page)
+            folders.update(folders_in(page, prefix))
+        yield from sorted(objects, key=lambda info: info.key)
+        yield from sorted(folders)
 
     def _pages(self, prefix: str, **wanted: str) -> Iterator[dict[str, Any]]:
         def ask(marks: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...] | None]:
@@ -88,12 +105,15 @@ class Control:
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         """The uploads under ``prefix`` that are open, page by page."""
+        asked = prefix if self._any_prefix else _folder_of(prefix)
 
         def ask(marks: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...] | None]:
-            more = dict(zip(("KeyMarker", "UploadIdMarker"), marks, strict=False))
+            named = zip(("KeyMarker", "UploadIdMarker"), marks, strict=False)
+            # directory buckets have no markers by uploads
+            more = {name: mark for name, mark in named if mark or self._any_prefix}
             with self._calls.about(prefix):
                 page: dict[str, Any] = self._client.list_multipart_uploads(
-                    Bucket=self._access.bucket, Prefix=prefix, EncodingType="url", **more
+                    Bucket=self._access.bucket, Prefix=asked, EncodingType="url", **more
                 )
             following = (
                 _key(page, page.get("NextKeyMarker", "")),
@@ -103,8 +123,9 @@ class Control:
 
         for page in all_pages(self._store.uri(prefix), ask):
             for entry in page.get("Uploads", ()):
-                began = iso_date(entry.get("Initiated", ""))
-                yield Upload(_key(page, entry["Key"]), entry["UploadId"], 0, began)
+                key, began = _key(page, entry["Key"]), iso_date(entry.get("Initiated", ""))
+                if key.startswith(prefix):
+                    yield Upload(key, entry["UploadId"], 0, began)
 
     def delete(self, key: str, tag: str | None) -> None:
         """Removes an object; on the condition that it has an ETag, if one is given."""
@@ -116,7 +137,6 @@ class Control:
         self,
         source: BucketAccess,
         found: ObjectInfo,
-        tag: str,
         key: str,
         *,
         attempt: str,
@@ -127,7 +147,6 @@ class Control:
         Args:
             source: The bucket that it is in.
             found: The object.
-            tag: Its version, as the store wants it to be written.
             key: The key of the copy.
             attempt: The name that the copy keeps of its write; none if it is empty.
             if_absent: Whether the copy must not replace an object.
@@ -144,7 +163,7 @@ class Control:
                 MetadataDirective="REPLACE",
                 Metadata={ATTEMPT: attempt} if attempt else {},
                 TaggingDirective="REPLACE",
-                **_source(source, found, tag),
+                **_source(source, found),
                 **algorithm,
             )
         made = answer.get("CopyObjectResult", {})
@@ -155,7 +174,6 @@ class Control:
         self,
         source: BucketAccess,
         found: ObjectInfo,
-        tag: str,
         upload: Upload,
         number: int,
         start: int,
@@ -171,7 +189,7 @@ class Control:
                 Key=upload.key,
                 UploadId=upload.id,
                 PartNumber=number,
-                **_source(source, found, tag),
+                **_source(source, found),
                 **span,
             )
         made = answer.get("CopyPartResult", {})
@@ -181,6 +199,8 @@ class Control:
 
     def rules(self, prefix: str) -> BucketRules:
         """What the bucket keeps, and whether it ends uploads under ``prefix``."""
+        if self._access.dialect.rules is not None:
+            return self._access.dialect.rules
         client, unread = self._client, list[str]()
 
         def asked(operation: Callable[..., Any], what: str) -> Mapping[str, Any]:
@@ -219,6 +239,16 @@ class Control:
         self._client.close()
 
 
+def _without_sessions(request: Any, **_: Any) -> None:
+    """Nobody signs here: botocore would look for the session of a copy, and fail."""
+    request.context.get("signing", {}).pop("signing_name", None)
+
+
+def _folder_of(prefix: str) -> str:
+    """The longest prefix of a prefix that ends in a slash; empty if there is none."""
+    return prefix[: prefix.rfind("/") + 1]
+
+
 def _key(page: Mapping[str, Any], key: str) -> str:
     """A key in a listing of uploads, which boto3 leaves encoded."""
     return unquote_plus(key) if page.get("EncodingType") == "url" else key
@@ -237,10 +267,10 @@ def folders_in(page: Mapping[str, Any], prefix: str) -> Iterator[str]:
         yield folder["Prefix"].removeprefix(prefix).rstrip("/")
 
 
-def _source(source: BucketAccess, found: ObjectInfo, tag: str) -> dict[str, Any]:
+def _source(source: BucketAccess, found: ObjectInfo) -> dict[str, Any]:
     return {
         "CopySource": {"Bucket": source.bucket, "Key": found.key},
-        "CopySourceIfMatch": tag,
+        "CopySourceIfMatch": found.version,
     }
 
 

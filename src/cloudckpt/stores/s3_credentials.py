@@ -14,7 +14,7 @@ from cloudckpt.stores.origins import Origin
 from cloudckpt.stores.s3_errors import from_code
 from cloudckpt.stores.tls import causes
 
-__all__ = ["METADATA_SETTINGS", "Keys", "fetching_keys"]
+__all__ = ["METADATA_SETTINGS", "Keys", "fetching_keys", "is_passing"]
 
 _NAMES = (
     ("AWS_ACCESS_KEY_ID", "aws_access_key_id"),
@@ -87,7 +87,7 @@ class Keys:
 
 def fetching_keys(uri: str) -> contextlib.AbstractContextManager[None]:
     """Around what boto3 does to find or refresh credentials: its errors are raised as ours."""
-    return fetching("AWS", uri, is_passing=_is_passing)
+    return fetching("AWS", uri, is_passing=is_passing)
 
 
 _SILENT = (
@@ -99,7 +99,7 @@ _SILENT = (
 )
 
 
-def _is_passing(exc: Exception) -> bool:
+def is_passing(exc: Exception) -> bool:
     """Whether the service behind a source was silent, or has asked to come again later."""
     for inner in causes(exc):
         if isinstance(inner, botocore.exceptions.ClientError):  # of STS, Identity Center, sign-in

@@ -113,10 +113,6 @@ def _parsed(body: bytes) -> Element:
     return root
 
 
-def _ignore(headers: Mapping[str, str]) -> None:
-    pass
-
-
 def _nothing(crc32c: int) -> Mapping[str, str]:
     return {}
 
@@ -127,14 +123,12 @@ class Dialect:
 
     Attributes:
         creation: Headers of the request that begins an upload.
-        created: Told the headers of the answer to it.
         part: Headers of a part, from its CRC32C.
         completion: Headers of the request that completes an upload, from the object's CRC32C.
         part_checksum: The XML element of a part's CRC32C in that request, if it is to be there.
     """
 
     creation: Mapping[str, str]
-    created: Callable[[Mapping[str, str]], None] = _ignore
     part: Callable[[int], Mapping[str, str]] = _nothing
     completion: Callable[[int], Mapping[str, str]] = _nothing
     part_checksum: str | None = None
@@ -162,7 +156,6 @@ class XmlMultipart:
         headers = {**self._dialect.creation, **self._store.naming(attempt)}
         with self._store.exchange("POST", url, headers, key=key) as reply:
             upload_id = text(unqualified(reply.read_all(), self._store.uri(key)), "UploadId")
-            self._dialect.created(reply.headers)
         if not upload_id:
             raise ServerError("the answer names no upload", uri=self._store.uri(key))
         return Upload(key, upload_id, part_size, attempt=attempt)

@@ -210,7 +210,9 @@ def choose_part_size(
             two parts are held back at a time and the pool loses up to half to fragments.
     """
     size = wanted or max(
-        nbytes // _PARTS_AIMED_AT, even_share(nbytes, connections, each=_PARTS_EACH)
+        nbytes // _PARTS_AIMED_AT,
+        even_share(nbytes, connections, each=_PARTS_EACH),
+        capabilities.good_part_size,
     )
     if copied is not None:
         size = min(size, copied // 6)

@@ -1,0 +1,645 @@
+"""What the stores with S3's API do differently, row by row.
+
+No vendor's store is asked here. Each row has a stub, made of its documentation: moto, or the
+scripted server of ``conftest.py``, with what the vendor says that it does otherwise.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import json
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt.checksum import CRC32C
+from cloudckpt.config import MIB
+from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CheckpointNotFoundError,
+    ConfigError,
+    ConnectionLostError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    RangeNotSatisfiableError,
+    ServerError,
+    StoreError,
+)
+from cloudckpt.stores import s3
+from cloudckpt.stores.redirects import Redirects, end_of
+from cloudckpt.stores.registry import open_store
+from cloudckpt.stores.rest import Authorized, Request
+from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.s3_dialects import AWS, DIALECTS, EXPRESS, dialect_of
+from cloudckpt.uri import CheckpointURI
+from stubs.s3_vendors import STUBS, HuggingFaceStub
+
+EXPRESS_BUCKET = "fast--usw2-az1--x-s3"
+
+# which row
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "name"),
+    [
+        ("https://s3.eu-west-1.amazonaws.com", "aws"),
+        ("https://s3.cn-north-1.amazonaws.com.cn", "aws"),
+        ("https://account.r2.cloudflarestorage.com", "r2"),
+        ("https://account.eu.r2.cloudflarestorage.com", "r2"),
+        ("https://cwobject.com", "coreweave"),
+        ("http://cwlota.com", "coreweave"),
+        ("https://ns.compat.objectstorage.eu-frankfurt-1.oraclecloud.com", "oracle"),
+        ("https://ns.compat.objectstorage.us-phoenix-1.oci.customer-oci.com", "oracle"),
+        ("https://storage.googleapis.com", "google"),
+        ("https://s3.hf.co/namespace", "huggingface"),
+        ("http://minio:9000", "other"),
+        ("https://r2.cloudflarestorage.com.example", "other"),
+        ("https://nots3.hf.co.example", "other"),
+        ("https://notcwobject.com", "other"),
+    ],
+)
+def test_a_store_is_known_by_its_endpoint(endpoint, name):
+    store = S3Store("bucket", Config(s3=S3Options(endpoint_url=endpoint)))
+    store.close()
+    assert store._access.dialect is DIALECTS[name]
+    assert store.capabilities.conditional_writes is DIALECTS[name].conditional_writes
+    assert store.capabilities.verifies is DIALECTS[name].verifies_checksums
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_the_user_may_say_whose_store_it_is(name):
+    assert name in get_args(get_type_hints(S3Options)["dialect"])
+    options = S3Options(endpoint_url="http://store.example", dialect=name, region="us-east-1")
+    store = S3Store("bucket", Config(s3=options))
+    store.close()
+    assert store._access.dialect is DIALECTS[name]
+
+
+def test_every_value_of_the_option_is_a_row():
+    assert {*get_args(get_type_hints(S3Options)["dialect"])} == {"auto", *DIALECTS}
+
+
+def test_a_directory_bucket_is_known_by_its_name():
+    assert dialect_of("fast--usw2-az1--x-s3", "s3.amazonaws.com", is_amazon=True) is EXPRESS
+    assert dialect_of("x-s3", "s3.amazonaws.com", is_amazon=True) is AWS
+
+
+@pytest.mark.parametrize("name", ["r2", "minio"])
+def test_options_win_over_the_row(name):
+    wanted = S3Options(endpoint_url="http://store.example", dialect=name, checksum="on")
+    for checksum in ("on", "off"):
+        store = S3Store("bucket", Config(s3=dataclasses.replace(wanted, checksum=checksum)))
+        store.close()
+        assert store.capabilities.verifies is (checksum == "on")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "given", "url"),
+    [
+        ("http://cwlota.com", None, "http://bucket.cwlota.com/"),
+        ("http://cwlota.com", "path", "http://cwlota.com/bucket"),
+        ("https://s3.hf.co/me", None, "https://s3.hf.co/me/bucket"),
+    ],
+)
+def test_a_bucket_is_addressed_as_its_vendor_demands(endpoint, given, url):
+    store = S3Store("bucket", Config(s3=S3Options(endpoint_url=endpoint, addressing_style=given)))
+    store.close()
+    assert store.route().url == url
+
+
+def test_the_style_of_the_profile_wins_over_that_of_the_row(tmp_path, monkeypatch):
+    file = tmp_path / "config"
+    file.write_text("[default]\ns3 =\n  addressing_style = path\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    store = S3Store("bucket", Config(s3=S3Options(endpoint_url="http://cwlota.com")))
+    store.close()
+    assert store.route().url == "http://cwlota.com/bucket"
+
+
+@pytest.mark.parametrize(
+    ("bucket", "options", "named"),
+    [
+        (EXPRESS_BUCKET, {"tags": {"team": "nlp"}}, "tags: S3 Express"),
+        (EXPRESS_BUCKET, {"storage_class": "STANDARD_IA"}, "storage_class: S3 Express"),
+        (EXPRESS_BUCKET, {"anonymous": True}, "anonymous: S3 Express"),
+        ("b", {"endpoint_url": "https://s3.hf.co/me", "sse": "AES256"}, "sse: Hugging Face"),
+    ],
+)
+def test_an_option_that_could_have_no_effect_is_refused(bucket, options, named):
+    with pytest.raises(ConfigError, match=named):
+        S3Store(bucket, Config(s3=S3Options(**options)))
+
+
+WORDS = {True: "yes", False: "no", None: "tried first"}
+
+
+def documented(name, row):
+    """A row as docs/s3.md has it, but for what was tested."""
+    hosts = ", ".join(f"`{host}`" for host in row.hosts) or "the option"
+    if name == "aws":
+        hosts = "Amazon's hosts"
+    elif name == "express":
+        hosts = "the bucket's name"
+    title = f"[{row.title}]({row.documentation})" if row.documentation else row.title
+    deletes = {True: "yes", False: "looks before", None: "sent"}[row.conditional_deletes]
+    words = (row.verifies_checksums, row.conditional_writes, deletes, row.copies_parts)
+    cells = [title, f"`{name}`", hosts if name != "other" else "all else"]
+    cells += [WORDS.get(word, word) for word in words]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_documentation_has_every_row():
+    text = (Path(__file__).parents[2] / "docs" / "s3.md").read_text()
+    for name, row in DIALECTS.items():
+        assert f"\n{documented(name, row)} " in text
+
+
+# deletions
+
+
+@pytest.mark.parametrize("name", [n for n, row in DIALECTS.items() if not row.conditional_deletes])
+def test_a_condition_that_would_be_ignored_is_looked_at_before(server, name):
+    """The stub is a store that deletes whatever the condition is."""
+    server.respond(lambda request: server.Answer(headers={"ETag": '"new"'}, size=0))
+    options = S3Options(endpoint_url=server.url, addressing_style="path", dialect=name)
+    store = S3Store("bucket", Config(s3=options))
+    store.delete("key", if_version='"new"')
+    looks = DIALECTS[name].conditional_deletes is False
+    sent = [(request.method, request.headers["If-Match"]) for request in server.requests]
+    assert sent == ([("HEAD", None), ("DELETE", None)] if looks else [("DELETE", '"new"')])
+    if looks:
+        with pytest.raises(PreconditionFailedError) as caught:
+            store.delete("key", if_version='"old"')
+        assert caught.value.certain
+        assert server.requests[-1].method == "HEAD"
+        server.respond(lambda request: server.Answer(404))
+        store.delete("key", if_version='"old"')  # it is gone, which is what was wanted
+    store.close()
+
+
+# each row, with its stub
+
+
+@dataclass
+class Place:
+    """A bucket of a stub."""
+
+    name: str
+    stub: Any
+    bucket: str
+    config: Config
+
+    @property
+    def row(self):
+        return DIALECTS[self.name]
+
+    def uri(self, path=""):
+        return f"s3://{self.bucket}/{path}"
+
+    def store(self):
+        return open_store(CheckpointURI.parse(self.uri()), self.config)
+
+
+@pytest.fixture
+def open_place(stub_server, s3_url, s3_client, monkeypatch):
+    """Opens a bucket of a stub, by the name of its row."""
+    with contextlib.ExitStack() as stack:
+
+        def open_one(name):
+            server = stack.enter_context(stub_server())
+            given = [server, s3_url]
+            if name == "huggingface":
+                given.append(stack.enter_context(stub_server()))
+            stub = STUBS[name](*given)
+            bucket = f"b{uuid.uuid4().hex[:12]}"
+            options = {"endpoint_url": server.url, "addressing_style": "path", "dialect": name}
+            if name == "express":  # known by its name
+                options["dialect"] = "auto"
+            elif name == "huggingface":
+                options["endpoint_url"] += "/me"
+            elif name == "coreweave":  # known by its host, and addressed as its vendor demands
+                monkeypatch.setenv("HTTP_PROXY", server.url)
+                monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+                options = {"endpoint_url": "http://cwlota.com"}
+            s3_client.create_bucket(Bucket=bucket)
+            bucket += getattr(stub, "suffix", "")
+            config = Config(
+                s3=S3Options(**options),
+                part_size=5 * MIB,
+                connections=4,
+                retry=RetryPolicy(attempts=3, base=0.01, cap=0.05, deadline=60.0),
+            )
+            return Place(name, stub, bucket, config)
+
+        yield open_one
+
+
+@pytest.fixture(params=STUBS)
+def place(request, open_place):
+    return open_place(request.param)
+
+
+def held(client, place):
+    """The keys of a place, and the uploads there that are open."""
+    bucket = place.bucket.removesuffix(getattr(place.stub, "suffix", ""))
+    objects = client.list_objects_v2(Bucket=bucket).get("Contents", [])
+    uploads = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+    return [entry["Key"] for entry in [*objects, *uploads]]
+
+
+def put(store, key, data=b"data", **conditions):
+    return store.put(key, [memoryview(data)], checksum=CRC32C.of(data), **conditions)
+
+
+def get_range(store, key, start, size, version=None):
+    into = memoryview(bytearray(size))
+    store.get_range(key, start, [into], if_version=version)
+    return bytes(into)
+
+
+def state(number=0):
+    return {"large": torch.arange(12 * MIB // 4) + number, "small": torch.full((3,), number)}
+
+
+def loaded(uri, config):
+    found = {name: torch.zeros_like(value) for name, value in state().items()}
+    cloudckpt.load(found, checkpoint_id=uri, config=config)
+    return found
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+HONOURED = {name for name in STUBS if name not in ("oracle", "google")}
+
+
+def test_there_is_a_stub_for_every_row():
+    assert STUBS.keys() == DIALECTS.keys()
+
+
+def test_a_checkpoint_lives_in_every_dialect(place, s3_client):
+    if place.name not in HONOURED:
+        with pytest.raises(ConfigError, match="ignores conditional writes"):
+            cloudckpt.save(state(), checkpoint_id=place.uri("run/step-1"), config=place.config)
+        assert held(s3_client, place) == []
+        place.config = dataclasses.replace(place.config, conditional_writes="off")
+    first, second, config = place.uri("run/step-1"), place.uri("run/step-2"), place.config
+    cloudckpt.save(state(1), checkpoint_id=first, config=config)
+    cloudckpt.save(state(2), checkpoint_id=first, config=config)  # in place of that
+    assert_same(loaded(first, config), state(2))
+    cloudckpt.copy(first, second, config=config)
+    assert_same(loaded(second, config), state(2))
+    cloudckpt.verify(second, config=config)
+    found = cloudckpt.list_checkpoints(place.uri("run"), config=config)
+    assert [entry.step for entry in found] == [1, 2]
+    operations = place.stub.operations()
+    assert "PutPart" in operations
+    assert "Copy" in operations
+    for uri in (first, second):
+        cloudckpt.delete(uri, config=config)
+    assert held(s3_client, place) == []
+
+
+@pytest.mark.parametrize("name", sorted(HONOURED))
+def test_of_two_writers_one_wins(open_place, name):
+    place = open_place(name)
+    store = place.store()
+    old = put(store, "run/commit", b"old", if_absent=True)
+    with pytest.raises(PreconditionFailedError):
+        put(store, "run/commit", b"late", if_absent=True)
+    put(store, "run/commit", b"new", if_version=old.version)
+    with pytest.raises(PreconditionFailedError):
+        put(store, "run/commit", b"late", if_version=old.version)
+    data, info = store.get("run/commit")
+    assert data == b"new"
+    put(store, "run/commit", b"newest", if_version=info.version)
+
+
+def test_what_was_replaced_is_not_deleted(place):
+    store = place.store()
+    old = put(store, "run/commit", b"old")
+    new = put(store, "run/commit", b"new")
+    if place.row.conditional_deletes is None:  # nothing is known of it, and this stub ignores it
+        return
+    with pytest.raises(PreconditionFailedError):
+        store.delete("run/commit", if_version=old.version)
+    assert store.get("run/commit")[0] == b"new"
+    store.delete("run/commit", if_version=new.version)
+    store.delete("run/commit")
+    with pytest.raises(ObjectNotFoundError):
+        store.head("run/commit")
+
+
+def test_listings_are_in_order_whatever_the_prefix(place):
+    store = place.store()
+    keys = ["run/a/1", "run/a/2", "run/ab/1", "run/b", "run/c", "sun/1"]
+    for key in keys:
+        put(store, key)
+    uploads = [store.create_upload(key, 5 * MIB) for key in ("run/a/3", "run/b")]
+    for prefix in ("", "run/", "run/a", "run/a/", "run/a/2", "nothing"):
+        listed = [found.key for found in store.list(prefix)]
+        assert listed == [key for key in keys if key.startswith(prefix)], prefix
+    level = [one if isinstance(one, str) else one.key for one in store.list_level("run/")]
+    assert level == ["run/b", "run/c", "a", "ab"]
+    for prefix, expected in (("run/a/3", uploads[:1]), ("run/", uploads), ("run/c", [])):
+        assert {found.id for found in store.list_uploads(prefix)} == {one.id for one in expected}
+    for upload in uploads:
+        store.abort_upload(upload)
+
+
+def test_a_part_is_copied_where_the_store_can(place):
+    store, data = place.store(), bytes(range(256)) * (6 * MIB // 256)
+    found = put(store, "source", data)
+    if not place.row.copies_parts:
+        assert not store.capabilities.copies_parts
+        return
+    upload = store.create_upload("target", 5 * MIB)
+    parts = [
+        store.copy_part(store, found, upload, 1, 0, 5 * MIB),
+        store.copy_part(store, found, upload, 2, 5 * MIB, 6 * MIB),
+    ]
+    store.complete_upload(upload, parts)
+    assert store.get("target")[0] == data
+
+
+# sessions of directory buckets
+
+
+def test_one_session_serves_a_whole_save(open_place):
+    place = open_place("express")
+    cloudckpt.save(state(), checkpoint_id=place.uri("run/step-1"), config=place.config)
+    assert len(place.stub.sessions) == 1
+
+
+def test_a_session_is_renewed_before_it_ends(open_place):
+    place = open_place("express")
+    place.stub.lifetime = 40.0  # less than what botocore wants to be left
+    store = place.store()
+    for number in range(3):
+        put(store, f"key{number}")
+    assert len(place.stub.sessions) >= 2
+    assert place.stub.refused == []
+
+
+def test_a_session_that_is_refused_is_begun_anew(open_place):
+    place = open_place("express")
+    store = place.store()
+    put(store, "key")
+    place.stub.sessions.clear()  # S3 knows it no longer
+    put(store, "key")
+    assert place.stub.refused == ["Put"]
+    assert len(place.stub.sessions) == 1
+
+
+def test_keys_of_a_role_go_to_the_beginning_of_a_session_only(open_place, monkeypatch):
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token-of-the-role")
+    place = open_place("express")
+    put(place.store(), "key")
+    (_, begun), (_, written) = place.stub.log
+    assert begun.headers["x-amz-security-token"] == "token-of-the-role"
+    assert written.headers["x-amz-security-token"] is None
+    assert written.headers["x-amz-s3session-token"] in place.stub.sessions
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected", "told"),
+    [
+        (403, "AccessDenied", AccessDeniedError, "s3express:CreateSession"),
+        (404, "NoSuchBucket", BucketNotFoundError, "CreateSession"),
+        (503, "SlowDown", ConnectionLostError, "can't be fetched for now"),
+    ],
+)
+def test_a_session_that_is_refused_says_why(server, status, code, expected, told):
+    body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+    server.respond(lambda request: server.Answer(status, body=body))
+    store = S3Store(EXPRESS_BUCKET, Config(s3=S3Options(endpoint_url=server.url)))
+    with pytest.raises(expected, match=told) as caught:
+        put(store, "key")
+    store.close()
+    assert caught.value.certain  # nothing was sent
+    assert {request.target for request in server.requests} == {f"/{EXPRESS_BUCKET}?session"}
+
+
+def test_a_directory_bucket_is_asked_at_its_zone(server, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", server.url)  # the stub sees whom to connect to
+    monkeypatch.setenv("AWS_REGION", "us-west-2")
+    server.respond(lambda request: server.Answer(502))
+    store = S3Store(EXPRESS_BUCKET, Config())
+    assert store.capabilities.conditional_writes is True
+    with pytest.raises(StoreError):
+        store.head("key")
+    store.close()
+    zone = f"{EXPRESS_BUCKET}.s3express-usw2-az1.us-west-2.amazonaws.com:443"
+    assert {request.target for request in server.requests} == {zone}
+
+
+def test_copies_stay_within_a_zone(server):
+    config = Config(s3=S3Options(endpoint_url=server.url))
+    names = ("a--usw2-az1--x-s3", "b--usw2-az1--x-s3", "c--usw2-az2--x-s3")
+    first, near, far = (S3Store(name, config) for name in names)
+    assert first.copies_from(near)
+    assert not first.copies_from(far)
+    for store in (first, near, far):
+        store.close()
+
+
+# reads that are sent on
+
+
+def test_nothing_but_the_url_goes_to_whom_reads_are_sent_on_to(open_place, monkeypatch):
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token-of-the-role")
+    place = open_place("huggingface")
+    store = place.store()
+    info = put(store, "run/object", b"0123456789")
+    assert store.get("run/object") == (b"0123456789", info)
+    assert get_range(store, "run/object", 2, 3, info.version) == b"234"
+    whole, part = place.stub.read
+    usual = {"host", "accept-encoding", "user-agent"}
+    assert {name.lower() for name in whole.headers} <= usual
+    assert {name.lower() for name in part.headers} <= usual | {"range"}
+
+
+def test_the_target_of_a_version_is_kept(open_place):
+    place = open_place("huggingface")
+    cloudckpt.save(state(), checkpoint_id=place.uri("run/step-1"), config=place.config)
+    store = place.store()
+    info = put(store, "run/object", b"0123456789")
+    place.stub.log.clear()
+    for start in range(5):
+        assert get_range(store, "run/object", start, 1, info.version) == b"%d" % start
+    assert place.stub.operations() == ["Get", "Head"]
+    store.get("run/object")  # which may be another by now
+    assert place.stub.operations() == ["Get", "Head", "Head", "Get"]
+
+
+def test_a_target_that_has_expired_is_asked_for_again(open_place):
+    place = open_place("huggingface")
+    store, stub = place.store(), place.stub
+    info = put(store, "run/object", b"0123456789")
+    assert get_range(store, "run/object", 0, 1, info.version) == b"0"
+    stub.signed = {path: (content, 0.0) for path, (content, _) in stub.signed.items()}
+    assert get_range(store, "run/object", 1, 1, info.version) == b"1"  # our clock was wrong
+    assert len(stub.expired) == 1
+    stub.lifetime = 3.0  # too short for a request to arrive
+    store = S3Store(place.bucket, place.config)
+    for start in range(2):
+        get_range(store, "run/object", start, 1, info.version)
+    store.close()
+    assert len(stub.expired) == 1
+    assert stub.operations()[-4:] == ["Get", "Head"] * 2
+
+
+def test_a_target_that_always_refuses_is_an_error_without_its_signature(open_place):
+    place = open_place("huggingface")
+    store = place.store()
+    info = put(store, "run/object", b"0123456789")
+    place.stub.lifetime = -1.0
+    with pytest.raises(AccessDeniedError, match="where the store sent") as caught:
+        get_range(store, "run/object", 0, 1, info.version)
+    assert len(place.stub.expired) == 2
+    assert "SIGNED" not in f"{caught.value!r} {caught.value} {vars(caught.value)}"
+
+
+def test_a_version_is_pinned_though_the_store_ignores_conditions(open_place):
+    place = open_place("huggingface")
+    store = place.store()
+    old = put(store, "run/object", b"old")
+    assert get_range(store, "run/object", 0, 3, old.version) == b"old"
+    new = put(store, "run/object", b"new")
+    # what was signed is the old object's content, and remains so
+    assert get_range(store, "run/object", 0, 3, old.version) == b"old"
+    assert get_range(store, "run/object", 0, 3, new.version) == b"new"
+    with pytest.raises(PreconditionFailedError):
+        get_range(store, "run/object", 0, 3, old.version)
+    with pytest.raises(ObjectNotFoundError):
+        store.get("run/nothing")
+    with pytest.raises(RangeNotSatisfiableError):
+        get_range(store, "run/object", 7, 3, new.version)
+
+
+def test_a_gateway_may_answer_by_itself(server):
+    server.respond(
+        lambda request: server.Answer(
+            206 if request.headers["Range"] else 200,
+            {"ETag": '"tag"', "Content-Range": "bytes 0-3/4"},
+            b"data" if request.method == "GET" else b"",
+            size=4,
+        )
+    )
+    options = S3Options(endpoint_url=server.url, dialect="huggingface")
+    store = S3Store("bucket", Config(s3=options))
+    assert get_range(store, "key", 0, 4, '"tag"') == b"data"
+    assert store.get("key")[0] == b"data"
+    with pytest.raises(PreconditionFailedError):  # it ignores conditions, too
+        get_range(store, "key", 0, 4, '"other"')
+    store.close()
+
+
+@pytest.mark.parametrize("name", [name for name, row in DIALECTS.items() if not row.redirects])
+def test_no_other_store_may_send_reads_on(stub_server, server, name, monkeypatch):
+    options = S3Options(endpoint_url=server.url, addressing_style="path", dialect=name)
+    if name == "express":
+        monkeypatch.setattr(s3.BucketAccess, "sign", lambda self, method, url, headers: {})
+    with stub_server() as elsewhere:
+        location = {"Location": f"{elsewhere.url}/target"}
+        server.respond(lambda request: server.Answer(302, location))
+        store = S3Store("bucket", Config(s3=options))
+        with pytest.raises(StoreError):
+            store.get("key")
+        store.close()
+        assert elsewhere.requests == []
+
+
+class FakeHttp:
+    """Sends every read on to a target, and remembers what it was asked for."""
+
+    def __init__(self, location):
+        self.location, self.asked = location, []
+
+    @contextlib.contextmanager
+    def send(self, method, url, headers):
+        self.asked.append(url)
+        answer = SimpleNamespace(status=302, headers={"Location": self.location}, read=bytes)
+        if len(self.asked) > 1:
+            answer = SimpleNamespace(status=200, headers={}, read=bytes)
+        yield answer
+
+
+@pytest.mark.parametrize(
+    ("location", "refused"),
+    [
+        ("https://cdn.example/x?Signature=s", False),
+        ("/other/path?Signature=s", False),
+        ("http://cdn.example/x?Signature=s", True),
+        ("https://user:password@cdn.example/x", True),
+        ("ftp://cdn.example/x", True),
+        ("file:///etc/passwd", True),
+    ],
+)
+def test_tls_does_not_end_at_a_target(location, refused):
+    http = FakeHttp(location)
+    redirects = Redirects(http, lambda key: '"v"', lambda *given: ServerError("no"))
+    request = Request("GET", "https://gateway.example/b/k", {"If-Match": '"v"'}, key="k")
+    used = Authorized(request.url, {"Authorization": "secret"}, None, ())
+    if refused:
+        with (
+            pytest.raises(InvalidRequestError, match="sends the read on"),
+            redirects.read(request, used, "hf://buckets/me/b/k"),
+        ):
+            pass
+        assert len(http.asked) == 1
+    else:
+        with redirects.read(request, used, "hf://buckets/me/b/k") as reply:
+            assert reply.headers["ETag"] == '"v"'
+        assert http.asked[1].startswith("https://")
+
+
+def test_a_signed_url_says_when_it_expires():
+    at = 1_800_000_000
+    date = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(at))
+    statement = {"Resource": "*", "Condition": {"DateLessThan": {"AWS:EpochTime": at + 90}}}
+    policy = base64.b64encode(json.dumps({"Statement": [statement]}).encode()).decode()
+    policy = policy.translate(str.maketrans("+=/", "-_~"))
+    for query in (
+        f"X-Amz-Date={date}&X-Amz-Expires=90&X-Amz-Signature=s",
+        f"X-Goog-Date={date}&X-Goog-Expires=90",
+        f"Expires={at + 90}&Signature=s&Key-Pair-Id=k",
+        f"Policy={policy}&Signature=s&Key-Pair-Id=k",
+    ):
+        assert end_of(f"https://cdn.example/x?{query}") == at + 90
+    for query in ("", "Expires=never", "Policy=none", "X-Amz-Date=today&X-Amz-Expires=90"):
+        assert 0 < end_of(f"https://cdn.example/x?{query}") - time.time() <= 60
+
+
+def test_a_storage_bucket_by_its_own_scheme(stub_server, s3_url, s3_client, monkeypatch):
+    """Whatever endpoint is meant for s3:// in the same job."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://minio.example:9000")
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    bucket = f"b{uuid.uuid4().hex[:12]}"
+    s3_client.create_bucket(Bucket=bucket)
+    with stub_server() as server, stub_server() as cdn:
+        monkeypatch.setattr(s3, "HUGGING_FACE_ENDPOINT", server.url)
+        stub = HuggingFaceStub(server, s3_url, cdn, namespace="my-org")
+        uri, config = f"hf://buckets/my-org/{bucket}/run/step-1", Config(part_size=5 * MIB)
+        cloudckpt.save(state(3), checkpoint_id=uri, config=config)
+        assert_same(loaded(uri, config), state(3))
+        assert cloudckpt.latest(f"hf://buckets/my-org/{bucket}/run", config=config) is not None
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            cloudckpt.load(state(), checkpoint_id=f"{uri}0", config=config)
+        assert f"{uri}0" in str(caught.value)
+        for _, request in stub.log:
+            assert "/us-east-1/s3/aws4_request" in request.headers["Authorization"]
+            assert request.headers["User-Agent"].startswith("cloudckpt/")  # botocore gets no 302
