@@ -99,3 +99,28 @@ def test_who_is_cancelled_asks_no_more(store):
     assert len(outcome) == 1
     with pytest.raises(TransferCancelledError):
         view.look("run/a/x")
+
+
+def test_a_thread_asks_for_nobody_else_while_it_is_broken_off(view, store, monkeypatch):
+    """The break would end the other question, too."""
+    asked, let_go, is_still_there = threading.Event(), threading.Event(), []
+
+    def list_level(prefix):
+        asked.set()
+        assert let_go.wait(60)
+        return iter(())
+
+    def interrupt(threads):
+        assert threads == [thread.ident]
+        let_go.set()
+        thread.join(0.2)
+        is_still_there.append(thread.is_alive())
+
+    monkeypatch.setattr(store, "list_level", list_level)
+    monkeypatch.setattr(store, "interrupt", interrupt)
+    thread = threading.Thread(target=view.folders, args=("run/",))
+    thread.start()
+    assert asked.wait(60)
+    view.cancel()
+    thread.join(60)
+    assert is_still_there == [True]
