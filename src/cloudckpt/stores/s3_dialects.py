@@ -43,7 +43,6 @@ class S3Dialect:
         sessions: Whether requests are signed with the keys of a session (CreateSession).
         any_prefix: Whether listings take any prefix and are in the order of keys. Else prefixes end
             in a slash.
-        keeps_metadata: Whether it keeps what comes in ``x-amz-meta-`` headers.
         good_part: Bytes that a part should have at least, as its vendor advises; 0: no matter.
         addressing_style: What the vendor demands, unless the user says otherwise.
         useless: Options that the store refuses, or accepts and ignores.
@@ -62,7 +61,6 @@ class S3Dialect:
     redirects: bool = False
     sessions: bool = False
     any_prefix: bool = True
-    keeps_metadata: bool = True
     good_part: int = 0
     addressing_style: Literal["path", "virtual"] | None = None
     useless: frozenset[str] = frozenset()
@@ -104,7 +102,6 @@ HUGGING_FACE = S3Dialect(
     conditional_deletes=False,
     copies_parts=False,
     redirects=True,
-    keeps_metadata=False,
     # "as few multipart parts as possible": 2 GB is advised to clients that send one after the other
     good_part=128 * _MIB,
     addressing_style="path",
