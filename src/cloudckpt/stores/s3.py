@@ -108,8 +108,10 @@ class S3Store(RestStore):
         self._multipart = XmlMultipart(self, self._access.bucket_url, self._uploads())
         self._redirects: Redirects | None = None
         if dialect.redirects:
-            version_of = lambda key: self._head(key).version  # noqa: E731
-            self._redirects = Redirects(self._http, version_of, self.failure)
+            self._redirects = Redirects(self._http, self._version_now, self.failure)
+
+    def _version_now(self, key: str) -> str:
+        return self._head(key).version
 
     def _uploads(self) -> Dialect:
         """Uploads with a checksum of the whole, or one of the checksums of the parts, or none."""
