@@ -39,7 +39,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
 )
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
-from cloudckpt.transfer.download import download
+from cloudckpt.transfer.download import download, raise_it
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
 from cloudckpt.transfer.retry import Retrier, check_unchanged
@@ -240,6 +240,15 @@ class ModelPlaces(Places):
 
     def whole(self, index: MetadataIndex) -> StoredBytes:
         return self._found[index.fqn, tuple(index.offset or ())].elements
+
+    def sources(
+        self,
+        indices: Sequence[MetadataIndex],
+        store: RangeReader,
+        config: Config,
+        damaged: Callable[[CheckpointCorruptError], None] = raise_it,
+    ) -> tuple[list[StoredBytes], list[StoredBytes]]:
+        return self.wholes(indices), []  # their headers were read; they say all there is
 
 
 def _head(store: ObjectStore, retrier: Retrier, key: str) -> ObjectInfo | None:
