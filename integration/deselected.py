@@ -11,6 +11,10 @@ _IGNORES_CONDITIONS = (
     "it ignores all preconditions; on the stub of tests/stubs this is covered by "
     "tests/stores/test_gcs_contract.py, and by tests/stores/test_gcs_save.py for checkpoints"
 )
+_KEEPS_METADATA = (
+    "its copies have the metadata of the source, whatever the request says; on the stub of "
+    "tests/stubs this is covered by tests/stores/test_gcs_contract.py"
+)
 _ONE_OF_TWO_UPLOADS = (
     "Azure discards the blocks of the other upload when the first is completed: "
     "test_of_two_uploads_of_one_key_the_first_to_be_completed_wins"
@@ -29,7 +33,8 @@ DESELECTED: dict[str, dict[str, str]] = {
             "test_of_two_writers_the_second_to_commit_is_told",
         ),
         _IGNORES_CONDITIONS,
-    ),
+    )
+    | {"test_a_copy_has_a_name_of_its_own": _KEEPS_METADATA},
     "minio": dict.fromkeys(
         (
             "test_an_upload_is_listed_until_it_is_complete",

@@ -86,6 +86,8 @@ def _run(code: str, endpoint: str, place: str, folder: str) -> None:
         "gs://other": f"{place}/other",
         "gs://models": place,
         "s3://models": place,
+        "s3://name--usw2-az1--x-s3": place,
+        "hf://buckets/namespace/name": place,
         "http://minio:9000": endpoint,
         "/mnt/old": folder,
     }

@@ -360,11 +360,15 @@ def test_a_tensor_that_changes_on_its_way_up_fails_the_save_by_name(
 
 
 @everywhere()
-@pytest.mark.parametrize("path", ["*.distcp", "*/.metadata"])
-def test_what_was_damaged_on_its_way_up_is_not_loaded(store, proxy, shaky, direct, path):
+@pytest.mark.parametrize(
+    ("path", "at"),
+    [("*.distcp", 20_000), ("*/.metadata", 1000)],  # amid the weight's elements; anywhere
+    ids=["*.distcp", "*.metadata"],
+)
+def test_what_was_damaged_on_its_way_up_is_not_loaded(store, proxy, shaky, direct, path, at):
     """A store without checksums takes it; the load has to notice."""
     uri = store.uri("run/damaged")
-    rule = proxy.inject(CorruptUpload(at=1000), operation="PutObject", path=path)
+    rule = proxy.inject(CorruptUpload(at=at), operation="PutObject", path=path)
     cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=shaky)
     assert rule.injected
     with pytest.raises(cloudckpt.errors.CheckpointCorruptError):

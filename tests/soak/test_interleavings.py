@@ -6,7 +6,7 @@ import pytest
 
 from runs.interleavings import try_one, worlds  # noqa: F401 - a fixture
 
-_SHARES = 4  # of the interleavings, which workers try side by side
+_SHARES = 16  # of the interleavings: each ends well before a test has to
 _LEAST = 20_000 // _SHARES
 
 

@@ -53,6 +53,13 @@ def xml_of(tag, **fields):
     return f"<{tag}>{inner}</{tag}>".encode()
 
 
+SESSION = (
+    b"<CreateSessionResult><Credentials><AccessKeyId>key</AccessKeyId>"
+    b"<SecretAccessKey>secret</SecretAccessKey><SessionToken>token</SessionToken>"
+    b"<Expiration>2100-01-01T00:00:00Z</Expiration></Credentials></CreateSessionResult>"
+)  # of a directory bucket
+
+
 @pytest.fixture
 def open_s3(server):
     """Opens stores on the stub."""
@@ -85,6 +92,8 @@ class Vendor:
         self.creations, self.completions = [], []
 
     def __call__(self, request):
+        if request.target.endswith("?session"):
+            return self.Answer(body=SESSION)
         if request.target.endswith("?uploads"):
             return self.begin(request.headers)
         if request.method == "PUT":
