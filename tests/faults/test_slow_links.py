@@ -41,7 +41,7 @@ class TestSlowLinks:
         assert load_step(uri, hurried, SIZE) == 1
 
     @pytest.mark.timeout(150)
-    @pytest.mark.parametrize("fault", [Throttle(500), Drip(0.1)], ids=["trickle", "bytes"])
+    @pytest.mark.parametrize("fault", [Throttle(2000), Drip(0.1)], ids=["trickle", "bytes"])
     def test_a_load_that_hardly_moves_is_given_up(self, store, proxy, hurried, direct, fault):
         uri = store.uri("run")
         cloudckpt.save(filled(1, SIZE), checkpoint_id=uri, config=direct)

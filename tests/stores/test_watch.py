@@ -103,6 +103,18 @@ def test_a_step_after_the_end_of_the_watch_is_watched(watch, sock):
         wait_for_the_end(watch, sock)
 
 
+def test_the_thread_of_a_watch_that_nobody_uses_ends(watch, sock, monkeypatch):
+    """Of a store that is never closed, too."""
+    monkeypatch.setattr(module, "_IDLE", 0.01)
+    before = {*threading.enumerate()}
+    with watch.step(sock, limit=30.0):
+        [thread] = {*threading.enumerate()} - before
+    thread.join(30)
+    assert not thread.is_alive()
+    with pytest.raises(TimeoutError, match="too slow"):
+        wait_for_the_end(watch, sock)
+
+
 @pytest.fixture
 def link():
     """Both ends of a TCP connection."""

@@ -76,7 +76,7 @@ def test_the_next_transfer_the_same_way_begins_with_what_was_found(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     store = Counting()
     crowd_of(store, 800)
-    assert crowd_of(store, 16, "out") == 16
+    assert FIRST < crowd_of(store, 16, "out") <= 16
     assert crowd_of(store, 16, "in") == FIRST
     assert crowd_of(Counting(), 16, "out") == FIRST
 

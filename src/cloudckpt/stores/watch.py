@@ -33,6 +33,8 @@ SLOWEST = 4096
 more than an hour; a line of ISDN carries twice as much. It is more than what a peer makes that
 drips some ten bytes a second, each of which TLS turns into 30, and TLS inside TLS into 60."""
 
+_IDLE = 10.0  # seconds without a step after which the thread of a watch ends
+
 _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
 
 
@@ -229,8 +231,7 @@ class Watch:
     def _look(self) -> None:
         while True:
             with self._lock:
-                while not self._steps and not self._closed:
-                    self._wake.wait()
+                self._wake.wait_for(lambda: self._steps or self._closed, _IDLE)
                 if not self._steps:
                     self._thread = None  # a later step gets another one
                     return
