@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import threading
@@ -50,7 +51,12 @@ class _Threads:
         return future
 
     def _start(self) -> None:
-        threading.Thread(target=self._work, name="cloudckpt-aio", daemon=True).start()
+        try:
+            threading.Thread(target=self._work, name="cloudckpt-aio", daemon=True).start()
+        except BaseException:
+            with self._lock:
+                self._running -= 1
+            raise
 
     def _work(self) -> None:
         while True:
@@ -62,7 +68,8 @@ class _Threads:
                 is_behind = bool(self._waiting) and self._running < self._most
                 self._running += is_behind
             if is_behind:  # not from the loop: it would wait for each thread to begin
-                self._start()
+                with contextlib.suppress(RuntimeError):  # no more can be had: the others do it
+                    self._start()
             make()
             del make  # nothing is kept alive by a thread that waits
 
