@@ -122,7 +122,7 @@ def save_file(
                 info = upload_stream(store, key, send, config, stats, expected=expected)
                 span.nbytes = info.size
     except PreconditionFailedError as error:
-        if not must_be_new or if_absent:
+        if not must_be_new or if_absent or not error.certain:
             raise
         raise CheckpointExistsError(
             "a file already exists here and overwrite is off: delete it, or write another one",

@@ -17,6 +17,7 @@ from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, make_a
 from cloudckpt.errors import (
     CheckpointError,
     ConfigError,
+    ProcessGroupError,
     RanksFailedError,
     SaveInProgressError,
     SaveProcessError,
@@ -268,6 +269,21 @@ def test_a_save_that_outlives_the_default_group_is_not_committed_without_the_oth
     ranks(2, _destroyed_before_its_turn, local, tmp_path)
     assert ".metadata" not in local.at("1").names()
     assert ".metadata" not in local.at("2").names()
+
+
+def _after_the_group(place: Place) -> None:
+    saver, state = AsyncSaver(), of_rank(1)
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(ProcessGroupError):
+        saver.save(state, place.writer())
+    saver.close()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_a_saver_whose_group_was_destroyed_says_so(local, ranks):
+    ranks(2, _after_the_group, local)
+    assert ".metadata" not in local.names()
 
 
 def _made_before_the_group(place: Place, store: str) -> None:

@@ -648,3 +648,14 @@ def test_a_save_sends_nothing_more_for_being_finished_without_its_trainer(shaky,
                 sent.append(sorted(each.request.operation for each in proxy.exchanges))
     assert sent[:2] == sent[2:]
     assert "PutObject" in sent[0]
+
+
+def test_only_the_job_of_a_save_is_settled_by_it(one, local, monkeypatch) -> None:
+    """A save that has failed before tells nothing of the job before it, which may be unknown."""
+    settled = []
+    monkeypatch.setattr(one._process, "settle", lambda: settled.append(True))
+    failed = one.save(filled(1, SMALL), local.writer(), planner=Refusing()).written
+    assert isinstance(failed.exception(PATIENCE), Exception)
+    assert settled == []
+    one.save(filled(2, SMALL), local.writer()).written.result(PATIENCE)
+    assert settled == [True]

@@ -1,6 +1,7 @@
 """The second save of a structure plans nothing; a change of the structure is planned anew."""
 
 import contextlib
+import functools
 import gc
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -201,9 +202,15 @@ def test_the_first_rank_of_a_group_coordinates_it(local, ranks):
 def _outside_of_a_group(place: Place):
     group, told = dist.new_group([0, 1]), []
     state, where = {"a": torch.ones(3)}, {"checkpoint_id": place.uri, "config": place.config}
-    for call in (cloudckpt.save, cloudckpt.load, cloudckpt.async_save):
+    for call in (
+        functools.partial(cloudckpt.save, state, **where),
+        functools.partial(cloudckpt.load, state, **where),
+        functools.partial(cloudckpt.async_save, state, **where),
+        functools.partial(cloudckpt.verify, place.uri, config=place.config),
+        functools.partial(cloudckpt.copy, place.uri, f"{place.uri}-2", config=place.config),
+    ):
         try:
-            call(state, process_group=group, **where)
+            call(process_group=group)
         except ConfigError as error:
             told.append("not in the process group" in str(error))
         dist.barrier()
@@ -212,7 +219,7 @@ def _outside_of_a_group(place: Place):
 
 
 def test_a_rank_that_is_not_in_the_group_is_told_so(local, ranks):
-    assert ranks(3, _outside_of_a_group, local) == [[], [], [True] * 3]
+    assert ranks(3, _outside_of_a_group, local) == [[], [], [True] * 5]
 
 
 def _colliding(place: Place):

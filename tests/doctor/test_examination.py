@@ -158,6 +158,15 @@ def test_without_credentials_the_way_there_is_looked_at_all_the_same(
     assert found["bucket"].outcome == "skipped"
 
 
+def test_a_store_that_nobody_may_ask_without_credentials_is_not_asked(monkeypatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_REGION", "us-west-2")
+    found = examined("s3://name--usw2-az1--x-s3/run", Config())
+    assert outcomes(found, "failed") == ["credentials"]
+    assert found["endpoint"].outcome == "skipped"
+
+
 @pytest.mark.parametrize("code", ["NoSuchBucket", "ExpiredToken", "InvalidAccessKeyId"])
 def test_where_nobody_is_let_in_the_reason_is_told_once(end, bucket, code) -> None:
     end.inject(s3_error(404 if code == "NoSuchBucket" else 403, code))

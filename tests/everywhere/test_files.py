@@ -256,3 +256,23 @@ def test_a_store_that_ignores_conditions_is_found_out(rotten, monkeypatch) -> No
     with pytest.raises(ConfigError, match="ignores conditional writes"):
         save_file(URI, b"content", if_absent=True, config=CONFIG)
     assert list(rotten.list("")) == []
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_where_objects_keep_no_names_a_lost_answer_leaves_it_open(
+    rotten, monkeypatch, overwrite
+) -> None:
+    """The refusal of the second try may be about the object that the first one has made."""
+    plain, answers = type(rotten).put, [ConnectionLostError("no answer")]
+
+    def put(self, key, body, *, attempt="", **options):
+        info = plain(self, key, body, **options)
+        if answers:
+            raise answers.pop()
+        return info
+
+    monkeypatch.setattr(Rotten, "put", put, raising=False)
+    config = dataclasses.replace(CONFIG, overwrite=overwrite, retry=RETRY)
+    with pytest.raises(PreconditionFailedError) as caught:
+        save_file(URI, b"content", if_absent=overwrite, config=config)
+    assert not caught.value.certain

@@ -11,7 +11,8 @@ from fsspec.registry import _registry, known_implementations, registry
 
 import cloudckpt
 from cloudckpt import Config, RetryPolicy, S3Options
-from cloudckpt.integrations.fsspec import S3FileSystem
+from cloudckpt.errors import InvalidURIError
+from cloudckpt.integrations.fsspec import S3FileSystem, file_system
 from cloudckpt.stores.registry import open_store
 from dcp.values import numbered
 
@@ -284,3 +285,8 @@ def test_options_of_install_hold_for_file_systems_that_were_made_before(without_
     cloudckpt.install(s3.config)
 
     assert found.exists(run)
+
+
+def test_a_scheme_without_a_file_system_is_named() -> None:
+    with pytest.raises(InvalidURIError, match="hf://"):
+        file_system("hf")

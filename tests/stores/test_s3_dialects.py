@@ -513,6 +513,19 @@ def test_a_target_that_always_refuses_is_an_error_without_its_signature(open_pla
     assert "SIGNED" not in f"{caught.value!r} {caught.value} {vars(caught.value)}"
 
 
+def test_only_the_store_itself_says_that_an_object_is_not_there(open_place):
+    place = open_place("huggingface")
+    store = place.store()
+    info = put(store, "run/object", b"0123456789")
+    place.stub.is_behind = True
+    for read in (
+        lambda: store.get("run/object"),
+        lambda: get_range(store, "run/object", 0, 1, info.version),
+    ):
+        with pytest.raises(ServerError, match="may be behind"):
+            read()
+
+
 def test_a_version_is_pinned_though_the_store_ignores_conditions(open_place):
     place = open_place("huggingface")
     store = place.store()
@@ -587,9 +600,10 @@ class FakeHttp:
         ("https://user:password@cdn.example/x", True),
         ("ftp://cdn.example/x", True),
         ("file:///etc/passwd", True),
+        ("https://[cdn.example/x", True),
     ],
 )
-def test_tls_does_not_end_at_a_target(location, refused):
+def test_a_target_has_an_address_that_may_be_read_from(location, refused):
     http = FakeHttp(location)
     redirects = Redirects(http, lambda key: '"v"', lambda *given: ServerError("no"))
     request = Request("GET", "https://gateway.example/b/k", {"If-Match": '"v"'}, key="k")

@@ -474,6 +474,26 @@ def test_an_interrupt_while_waiting_stops_the_tasks():
         release.set()
 
 
+def test_a_group_may_be_ended_in_one_of_its_own_threads():
+    """Where the garbage collector finds a forgotten upload, whichever thread it runs in."""
+    group, found = TaskGroup(2, name="forgotten"), []
+
+    def refuse():
+        raise ServerError("nobody waits for it")
+
+    def end():
+        try:
+            group.run(refuse)
+        except ServerError as error:
+            found.append(error)
+
+    group.submit(end)
+    for thread in threads_of("forgotten"):
+        thread.join(PATIENCE)
+    assert threads_of("forgotten") == []
+    assert len(found) == 1
+
+
 class InterruptAt:
     """Raises KeyboardInterrupt in this thread, before the n-th line or call in ``group.py``."""
 

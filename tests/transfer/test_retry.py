@@ -308,6 +308,7 @@ def test_a_refusal_is_raised_if_the_result_is_not_there():
     with pytest.raises(AccessDeniedError) as caught:
         call([lost(), refused], Look(None))
     assert caught.value is refused
+    assert not refused.certain  # the try before may have been carried out
 
 
 @pytest.mark.parametrize("errors", [[], [lost(certain=True), ThrottledError("no", certain=True)]])

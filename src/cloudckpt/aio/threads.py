@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from cloudckpt.config import Config
 from cloudckpt.fork import module_lock
 from cloudckpt.transfer.view import View
 
@@ -38,17 +37,28 @@ class _Threads:
         self._lock = threading.Lock()
         self._waiting: deque[Callable[[], None]] = deque()
         self._running = 0
+        self._free = 0  # of those that run: about to look for a call
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Has ``call`` made as soon as a thread is free, unless it is cancelled before."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.append(partial(_make, call, future))
-            is_first = not self._running
-            self._running += is_first
-        if is_first:
-            self._start()
+            is_missing = self._counts_another()
+        if is_missing:
+            try:
+                self._start()
+            except RuntimeError:  # no more can be had: those that are busy do it later
+                if not self._running:
+                    raise
         return future
+
+    def _counts_another(self) -> bool:
+        """Whether a thread is to be started, which is counted already."""
+        is_missing = not self._free and self._running < self._most
+        self._running += is_missing
+        self._free += is_missing
+        return is_missing
 
     def _start(self) -> None:
         try:
@@ -56,22 +66,25 @@ class _Threads:
         except BaseException:
             with self._lock:
                 self._running -= 1
+                self._free -= 1
             raise
 
     def _work(self) -> None:
         while True:
             with self._lock:
+                self._free -= 1
                 if not self._waiting:
                     self._running -= 1
                     return
                 make = self._waiting.popleft()
-                is_behind = bool(self._waiting) and self._running < self._most
-                self._running += is_behind
-            if is_behind:  # not from the loop: it would wait for each thread to begin
-                with contextlib.suppress(RuntimeError):  # no more can be had: the others do it
+                is_missing = bool(self._waiting) and self._counts_another()
+            if is_missing:  # not from the loop: it would wait for each of many threads to begin
+                with contextlib.suppress(RuntimeError):
                     self._start()
             make()
             del make  # nothing is kept alive by a thread that waits
+            with self._lock:
+                self._free += 1
 
 
 def _make(call: Callable[[], T], future: Future[T]) -> None:
@@ -83,9 +96,14 @@ def _make(call: Callable[[], T], future: Future[T]) -> None:
         future.set_exception(error)
 
 
-_unlimited = _Threads(math.inf)
-_of_buckets: dict[tuple[int, str, Config, int], _Threads] = {}
+_all: dict[tuple[object, ...], _Threads] = {}
 _lock = module_lock()
+
+
+def _threads(most: float, *purpose: object) -> _Threads:
+    """Those for one purpose in this process: a fork has none of its parent's."""
+    with _lock:
+        return _all.setdefault((os.getpid(), most, *purpose), _Threads(most))
 
 
 async def asked(view: View, question: Callable[[View], T], *, is_wide: bool = False) -> T:
@@ -96,16 +114,13 @@ async def asked(view: View, question: Callable[[View], T], *, is_wide: bool = Fa
     """
     config = view.config
     most = 1 if is_wide else min(_AT_ONCE, config.requests_at_once)
-    with _lock:
-        threads = _of_buckets.setdefault(
-            (os.getpid(), view.location.root, config, most), _Threads(most)
-        )
+    threads = _threads(most, view.location.root, config)
     return await _awaited(threads.submit(partial(question, view)), view.cancel)
 
 
 async def in_thread(call: Callable[..., T], *args: Any, **options: Any) -> T:
     """What ``call`` returns in a thread of its own, which goes on if the caller is cancelled."""
-    return await _awaited(_unlimited.submit(partial(call, *args, **options)), lambda: None)
+    return await _awaited(_threads(math.inf).submit(partial(call, *args, **options)), lambda: None)
 
 
 async def _awaited(future: Future[T], cancel: Callable[[], None]) -> T:

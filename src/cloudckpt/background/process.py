@@ -217,7 +217,6 @@ class _Worker:
                 "sys.executable is empty, as in an interpreter that is embedded in another "
                 "program, so no saving process can be started; save in a thread"
             )
-        self._options = options
         self.is_busy = self.is_stuck = self._is_ready = False
         self.unsettled = threading.Event()
         self._ended_for = ""  # why this trainer has ended it

@@ -464,7 +464,8 @@ class AsyncSaver:
                 self._is_broken = True
             raise
         finally:
-            if self._process is not None and is_known:
+            # only its own job: the one before may be another's, whose outcome nobody knows
+            if self._process is not None and is_known and save.handed_over.is_set():
                 self._process.settle()
             if isinstance(save.planner, DefaultSavePlanner):
                 save.planner.state_dict = {}  # the planner would keep the copy until its next plan

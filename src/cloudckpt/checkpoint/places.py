@@ -133,7 +133,7 @@ class Places:
             store: Where they are.
             config: Options.
             damaged: Called with the error of a damaged index. If it does not raise, that object's
-                content is unknown, and left out by the other methods.
+                content is unknown, and left out by :meth:`sources`.
 
         Raises:
             CheckpointCorruptError: If one is damaged.

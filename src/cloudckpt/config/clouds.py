@@ -15,7 +15,7 @@ __all__ = ["AzureOptions", "GCSOptions", "S3Options"]
 _AZURE_TAGS = r"[A-Za-z0-9 +\-./:=_]"
 _S3_TAGS = r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]"
 # https://cloud.google.com/storage/quotas#objects: bytes of an object's custom metadata
-_MOST_METADATA = 8 * 1024
+_MOST_METADATA = 8 * 1024 - 64  # the name of each write stands in there, too
 # a token of RFC 9110, and a header's value that nothing is cut off
 _NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _VALUE = r"(?:[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?)?"
@@ -117,7 +117,9 @@ class GCSOptions(Options):
         form = "for a header write plain ASCII, without white space in names and around values"
         _check_pairs("metadata", self.metadata, _NAME, _VALUE, form, same=str.lower)
         size = sum(len(name) + len(value) for name, value in self.metadata)
-        require(size <= _MOST_METADATA, f"metadata: {size} bytes are given, 8 KiB is the most")
+        require(size <= _MOST_METADATA, f"metadata: {size} bytes are too many: Google takes 8 KiB")
+        has_ours = any(name.lower().startswith("cloudckpt") for name, _ in self.metadata)
+        require(not has_ours, "metadata: names that begin with 'cloudckpt' are kept for itself")
 
 
 @dataclass(frozen=True, kw_only=True)

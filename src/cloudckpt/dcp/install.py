@@ -201,8 +201,8 @@ def _experimental() -> Iterator[Change]:
 def _refusing(module: str, path: str, part: str) -> Change:
     owner: Any = _module(module)
     *outer, name = path.split(".")
-    for part in outer:
-        owner = _in(owner, part)
+    for each in outer:
+        owner = _in(owner, each)
     found = _in(owner, name)
     if not _paths_of(found):
         raise _unknown_torch(part, "takes no path")

@@ -191,6 +191,16 @@ class Meeting:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """
+        Raises:
+            ConfigError: If this rank is not in the group: it would save or load alone.
+        """
+        # what torch gives to such a rank, in place of a group
+        if group is not None and cast(Any, group) == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigError(
+                "this rank is not in the process group that was given: call it on the ranks of the "
+                "group only"
+            )
         self.group = group
         self.is_broken = False
 
@@ -199,18 +209,12 @@ class Meeting:
         """The meeting of the ranks that torch would save with, given these two arguments.
 
         Raises:
-            ConfigError: If this rank is not in the group: it would save or load alone.
+            ConfigError: If this rank is not in the group.
         """
         if no_dist or not (dist.is_available() and dist.is_initialized()):
             return cls(None)
-        size = dist.get_world_size(process_group)
-        if size < 1:
-            raise ConfigError(
-                "this rank is not in the process group that was given: call it on the ranks of the "
-                "group only"
-            )
         group = process_group if process_group is not None else dist.group.WORLD
-        return cls(group if size > 1 else None)
+        return cls(None if dist.get_world_size(group) == 1 else group)
 
     @property
     def rank(self) -> int:
@@ -236,13 +240,13 @@ class Meeting:
             objections = [status] if status.failure is not None else []
             said = (status.is_busy, status.plan, objections)
             return Consensus(0, *said, status.is_stuck, status.is_full, status.has_begun)
-        rank = dist.get_rank(self.group)
         digest = status.digest
         # of the digests and plans the highest and the lowest, in one reduction
         flags = [status.failure is not None, status.is_busy, status.is_stuck]
         flags += [status.is_full, status.has_begun]
         asked = [*map(int, flags), digest, -digest, status.plan, -status.plan]
         with self._exchange(status.failure, has_begun):
+            rank = dist.get_rank(self.group)
             device = device_for_collectives(self.group)
             seen = torch.tensor(asked, dtype=torch.int64, device=device)
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
@@ -266,8 +270,8 @@ class Meeting:
         if self.group is None:
             return self.hold(status), [value]
         told = replace(status, failure=portable(status.failure, status.location or None))
-        found: list[Any] = [None] * self.size
         with self._exchange(status.failure, has_begun=False):
+            found: list[Any] = [None] * self.size
             dist.all_gather_object(found, (told, value), group=self.group)
         statuses = [one for one, _ in found]
         statuses[self.rank] = told  # with its own traceback
@@ -371,8 +375,8 @@ class Meeting:
         """
         if self.group is None:
             return [value]
-        found: list[Any] = [None] * self.size
         with self._exchange(None, has_begun=True):
+            found: list[Any] = [None] * self.size
             dist.all_gather_object(found, value, group=self.group)
         return found
 
@@ -407,7 +411,7 @@ def break_off(group: dist.ProcessGroup | None) -> None:
     """
     if group is None:
         return
-    with contextlib.suppress(RuntimeError, ValueError, KeyError):  # the group was destroyed
+    with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError):  # it was destroyed
         if dist.get_backend_config(group).find("gloo") < 0:
             return
         for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:

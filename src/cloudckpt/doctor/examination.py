@@ -8,7 +8,7 @@ from cloudckpt.config import Config
 from cloudckpt.doctor import surroundings
 from cloudckpt.doctor.findings import Checks, Finding, Look, failed, ok, skipped, warning
 from cloudckpt.doctor.trials import NEEDS, Trials
-from cloudckpt.errors import ConfigError, InvalidURIError
+from cloudckpt.errors import CloudCheckpointError, ConfigError, InvalidURIError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import checkpoint_location, open_store
 from cloudckpt.stores.rest import RestStore
@@ -85,7 +85,15 @@ def _reached(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore 
     checks.run("credentials", log_in)
     if not opened:  # the way there can be looked at all the same
         checks.hopeless = False
-        _on_the_way(checks, uri, surroundings.anonymous(config))
+        without = surroundings.anonymous(config)
+        try:
+            open_store(uri, without)
+        except ConfigError:  # a directory bucket can't be asked so
+            checks.add("endpoint", skipped("it can't be looked at without credentials"))
+            return None
+        except CloudCheckpointError:
+            pass  # told by the next check
+        _on_the_way(checks, uri, without)
         return None
     _on_the_way(checks, uri, config)
     return opened[0]

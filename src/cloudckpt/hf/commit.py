@@ -219,8 +219,8 @@ class FilesUnderConstruction:
         try:
             only.appear(parts)
         except StoreError as error:
-            if isinstance(error, PreconditionFailedError) or (
-                error.certain and not only.is_doubtful
+            if not only.is_doubtful and (
+                error.certain or isinstance(error, PreconditionFailedError)
             ):
                 self._may_be_there = False
                 raise

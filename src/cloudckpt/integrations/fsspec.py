@@ -31,6 +31,7 @@ from cloudckpt.checkpoint.references import protected
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointNotFoundError,
+    InvalidURIError,
     ObjectNotFoundError,
     PreconditionFailedError,
 )
@@ -366,7 +367,13 @@ def _makes_visible(key: str) -> bool:
 
 
 def file_system(scheme: str, config: Config | None = None) -> _StoreFileSystem:
-    """Our file system for a scheme, whether or not fsspec uses it."""
+    """Our file system for a scheme, whether or not fsspec uses it.
+
+    Raises:
+        InvalidURIError: If there is none.
+    """
+    if scheme not in _OURS:
+        raise InvalidURIError(f"{scheme}:// has no file system here, only {', '.join(_OURS)} have")
     return _OURS[scheme](config=config)
 
 

@@ -193,7 +193,7 @@ class _Adoption:
 
         def read(key: str) -> tuple[str, Pending | None]:
             try:
-                data, _ = self._retrier.call(lambda: self._store.get_latest(key))
+                data, _ = self._view.retrier.call(lambda: self._store.get_latest(key))
                 return key, Pending.parse(bytes(data), self._store.uri(key))
             except ObjectNotFoundError:
                 return key, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -233,22 +233,22 @@ class Run:
 
     def committed(self) -> list[int]:
         """The steps whose checkpoints can be loaded, oldest first; checks all of them."""
-        found = self.steps()
-        are_there = self._each(self.is_committed, found)
+        found, view = self.steps(), self.view
+        are_there = view.each(
+            lambda step: is_committed(self.store, self.uri(step), view.retrier), found
+        )
         return [step for step, is_there in zip(found, are_there, strict=True) if is_there]
 
     def scores(self, steps: list[int], metric: str) -> dict[int, float]:
         """A metric of some steps, as saved with them; NaN for a step saved without it."""
-        notes = self._each(self.notes, steps)
+        view = self.view
+        notes = view.each(lambda step: read_notes(self.store, self.uri(step), view.retrier), steps)
         pairs = zip(steps, notes, strict=True)
         return {step: found.metrics.get(metric, math.nan) for step, found in pairs}
 
     def committed_steps(self) -> Iterator[int]:
         """The steps whose checkpoints can be loaded, newest first; each is checked in turn."""
         return (step for step in reversed(self.steps()) if self.is_committed(step))
-
-    def _each(self, look: Callable[[int], T], steps: list[int]) -> list[T]:
-        return self.view.each(look, steps)
 
 
 def is_ours(name: str) -> bool:

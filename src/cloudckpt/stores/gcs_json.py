@@ -227,13 +227,13 @@ class JsonObjects:
         try:
             version = str(int(resource["generation"]))
             size = int(resource["size"]) if "size" in resource else self._size(key, version)
+            attempt = str(dict(resource.get("metadata") or {}).get(ATTEMPT, ""))
         except (KeyError, TypeError, ValueError) as exc:
             raise ConnectionLostError(
-                "the answer lacks the size or generation", uri=self._store.uri(key)
+                "size, generation or metadata of the object can't be read", uri=self._store.uri(key)
             ) from exc
         crc32c = parse_crc32c(f"crc32c={resource.get('crc32c', '')}")
         modified = iso_date(str(resource.get("updated", "")))
-        attempt = dict(resource.get("metadata") or {}).get(ATTEMPT, "")
         return ObjectInfo(key, size, version, crc32c, modified, attempt)
 
     def _size(self, key: str, version: str) -> int:

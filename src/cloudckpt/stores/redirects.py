@@ -18,9 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qs, urljoin, urlsplit
 
+from urllib3 import HTTPHeaderDict
+
 from cloudckpt.errors import (
     InvalidRequestError,
     PreconditionFailedError,
+    ServerError,
     StoreError,
     TransientStoreError,
 )
@@ -34,6 +37,9 @@ __all__ = ["Redirects", "end_of"]
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _SPENT = frozenset({400, 401, 403, 404, 410})  # what a URL may be answered that is valid no more
+_NOT_THERE = dict.fromkeys(
+    (404, 410), (ServerError, "what the store has is not there; it may be behind")
+)  # only the store itself can say that there is no such object
 _UNKNOWN = 60.0  # seconds that a URL is kept that does not say when it expires
 _MARGIN = 5.0  # seconds before its end, for the request to arrive
 _MOST = 4096  # URLs of a kilobyte
@@ -94,13 +100,17 @@ class Redirects:
                 try:
                     reply = stack.enter_context(self._open(target, request))
                     if reply.status in (200, 206):
-                        reply.headers = {**reply.headers, "ETag": target.version}
+                        headers = HTTPHeaderDict(reply.headers)  # whose names ignore case
+                        headers["ETag"] = target.version
+                        reply.headers = headers
                         yield reply
                         return
                     self._drop(request.key, target)
                     if is_last or reply.status not in _SPENT:
                         action = f"GET from {urlsplit(target.url).hostname}, where the store sent"
-                        raise refusal(reply.status, "", [], action, uri, reply.headers)
+                        raise refusal(
+                            reply.status, "", [], action, uri, reply.headers, own=_NOT_THERE
+                        )
                 except StoreError as error:
                     conceal(error, (urlsplit(target.url).query,))
                     raise
@@ -133,7 +143,7 @@ class Redirects:
             location = reply.headers.get("Location", "")
         if unseen is not None or version is None:
             raise unseen or AssertionError
-        url = _checked(urljoin(used.url, location), used.url, uri)
+        url = _checked(location, used.url, uri)
         if pinned is not None:
             _check(pinned, self._version_of(request.key), uri)
         target = _Target(url, end_of(url), version)
@@ -171,18 +181,20 @@ def _check(pinned: str | None, version: str, uri: str) -> None:
         raise PreconditionFailedError("the object was replaced", uri=uri, certain=True)
 
 
-def _checked(url: str, origin: str, uri: str) -> str:
-    """A target that may be read from.
+def _checked(location: str, origin: str, uri: str) -> str:
+    """The target that an answer of ``origin`` names, if it may be read from.
 
     Raises:
         InvalidRequestError: If TLS would end there, or it is no address on the web.
     """
-    parts = urlsplit(url)
-    problem = None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        problem = "no address that can be read from"
-    elif parts.scheme == "http" and urlsplit(origin).scheme == "https":
-        problem = "an address without TLS"
+    problem: str | None = "no address that can be read from"
+    with contextlib.suppress(ValueError):
+        url = urljoin(origin, location)
+        parts = urlsplit(url)
+        if parts.scheme == "http" and urlsplit(origin).scheme == "https":
+            problem = "an address without TLS"
+        elif parts.scheme in ("http", "https") and parts.hostname and parts.username is None:
+            problem = None
     if problem is not None:
         raise InvalidRequestError(f"the store sends the read on to {problem}", uri=uri)
     return url.partition("#")[0]

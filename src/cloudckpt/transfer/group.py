@@ -241,8 +241,11 @@ class TaskGroup:
         self._interrupt([thread.ident for thread in alive if thread.ident is not None])
 
     def _started(self) -> list[threading.Thread]:
-        """Without one of which an interrupt has prevented the start."""
-        return [thread for thread in self._threads if thread.ident is not None]
+        """Those that can be waited for: an interrupt may have prevented a start, and the garbage
+        collector may end a forgotten upload in one of its own threads.
+        """
+        here = threading.current_thread()
+        return [one for one in self._threads if one.ident is not None and one is not here]
 
     def _finish(self) -> None:
         with self._changed:

@@ -79,7 +79,8 @@ class Retrier:
 
         Raises:
             StoreError: The last failure, when it is not worth another try. A transient one then
-                says in its message how often and how long it was tried.
+                says in its message how often and how long it was tried. It is certain only if
+                all tries were, for operations with ``made``.
         """
         pauses = self._pauses()
         doubtful = False
@@ -94,8 +95,10 @@ class Retrier:
                         doubtful = doubtful or not error.certain
                         pause = pauses.after(error)
                     if pause is None:
-                        if doubtful and made is not None and (result := made(error)) is not None:
-                            return result
+                        if doubtful and made is not None:
+                            if (result := made(error)) is not None:
+                                return result
+                            error.certain = False  # of the tries before, nothing is known
                         raise
                     self._on_retry(error)
                     self._cancellation.wait(pause)

@@ -26,6 +26,9 @@ class View:
     All questions raise :class:`~cloudckpt.errors.StoreError` or one of its children, and
     :class:`~cloudckpt.errors.TransferCancelledError` after :meth:`cancel`. One view serves one
     caller, who may ask from several threads; it does not outlive a fork.
+
+    Attributes:
+        retrier: For questions of another kind: it gives up when the view ends.
     """
 
     def __init__(self, location: CheckpointURI, config: Config) -> None:
@@ -33,7 +36,7 @@ class View:
         self.location = location
         self.config = config
         self._cancellation = Cancellation()
-        self._retrier = Retrier(config.retry, self._cancellation)
+        self.retrier = Retrier(config.retry, self._cancellation)
         self._asking = set[int]()  # threads
         self._leaving = threading.Lock()
 
@@ -95,7 +98,7 @@ class View:
         thread = threading.get_ident()
         self._asking.add(thread)
         try:
-            return self._retrier.call(question)
+            return self.retrier.call(question)
         finally:
             with self._leaving:
                 self._asking.discard(thread)
