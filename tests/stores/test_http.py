@@ -856,7 +856,7 @@ def test_headers_that_are_cut_off_when_they_are_late_leave_no_connection_open():
         client.send("GET", f"http://127.0.0.1:{port}/key", {}),
     ):
         pass
-    assert sockets() == before
+    assert sockets() <= before  # those of an earlier test may have ended
     assert caught.value.__cause__ is not None  # it still knows what failed
     client.close()
 
