@@ -154,7 +154,7 @@ def _marks_after_a_wait(folder):
             come_late(folder)
         _save(folder, None)
         until = time.monotonic() + 60
-        while arrivals._watcher._ended is not None:
+        while not all(ended.is_set() for ended in arrivals._watcher._ends):
             assert time.monotonic() < until
             time.sleep(0.05)
     dist.barrier()

@@ -84,6 +84,7 @@ def together(wanted: Together = None) -> Iterator[Ranks]:
     import torch.distributed as dist
 
     from cloudckpt.checkpoint.torch_private import set_group_timeout
+    from cloudckpt.dcp.arrivals import no_more_expected
     from cloudckpt.dcp.failures import release_frames
 
     # torchrun stops the others like this when one dies; then they clean up, as after Ctrl-C
@@ -111,6 +112,7 @@ def together(wanted: Together = None) -> Iterator[Ranks]:
             dist.barrier()
         sys.exit(code_of(error))
     finally:
+        no_more_expected()
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
         gc.collect()

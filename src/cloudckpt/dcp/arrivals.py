@@ -28,7 +28,7 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.torch_private import Store, store_of_group
 from cloudckpt.fork import module_lock
 
-__all__ = ["all_expected", "collective"]
+__all__ = ["all_expected", "collective", "no_more_expected"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -173,23 +173,24 @@ class _Watcher:
         self._lock = module_lock()
         self._waits: list[_Wait] = []
         self._over: list[_Wait] = []  # whose marks are to be removed
-        self._ended: threading.Event | None = None  # of the thread; None if there is none
+        self._is_looking = False  # whether there is a thread that will look again
+        self._ends: list[threading.Event] = []  # of threads that may not have ended yet
         self._pid = os.getpid()
         self._closing = threading.Event()
 
     def begin(self, wait: _Wait) -> None:
         with self._lock:
             if self._pid != os.getpid():  # those are of the process that forked
-                self._waits, self._over, self._ended = [], [], None
+                self._waits, self._over, self._ends, self._is_looking = [], [], [], False
                 self._closing = threading.Event()
                 self._pid = os.getpid()
             self._waits.append(wait)
-            if self._ended is None and not self._closing.is_set():
-                self._ended = threading.Event()
-                try:
-                    _thread.start_new_thread(self._run, (self._ended,))
-                except RuntimeError:  # the interpreter ends
-                    self._ended = None
+            if not self._is_looking and not self._closing.is_set():
+                ended = threading.Event()
+                with contextlib.suppress(RuntimeError):  # the interpreter ends
+                    _thread.start_new_thread(self._run, (ended,))
+                    self._is_looking = True
+                    self._ends = [one for one in self._ends if not one.is_set()] + [ended]
 
     def end(self, wait: _Wait) -> None:
         with self._lock:
@@ -201,8 +202,8 @@ class _Watcher:
         """Ends the thread for good."""
         with self._lock:
             self._closing.set()
-            ended = self._ended if self._pid == os.getpid() else None
-        if ended is not None:
+            ends = list(self._ends) if self._pid == os.getpid() else []
+        for ended in ends:  # a thread that is about to end has references to groups, too
             ended.wait(_LAST_CALL)
         with self._lock:  # a group still referenced at exit aborts the process
             self._waits, self._over = [], []
@@ -219,7 +220,7 @@ class _Watcher:
                 waits = list(self._waits)
                 over, self._over = [wait for wait in self._over if wait.is_marked], []
                 if not waits and not over:
-                    self._ended = None
+                    self._is_looking = False
                     return
             for act in [*(wait.forget for wait in over), *(wait.look for wait in waits)]:
                 # the store is gone when the job ends; the job itself reports its failures
@@ -229,3 +230,8 @@ class _Watcher:
 
 _watcher = _Watcher()
 atexit.register(_watcher.close)
+
+
+def no_more_expected() -> None:
+    """Forgets all groups, for good: a process calls it before it destroys them and ends."""
+    _watcher.close()
