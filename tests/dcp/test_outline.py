@@ -7,10 +7,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.torch_private import StridedShard
 from cloudckpt.dcp.outline import Outline
 from cloudckpt.dcp.planners import CloudSavePlanner
 
@@ -167,6 +168,20 @@ def test_what_is_not_known_has_no_outline(kind):
     assert Outline.of({"a": UNKNOWN[kind]}) is None
 
 
+class _OwnShard(Shard):
+    """Equal to any placement of its dimension, as torch's own once were."""
+
+
+class _OwnMesh(DeviceMesh):
+    """Equal to the mesh that it is a copy of, wherever it has this rank stand."""
+
+
+def _own(mesh):
+    made = copy.copy(mesh)
+    made.__class__ = _OwnMesh
+    return made
+
+
 def _sharded_outlines():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
 
@@ -187,9 +202,11 @@ def _sharded_outlines():
         outline(Shard(0), init_device_mesh("cpu", (2,), mesh_dim_names=("y",))),
         outline(Shard(0), rows=3),
         Outline.of({"t": torch.zeros(2, 3)}),
+        outline(StridedShard(0, split_factor=2)),
     )
-    return [first != other for other in others]
+    unknown = outline(_OwnShard(0)), outline(Shard(0), _own(mesh))
+    return [first != other for other in others], [one is None for one in unknown]
 
 
 def test_placements_meshes_and_whole_shapes_count(ranks):
-    assert ranks(2, _sharded_outlines) == [[True] * 5] * 2
+    assert ranks(2, _sharded_outlines) == [([True] * 6, [True] * 2)] * 2

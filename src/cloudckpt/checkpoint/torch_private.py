@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper as Collectives
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _get_object_coll_device as device_for_collectives
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 try:
     from torch.distributed import set_timeout as set_group_timeout  # type: ignore[attr-defined, unused-ignore]
@@ -46,6 +47,7 @@ __all__ = [
     "StorageInfo",
     "Store",
     "StreamTransformExtension",
+    "StridedShard",
     "create_chunk_list",
     "dcp_logger",
     "dcp_step_logger",

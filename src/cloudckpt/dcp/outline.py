@@ -14,13 +14,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from cloudckpt.checkpoint.torch_private import StridedShard
 
 __all__ = ["PLAIN", "Outline"]
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 """The classes of tensors that are bytes in memory and nothing else."""
 
+_PLACEMENTS = frozenset((Partial, Replicate, Shard, StridedShard))
 _DICTS = frozenset((dict, OrderedDict, defaultdict))
 _KEYS = frozenset((bool, float, bytes, type(None)))  # besides str and int
 _VALUES = frozenset((type(None), bool, int, float, complex, str, bytes, tuple))
@@ -137,11 +141,15 @@ class Outline:
 
     def _dtensor(self, tensor: DTensor) -> tuple[Any, ...]:
         spec, local = tensor._spec, tensor._local_tensor
-        mesh = spec.mesh
+        mesh, placements = spec.mesh, spec.placements
+        kinds = tuple(map(type, placements))
+        if type(mesh) is not DeviceMesh or not _PLACEMENTS.issuperset(kinds):
+            raise _UnknownError
         number, _ = self._meshes.setdefault(id(mesh), (len(self._meshes), mesh))
         return (
             number,
-            spec.placements,
+            kinds,  # torch 2.9 takes a StridedShard for equal to the Shard of its dimension
+            placements,
             tensor.shape,
             tensor.requires_grad,
             _tensor(local),
