@@ -19,6 +19,7 @@ from cloudckpt.background import async_save, groups
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.dcp.meeting import break_off
 from cloudckpt.errors import (
+    AsyncSaveError,
     CheckpointError,
     ProcessGroupError,
     RanksFailedError,
@@ -156,6 +157,33 @@ def _no_memory(place: Place) -> list:
 
 def test_a_lack_of_memory_on_one_rank_fails_the_save_everywhere(ranks, local):
     assert ranks(2, _no_memory, local) == [[StagingMemoryError, True]] * 2
+    assert step_at(local, ranks=2) == 2
+
+
+def _no_thread(place: Place) -> tuple:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("cloudckpt-async"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with saver() as one:
+        if dist.get_rank() == 1:
+            refusing = mock.patch.object(threading.Thread, "start", refuse)
+            with refusing, pytest.raises(AsyncSaveError) as raised:
+                begin(one, 1, place)
+            error = raised.value
+        else:
+            error = begin(one, 1, place).exception(SOON)
+        begin(one, 2, place).result(PATIENCE)
+        return type(error), str(error)
+
+
+def test_if_one_rank_can_start_no_thread_the_save_fails_everywhere(ranks, local):
+    for kind, message in ranks(2, _no_thread, local):
+        assert kind is AsyncSaveError
+        assert "can't start a thread to save in" in message
     assert step_at(local, ranks=2) == 2
 
 

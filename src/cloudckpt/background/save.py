@@ -199,8 +199,8 @@ class Save:
         except BaseException as error:  # noqa: BLE001 - told by the future
             return None, error
 
-    def refuse(self, cause: RuntimeError, *, closed: bool) -> AsyncSaveError:
-        """Fails the save because it has no thread; returns the error."""
+    def refuse(self, cause: RuntimeError, *, closed: bool) -> None:
+        """Drops the copy because there is no thread: :meth:`run` will only report the failure."""
         made: AsyncSaveError
         if closed:
             made = ClosedError("the saver was closed", uri=self.where)
@@ -214,8 +214,7 @@ class Save:
             )
         made.__cause__ = cause
         self._end()
-        self.written.set_exception(made)
-        return made
+        self.failure = self.failure or made
 
     def listen(self, event: Event) -> None:
         """Records an event of this save."""

@@ -241,12 +241,8 @@ class AsyncSaver:
             unsubscribe()
         if save.failure is not None:
             release_frames(save.failure, apart_from=sys.exc_info()[1])
-        try:
-            self._submit(save)
-        except RuntimeError as exc:
-            self._agreed = None
-            told = save.refuse(exc, closed=self._closed)
-            raised = told if raised is None else raised
+        refused = self._submit(save)
+        raised = refused if raised is None else raised
         if raised is not None:
             raise raised
         if self._tells_failures:
@@ -264,12 +260,28 @@ class AsyncSaver:
             and [one for one in self._under_way if not one.written.done()] == [save]
         )
 
-    def _submit(self, save: Save) -> None:
+    def _submit(self, save: Save) -> BaseException | None:
+        """Gives a save that all ranks have begun to the thread.
+
+        If no thread can be started, the save is ended here: this rank takes part as far as to tell
+        the others, which would otherwise wait for it.
+
+        Returns:
+            Why it has failed, if there was no thread.
+        """
         here = contextvars.copy_context()  # with the span of the caller, for those of the save
-        with self._lock:
-            self._thread.submit(here.run, save.run, self._carry_out)
-            self._under_way.append(save)
+        ended: BaseException | None = None
+        try:
+            with self._lock:
+                self._thread.submit(here.run, save.run, self._carry_out)
+                self._under_way.append(save)
+        except RuntimeError as exc:
+            save.refuse(exc, closed=self._closed)
+            # a saver that is closed may have given back its groups
+            save.run(Save.prepared if self._closed else self._carry_out)
+            ended = save.written.exception()
         self._agreed = None
+        return ended
 
     def _begin(
         self,
