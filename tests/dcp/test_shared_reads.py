@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import cloudckpt
 from cloudckpt.dcp import sharing
 from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.stores.base import Regions
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from ranks import RanksDiedError
@@ -264,6 +265,43 @@ def test_what_one_rank_can_not_read_is_told_to_all(ranks, s3):
     cloudckpt.save(whole(), checkpoint_id=s3.uri, config=s3.config)
     told = ranks.errors(4, load_what_one_can_not_read, s3)
     assert [type(error) for error in told] == [cloudckpt.errors.AccessDeniedError] * 4
+
+
+def load_while_one_lacks(place, function):
+    def lack(*_, **__):
+        raise MemoryError("no memory for this")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(sharing, function, lack)
+        cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
+
+
+@pytest.mark.parametrize("function", ["plan_shares", "ring_allgather"])
+def test_if_one_rank_raises_before_it_passes_anything_on_no_other_waits(ranks, local, function):
+    cloudckpt.save(whole(), checkpoint_id=local.uri, config=local.config)
+    told = ranks.errors(4, load_while_one_lacks, local, function)
+    assert type(told[1]) is MemoryError
+    others = {type(error) for rank, error in enumerate(told) if rank != 1}
+    assert others == {cloudckpt.errors.ProcessGroupError}
+
+
+def load_where_one_may_not_leave_its_region(place):
+    with pytest.MonkeyPatch.context() as patch:
+        config = place.config
+        if dist.get_rank() == 1:
+            store = open_store(CheckpointURI.parse(place.uri), config)
+            apart = Regions(machine="here", bucket="there")
+            patch.setattr(type(store), "regions", lambda self: apart)
+            config = dataclasses.replace(config, cross_region="refuse")
+        cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=config)
+
+
+def test_if_one_rank_may_not_leave_its_region_all_ranks_say_so_before_they_read(ranks, s3):
+    cloudckpt.save(whole(), checkpoint_id=s3.uri, config=s3.config)
+    for error in ranks.errors(4, load_where_one_may_not_leave_its_region, s3):
+        assert type(error) is cloudckpt.errors.ConfigError
+        assert "the bucket is in there" in str(error)
 
 
 def load_while_ranks_lose_each_other(place):

@@ -15,6 +15,7 @@ from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError, StoreError, TransferCancelledError
 from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.transfer import sharing
 from cloudckpt.transfer.download import Download, segments_for
 from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, Wanted
 from cloudckpt.transfer.sharing import Ring, digests, plan_shares, ring_allgather, shared_requests
@@ -96,21 +97,29 @@ def run_ranks(work, count):
     return raised
 
 
-def load(stores, sources, config=Config(connections=4)):  # noqa: B008 - frozen
+def load(
+    stores,
+    sources,
+    config=Config(connections=4),  # noqa: B008 - frozen
+    starve=lambda rank, download: None,
+    ring=Threads,
+):
     """Has each rank, with its store, load all sources; returns the sinks and the errors."""
     mailboxes = [queue.Queue() for _ in stores]
     sinks = [[BytesSink(source.nbytes) for source in sources] for _ in stores]
 
     def work(rank: int) -> None:
         download = Download(stores[rank], config, TransferStats())
+        starve(rank, download)
         wanted = [
             Wanted(source, 0, source.nbytes, sink, True)
             for source, sink in zip(sources, sinks[rank], strict=True)
         ]
         requests = shared_requests(segments_for(wanted, config), len(stores))
         assert requests is not None
-        ring = Threads(mailboxes, rank)
-        download.run(lambda: ring_allgather(download, ring, requests, budget=config.memory_budget))
+        place = ring(mailboxes, rank)
+        budget = config.memory_budget
+        download.run(lambda: ring_allgather(download, place, requests, budget=budget))
 
     return sinks, run_ranks(work, len(stores))
 
@@ -148,6 +157,66 @@ def test_if_one_rank_fails_all_end_and_it_says_why(failing):
     others = [type(error) for rank, error in enumerate(raised) if rank != failing]
     # one that had all before it heard of it has nothing to complain of
     assert set(others) <= {TransferCancelledError, type(None)}
+
+
+def _no_threads(download):
+    def refuse(task):
+        raise RuntimeError("can't start new thread")
+
+    download.submit = refuse
+
+
+def _no_threads_for_long(download):
+    submit, tasks = download.submit, itertools.count()
+
+    def refuse(task):
+        if next(tasks):
+            raise RuntimeError("can't start new thread")
+        submit(task)
+
+    download.submit = refuse
+
+
+def _no_memory(download):
+    def refuse(*_):
+        raise MemoryError
+
+    download.read = refuse
+
+
+@pytest.mark.parametrize("lack", [_no_threads, _no_threads_for_long, _no_memory])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_lacks_threads_or_memory_says_so_and_all_end(ranks, lack):
+    name = f"{lack.__name__}-{ranks}"
+    _, sources = stored(name, [40 * 1024 * KIB])
+    stores = [Counting(name) for _ in range(ranks)]
+    _, raised = load(stores, sources, starve=lambda rank, download: rank or lack(download))
+    assert type(raised[0]) in (RuntimeError, MemoryError)
+    assert "nothing came" not in str(raised[0])
+    assert set(map(type, raised[1:])) <= {TransferCancelledError, type(None)}
+    assert raised[1] is not None
+
+
+def test_a_rank_without_memory_for_what_comes_says_so_and_all_end(monkeypatch):
+    _, sources = stored("full", [40 * 1024 * KIB])
+    full = threading.local()
+    allocated = sharing._allocated
+
+    def refuse(size):
+        if getattr(full, "is_full", False):
+            raise MemoryError
+        return allocated(size)
+
+    class Full(Threads):
+        def exchange(self, out, into):
+            full.is_full = self.position == 0  # as soon as it has begun
+            return super().exchange(out, into)
+
+    monkeypatch.setattr(sharing, "_allocated", refuse)
+    _, raised = load([Counting("full") for _ in range(3)], sources, ring=Full)
+    assert type(raised[0]) is MemoryError
+    assert set(map(type, raised[1:])) <= {TransferCancelledError, type(None)}
+    assert raised[1] is not None
 
 
 def test_what_was_damaged_on_the_way_from_the_store_is_fetched_again_by_each_rank():

@@ -33,7 +33,7 @@ from cloudckpt.dcp.load_plan import check_whole
 from cloudckpt.dcp.meeting import Meeting, RankStatus, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, EverythingPlanner, PartialPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.dcp.sharing import SharedReads
+from cloudckpt.dcp.sharing import Offer, SharedReads
 from cloudckpt.errors import (
     CheckpointReplacedError,
     CloudCheckpointError,
@@ -96,6 +96,13 @@ class _Terms(NamedTuple):
     gathers: bool = False
     shares: str = "off"
     metadata: bytes | ModelFolder | None = None
+
+
+class _Wishes(NamedTuple):
+    """What a rank wants to read, and what it reports of that."""
+
+    segments: Sequence[Segment]
+    offer: Offer
 
 
 class _Load:
@@ -174,16 +181,18 @@ class _Load:
         if terms.gathers:
             plan = meeting.handed_out(local_plan, self._global_plan, uri=self._uri)
         fetch: Callable[[SharedReads | None], None] | None = None
-        segments: Sequence[Segment] = ()
+        wishes: _Wishes | None = None
         if terms.begins and status.failure is None:
             try:
                 own = local_plan() if plan is None else plan
                 fetch, segments = self._prepared(own, until_the_end)
+                if terms.shares != "off":
+                    wishes = _Wishes(segments, SharedReads.offer(segments, terms.shares))
             except BaseException as error:  # noqa: BLE001 - told to all ranks
                 status = replace(status, failure=error)
-        shared = self._agreed(status, segments, terms)
+        shared = self._agreed(status, wishes, terms)
         assert fetch is not None  # otherwise it has raised
-        return functools.partial(fetch, shared)
+        return functools.partial(_fetch_with, fetch, shared)
 
     def _status(self) -> RankStatus:
         if self._failure is not None:
@@ -239,21 +248,20 @@ class _Load:
         return load.run, load.segments() if self._meeting.group is not None else ()
 
     def _agreed(
-        self, status: RankStatus, segments: Sequence[Segment], terms: _Terms
+        self, status: RankStatus, wishes: _Wishes | None, terms: _Terms
     ) -> SharedReads | None:
         """Reports to all ranks that this one is ready, or why not; all raise if one is not."""
         meeting = self._meeting
         if terms.shares == "off":
-            consensus = meeting.hold(status)
-        else:
-            offer = SharedReads.offer(segments, terms.shares)
-            consensus, offers = meeting.hold_with(status, offer)
-        consensus.raise_on_all_ranks()
-        if terms.shares == "off":
+            meeting.hold(status).raise_on_all_ranks()
             return None
+        consensus, offers = meeting.hold_with(status, None if wishes is None else wishes.offer)
+        consensus.raise_on_all_ranks()
         assert meeting.group is not None
         assert self._ours is not None
-        return SharedReads(meeting.group, self._ours.config, segments, offers)
+        assert wishes is not None  # a rank without has failed
+        told = cast(list[Offer], offers)
+        return SharedReads(meeting.group, self._ours.config, wishes.segments, told)
 
     def _fetch(self, fetch: Callable[[], None]) -> None:
         """Fetches this rank's bytes; raises the same on all ranks if it fails on one."""
@@ -269,3 +277,11 @@ class _Load:
         consensus.raise_on_all_ranks("while it was loaded")
         if failure is not None:
             raise failure
+
+
+def _fetch_with(fetch: Callable[[SharedReads | None], None], shared: SharedReads | None) -> None:
+    try:
+        fetch(shared)
+    finally:
+        if shared is not None:
+            shared.leave()

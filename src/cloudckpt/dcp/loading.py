@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -28,6 +29,7 @@ from cloudckpt.transfer.download import MERGE_GAP, download, segments_for
 from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, Segment, StoredBytes, Wanted
 from cloudckpt.transfer.memory import Claims, has_memory, narrow, settled, shows_its_memory
 from cloudckpt.transfer.parts import even_share
+from cloudckpt.transfer.regions import check_regions
 from cloudckpt.transfer.stats import TransferStats
 
 __all__ = ["Load"]
@@ -72,7 +74,11 @@ class Load:
         self._afterwards: list[Callable[[], None]] = []
 
     def prepare(self, plan: LoadPlan) -> None:
-        """Determines what to fetch and where it goes."""
+        """Determines what to fetch and where it goes.
+
+        Raises:
+            ConfigError: If it would leave its region, and may not.
+        """
         indices = [item.storage_index for item in plan.items]
         with self._guarded():
             found = self._places.find(indices, self._store, self._config, self._stats)
@@ -84,6 +90,9 @@ class Load:
                     self._want_tensor(item, place.tensor)
                 else:
                     self._want_pickled_tensor(item, place)
+        wanted = itertools.chain.from_iterable(self._wanted)
+        nbytes = sum(want.stop - want.start for want in wanted)
+        check_regions(self._store, self._config, nbytes)
 
     def segments(self) -> list[Segment]:
         """What ranks may fetch for each other: all but reads that must wait for other bytes."""

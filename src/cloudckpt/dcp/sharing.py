@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import Config
+from cloudckpt.dcp.meeting import break_off
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, TransferCancelledError
 from cloudckpt.transfer.download import Download
 from cloudckpt.transfer.landing import Segment
 from cloudckpt.transfer.sharing import Ring, digests, plan_shares, ring_allgather, shared_requests
 
-__all__ = ["SharedReads"]
+__all__ = ["Offer", "SharedReads"]
 
 
 Offer = tuple[str, torch.Tensor]
@@ -48,6 +49,7 @@ class SharedReads:
         self._config = config
         self._segments = segments
         self._told = told
+        self._is_over = False  # nobody waits for this rank
 
     @staticmethod
     def offer(segments: Sequence[Segment], shared_reads: str) -> Offer:
@@ -83,10 +85,16 @@ class SharedReads:
                 ring_allgather(download, ring, requests, budget=self._config.memory_budget)
             except (RuntimeError, TransferCancelledError) as error:
                 failure = failure or _named(error)
-                download.cancellation.cancel()  # ranks of further shares must learn of it
+                download.fail(failure)  # ranks of further shares must learn of it
+        self._is_over = True
         if failure is not None:
             raise failure
         return [segments[number] for number in sorted(alone)]
+
+    def leave(self) -> None:
+        """Lets nobody wait for this rank, if it has raised before all was passed on."""
+        if not self._is_over:
+            break_off(self._group)
 
 
 def _named(error: Exception) -> CloudCheckpointError:

@@ -66,7 +66,8 @@ def download(
         stats: Transfer counters.
         damaged: Called with each damage, from any thread. If it does not raise, the rest is still
             read, but the damaged bytes, and others in the same request, are not delivered.
-        shared: Fetches what other ranks also want; it has the segments of ``wanted``.
+        shared: Fetches what other ranks also want; it has the segments of ``wanted``. The caller
+            has already looked whether the bytes may leave their region.
         request_size: Most bytes of a request; by default it follows from what is wanted.
 
     Raises:
@@ -74,7 +75,8 @@ def download(
             checksum when fetched a second time.
         StoreError: If the store refuses or stays unreachable.
     """
-    check_regions(store, config, sum(want.stop - want.start for want in wanted))
+    if shared is None:  # else it was done before the other ranks began to wait for this one
+        check_regions(store, config, sum(want.stop - want.start for want in wanted))
     work = Download(store, config, stats, damaged)
 
     def produce() -> None:
@@ -137,6 +139,7 @@ class Download:
         )
         self.run = self._group.run
         self.submit = self._group.submit
+        self.fail = self._group.fail
         self.cancellation = cancellation = self._group.cancellation
         self._retrier = Retrier(config.retry, cancellation, on_retry=stats.add_retry)
         self._scratch = ScratchPool(config.memory_budget, cancellation)

@@ -135,6 +135,10 @@ class TaskGroup:
         if self._pace is not None:
             self._pace.ended()
 
+    def fail(self, error: BaseException) -> None:
+        """Stops all, as if a task had raised this: :meth:`run` raises it, if it is the first."""
+        self._fail(error)
+
     def submit(self, task: Callable[[], None], *, patient: bool = True) -> None:
         """Queues a task.
 

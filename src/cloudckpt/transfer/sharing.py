@@ -7,7 +7,8 @@ of the bytes from the store, sends and receives each byte once, and holds a few 
 however many ranks there are.
 
 A rank that fails goes on receiving, so that nobody waits for it in vain, and sends one message
-more, which says so: the next rank fails by it, and so on around the ring.
+more, which says so: the next rank fails by it, and so on around the ring. It has the memory for
+that from the beginning.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hashlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -154,9 +155,10 @@ class Ring(ABC):
 class _Message:
     """The bytes of a request, and what the rank that sends it says of itself."""
 
-    def __init__(self, request: Sequence[Segment]) -> None:
-        self.nbytes = request[-1].stop - request[0].start
-        self.all = torch.empty(self.nbytes + _STATUS, dtype=torch.uint8, device="cpu")
+    def __init__(self, request: Sequence[Segment], memory: torch.Tensor | None = None) -> None:
+        self.nbytes = _size(request)
+        size = self.nbytes + _STATUS
+        self.all = _allocated(size) if memory is None else memory[:size]
 
     @property
     def payload(self) -> memoryview:
@@ -168,6 +170,17 @@ class _Message:
 
     def say(self, *, is_good: bool) -> None:
         self.all[self.nbytes :] = int(is_good)
+
+
+def _size(request: Sequence[Segment]) -> int:
+    return request[-1].stop - request[0].start
+
+
+def _allocated(size: int) -> torch.Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:  # torch's for a lack of memory
+        raise MemoryError(f"no memory for {size} bytes that ranks hand on") from error
 
 
 def ring_allgather(
@@ -184,8 +197,10 @@ def ring_allgather(
         budget: Bytes that requests may have in memory at a time, on this rank.
 
     Raises:
-        TransferCancelledError: If this or another rank has failed.
+        TransferCancelledError: If this or another rank has failed; if this one, ``download`` fails
+            with the reason.
         RuntimeError: If the ranks lost each other.
+        MemoryError: If there is no memory to begin with; the other ranks don't know.
     """
     _HandOn(download, ring, requests, budget).run()
 
@@ -201,10 +216,12 @@ class _HandOn:
         self._download = download
         self._ring = ring
         self._requests = requests
-        largest = max(request[-1].stop - request[0].start for request in requests)
+        largest = max(map(_size, requests))
         room = max(2, budget // largest)
         self._ahead = max(1, room // 2)  # requests that are fetched before it is their turn
         self._room = _Room(max(2, room - self._ahead), download.cancellation)
+        # to send and to receive in, once this rank has failed
+        self._spare = _allocated(largest + _STATUS), _allocated(largest + _STATUS)
         self._waiting: deque[_Fetched] = deque()
         self._own = iter(range(ring.position, len(requests), ring.size))
         self._failed = False  # this rank
@@ -230,10 +247,20 @@ class _HandOn:
             return
         fetched = _Fetched(self._requests[number], self._download)
         self._waiting.append(fetched)
+        self._submit(fetched.fetch)
+
+    def _submit(self, task: Callable[[], None]) -> bool:
+        """Whether there is a thread for the task; if not, this rank has failed."""
         try:
-            self._download.submit(fetched.fetch)
-        except TransferCancelledError:
-            self._failed = True
+            self._download.submit(task)
+        except Exception as error:  # noqa: BLE001 - raised by the download, if it is the first
+            self._fail(error)
+            return False
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        self._failed = True
+        self._download.fail(error)
 
     def _has_failed(self) -> bool:
         self._failed = self._failed or self._download.cancellation.is_set
@@ -253,7 +280,7 @@ class _HandOn:
             came: _Message | None = None
             if wanted < len(requests) and not self._ended:
                 self._room.enter()
-                came = _Message(requests[wanted])
+                came = self._incoming(requests[wanted])
             unsent, lost = self._ring.exchange(
                 None if out is None else out.all, None if came is None else came.all
             )
@@ -273,10 +300,18 @@ class _HandOn:
         self._failed = self._failed or message is None
         return message
 
+    def _incoming(self, request: Sequence[Segment]) -> _Message:
+        if not self._has_failed():
+            try:
+                return _Message(request)
+            except MemoryError as error:
+                self._fail(error)
+        return _Message(request, self._spare[1])
+
     def _outgoing(self, held: _Message | None, request: Sequence[Segment]) -> _Message:
         if held is None or self._has_failed():
             self._failed = self._silent = True
-            held = _Message(request)
+            held = _Message(request, self._spare[0])
         held.say(is_good=not self._failed)
         return held
 
@@ -287,10 +322,7 @@ class _HandOn:
             self._room.leave()
             return
         deliver = functools.partial(_deliver, self._download, request, message, self._room)
-        try:
-            self._download.submit(deliver)
-        except TransferCancelledError:
-            self._failed = True
+        if not self._submit(deliver):
             self._room.leave()
 
 
