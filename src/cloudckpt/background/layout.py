@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import io
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ class Layout:
         if isinstance(value, torch.Tensor):
             if not (_is_bytes(value) and self._add(value)):
                 self._unwrap(value)
-        elif isinstance(value, dict):
+        elif isinstance(value, (dict, MappingProxyType)):
             for entry in value.values():
                 self._walk(entry)
         elif isinstance(value, (list, tuple)):
@@ -240,7 +241,7 @@ class _Copier:
     def __init__(self, wrapped: dict[int, _Wrapped]) -> None:
         self._wrapped = wrapped
 
-    def mapping(self, value: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+    def mapping(self, value: Mapping[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
         made: dict[Any, Any] = {}
         if isinstance(value, defaultdict):
             made = defaultdict(value.default_factory)
@@ -263,8 +264,10 @@ class _Copier:
         kind = type(value)
         if isinstance(value, torch.Tensor):
             made: Any = self._tensor(value, memo)
-        elif kind in (dict, OrderedDict, defaultdict, Counter):
+        elif kind in (dict, OrderedDict, defaultdict, Counter, MappingProxyType):
             return self.mapping(value, memo)
+        elif isinstance(value, Mapping):
+            made = self._of_its_class(value, memo)
         elif kind is list:
             made = memo[id(value)] = []
             made.extend(self.value(entry, memo) for entry in value)
@@ -279,6 +282,18 @@ class _Copier:
         else:
             made = _deep_copy(value, memo)
         memo[id(value)] = made
+        return made
+
+    def _of_its_class(self, value: Mapping[Any, Any], memo: dict[int, Any]) -> Any:
+        """A mapping of any other class; a dict if that can't be copied: torch saves both alike."""
+        tried = dict(memo)  # a copy that fails leaves half of it there
+        try:
+            made = copy.deepcopy(value, tried)
+        except Exception:  # noqa: BLE001 - an entry that is the cause fails again, by its name
+            return self.mapping(value, memo)
+        kept = tried.pop(id(tried), [])  # what deepcopy keeps alive, for the sake of its id
+        memo.setdefault(id(memo), []).extend(kept)
+        memo.update(tried)
         return made
 
     def _tensor(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
