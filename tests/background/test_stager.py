@@ -389,6 +389,16 @@ def test_a_forked_child_that_drops_its_part_takes_nothing_from_its_parent():
         assert_same(held[0].state_dict["t"], numbered(10_000))
 
 
+def test_a_copy_without_a_tensor_holds_its_buffer_until_it_is_released():
+    stager = Stager()
+    staged, _ = stager.begin({"step": 1}, 0)
+    with pytest.raises(SaveInProgressError):
+        stager.begin({"t": numbered(9)}, 0)
+    assert staged.arena.fd >= 0  # a saving process may be about to get it
+    staged.release()
+    assert_same(stager.stage({"t": numbered(9)})["t"], numbered(9))
+
+
 def test_two_buffers_hold_two_copies():
     stager = Stager(buffers=2, patience=0.05)
     one, two = stager.stage({"t": numbered(9)}), stager.stage({"t": numbered(9, first=1)})

@@ -71,10 +71,11 @@ class StagedState:
     arena: Arena
     size: int
     _lease: _Lease = field(repr=False)
+    _memory: Memory | None = field(repr=False)  # in use, whether or not a tensor is in it
 
     def release(self) -> None:
         """Ends the use of the copy; the next copy may reuse its memory."""
-        self.state_dict = {}
+        self.state_dict, self._memory = {}, None
         self._lease.end()
 
 
@@ -219,7 +220,7 @@ class Stager(AsyncStager):
                 stream.synchronize()  # an accelerator may still be copying into the buffer
             lease.end()
             raise
-        return StagedState(content, arena, layout.size, lease), copied
+        return StagedState(content, arena, layout.size, lease, memory), copied
 
     def _taken(self, patience: float) -> _Buffer:
         """A free buffer, with memory if possible; the memory of others may be freed.
