@@ -1,7 +1,9 @@
 """A save that is stuck does not hold up the next: the newest copy waits behind it, and no other."""
 
+import concurrent.futures
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from cloudckpt.background import saver as savers
 from cloudckpt.background import stager as stagers
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpointer import CheckpointerConfig
-from cloudckpt.errors import SaveInProgressError, StagingMemoryError
+from cloudckpt.errors import RanksFailedError, SaveInProgressError, StagingMemoryError
 from cloudckpt.runs import Preemption
 from cloudckpt.waiting import Waiting
 from wire.faults import s3_error
@@ -141,8 +143,6 @@ def test_without_memory_for_a_second_copy_the_one_before_is_waited_for(
 
 
 def _on_ranks(place, folder):
-    from pathlib import Path
-
     gate, rank = Gate(Path(folder), rank=1), dist.get_rank()
     if rank == 1:  # the others have sent all, and wait for this one
         savers.is_stuck = lambda: (Path(folder) / "reached").exists()
@@ -162,6 +162,38 @@ def _on_ranks(place, folder):
 def test_all_ranks_replace_the_same_saves(local, tmp_path, ranks) -> None:
     assert ranks(3, _on_ranks, local, str(tmp_path)) == [[False, True, True, False]] * 3
     assert step_at(local.at("4"), ranks=3) == 4
+
+
+def _interrupted_between_meetings(place, folder):
+    gate, rank, here = Gate(Path(folder), rank=1), dist.get_rank(), threading.get_ident()
+    wait = concurrent.futures.wait
+
+    def interrupted(*arguments):
+        if threading.get_ident() == here:
+            raise KeyboardInterrupt
+        return wait(*arguments)
+
+    with AsyncSaver(options=BackgroundOptions(when_busy="replace")) as one:
+        first = begin(one, 1, place.at("1"), planner=gate)
+        gate.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(concurrent.futures, "wait", interrupted)
+            with pytest.raises(BaseException) as told:  # noqa: PT011 - looked at below
+                begin(one, 2, place.at("2"))
+        gate.open()
+        first.result(PATIENCE)
+        begin(one, 3, place.at("3")).result(PATIENCE)
+    return type(told.value), "KeyboardInterrupt" in repr(told.value)
+
+
+def test_an_interrupt_of_a_rank_that_waits_for_a_stuck_save_is_told_to_all(
+    local, tmp_path, ranks
+) -> None:
+    told = ranks(2, _interrupted_between_meetings, local, str(tmp_path))
+    assert told == [(RanksFailedError, True), (KeyboardInterrupt, True)]
+    assert step_at(local.at("1"), ranks=2) == 1
+    assert step_at(local.at("3"), ranks=2) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -243,10 +243,11 @@ class _Copier:
 
     def mapping(self, value: Mapping[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
         made: dict[Any, Any] = {}
+        kind: Any = type(value)
         if isinstance(value, defaultdict):
             made = defaultdict(value.default_factory)
-        elif type(value) in (OrderedDict, Counter):
-            made = type(value)()
+        elif kind in (OrderedDict, Counter):
+            made = kind()
         memo[id(value)] = made
         for key, entry in value.items():
             try:

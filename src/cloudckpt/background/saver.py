@@ -357,9 +357,12 @@ class AsyncSaver:
                     held.let_go(replaced=is_replaced)
             if consensus.statuses or not consensus.any_is_busy or goes_on:
                 return consensus
-            concurrent.futures.wait([save.written for save in before], _BETWEEN_MEETINGS)
-            if not before:  # other ranks are about to see the same
-                time.sleep(_BETWEEN_MEETINGS)
+            try:
+                concurrent.futures.wait([save.written for save in before], _BETWEEN_MEETINGS)
+                if not before:  # other ranks are about to see the same
+                    time.sleep(_BETWEEN_MEETINGS)
+            except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
+                status = RankStatus(failure=error)
 
     def _with_failure(self, status: RankStatus) -> RankStatus:
         """This rank's status, with the unreported failure of an earlier save."""
