@@ -128,6 +128,15 @@ def test_prune_keeps_the_best(cli, capsys, run):
     assert [row[0].rpartition("/")[2] for row in rows(capsys)] == ["step-1", "step-4"]
 
 
+def test_prune_keeps_what_it_can_not_compare_and_says_so(cli, capsys, run, caplog):
+    metadata = run / "step-1" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes().replace(b'"loss"', b'"lass"'))
+    arguments = ("prune", str(run), "--max-to-keep", "1", "--best-metric", "loss", "--dry-run")
+    assert cli(*arguments) == 0
+    assert [row[0].rpartition("/")[2] for row in rows(capsys)] == ["step-4"]
+    assert "the metrics of step-1 can't be read" in caplog.text
+
+
 def test_sweep_takes_what_no_checkpoint_names(cli, capsys, run):
     leftover = run / "step-2" / "__0_0.0123456789abcdef.distcp"
     leftover.write_bytes(b"x" * 1000)
