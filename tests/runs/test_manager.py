@@ -256,6 +256,54 @@ def test_a_job_that_another_one_has_taken_over_from_can_not_commit(run) -> None:
     first.close()
 
 
+def test_a_job_that_another_one_has_taken_over_from_deletes_nothing(run, caplog) -> None:
+    with managed(run, max_to_keep=1, asynchronous=False) as first, managed(run) as second:
+        first.save(1, state(1))
+        first.wait_until_finished()
+        let_go = threading.Event()
+        first._cleaner.submit(let_go.wait, 60)  # as an earlier deletion that is tried again
+        for step in (2, 3):
+            first.save(step, state(step))
+        second.restore(state(), step=1)
+        second.save(1, state(7), force=True)
+        second.wait_until_finished()
+        let_go.set()
+        first.wait_until_finished()
+        assert second.all_steps() == [1, 2, 3]
+        assert caplog.text.count("no old checkpoints are deleted any more") == 1
+        assert f"process {os.getpid()} on host" in caplog.text
+        with pytest.raises(CheckpointConflictError):
+            first.delete(1)
+        found = state()
+        second.restore(found, step=1)
+        assert value(found) == 7
+        second.delete(1)
+        assert second.all_steps() == [2, 3]
+
+
+def test_a_job_whose_claim_could_not_be_written_deletes_old_steps(run, monkeypatch) -> None:
+    """As under a retention policy, by which the claim of the first job stays."""
+    fill(run, 1, 2)
+
+    def deny(*_args, **_options):
+        raise AccessDeniedError("it is retained")
+
+    monkeypatch.setattr("cloudckpt.runs.claim.put_whole", deny)
+    with managed(run, max_to_keep=1) as manager:
+        manager.save(3, state(3))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3]
+
+
+def test_a_manager_that_has_not_claimed_the_run_deletes_what_it_is_told_to(run) -> None:
+    fill(run, 1, 2)
+    (run / ".cloudckpt-job.json").unlink()
+    with managed(run) as manager:
+        manager.delete(1)
+        assert manager.all_steps() == [2]
+    assert not (run / ".cloudckpt-job.json").exists()
+
+
 def test_a_failure_in_the_background_is_raised_once(run) -> None:
     with managed(run) as manager:
         manager.save(1, state(1))

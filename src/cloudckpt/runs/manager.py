@@ -32,6 +32,7 @@ from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import (
     AccessDeniedError,
+    CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ClosedError,
@@ -145,6 +146,7 @@ class CheckpointManager(ClosedAtExit):
         # of the deleting thread: the committed steps, once it has listed them
         self._steps: set[int] | None = None
         self._unread: set[int] = set()  # those without a score, as logged
+        self._has_told_loss = False  # of the run, to another job
 
         def prepare() -> tuple[Run, Retention, CheckpointerConfig]:
             self._failures = FailureBudget(on_failure, max_failures)
@@ -446,6 +448,8 @@ class CheckpointManager(ClosedAtExit):
         """Deletes the checkpoint of a step, after the saves in progress.
 
         Raises:
+            CheckpointConflictError: If this manager has saved, and another job has begun to save
+                into this run since: the step may be that job's.
             CheckpointNotFoundError: If it has no committed checkpoint.
             ClosedError: If the manager was closed.
             ConfigError: If it is not a valid step.
@@ -599,7 +603,8 @@ class CheckpointManager(ClosedAtExit):
 
         It runs on one dedicated thread, so deletions follow the order of the saves. Later steps
         belong to a training that was given up when this one resumed from an earlier step: they will
-        be saved again, and until then are left alone.
+        be saved again, and until then are left alone. So is everything once another job has claimed
+        the run, which may have saved the same steps anew.
         """
         if written is not None:
             concurrent.futures.wait([written])
@@ -617,6 +622,12 @@ class CheckpointManager(ClosedAtExit):
             scores = None if self._best_metric is None else self._compared(known)
             for one in self._retention.unneeded(known if scores is None else [*scores], scores):
                 self._prune(one)
+        except CheckpointConflictError as error:
+            if not self._has_told_loss:  # several steps may have been committed before the loss
+                logger.error(
+                    "%s: no old checkpoints are deleted any more: %s", self._run.root, error
+                )
+            self._has_told_loss = True
         except CloudCheckpointError as error:
             logger.error("%s: old checkpoints could not be deleted: %s", self._run.root, error)
         except Exception:
@@ -628,6 +639,8 @@ class CheckpointManager(ClosedAtExit):
                 return
             try:
                 self._delete(step)
+            except CheckpointConflictError:
+                raise  # the other steps are not this job's either
             except CheckpointNotFoundError:
                 pass  # another process has deleted it
             except CloudCheckpointError as error:
@@ -636,6 +649,8 @@ class CheckpointManager(ClosedAtExit):
                 )
 
     def _delete(self, step: int) -> None:
+        if self._hook.claim is not None:
+            self._hook.claim.check()
         try:
             delete(self._run.uri(step), config=self._run.config)
         except CheckpointNotFoundError:
