@@ -54,6 +54,12 @@ def test_ls_shows_what_steps_share_and_what_is_kept_for_them(cli, capsys, tmp_pa
     told = json.loads(capsys.readouterr().out)
     assert [one["shared"] > 800_000 for one in told] == [False, True, True]
     assert [one["is_referred_to"] for one in told] == [True, False, False]
+    metadata = tmp_path / "step-2" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:-1])
+    assert cli("ls", str(tmp_path)) == 0
+    assert [row[3] for row in rows(capsys)] == ["0 bytes", "?", "801.3 kB"]
+    assert cli("ls", str(tmp_path), "--json") == 0
+    assert [one["shared"] for one in json.loads(capsys.readouterr().out)][1] is None
 
 
 def test_latest_prints_the_newest_committed_one(cli, capsys, run, tmp_path):
