@@ -94,6 +94,24 @@ def test_without_a_checkpoint_there_are_no_notes(uri) -> None:
         read_notes(open_store(uri, Config()), uri, RETRIER)
 
 
+@pytest.mark.parametrize("other", [Notes(step=8), Notes()], ids=["others", "none"])
+def test_the_notes_of_a_checkpoint_that_is_replaced_meanwhile_are_the_new_ones(
+    uri, other, monkeypatch
+) -> None:
+    store = put(uri, framed(METADATA, NOTES.to_json()))
+    head, looks = type(store).head, list[str]()
+
+    def then_replaced(self, key):
+        info = head(self, key)
+        if not looks:
+            looks.append(key)
+            put(uri, framed(METADATA, other.to_json()))
+        return info
+
+    monkeypatch.setattr(type(store), "head", then_replaced)
+    assert read_notes(store, uri, RETRIER) == other
+
+
 @pytest.mark.parametrize("at", range(1, 80))
 def test_a_damaged_byte_never_changes_notes_unnoticed(uri, at) -> None:
     data = bytearray(framed(METADATA, NOTES.to_json()))

@@ -54,6 +54,12 @@ def test_ls_shows_what_steps_share_and_what_is_kept_for_them(cli, capsys, tmp_pa
     told = json.loads(capsys.readouterr().out)
     assert [one["shared"] > 800_000 for one in told] == [False, True, True]
     assert [one["is_referred_to"] for one in told] == [True, False, False]
+    metadata = tmp_path / "step-2" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:-1])
+    assert cli("ls", str(tmp_path)) == 0
+    assert [row[3] for row in rows(capsys)] == ["0 bytes", "?", "801.3 kB"]
+    assert cli("ls", str(tmp_path), "--json") == 0
+    assert [one["shared"] for one in json.loads(capsys.readouterr().out)][1] is None
 
 
 def test_latest_prints_the_newest_committed_one(cli, capsys, run, tmp_path):
@@ -126,6 +132,15 @@ def test_prune_keeps_the_best(cli, capsys, run):
     arguments = ("prune", str(run), "--max-to-keep", "1", "--best-metric", "loss", "--dry-run")
     assert cli(*arguments) == 0
     assert [row[0].rpartition("/")[2] for row in rows(capsys)] == ["step-1", "step-4"]
+
+
+def test_prune_keeps_what_it_can_not_compare_and_says_so(cli, capsys, run, caplog):
+    metadata = run / "step-1" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes().replace(b'"loss"', b'"lass"'))
+    arguments = ("prune", str(run), "--max-to-keep", "1", "--best-metric", "loss", "--dry-run")
+    assert cli(*arguments) == 0
+    assert [row[0].rpartition("/")[2] for row in rows(capsys)] == ["step-4"]
+    assert "the metrics of step-1 can't be read" in caplog.text
 
 
 def test_sweep_takes_what_no_checkpoint_names(cli, capsys, run):

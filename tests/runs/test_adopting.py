@@ -1,5 +1,6 @@
 """A step that was staged when its trainers were killed is finished without them, and restored."""
 
+import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -208,6 +209,35 @@ def test_two_saves_are_never_mixed(tmp_path) -> None:
         path.rename(folder / path.name)
     with pytest.raises(IncompleteSaveError, match="of 2 ranks 1 have sent all"):
         adopt(str(folder), wait=0.0)
+
+
+def test_of_two_complete_saves_the_one_of_the_job_that_has_the_run_is_committed(tmp_path) -> None:
+    runs = [tmp_path / name / "run" for name in ("one", "other")]
+    for run in runs:
+        run.parent.mkdir()
+        killed(run.parent)
+    both = tmp_path / "both"
+    for run in runs:
+        shutil.copytree(run / "step-2", both / "step-2", dirs_exist_ok=True)
+    records = {name: (both / "step-2" / name).read_bytes() for name in left(both / "step-2")}
+    for run in runs:
+        for name, content in records.items():
+            (both / "step-2" / name).write_bytes(content)
+        shutil.copy(run / ".cloudckpt-job.json", both)
+        adopt(str(both / "step-2"), wait=0.0)
+        found = dcp.FileSystemReader(str(both / "step-2")).read_metadata().storage_data.values()
+        assert {one.relative_path for one in found} <= {path.name for path in run.rglob("__*")}
+        (both / "step-2" / ".metadata").unlink()
+
+
+def test_saves_of_jobs_that_have_lost_the_run_are_not_waited_for(tmp_path, monkeypatch) -> None:
+    killed(tmp_path, 2)
+    folder = tmp_path / "run" / "step-2"
+    (folder / left(folder)[1]).unlink()
+    (tmp_path / "run" / ".cloudckpt-job.json").write_text('{"job": "another"}')
+    monkeypatch.setattr(adopting, "_BETWEEN_LOOKS", -1.0)  # which nobody can sleep
+    with pytest.raises(IncompleteSaveError, match="another job has claimed the run"):
+        adopt(str(folder))
 
 
 def test_a_rank_that_loses_the_others_leaves_its_part_when_it_ends(tmp_path) -> None:

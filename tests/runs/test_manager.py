@@ -19,16 +19,22 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import BackgroundOptions, Config
+from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.errors import (
+    AccessDeniedError,
     CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ClosedError,
+    CloudCheckpointError,
     ConfigError,
     DifferentCheckpointsError,
+    ServerError,
 )
+from cloudckpt.runs import catalog
+from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.manager import CheckpointManager
 from cloudckpt.runs.preemption import Preemption
 from cloudckpt.transfer.retry import open_store
@@ -250,6 +256,54 @@ def test_a_job_that_another_one_has_taken_over_from_can_not_commit(run) -> None:
     first.close()
 
 
+def test_a_job_that_another_one_has_taken_over_from_deletes_nothing(run, caplog) -> None:
+    with managed(run, max_to_keep=1, asynchronous=False) as first, managed(run) as second:
+        first.save(1, state(1))
+        first.wait_until_finished()
+        let_go = threading.Event()
+        first._cleaner.submit(let_go.wait, 60)  # as an earlier deletion that is tried again
+        for step in (2, 3):
+            first.save(step, state(step))
+        second.restore(state(), step=1)
+        second.save(1, state(7), force=True)
+        second.wait_until_finished()
+        let_go.set()
+        first.wait_until_finished()
+        assert second.all_steps() == [1, 2, 3]
+        assert caplog.text.count("no old checkpoints are deleted any more") == 1
+        assert f"process {os.getpid()} on host" in caplog.text
+        with pytest.raises(CheckpointConflictError):
+            first.delete(1)
+        found = state()
+        second.restore(found, step=1)
+        assert value(found) == 7
+        second.delete(1)
+        assert second.all_steps() == [2, 3]
+
+
+def test_a_job_whose_claim_could_not_be_written_deletes_old_steps(run, monkeypatch) -> None:
+    """As under a retention policy, by which the claim of the first job stays."""
+    fill(run, 1, 2)
+
+    def deny(*_args, **_options):
+        raise AccessDeniedError("it is retained")
+
+    monkeypatch.setattr("cloudckpt.runs.claim.put_whole", deny)
+    with managed(run, max_to_keep=1) as manager:
+        manager.save(3, state(3))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3]
+
+
+def test_a_manager_that_has_not_claimed_the_run_deletes_what_it_is_told_to(run) -> None:
+    fill(run, 1, 2)
+    (run / ".cloudckpt-job.json").unlink()
+    with managed(run) as manager:
+        manager.delete(1)
+        assert manager.all_steps() == [2]
+    assert not (run / ".cloudckpt-job.json").exists()
+
+
 def test_a_failure_in_the_background_is_raised_once(run) -> None:
     with managed(run) as manager:
         manager.save(1, state(1))
@@ -449,6 +503,118 @@ def test_a_step_without_the_metric_is_the_worst_and_the_newest_stays(run) -> Non
         assert manager.metrics(3) == {}
         manager.delete(0)
         assert manager.best_step() is None
+
+
+def damage_notes(run: Path, step: int) -> None:
+    """Makes the notes of a step unreadable; the rest of it is as it was."""
+    path = run / f"step-{step}" / ".metadata"
+    content = path.read_bytes()
+    assert content.count(b'"loss"') == 1
+    path.write_bytes(content.replace(b'"loss"', b'"lass"'))
+
+
+class Unreadable:
+    """Fails the reading of one step's notes, once those of some others were read."""
+
+    def __init__(self, step: int, error: CloudCheckpointError, others: int = 0) -> None:
+        self._end, self._error = f"step-{step}", error
+        self._read = catalog.read_notes
+        self._others = others
+        self._read_one = threading.Semaphore(0)
+
+    def __call__(self, store, uri, retrier) -> Notes:
+        if str(uri).endswith(self._end):
+            for _ in range(self._others):
+                assert self._read_one.acquire(timeout=60)
+            self._others = 0
+            raise self._error
+        found = self._read(store, uri, retrier)
+        self._read_one.release()
+        return found
+
+
+@pytest.mark.parametrize("error", [CheckpointCorruptError, AccessDeniedError, ServerError])
+def test_a_step_that_can_not_be_compared_stays_and_keeps_no_other(
+    run, caplog, monkeypatch, error
+) -> None:
+    fill(run, 1, 2, 3)  # the last is the best
+    with managed(run, max_to_keep=1, best_metric="loss") as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(catalog, "read_notes", Unreadable(1, error("not now"), others=2))
+            for step in (4, 5):
+                manager.save(step, state(step), metrics={"loss": 1 / (1 + step)})
+                manager.wait_until_finished()
+                assert manager.all_steps() == [1, step]
+        assert caplog.text.count("the metrics of step-1 can't be read") == 1
+        manager.save(6, state(6), metrics={"loss": 0.0})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [6]
+
+
+def test_a_later_step_that_somebody_deletes_keeps_no_other(run) -> None:
+    fill(run, 10, 20, 25)
+    with managed(run, max_to_keep=1, best_metric="loss") as manager:
+        manager.restore(state(), step=20)
+        manager.save(24, state(24), metrics={"loss": 0.5})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [20, 24, 25]
+        cloudckpt.delete(f"{run}/step-25")
+        for step in (30, 40):
+            manager.save(step, state(step), metrics={"loss": 0.5})
+            manager.wait_until_finished()
+            assert manager.all_steps() == [20, step]
+
+
+def test_the_best_step_is_found_while_others_are_deleted(run, monkeypatch) -> None:
+    fill(run, 1, 2, 3)
+    with managed(run, max_to_keep=1, best_metric="loss") as manager:
+        committed, listed = Run.committed, list[int]()
+
+        def then_deleted(found: Run) -> list[int]:
+            steps = committed(found)
+            if not listed:
+                listed.extend(steps)
+                manager.save(4, state(4), metrics={"loss": 0.0})
+                manager.wait_until_finished()
+            return steps
+
+        monkeypatch.setattr(Run, "committed", then_deleted)
+        assert manager.best_step() == 4
+        assert listed == [1, 2, 3]
+
+
+def test_the_best_step_is_none_that_is_damaged_but_not_one_that_is_unreachable(
+    run, caplog, monkeypatch
+) -> None:
+    fill(run, 1, 2, 3)
+    damage_notes(run, 3)
+    with managed(run, best_metric="loss") as manager:
+        assert manager.best_step() == 2
+        assert "the metrics of step-3 can't be read" in caplog.text
+        monkeypatch.setattr(catalog, "read_notes", Unreadable(3, AccessDeniedError("no")))
+        with pytest.raises(AccessDeniedError):
+            manager.best_step()
+
+
+def test_the_metric_of_a_step_that_is_saved_while_it_is_read_is_the_new_one(
+    run, monkeypatch
+) -> None:
+    fill(run, 1, 2)
+    read, times = catalog.read_notes, list[str]()
+
+    def then_saved(store, uri, retrier) -> Notes:
+        found = read(store, uri, retrier)
+        if str(uri).endswith("step-2") and not times:
+            times.append(str(uri))
+            manager.save(2, state(9), metrics={"loss": 9.0}, force=True)
+            manager.wait_until_finished()
+        return found
+
+    monkeypatch.setattr(catalog, "read_notes", then_saved)
+    with managed(run, best_metric="loss") as manager:
+        manager.best_step()
+        assert len(times) == 1
+        assert manager.best_step() == 1
 
 
 def test_a_step_that_is_saved_again_has_its_new_metric(run) -> None:
@@ -712,6 +878,17 @@ def _different(run: str, what: str) -> None:
 def test_ranks_that_mean_different_runs_are_told_at_once(ranks, run, what, error) -> None:
     errors = ranks.errors(2, _different, str(run), what)
     assert [type(found) for found in errors] == [error] * 2
+
+
+def _best(run: str) -> int | None:
+    with managed(run, best_metric="loss") as manager:
+        return manager.best_step()
+
+
+def test_all_ranks_learn_the_same_best_step_whatever_is_damaged(ranks, run) -> None:
+    fill(run, 1, 2, 3)
+    damage_notes(run, 3)
+    assert ranks(2, _best, str(run)) == [2, 2]
 
 
 def _restore_sharded(run: str) -> tuple[int | None, float]:

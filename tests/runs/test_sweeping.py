@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import cloudckpt
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint import commit
-from cloudckpt.errors import ConnectionLostError, IncompleteSaveError
+from cloudckpt.errors import AccessDeniedError, ConnectionLostError, IncompleteSaveError
 from cloudckpt.runs.sweeping import Sweep, find_leftovers, sweep
 from cloudckpt.stores import registry
 from cloudckpt.stores.memory import MemoryStore
@@ -85,6 +85,29 @@ def test_open_uploads_are_aborted(run) -> None:
     store.create_upload(parsed.key(OLD), 5 * 1024**2)
     assert sweep(uri, older_than=-10, config=config).uploads == (f"{uri}/step-2/{OLD}",)
     assert list(store.list_uploads(parsed.key(""))) == []
+
+
+@pytest.mark.parametrize("held", ["upload", "object"])
+def test_what_can_not_be_deleted_is_told_and_the_rest_is_gone(monkeypatch, held) -> None:
+    root = uuid.uuid4().hex
+    store = FaultyStore(MemoryStore(root))
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: store})
+    uri = f"memory://{root}/run"
+    put(uri, Config(), f"step-1/{OLD}", f"step-2/{OLD}")
+    for step in (1, 2):
+        store.create_upload(f"run/step-{step}/{OLD}", 5 * 1024**2)
+    store.fail(
+        "abort_upload" if held == "upload" else "delete",
+        AccessDeniedError,
+        where=lambda key: key == f"run/step-1/{OLD}",
+    )
+    with pytest.raises(AccessDeniedError) as failed:
+        sweep(uri, older_than=-10)
+    objects, uploads = [info.key for info in store.list("run/")], [*store.list_uploads("run/")]
+    left = [f"run/step-1/{OLD}"]
+    assert objects == (left if held == "object" else [])
+    assert [upload.key for upload in uploads] == (left if held == "upload" else [])
+    assert f"left behind: {len(objects)} objects, {len(uploads)} uploads" in str(failed.value)
 
 
 @pytest.mark.parametrize("age", [-10, 0])

@@ -20,12 +20,16 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     ObjectNotFoundError,
+    PreconditionFailedError,
+    RangeNotSatisfiableError,
 )
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["Notes", "metrics_of", "read_notes", "stored_notes", "with_timing"]
+
+_TRIES = 5  # while a checkpoint is being replaced
 
 # JSON has no such numbers
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -136,12 +140,17 @@ def read_notes(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Note
         StoreError: If the store refuses or stays unreachable.
     """
     key = uri.key(METADATA)
-    try:
-        data = retrier.call(lambda: stored_notes(store, store.head(key)))
-    except ObjectNotFoundError as error:
-        raise CheckpointNotFoundError(
-            "there is no committed checkpoint here", uri=str(uri)
-        ) from error
+    for left in reversed(range(_TRIES)):
+        try:
+            data = retrier.call(lambda: stored_notes(store, store.head(key)))
+            break
+        except ObjectNotFoundError as error:
+            raise CheckpointNotFoundError(
+                "there is no committed checkpoint here", uri=str(uri)
+            ) from error
+        except (PreconditionFailedError, RangeNotSatisfiableError):  # it was replaced meanwhile
+            if not left:
+                raise
     return Notes.from_json(data, store.uri(key))
 
 

@@ -26,7 +26,7 @@ from cloudckpt.cli.app import (
     print_rows,
     safe,
 )
-from cloudckpt.errors import CheckpointNotFoundError
+from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")]
@@ -52,7 +52,7 @@ def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -
     that later steps share; of a run that has such steps, the metadata of each are read.
     """
     found = cloudckpt.list_checkpoints(run, step_name=step_name)
-    shared: dict[str, int] = {}
+    shared: dict[str, int | None] = {}
     if any(one.is_referred_to for one in found):
         shared = {one.uri: _shared(one) for one in found if one.is_committed}
     if as_json:
@@ -64,7 +64,7 @@ def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -
             "-" if one.step is None else str(one.step),
             _state(one),
             as_size(one.nbytes),
-            *([as_size(shared.get(one.uri, 0))] if shared else []),
+            *([_size(shared.get(one.uri, 0))] if shared else []),
             "" if one.modified is None else _age(now - one.modified),
             one.uri,
         ]
@@ -83,12 +83,18 @@ def _state(one: cloudckpt.runs.CheckpointSummary) -> str:
     return "kept" if one.is_referred_to else "torn"
 
 
-def _shared(one: cloudckpt.runs.CheckpointSummary) -> int:
-    """The bytes that a checkpoint has in the folders of others."""
+def _shared(one: cloudckpt.runs.CheckpointSummary) -> int | None:
+    """The bytes that a checkpoint has in the folders of others; None if it is damaged."""
     try:
         return sum(cloudckpt.inspect(one.uri).shared.values())
     except CheckpointNotFoundError:  # deleted meanwhile
         return 0
+    except CheckpointCorruptError:
+        return None
+
+
+def _size(nbytes: int | None) -> str:
+    return "?" if nbytes is None else as_size(nbytes)
 
 
 @app.command(rich_help_panel="Runs")

@@ -131,7 +131,7 @@ class _Adoption:
         return View(self._uri, self._config)
 
     def carry_out(self, until: float) -> None:
-        by_rank = self._awaited(until)
+        by_rank = self._awaited(Claim.holder(self._run, self._config), until)
         baseline = Baseline(self._uri.key(METADATA), None)
         draft = self._draft(by_rank)
         self._check_objects(draft.objects)
@@ -142,19 +142,21 @@ class _Adoption:
         keys += [self._uri.beside(one).key(mark) for one in by_rank[0].held if one not in needed]
         delete_quietly(self._store, keys, self._config.retry, threads=threads)
 
-    def _awaited(self, until: float) -> Mapping[int, Pending]:
-        """The records of all ranks of a save, once all ranks have sent everything."""
+    def _awaited(self, job: str, until: float) -> Mapping[int, Pending]:
+        """The records of all ranks of a save of a job, once all ranks have sent everything."""
         is_told, heard = False, time.monotonic()
         while True:
             before = self._seen
             self._look()
-            saves = self._saves()
+            saves = self._saves(job)
             for by_rank in saves:
                 if all(
                     rank in by_rank and by_rank[rank].objects is not None
                     for rank in range(next(iter(by_rank.values())).ranks)
                 ):
                     return by_rank
+            if not saves and self._seen:
+                raise self._of_another_job()
             if not saves:
                 raise self._incomplete("no saving process has left anything to be committed")
             now = time.monotonic()
@@ -172,11 +174,12 @@ class _Adoption:
                 is_told = True
             time.sleep(_BETWEEN_LOOKS)
 
-    def _saves(self) -> list[dict[int, Pending]]:
-        """The records, by save and by rank."""
-        found: dict[tuple[str, int, str], dict[int, Pending]] = {}
+    def _saves(self, job: str) -> list[dict[int, Pending]]:
+        """The records of a job, by save and by rank."""
+        found: dict[tuple[str, int], dict[int, Pending]] = {}
         for one in self._seen.values():
-            found.setdefault((one.save, one.ranks, one.job), {})[one.rank] = one
+            if one.job == job:
+                found.setdefault((one.save, one.ranks), {})[one.rank] = one
         return list(found.values())
 
     def _look(self) -> None:
@@ -259,9 +262,7 @@ class _Adoption:
 
     def _check_claim(self, by_rank: Mapping[int, Pending]) -> None:
         if Claim.holder(self._run, self._config) != by_rank[0].job:
-            raise self._incomplete(
-                "another job has claimed the run since it was staged, whose steps stay as they are"
-            )
+            raise self._of_another_job()
 
     def _commit(self, draft: Draft, notes: bytes, baseline: Baseline) -> None:
         store, uri = self._store, str(self._uri)
@@ -284,6 +285,11 @@ class _Adoption:
             uri,
         )
         run_after(self._hook, uri, draft.metadata)
+
+    def _of_another_job(self) -> IncompleteSaveError:
+        return self._incomplete(
+            "another job has claimed the run since it was staged, whose steps stay as they are"
+        )
 
     def _incomplete(self, why: str) -> IncompleteSaveError:
         return IncompleteSaveError(f"this checkpoint can't be committed: {why}", uri=str(self._uri))

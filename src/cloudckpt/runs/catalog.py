@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -21,6 +21,13 @@ from cloudckpt.checkpoint.objects import (
     is_pending_name,
 )
 from cloudckpt.config import Config
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CloudCheckpointError,
+    StoreError,
+    TransientStoreError,
+)
 from cloudckpt.runs.steps import DEFAULT_PATTERN, StepNames
 from cloudckpt.stores.base import AT_FIRST, ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier, open_store
@@ -239,12 +246,50 @@ class Run:
         )
         return [step for step, is_there in zip(found, are_there, strict=True) if is_there]
 
-    def scores(self, steps: list[int], metric: str) -> dict[int, float]:
-        """A metric of some steps, as saved with them; NaN for a step saved without it."""
-        view = self.view
-        notes = view.each(lambda step: read_notes(self.store, self.uri(step), view.retrier), steps)
-        pairs = zip(steps, notes, strict=True)
-        return {step: found.metrics.get(metric, math.nan) for step, found in pairs}
+    def scores(
+        self, steps: list[int], metric: str
+    ) -> tuple[dict[int, float], dict[int, CloudCheckpointError]]:
+        """A metric of some steps, as saved with them; NaN for a step saved without it.
+
+        One step that can't be read keeps no other from being compared. Once the store stays
+        unreachable, no further step is read: each might wait just as long in vain.
+
+        Returns:
+            The metric by step; and for steps whose notes can't be read, why. A step that is in
+            neither is not there any more.
+        """
+        view, lost = self.view, list[TransientStoreError]()
+
+        def look(step: int) -> float | CloudCheckpointError | None:
+            if lost:
+                return lost[0]
+            try:
+                notes = read_notes(self.store, self.uri(step), view.retrier)
+            except CheckpointNotFoundError:
+                return None
+            except TransientStoreError as error:
+                lost.append(error)
+                return error
+            except (CheckpointCorruptError, StoreError) as error:
+                return error
+            return notes.metrics.get(metric, math.nan)
+
+        found = dict(zip(steps, view.each(look, steps), strict=True))
+        return (
+            {step: one for step, one in found.items() if isinstance(one, float)},
+            {step: one for step, one in found.items() if isinstance(one, CloudCheckpointError)},
+        )
+
+    def log_unread(self, unread: Mapping[int, CloudCheckpointError]) -> None:
+        """Logs which steps have no score because their notes can't be read, if there are any."""
+        if unread:
+            logger.error(
+                "%s: the metrics of %s can't be read, so it is neither compared nor deleted%s: %s",
+                self.root,
+                self.names.name(min(unread)),
+                f" (nor are {len(unread) - 1} others)" if len(unread) > 1 else "",
+                unread[min(unread)],
+            )
 
     def committed_steps(self) -> Iterator[int]:
         """The steps whose checkpoints can be loaded, newest first; each is checked in turn."""

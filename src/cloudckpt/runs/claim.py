@@ -2,9 +2,9 @@
 
 Two jobs that save into one run delete each other's checkpoints and mix two trainings under
 consecutive steps, while each of their commits succeeds. So a job writes its name into the run
-before its first save, and checks before each commit that the name is still there. A job that is
-started again takes over from the one that was killed; if that one is still running somewhere, its
-next commit fails.
+before its first save, and checks before each commit, and before it deletes a step, that the name is
+still there. A job that is started again takes over from the one that was killed; if that one is
+still running somewhere, its next commit fails, and it deletes nothing that the new job has saved.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from cloudckpt.errors import (
     CheckpointReplacedError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    StoreError,
 )
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import inspect
@@ -109,7 +110,8 @@ def unneeded(
     """The committed checkpoints of a run that need not be kept, oldest first.
 
     The arguments are those of :class:`CheckpointManager`; the newest is always kept. Its metadata
-    must be readable: otherwise good checkpoints would be deleted in favour of a damaged one.
+    must be readable: otherwise good checkpoints would be deleted in favour of a damaged one. Others
+    whose metrics can't be read are kept in addition, and logged.
 
     Raises:
         CheckpointCorruptError: If the metadata of the newest is not readable.
@@ -120,8 +122,15 @@ def unneeded(
     kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
     found = Run(run, step_name=step_name, config=config)
     steps = found.committed()
-    scores = None if best_metric is None else found.scores(steps, best_metric)
-    unneeded = [str(found.uri(step)) for step in kept.unneeded(steps, scores)]
+    compared, scores = steps, None
+    if best_metric is not None:
+        scores, unread = found.scores(steps, best_metric)
+        for error in unread.values():
+            if isinstance(error, StoreError):
+                raise error
+        found.log_unread(unread)
+        compared, steps = [*scores], sorted(scores | unread)
+    unneeded = [str(found.uri(step)) for step in kept.unneeded(compared, scores)]
     if unneeded:
         try:
             inspect(found.uri(steps[-1]), config=found.config)

@@ -32,6 +32,7 @@ from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import (
     AccessDeniedError,
+    CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ClosedError,
@@ -39,6 +40,7 @@ from cloudckpt.errors import (
     ConfigError,
     IncompleteSaveError,
     SaveInProgressError,
+    StoreError,
 )
 from cloudckpt.runs import verifying
 from cloudckpt.runs.adopting import adopt_pending
@@ -53,6 +55,8 @@ from cloudckpt.uri import URILike
 __all__ = ["CheckpointManager"]
 
 logger = logging.getLogger("cloudckpt")
+
+_LOOKS = 3  # for the best step, while steps are deleted between listing and reading them
 
 
 class CheckpointManager(ClosedAtExit):
@@ -141,6 +145,8 @@ class CheckpointManager(ClosedAtExit):
         self._scores: dict[int, float] = {}
         # of the deleting thread: the committed steps, once it has listed them
         self._steps: set[int] | None = None
+        self._unread: set[int] = set()  # those without a score, as logged
+        self._has_told_loss = False  # of the run, to another job
 
         def prepare() -> tuple[Run, Retention, CheckpointerConfig]:
             self._failures = FailureBudget(on_failure, max_failures)
@@ -208,14 +214,15 @@ class CheckpointManager(ClosedAtExit):
     def best_step(self) -> int | None:
         """The committed step with the best metric; None if no step has the metric.
 
+        Steps whose metrics are damaged are left out, which is logged.
+
         Raises:
             ConfigError: If this manager was given no ``best_metric``.
+            StoreError: If the store refuses or stays unreachable.
         """
         if self._best_metric is None:
             raise ConfigError("best_step() needs best_metric=, the metric to compare")
-        return self._meeting.broadcast_from_first(
-            lambda: self._retention.best(self._known_scores(self._run.committed()))
-        )
+        return self._meeting.broadcast_from_first(self._best)
 
     @collective("CheckpointManager.metrics")
     def metrics(self, step: int) -> dict[str, float]:
@@ -441,6 +448,8 @@ class CheckpointManager(ClosedAtExit):
         """Deletes the checkpoint of a step, after the saves in progress.
 
         Raises:
+            CheckpointConflictError: If this manager has saved, and another job has begun to save
+                into this run since: the step may be that job's.
             CheckpointNotFoundError: If it has no committed checkpoint.
             ClosedError: If the manager was closed.
             ConfigError: If it is not a valid step.
@@ -594,7 +603,8 @@ class CheckpointManager(ClosedAtExit):
 
         It runs on one dedicated thread, so deletions follow the order of the saves. Later steps
         belong to a training that was given up when this one resumed from an earlier step: they will
-        be saved again, and until then are left alone.
+        be saved again, and until then are left alone. So is everything once another job has claimed
+        the run, which may have saved the same steps anew.
         """
         if written is not None:
             concurrent.futures.wait([written])
@@ -609,9 +619,15 @@ class CheckpointManager(ClosedAtExit):
                 self._steps = set(self._run.committed())
             self._steps.add(step)
             known = [one for one in self._steps if one <= step]
-            scores = None if self._best_metric is None else self._known_scores(known)
-            for one in self._retention.unneeded(known, scores):
+            scores = None if self._best_metric is None else self._compared(known)
+            for one in self._retention.unneeded(known if scores is None else [*scores], scores):
                 self._prune(one)
+        except CheckpointConflictError as error:
+            if not self._has_told_loss:  # several steps may have been committed before the loss
+                logger.error(
+                    "%s: no old checkpoints are deleted any more: %s", self._run.root, error
+                )
+            self._has_told_loss = True
         except CloudCheckpointError as error:
             logger.error("%s: old checkpoints could not be deleted: %s", self._run.root, error)
         except Exception:
@@ -623,6 +639,8 @@ class CheckpointManager(ClosedAtExit):
                 return
             try:
                 self._delete(step)
+            except CheckpointConflictError:
+                raise  # the other steps are not this job's either
             except CheckpointNotFoundError:
                 pass  # another process has deleted it
             except CloudCheckpointError as error:
@@ -631,6 +649,8 @@ class CheckpointManager(ClosedAtExit):
                 )
 
     def _delete(self, step: int) -> None:
+        if self._hook.claim is not None:
+            self._hook.claim.check()
         try:
             delete(self._run.uri(step), config=self._run.config)
         except CheckpointNotFoundError:
@@ -643,12 +663,44 @@ class CheckpointManager(ClosedAtExit):
             self._steps.discard(step)
         self._scores.pop(step, None)
 
-    def _known_scores(self, steps: list[int]) -> dict[int, float]:
+    def _best(self) -> int | None:
+        """See :meth:`best_step`; on the first rank."""
+        for _ in range(_LOOKS):
+            steps = self._run.committed()
+            scores, unread = self._known_scores(steps)
+            for error in unread.values():
+                if isinstance(error, StoreError):
+                    raise error
+            if len(scores) + len(unread) == len(steps):
+                break  # otherwise some were deleted meanwhile, perhaps for newer ones
+        self._run.log_unread(unread)
+        return self._retention.best(scores)
+
+    def _compared(self, steps: list[int]) -> dict[int, float]:
+        """The scores of those steps that can be compared; on the deleting thread.
+
+        What is left out is not deleted in this round: a step may be unreadable for a moment only.
+        It does not matter for the others: none that is unneeded beside some is needed beside more.
+        """
+        scores, unread = self._known_scores(steps)
+        for step in set(steps) - scores.keys() - unread.keys():  # another process has deleted it
+            self._forget(step)
+        if unread.keys() != self._unread:
+            self._run.log_unread(unread)
+            self._unread = set(unread)
+        return scores
+
+    def _known_scores(
+        self, steps: list[int]
+    ) -> tuple[dict[int, float], dict[int, CloudCheckpointError]]:
+        """As :meth:`Run.scores`; asks the store only for what is not known here."""
         known = dict(self._scores)  # a snapshot: the deleting thread removes entries
-        found = self._run.scores([s for s in steps if s not in known], str(self._best_metric))
-        self._scores.update(found)
+        new = [step for step in steps if step not in known]
+        found, unread = self._run.scores(new, str(self._best_metric))
+        for step, score in found.items():
+            self._scores.setdefault(step, score)  # unless the step was saved anew meanwhile
         known.update(found)
-        return {step: known[step] for step in steps}
+        return {step: known[step] for step in steps if step in known}, unread
 
     @property
     def _belongs_here(self) -> bool:

@@ -45,7 +45,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.catalog import Run
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
-from cloudckpt.transfer.deleting import delete_all, delete_quietly
+from cloudckpt.transfer.deleting import abort_each, delete_each, delete_quietly
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI, URILike
@@ -154,17 +154,17 @@ class Sweep:
         Raises:
             StoreError: If something can't be deleted; the rest is.
         """
-        run, config = self._run, self._run.config
-        for upload in self._uploads:
-            run.retrier.call(partial(run.store.abort_upload, upload))
+        store, config = self._run.store, self._run.config
+        policy, threads = config.retry, config.requests_at_once
         keys = [info.key for info in self._objects]
-        delete_all(
-            run.store,
-            keys,
-            config.retry,
-            threads=config.requests_at_once,
-            what="leftovers that are",
-        )
+        uploads = abort_each(store, self._uploads, policy, threads=threads)
+        objects = delete_each(store, keys, policy, threads=threads)
+        if left := [*uploads.values(), *objects.values()]:
+            reason = left[0]
+            reason.message += (
+                f" (leftovers that are left behind: {len(objects)} objects, {len(uploads)} uploads)"
+            )
+            raise reason
         return self.found()
 
     def _look(self) -> None:

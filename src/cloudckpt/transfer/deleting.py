@@ -1,4 +1,4 @@
-"""Deletes many objects in parallel; each is tried, whatever happens to the others.
+"""Deletes many objects, or uploads, in parallel; each is tried, whatever happens to the others.
 
 An object that can't be deleted, because of a hold or temporarily, must not keep the rest in the
 store, where they are billed.
@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
 
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import ConnectionLostError, StoreError, TransientStoreError
-from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.base import ObjectStore, Upload
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 
-__all__ = ["delete_all", "delete_each", "delete_quietly"]
+__all__ = ["abort_each", "delete_all", "delete_each", "delete_quietly"]
 
 logger = logging.getLogger("cloudckpt")
+
+K = TypeVar("K", bound=Hashable)
 
 
 def delete_each(
@@ -37,13 +40,30 @@ def delete_each(
         policy: How often and how long to try.
         threads: The most requests at a time.
     """
-    left = list(dict.fromkeys(keys))
-    refused: dict[str, StoreError] = {}
-    passing: dict[str, StoreError] = {}
+    return _each(store, keys, store.delete, policy, threads)
+
+
+def abort_each(
+    store: ObjectStore, uploads: Iterable[Upload], policy: RetryPolicy, *, threads: int
+) -> dict[Upload, StoreError]:
+    """Discards uploads, as :func:`delete_each` deletes objects."""
+    return _each(store, uploads, store.abort_upload, policy, threads)
+
+
+def _each(
+    store: ObjectStore,
+    wanted: Iterable[K],
+    delete: Callable[[K], None],
+    policy: RetryPolicy,
+    threads: int,
+) -> dict[K, StoreError]:
+    left = list(dict.fromkeys(wanted))
+    refused: dict[K, StoreError] = {}
+    passing: dict[K, StoreError] = {}
 
     def attempt() -> None:
         nonlocal left, passing
-        failed = _try_each(store, left, threads)
+        failed = _try_each(store, left, delete, threads)
         passing = {key: e for key, e in failed.items() if isinstance(e, TransientStoreError)}
         refused.update((key, e) for key, e in failed.items() if key not in passing)
         left = list(passing)
@@ -93,27 +113,29 @@ def delete_quietly(
         logger.warning("%d unneeded objects were left behind: %s", len(left), reason)
 
 
-def _try_each(store: ObjectStore, keys: list[str], threads: int) -> dict[str, StoreError]:
-    """Deletes objects; returns what is left and why, beginning with those never tried."""
+def _try_each(
+    store: ObjectStore, wanted: list[K], delete: Callable[[K], None], threads: int
+) -> dict[K, StoreError]:
+    """Deletes each; returns what is left and why, beginning with those never tried."""
     group = TaskGroup(threads, name="cloudckpt-delete", interrupt=store.interrupt)
-    failed: dict[str, StoreError] = {}
+    failed: dict[K, StoreError] = {}
     lost: list[ConnectionLostError] = []
-    tried: set[str] = set()
+    tried: set[K] = set()
 
-    def delete(key: str) -> None:
+    def attempt(one: K) -> None:
         if lost:
             return
-        tried.add(key)
+        tried.add(one)
         try:
-            store.delete(key)
+            delete(one)
         except StoreError as error:
-            failed[key] = error
+            failed[one] = error
             if isinstance(error, ConnectionLostError):
                 lost.append(error)
 
     def submit() -> None:
-        for key in keys:
-            group.submit(functools.partial(delete, key))
+        for one in wanted:
+            group.submit(functools.partial(attempt, one))
 
     group.run(submit)
-    return {key: lost[0] for key in keys if key not in tried} | failed
+    return {one: lost[0] for one in wanted if one not in tried} | failed
