@@ -448,4 +448,10 @@ def publish(
             uri=str(uri),
             cause=error,
         ) from error
-    delete(no_longer_needed(store, uri, replaced, config, needed=named))
+    try:
+        delete(no_longer_needed(store, uri, replaced, config, needed=named))
+    except Exception:
+        logger.exception(
+            "%s is committed; the objects of the checkpoint that it has replaced are left behind",
+            uri,
+        )
