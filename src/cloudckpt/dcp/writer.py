@@ -370,6 +370,7 @@ class CloudStorageWriter(OurWriter):
         Raises:
             IncompleteSaveError: If an item of the plan was not written.
             DifferentCheckpointsError: If a rank has written to another location or store.
+            CheckpointCorruptError: If an object of an earlier checkpoint that it refers to is gone.
             CheckpointConflictError: If another writer has committed since this save began.
             CommitUnknownError: If the store's answers leave open whether the commit took place.
         """
