@@ -309,6 +309,8 @@ class CommitUnknownError(CheckpointError):
 
     A gateway answered in the store's place, or the connection broke, and the checkpoint was not
     there when the store was asked. Nothing is deleted in this state: the request may still arrive.
+    It is raised, too, if something fails behind the commit, as in a writer derived from ours; it
+    says so then.
     """
 
 

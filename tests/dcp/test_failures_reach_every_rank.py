@@ -30,6 +30,7 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
     CloudCheckpointError,
+    CommitUnknownError,
     ConfigError,
     DifferentCheckpointsError,
     IncompleteSaveError,
@@ -354,25 +355,75 @@ def test_data_of_a_checkpoint_that_may_be_committed_is_never_deleted(surprise, p
     assert_same(load({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10, first=777))
 
 
-def _surprised_by_a_listing(place: Place) -> None:
-    """Rank 0 runs out of memory when it looks for what the new checkpoint hides."""
-    store = open_store(CheckpointURI.parse(place.uri), place.config)
+def _surprised_by_a_listing(error: type[Exception], place: Place) -> int:
+    """Rank 0 meets an error when it looks for what the new checkpoint hides."""
+    place = place.having(incremental=True)
+    save(_rows({"t": numbered(60, 10)}), place)
+    store, listed = open_store(CheckpointURI.parse(place.uri), place.config), []
 
     def odd_list(prefix):
-        raise MemoryError("a surprise behind the commit")
+        listed.append(prefix)
+        raise error("a surprise behind the commit")
 
     try:
         if dist.get_rank() == 0:
             store.list = odd_list
-        save(_rows({"t": numbered(60, 10)}), place)
+        save(_rows({"t": numbered(60, 10, first=777)}), place)
     finally:
         store.__dict__.pop("list", None)
+    return len(listed)
 
 
+@pytest.mark.parametrize("error", [MemoryError, OSError, RuntimeError])
 @on_disk
-def test_a_surprise_behind_the_commit_undoes_nothing(place, ranks):
-    assert ranks.errors(2, _surprised_by_a_listing, place) == [None, None]
-    assert_same(load({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10))
+def test_a_surprise_behind_the_commit_undoes_nothing(error, place, ranks):
+    assert ranks(2, _surprised_by_a_listing, error, place) == [1, 0]
+    assert_same(load({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10, first=777))
+
+
+class OddInterrupt(BaseException):
+    def __reduce__(self):
+        raise TypeError("this interrupt can't be pickled")
+
+
+_BEHIND = {
+    "an exception": ConnectionError("the pointer was not written"),
+    "an error of a store": AccessDeniedError("the pointer was not written"),
+    "an interrupt": KeyboardInterrupt("the pointer was not written"),
+    "an interrupt that can't be pickled": OddInterrupt("the pointer was not written"),
+}
+
+
+class Pointing(cloudckpt.CloudStorageWriter):
+    """Does more than ours once it has committed: it fails, or commits once more."""
+
+    def __init__(self, place: Place, kind: str) -> None:
+        super().__init__(place.uri, config=place.config)
+        self.kind = kind
+
+    def finish(self, metadata, results):
+        super().finish(metadata, results)
+        if self.kind in _BEHIND:
+            raise _BEHIND[self.kind]
+        super().finish(metadata, results)
+
+
+def _finish_with_more(kind: str, place: Place) -> None:
+    save(_rows({"t": numbered(60, 10)}), place)
+    writer = Pointing(place, kind)
+    cloudckpt.save(_rows({"t": numbered(60, 10, first=777)}), storage_writer=writer)
+
+
+@pytest.mark.parametrize("kind", [*_BEHIND, "a second commit"])
+@on_disk
+def test_what_fails_behind_the_commit_of_a_derived_writer_undoes_nothing(kind, place, ranks):
+    told = ranks.errors(2, _finish_with_more, kind, place)
+    if kind == "an interrupt":
+        assert [type(error) for error in told] == [KeyboardInterrupt, RanksFailedError]
+    else:
+        assert [type(error) for error in told] == [CommitUnknownError] * 2
+        assert all("the checkpoint is committed" in str(error) for error in told)
+    assert_same(load({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10, first=777))
 
 
 class Interrupted(DefaultSavePlanner):

@@ -1,6 +1,10 @@
 """What has not changed since an earlier checkpoint of the run is not sent again."""
 
+import dataclasses
+import os
 import pickle
+import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +32,7 @@ from cloudckpt.errors import (
     TensorChangedError,
 )
 from cloudckpt.runs.copying import detach
+from cloudckpt.stores.local import LocalStore
 
 from .places import Place, on_disk
 
@@ -217,6 +222,32 @@ def _remove(place: Place, name: str) -> None:
     store.delete(place.writer().uri.key(name))
 
 
+def test_an_object_of_the_base_that_is_gone_is_named_and_the_next_save_sends_all(place) -> None:
+    for step in (1, 2):
+        first = saved(place, step)
+    for name in place.at("step-1").data():
+        _remove(place.at("step-1"), name)
+    with pytest.raises(CheckpointCorruptError, match=r"is gone: nothing .*step-1/__0_\d"):
+        saved(place, 3)
+    assert not place.at("step-3").names()
+    assert saved(place, 4) > 4 * FROZEN > 10 * first
+    assert is_at(loaded(place.at("step-4")), 4)
+    assert saved(place, 5) < 10 * first
+    assert is_at(loaded(place.at("step-5")), 5)
+
+
+@on_disk
+def test_a_copy_under_another_name_is_a_base_of_its_own(place) -> None:
+    first = saved(place, 1)
+    shutil.copytree(place.at("step-1").path, place.at("step-5").path)
+    cloudckpt.delete(place.at("step-1").uri, config=place.config)
+    assert saved(place, 6) < first / 10
+    assert is_at(loaded(place.at("step-6")), 6)
+    assert list(cloudckpt.inspect(place.at("step-6").uri, config=place.config).shared) == [
+        place.at("step-5").uri
+    ]
+
+
 def test_a_base_is_taken_by_name(place) -> None:
     first = saved(place, 1)
     saved(place, 5)
@@ -234,10 +265,21 @@ def test_a_base_elsewhere_is_refused(place, tmp_path) -> None:
             saved(place, 2, base=base)
 
 
-@pytest.mark.parametrize("what", ["gone", "damaged", "without digests", "of torch"])
-def test_without_a_base_that_can_be_used_all_is_sent(local, what) -> None:
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("gone", "there is no such file"),
+        ("damaged", "checksum"),
+        ("without digests", "no digests"),
+        ("of torch", "no digests"),
+        ("of another cloud", "crc64nvme.*crc32c"),
+        ("not of UTF-8", "names in UTF-8"),
+    ],
+)
+def test_without_a_base_that_can_be_used_all_is_sent(local, what, why, monkeypatch, caplog) -> None:
     place = local
     config = place.config
+    base = place.at("step-1")
     if what == "without digests":
         cloudckpt.save(state_at(1), checkpoint_id=place.at("step-1").uri, config=config)
     elif what == "of torch":
@@ -247,7 +289,18 @@ def test_without_a_base_that_can_be_used_all_is_sent(local, what) -> None:
         with open(f"{place.at('step-1').path}/.metadata", "r+b") as file:
             file.seek(-100, 2)
             file.write(b"damaged!")
-    sent = saved(place, 2, base=place.at("step-1").uri)
+    elif what == "of another cloud":  # as a copy from there has them
+        there = dataclasses.replace(LocalStore.capabilities, checksum=CRC64NVME)
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStore, "capabilities", there)
+            saved(place, 1)
+    elif what == "not of UTF-8":
+        saved(place, 1)
+        base = place.at(os.fsdecode(b"caf\xe9-1"))
+        shutil.move(place.at("step-1").path, base.path)
+    caplog.clear()
+    sent = saved(place, 2, base=base.uri)
+    assert re.search(f"is no base for it.*{why}", caplog.text)
     assert sent > 4 * FROZEN
     assert is_at(loaded(place.at("step-2")), 2)
     assert not marks(place)

@@ -322,6 +322,21 @@ def test_a_commit_that_nobody_answers_is_unknown_and_nothing_is_deleted(world) -
         assert len(files) == (1 if shape == "one file" else 2)
 
 
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(ConnectionLostError, CommitUnknownError), (KeyboardInterrupt, KeyboardInterrupt)],
+)
+def test_a_file_beside_which_nobody_can_look_is_kept(world, error, raised) -> None:
+    here = world()
+    config = here.config(lambda request: None)
+    registry.open_store(cloudckpt.uri.CheckpointURI.parse(here.uri), config)
+    here.stores[-1].fail("head", error, where=lambda key: key.endswith(INDEX))
+    state = {name: torch.full((16,), 2.0) for name in NAMES}
+    with pytest.raises(raised):
+        cloudckpt.hf.save(state, here.uri, config=config, **SHAPES["one file"])
+    assert here.seen() == 2
+
+
 _NOT_THERE = (CheckpointNotFoundError, CheckpointReplacedError, ConnectionLostError)
 
 

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 import cloudckpt
 from background.waiting import eventually, processes_of
 from cloudckpt import CheckpointManager
-from cloudckpt.checkpoint.objects import WrittenObject, is_pending_name
+from cloudckpt.checkpoint.objects import WrittenObject, is_pending_name, pending_name
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.config import MIB
+from cloudckpt.dcp.global_plan import record_of
+from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.errors import CheckpointCorruptError, IncompleteSaveError
 from cloudckpt.runs import Preemption, adopting
 from cloudckpt.runs.adopting import adopt
@@ -354,6 +356,34 @@ def test_a_record_that_says_anything_else_is_refused_by_name_or_taken_at_its_wor
         metadata.unlink()
     finally:
         record.write_bytes(whole)
+
+
+def test_what_has_many_names_is_adopted(tmp_path) -> None:
+    """Their record becomes a small part of its size when it is compressed."""
+    uri, planner = str(tmp_path / "run" / "step-1"), CloudSavePlanner()
+    name = "optimizer.state.model.language_model.layers.{}.mlp.experts.{}.down_proj.weight.exp_avg"
+    names = [name.format(number // 192, number % 192) for number in range(8_000)]
+    planner.set_up_planner(dict.fromkeys(names, torch.ones(2)), None, True)
+    plan, writer = planner.create_local_plan(), cloudckpt.CloudStorageWriter(uri)
+    writer.set_up_storage_writer(True)
+    sent = writer.send(plan, planner)
+    told = record_of(plan, planner.structure, writer.checksum)
+    assert told is not None
+    pending = replace(
+        TOLD,
+        rank=0,
+        ranks=1,
+        job="",
+        record=told,
+        extents=sent.extents.pack(),
+        columns=len(sent.extents.all_columns),
+        notes=b"",
+        held=(),
+        objects=tuple(sent.objects),
+    )
+    (tmp_path / "run" / "step-1" / pending_name(0, TOLD.attempt)).write_bytes(pending.to_bytes())
+    adopt(uri)
+    assert cloudckpt.verify(uri).items == len(names)
 
 
 def test_the_record_that_these_are_made_of_is_sound(record) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import uuid
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.config import MIB
+from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointConflictError,
@@ -284,6 +286,17 @@ def test_of_a_commit_that_nobody_knows_of_nothing_is_deleted(cloud) -> None:
     assert len(cloud.keys("there")) == 2
 
 
+def test_a_surprise_behind_the_commit_of_a_copy_undoes_nothing(cloud) -> None:
+    incremental = dataclasses.replace(CONFIG, incremental=True)
+    for uri, value in (("memory://here/a", 2.0), ("memory://there/b", 1.0)):
+        save(uri, value, config=incremental)
+    marks = lambda key: ".cloudckpt-keep." in key  # noqa: E731
+    cloud.stores["there"].fail("list", OSError, where=marks)
+    copy("memory://here/a", "memory://there/b", overwrite=True, config=CONFIG)
+    assert cloud.stores["there"].failed["list"] == 1
+    assert_same("memory://there/b", 2.0)
+
+
 def test_a_save_to_the_same_place_meanwhile_is_a_conflict(cloud) -> None:
     save("memory://here/a", 1.0)
     target = cloud.stores["there"].inner
@@ -475,6 +488,30 @@ def test_what_fails_on_one_rank_is_told_to_all_and_leaves_nothing(ranks, tmp_pat
     errors = ranks.errors(2, _copy, str(tmp_path / "a"), str(tmp_path / "b"))
     assert [type(error) for error in errors] == [CheckpointCorruptError] * 2
     assert not list((tmp_path / "b").glob("*"))
+
+
+def _copy_interrupted(source: str, target: str) -> None:
+    """Rank 1 is interrupted when it has told rank 0 that it has sent everything."""
+    gathered = Meeting.gathered
+
+    def interrupted(meeting, value):
+        gathered(meeting, value)
+        raise KeyboardInterrupt
+
+    if dist.get_rank() == 0:
+        copy(source, target, process_group=dist.group.WORLD)
+        return
+    with mock.patch.object(Meeting, "gathered", interrupted), pytest.raises(KeyboardInterrupt):
+        copy(source, target, process_group=dist.group.WORLD)
+    Meeting(dist.group.WORLD).broadcast_from_first(lambda: None)  # rank 0 waits for it
+
+
+def test_a_rank_that_is_interrupted_when_another_may_commit_deletes_nothing(
+    ranks, tmp_path
+) -> None:
+    ranks(2, _save_together, str(tmp_path / "a"))
+    ranks(2, _copy_interrupted, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert cloudckpt.verify(tmp_path / "b").items == 6
 
 
 def test_ranks_that_mean_different_places_commit_nothing(ranks, tmp_path) -> None:

@@ -52,7 +52,7 @@ from cloudckpt.checkpoint.objects import (
     look_for,
     trial_name,
 )
-from cloudckpt.checkpoint.references import release
+from cloudckpt.checkpoint.references import look_for_shared, release
 from cloudckpt.config import Config, Switch
 from cloudckpt.errors import (
     CheckpointConflictError,
@@ -402,6 +402,7 @@ def publish(
 
     Raises:
         DifferentCheckpointsError: If another rank has written to another store.
+        CheckpointCorruptError: If an object of another checkpoint that it refers to is gone.
         CheckpointConflictError: If another writer has committed since the save began.
         CommitUnknownError: If the store's answers leave open whether the commit took place.
         StoreError: If the commit did not take place, and will not.
@@ -423,11 +424,18 @@ def publish(
     try:
         body = data()
         others = [record for record in objects if record.name not in own]
+        shared = [record for record in others if record.name.startswith("../")]
+        others = [record for record in others if not record.name.startswith("../")]
         group = TaskGroup(
             config.requests_at_once, name="cloudckpt-commit", interrupt=store.interrupt
         )
         look = Retrier(config.retry, group.cancellation)
-        group.run(lambda: look_for(store, uri, others, group, look))
+
+        def look_for_others() -> None:
+            look_for(store, uri, others, group, look)
+            look_for_shared(store, uri, shared, group, look)
+
+        group.run(look_for_others)
         trial = uri.key(trial_name(attempt))
         conditional = conditions_work(store, config.conditional_writes, trial, retrier)
         replaced = _replaced(store, baseline, retrier)
@@ -448,4 +456,10 @@ def publish(
             uri=str(uri),
             cause=error,
         ) from error
-    delete(no_longer_needed(store, uri, replaced, config, needed=named))
+    try:
+        delete(no_longer_needed(store, uri, replaced, config, needed=named))
+    except Exception:
+        logger.exception(
+            "%s is committed; the objects of the checkpoint that it has replaced are left behind",
+            uri,
+        )

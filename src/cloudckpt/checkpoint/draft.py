@@ -150,7 +150,7 @@ class Draft:
         """The draft of metadata that columns can't express, or not within the format's limits."""
         with paused_gc():
             pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
-        record = Record(attempt, objects, checksum, structure).to_bytes()
+        record = Record(attempt, objects, checksum, structure).to_bytes(bound(len(pickled)))
         return cls(attempt, objects, metadata, None, pickled, record)
 
     @classmethod

@@ -100,9 +100,11 @@ class Record:
             most: Bytes that it may take in memory when it is read.
 
         Raises:
-            ValueError: If the format has no room for it.
+            ValueError: If the format has no room for it, or readers refuse it.
         """
         folders = list(dict.fromkeys(one.folder for one in self.objects if one.folder))
+        for folder in folders:
+            check_folder(folder)
         document = {
             "attempt": self.attempt,
             "checksum": kind_of(self.checksum),

@@ -41,14 +41,21 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.committed import CommitObject, fetch
-from cloudckpt.checkpoint.objects import METADATA, keep_name, keeps_in
+from cloudckpt.checkpoint.objects import (
+    METADATA,
+    ObjectRecord,
+    check_folder,
+    keep_name,
+    keeps_in,
+)
 from cloudckpt.config import Config
-from cloudckpt.errors import ConfigError, ObjectNotFoundError
+from cloudckpt.errors import CheckpointCorruptError, ConfigError, ObjectNotFoundError
+from cloudckpt.fork import module_lock
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
@@ -56,7 +63,15 @@ from cloudckpt.transfer.retry import Retrier, retry_if_replaced
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Hold", "check_beside", "commit_at", "data_keys", "protected", "release"]
+__all__ = [
+    "Hold",
+    "check_beside",
+    "commit_at",
+    "data_keys",
+    "look_for_shared",
+    "protected",
+    "release",
+]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -104,7 +119,9 @@ class Hold:
             None if the base has no digests, or is being replaced or deleted.
 
         Raises:
-            ConfigError: If the base is not in the same folder as ``uri``.
+            ConfigError: If the base is not in the same folder as ``uri``, or a checkpoint that
+                refers to its objects could not be read.
+            CheckpointCorruptError: If an earlier save has missed one of its objects.
             CloudCheckpointError: If it can't be read, or marks can't be written.
         """
         check_beside(uri, base)
@@ -115,6 +132,8 @@ class Hold:
         if not said.has_digests:
             return None
         folders = frozenset({base.folder, *(one.folder or base.folder for one in said.objects)})
+        _check_readable(store, base, said, folders)
+        _check_whole(store, base, said)
         made = cls(base, said, folders, store, uri, config, attempt)
         try:
             made._mark()
@@ -176,6 +195,89 @@ def check_beside(uri: CheckpointURI, base: CheckpointURI) -> None:
             "steps of a run are",
             uri=str(uri),
         )
+
+
+def _check_readable(
+    store: ObjectStore, base: CheckpointURI, said: CommitObject, folders: Collection[str]
+) -> None:
+    """Checks that readers accept a checkpoint that refers to a base's objects.
+
+    Raises:
+        ConfigError: If they don't.
+    """
+    kind, own = said.checksum, store.capabilities.checksum
+    if kind is not own:  # a copy from another cloud keeps its own
+        raise ConfigError(
+            f"its checksums are {'of no kind' if kind is None else kind.name}, and those of this "
+            f"store are {own.name}, of which a checkpoint has one kind",
+            uri=str(base),
+        )
+    for folder in folders:
+        try:
+            check_folder(folder)
+        except ValueError as exc:
+            raise ConfigError(
+                f"no checkpoint can refer to the folder {folder!r}: give the steps of the run "
+                "names in UTF-8, without control characters",
+                uri=str(base),
+                cause=exc,
+            ) from exc
+
+
+_gone: set[str] = set()  # objects of bases that saves of this process have missed
+_lock = module_lock()
+
+
+def _check_whole(store: ObjectStore, base: CheckpointURI, said: CommitObject) -> None:
+    """Checks that no earlier save has missed an object of a base.
+
+    Otherwise each save would find the same bytes in the same object, and fail.
+
+    Raises:
+        CheckpointCorruptError: If one has.
+    """
+    with _lock:
+        gone = _gone.intersection(store.uri(base.key(one.name)) for one in said.objects)
+    if gone:
+        raise CheckpointCorruptError(
+            f"{len(gone)} of its objects are gone, of which one is {min(gone)}", uri=str(base)
+        )
+
+
+def look_for_shared(
+    store: ObjectStore,
+    uri: CheckpointURI,
+    objects: Iterable[ObjectRecord],
+    group: TaskGroup,
+    retrier: Retrier,
+) -> None:
+    """Has ``group`` check that the objects of other checkpoints that a save refers to are there.
+
+    Raises:
+        CheckpointCorruptError: In the task, if one is not there as it was written. The next saves
+            of this process do not refer to the checkpoints that have it.
+    """
+
+    def look(record: ObjectRecord) -> None:
+        key = uri.key(record.name)
+        try:
+            found = retrier.call(lambda: store.head(key)).size
+        except ObjectNotFoundError:
+            seen = "is gone"
+        else:
+            if found == record.size:
+                return
+            seen = f"has {found} bytes in place of {record.size}"
+        with _lock:
+            _gone.add(store.uri(key))
+        raise CheckpointCorruptError(
+            f"an object of an earlier checkpoint, to which this save refers, {seen}: nothing was "
+            "committed. Save again: everything is sent then. Verify the earlier checkpoints",
+            uri=store.uri(key),
+        )
+
+    for record in objects:
+        group.submit(functools.partial(look, record))
 
 
 def _mark_in(uri: CheckpointURI, folder: str, attempt: str) -> str:

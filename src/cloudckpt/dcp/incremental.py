@@ -154,19 +154,23 @@ def agree_on_base(
     known = _remembered(members, writer.uri)
 
     @logged
-    def own() -> str:
-        return known[1].attempt if known is not None and not is_planned else ""
+    def own() -> tuple[str, str]:
+        if known is None or is_planned:
+            return "", ""
+        uri, base = known
+        return uri.folder, base.attempt
 
     @logged
-    def held(told: list[str]) -> tuple[str, Base | None]:
+    def held(told: list[tuple[str, str]]) -> tuple[bool, Base | None]:
         hold = writer.hold_base(None if known is None else known[0])
         if hold is None:
-            return "", None
-        attempt = hold.attempt
-        return attempt, None if all(one == attempt for one in told) else hold.contents
+            return False, None
+        # a copy that was not made by cloudckpt has the name of the same save, and lies elsewhere
+        all_know = all(one == (hold.base.folder, hold.attempt) for one in told)
+        return True, None if all_know else hold.contents
 
-    attempt, base = ranks.all_reduce("base", own, held)
-    if base is None and attempt:
+    is_held, base = ranks.all_reduce("base", own, held)
+    if base is None and is_held:
         assert known is not None
         return known[1]
     return cast("Base | None", base)

@@ -63,7 +63,7 @@ from cloudckpt.dcp.plan_cache import KnownPlan, OfAllRanks
 from cloudckpt.dcp.planners import CloudSavePlanner, lost_by_flattening
 from cloudckpt.dcp.saving import CachedLayout, expected_size
 from cloudckpt.dcp.torch_log import logged_by_torch
-from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.dcp.writer import CloudStorageWriter, committing
 from cloudckpt.errors import IncompleteSaveError
 from cloudckpt.gc_pause import paused_gc
 
@@ -210,12 +210,13 @@ class SaveLoop:
                 replace(one, extents=extents, items=None)
                 for (_, one), extents in zip(reports, of_all.extents, strict=True)
             ]
-            draft = self._writer.finish_with(lambda: of_all.planned, written)
-            drafts.append(draft)
-            if draft.inventory is not None:
-                kept = replace(of_all.planned, structure=draft.inventory.structure)
-                mine[0] = replace(mine[0], of_all=replace(of_all, planned=kept))
-            return Committed(self._writer.attempt, draft.inventory is not None)
+            with committing(self._writer):
+                draft = self._writer.finish_with(lambda: of_all.planned, written)
+                drafts.append(draft)
+                if draft.inventory is not None:
+                    kept = replace(of_all.planned, structure=draft.inventory.structure)
+                    mine[0] = replace(mine[0], of_all=replace(of_all, planned=kept))
+                return Committed(self._writer.attempt, draft.inventory is not None)
 
         committed: Committed = self._ranks.all_reduce("write", write_data, finish_checkpoint)
         if self._outline is not None and committed.can_be_filled:

@@ -27,7 +27,7 @@ from cloudckpt.dcp.failures import is_of_group, portable_errors
 from cloudckpt.dcp.incremental import Contents, agree_on_base, remember
 from cloudckpt.dcp.planners import lost_by_flattening
 from cloudckpt.dcp.torch_log import logged_by_torch
-from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
+from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, committing
 from cloudckpt.errors import CommitUnknownError
 
 __all__ = ["clean_up_after", "save_by_steps"]
@@ -90,7 +90,8 @@ def save_by_steps(
 
     @logged
     def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
-        writer.finish(made[0], results)
+        with committing(writer):
+            writer.finish(made[0], results)
         return writer.attempt if isinstance(writer, CloudStorageWriter) else made[0]
 
     mine: list[SavePlan] = []
@@ -120,9 +121,8 @@ def save_by_steps(
 def clean_up_after(exc: BaseException, writer: OurWriter) -> bool | None:
     """Deletes what this rank has written in a failed save, if there was certainly no commit.
 
-    This is certain if every rank's failure says so, or if this is the committing rank and it has
-    not committed. After an interrupt or an uncertain commit the checkpoint may be or become
-    visible.
+    The committing rank knows; for another rank this is certain if every rank's failure says so.
+    After an interrupt or an uncertain commit the checkpoint may be or become visible.
 
     Args:
         exc: What the save raised.
@@ -137,8 +137,8 @@ def clean_up_after(exc: BaseException, writer: OurWriter) -> bool | None:
         return None
     committed = writer.look_whether_committed() if is_of_group(exc) else None
     certain = writer.committed is False
-    if isinstance(exc, CheckpointException):
-        certain = certain or all(
+    if isinstance(exc, CheckpointException) and not writer.commits:
+        certain = all(
             isinstance(error, Exception) and not isinstance(error, CommitUnknownError)
             for error, _ in exc.failures.values()
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from cloudckpt.checkpoint.torch_private import state_dict_being_planned
 from cloudckpt.checkpoint.written import Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config
-from cloudckpt.dcp.failures import portable_errors
+from cloudckpt.dcp.failures import portable, portable_errors
 from cloudckpt.dcp.incremental import Contents, newest_beside
 from cloudckpt.dcp.meeting import check_together
 from cloudckpt.dcp.planners import CloudSavePlanner, lost_by_flattening
@@ -51,7 +52,7 @@ from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["CloudStorageWriter", "CommitHook", "OurWriter", "run_after"]
+__all__ = ["CloudStorageWriter", "CommitHook", "OurWriter", "committing", "run_after"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -156,6 +157,7 @@ class CloudStorageWriter(OurWriter):
         self.hold: Hold | None = None
         self.commits = False
         self.committed: bool | None = None
+        self._is_finished = False
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"config": self.config, "commit_hook": self.commit_hook, "notes": self.notes}
@@ -368,6 +370,7 @@ class CloudStorageWriter(OurWriter):
         Raises:
             IncompleteSaveError: If an item of the plan was not written.
             DifferentCheckpointsError: If a rank has written to another location or store.
+            CheckpointCorruptError: If an object of an earlier checkpoint that it refers to is gone.
             CheckpointConflictError: If another writer has committed since this save began.
             CommitUnknownError: If the store's answers leave open whether the commit took place.
         """
@@ -392,6 +395,10 @@ class CloudStorageWriter(OurWriter):
         uri = str(self.uri)
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=uri)
+        if self._is_finished:  # its objects are committed by now, or deleted
+            raise IncompleteSaveError(
+                "the save was finished before, and can't be finished twice: save again", uri=uri
+            )
         timings = [one.timing for one in written if one.timing is not None]
         with portable_errors(uri):
             with paused_gc():  # the collector would traverse the plans of all ranks
@@ -400,7 +407,7 @@ class CloudStorageWriter(OurWriter):
                 draft.metadata.storage_meta.checkpoint_id = uri
             if self.commit_hook is not None:
                 self.commit_hook.before_commit(uri, draft.metadata)
-        self.committed = None
+        self.committed, self._is_finished = None, True
         with Span("commit", uri, self._rank):
             try:
                 publish(
@@ -464,6 +471,36 @@ class CloudStorageWriter(OurWriter):
 
     def _store(self) -> ObjectStore:
         return open_store(self.uri, self.config)
+
+
+@contextlib.contextmanager
+def committing(writer: OurWriter) -> Iterator[None]:
+    """For the step in which a rank commits: what it raises tells all ranks what they may delete.
+
+    Whatever is raised once the commit may have taken place, also by a writer derived from ours,
+    becomes an error after which no rank deletes anything; an interrupt is one already.
+
+    Raises:
+        CommitUnknownError: In its place.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(writer, CloudStorageWriter) or isinstance(error, CommitUnknownError):
+            raise
+        if not writer.commits or writer.committed is False:
+            raise
+        uri = writer.checkpoint_id
+        if not isinstance(error, Exception) and portable(error, uri) is error:
+            raise
+        raise CommitUnknownError(
+            "the checkpoint is committed, and something failed after that; nothing was deleted"
+            if writer.committed
+            else "the commit failed in an unexpected way and may have taken place; its data was "
+            "kept",
+            uri=uri,
+            cause=error,
+        ) from error
 
 
 def run_after(hook: CommitHook, uri: str, metadata: Metadata) -> None:

@@ -230,8 +230,17 @@ class FilesUnderConstruction:
                 uri=self._store.uri(only.key),
                 cause=error,
             ) from error
-        self._may_be_there = False
-        self._check_no_other(INDEX)
+        try:
+            self._check_no_other(INDEX)
+        except PreconditionFailedError:
+            raise
+        except CloudCheckpointError as error:
+            raise CommitUnknownError(
+                "the file is there, and was kept, but the store did not say whether another writer "
+                "has put a model of several files beside it: look what is there",
+                uri=self._store.uri(only.key),
+                cause=error,
+            ) from error
 
     def abandon(self) -> None:
         """Ends the uploads, and deletes what has appeared without a commit; errors are logged."""

@@ -223,7 +223,9 @@ class _Adoption:
                 assert one.objects is not None
                 if any(found.rank != rank for found in one.objects if not found.folder):
                     raise ValueError("objects of another rank")
-                record = Record.parse(one.record, uri, bound(len(one.record)))
+                # names compress well: nothing follows from how many bytes they have become
+                most = max(MOST_BYTES, bound(len(one.record)))
+                record = Record.parse(one.record, uri, most)
                 extents = Extents.unpack(one.extents, one.columns)
                 records.append(record)
                 written.append(Written(uri, one.objects, extents, structure=record.structure))

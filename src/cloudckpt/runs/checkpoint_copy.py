@@ -213,15 +213,15 @@ class CheckpointCopy:
         share = plan.shares[self._rank]
         if not self._is_of_a_run:
             self._progress.total = sum(task.size for task in share)
+        has_sent = False
         try:
             by_store = self._meeting.begin(lambda: self._send(share, plan.commits))
+            has_sent = True
             by_store = sum(self._meeting.gathered(by_store))
-        except ProcessGroupError:
-            if self._rank == 0:  # the other ranks can't know whether it will commit
+        except BaseException as error:
+            # the first rank commits once it has heard of all; others can't know whether it has
+            if self._rank == 0 or not (has_sent or isinstance(error, ProcessGroupError)):
                 self._discard(share)
-            raise
-        except BaseException:
-            self._discard(share)
             raise
         self._meeting.broadcast_from_first(lambda: self._commit(share))
         tasks = [task for share in plan.shares for task in share]
