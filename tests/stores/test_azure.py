@@ -1070,7 +1070,7 @@ def test_a_blob_of_a_container_that_is_gone_is_not_deleted(store, server):
 # what the answers mean
 
 MEANINGS = {
-    ObjectNotFoundError: "400 InvalidBlockList, 404, 404 BlobNotFound, 404 ResourceNotFound",
+    ObjectNotFoundError: "400 InvalidBlockList, 404 BlobNotFound, 404 ResourceNotFound",
     BucketNotFoundError: "404 ContainerNotFound",
     AccessDeniedError: (
         "403, 403 AccountIsDisabled, 403 AuthorizationFailure, 403 "
@@ -1132,6 +1132,17 @@ def test_an_answer_of_failure_has_a_name(store, answer, expected):
         assert code in str(error)
         assert f"HTTP {status}" in str(error)
         assert ("the vendor's words" in str(error)) is bool(body)
+
+
+@pytest.mark.parametrize("body", [b"", b"default backend - 404", error_xml("404")])
+@pytest.mark.parametrize("verb", ["get", "get_range", "head", "delete"])
+def test_a_404_without_a_code_of_azure_does_not_say_that_there_is_no_blob(
+    store, server, verb, body
+):
+    """A training job would begin anew over its checkpoints."""
+    server.respond(lambda request: server.Answer(404, body=body))
+    with pytest.raises(ServerError, match="answered in its place"):
+        VERBS[verb][0](store)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -1034,6 +1034,15 @@ def test_the_page_of_a_gateway_does_not_say_that_there_is_no_object(store, serve
             look("run/.metadata")
 
 
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_a_404_whose_page_is_cut_off_does_not_say_that_there_is_no_object(store, server, framing):
+    cut = {"size": 300, "framing": framing, "unfinished": True, "hang_up": True}
+    server.respond(lambda request: server.Answer(404, **cut))
+    for look in (store.get, store.head, store.delete):
+        with pytest.raises(ConnectionLostError):
+            look("run/.metadata")
+
+
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
     [

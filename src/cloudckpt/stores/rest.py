@@ -370,7 +370,7 @@ class RestStore(ObjectStore):
             method, used.url, used.headers, request.body, request.progress, is_long=request.is_long
         ) as reply:
             if reply.status not in _SUCCESS:
-                answer = reply.read() if method != "HEAD" else b""
+                answer = reply.read_refusal() if method != "HEAD" else b""
                 raise self.failure(reply.status, reply.headers, answer, method, uri)
             yield reply
 
