@@ -1043,11 +1043,20 @@ def test_directories_of_a_hierarchical_namespace_are_no_objects(store, server):
         store.head("run")
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"<EnumerationResults><Blobs>"])
-def test_a_listing_that_is_none_is_a_broken_answer(store, server, body):
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"<html><p>sign in</p></html>", b"<EnumerationResults><Blobs>"]
+)
+@pytest.mark.parametrize("verb", ["list", "list_level", "list_uploads"])
+def test_a_listing_that_is_none_is_a_broken_answer(store, server, verb, body):
     server.answer(body=body)
     with pytest.raises(TransientStoreError):
-        list(store.list("run/"))
+        list(getattr(store, verb)("run/"))
+
+
+def test_blocks_are_not_missing_because_a_page_has_none(store, server):
+    server.answer(body=b"<html><p>sign in</p></html>")
+    with pytest.raises(ServerError, match="<html> in place of <BlockList>"):
+        store.abort_upload(UPLOAD)
 
 
 def test_one_blob_is_deleted_with_its_snapshots(store, server):

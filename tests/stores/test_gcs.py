@@ -441,11 +441,13 @@ def test_an_object_whose_checksum_is_not_told_is_read(store, server):
 
 def test_uploads_are_listed_page_by_page(store, server):
     server.answer(
-        body=b"<R><EncodingType>url</EncodingType><IsTruncated>true</IsTruncated>"
+        body=b"<ListMultipartUploadsResult><EncodingType>url</EncodingType><IsTruncated>true</IsTruncated>"
         b"<NextKeyMarker>run/a%2Bb</NextKeyMarker><NextUploadIdMarker>i+1</NextUploadIdMarker>"
-        b"<Upload><Key>run/a%2Bb</Key><UploadId>i+1</UploadId></Upload></R>"
+        b"<Upload><Key>run/a%2Bb</Key><UploadId>i+1</UploadId></Upload></ListMultipartUploadsResult>"
     )
-    server.answer(body=b"<R><Upload><Key>run/c</Key><UploadId>2</UploadId></Upload></R>")
+    server.answer(
+        body=b"<ListMultipartUploadsResult><Upload><Key>run/c</Key><UploadId>2</UploadId></Upload></ListMultipartUploadsResult>"
+    )
     found = [(upload.key, upload.id) for upload in store.list_uploads("run/")]
     assert found == [("run/a+b", "i+1"), ("run/c", "2")]
     assert query_of(server.requests[1])["key-marker"] == "run/a+b"
@@ -467,6 +469,13 @@ def test_objects_are_listed_page_by_page(store, server):
     first, second = (query_of(request) for request in server.requests)
     assert (first["prefix"], first.get("pageToken")) == ("run/", None)
     assert second["pageToken"] == "t/+="
+
+
+@pytest.mark.parametrize("verb", ["list", "list_level", "list_uploads"])
+def test_a_listing_that_is_none_is_a_broken_answer(store, server, verb):
+    server.answer(body=b"<html><p>sign in</p></html>")
+    with pytest.raises(ServerError, match="should be"):
+        list(getattr(store, verb)("run/"))
 
 
 def test_a_listing_that_leads_back_is_ended(store, server):

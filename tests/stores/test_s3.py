@@ -1113,6 +1113,25 @@ def test_another_range_than_the_one_asked_for_is_refused(store, server, answer):
         get_range(store)
 
 
+@pytest.mark.parametrize(
+    "body", [b"", b" \n", b"Hello", b"<ok/>", b"<html>", b"<html><p>sign in</p></html>"]
+)
+@pytest.mark.parametrize("verb", ["list", "list_level", "list_uploads"])
+def test_a_listing_that_is_none_is_no_empty_one(store, server, verb, body):
+    """botocore would take it for one, and a training job begin anew over its checkpoints."""
+    server.answer(body=body)
+    with pytest.raises(ServerError, match="should be"):
+        list(getattr(store, verb)("run/"))
+
+
+@pytest.mark.parametrize(
+    "head", [b"", b"<?xml version='1.0'?>\n", b"<!-- " + b"x" * 5000 + b" -->"]
+)
+def test_a_listing_is_known_by_its_root_wherever_that_is(store, server, head):
+    server.answer(body=head + xml_of("ListBucketResult", IsTruncated="false"))
+    assert list(store.list("run/")) == []
+
+
 @pytest.mark.parametrize("token", ["", "<NextContinuationToken/>"])
 def test_a_listing_that_goes_on_nowhere_is_ended(store, server, token):
     page = f"<ListBucketResult><IsTruncated>true</IsTruncated>{token}</ListBucketResult>"

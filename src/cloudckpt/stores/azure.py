@@ -250,7 +250,7 @@ class AzureStore(RestStore):
         url = self.object_url(key, {"comp": "blocklist", "blocklisttype": "uncommitted"})
         try:
             with self.exchange("GET", url, {}, key=key) as reply:
-                page = unqualified(reply.read_all(), self.uri(key))
+                page = unqualified(reply.read_all(), self.uri(key), "BlockList")
         except ObjectNotFoundError:
             return []  # completed or discarded since the listing
         blocks = page.iterfind("UncommittedBlocks/Block")
@@ -295,7 +295,7 @@ class AzureStore(RestStore):
             more = {"marker": marks[0]} if marks else {}
             url = f"{self._access.url}?{encode_query({**query, **more})}"
             with self.exchange("GET", url, {}, key=prefix) as reply:
-                page = unqualified(reply.read_all(), self.uri(prefix))
+                page = unqualified(reply.read_all(), self.uri(prefix), "EnumerationResults")
             marker = page.findtext("NextMarker")
             return page, (marker,) if marker else None
 
