@@ -993,6 +993,15 @@ def test_blocks_of_another_program_are_an_upload_too(store, server):
 # listing and deleting
 
 
+def test_a_head_that_names_no_length_is_asked_again(store, server):
+    """The object would be taken for an empty one."""
+    silent = server.Answer(headers={"ETag": '"tag"'}, framing="chunked")
+    server.answer(silent, server.Answer(headers={"ETag": '"tag"'}, size=0))
+    with pytest.raises(ConnectionLostError, match="no length"):
+        store.head("run/object")
+    assert store.head("run/object").size == 0
+
+
 @pytest.mark.parametrize("verb", ["list", "list_uploads"])
 @pytest.mark.parametrize("markers", ["a", "abc"])
 def test_a_listing_that_leads_back_is_ended(store, server, verb, markers):

@@ -746,6 +746,7 @@ ANSWERS = [
     (404, "NoSuchKey", ObjectNotFoundError),
     (404, "NoSuchUpload", ObjectNotFoundError),
     (404, "NoSuchBucket", BucketNotFoundError),
+    (404, "NoSuchAccessPoint", BucketNotFoundError),
     (404, "", ObjectNotFoundError),
     (403, "AccessDenied", AccessDeniedError),
     (403, "AllAccessDisabled", AccessDeniedError),
@@ -1032,6 +1033,15 @@ def test_the_page_of_a_gateway_does_not_say_that_there_is_no_object(store, serve
     for look in (store.get, store.head):
         with pytest.raises(ServerError, match="answered in its place"):
             look("run/.metadata")
+
+
+def test_a_head_that_names_no_length_is_asked_again(store, server):
+    """The object would be taken for an empty one."""
+    silent = server.Answer(headers={"ETag": '"tag"'}, framing="chunked")
+    server.answer(silent, server.Answer(headers={"ETag": '"tag"'}, size=0))
+    with pytest.raises(ConnectionLostError, match="no length"):
+        store.head("run/object")
+    assert store.head("run/object").size == 0
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])

@@ -269,7 +269,7 @@ class AzureStore(RestStore):
             if reply.headers.get("x-ms-meta-hdi_isfolder") == "true":
                 raise ObjectNotFoundError("there is a directory, not a blob", uri=self.uri(key))
             version, attempt = self._version(reply, key), self._attempt_in(reply)
-            return ObjectInfo(key, reply.length or 0, version, attempt=attempt)
+            return ObjectInfo(key, self._length(reply, key), version, attempt=attempt)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for page in self._pages(prefix, {}):

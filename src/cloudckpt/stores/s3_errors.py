@@ -33,7 +33,10 @@ _DENIED = "access denied; check the IAM, bucket and key policies for these crede
 # what copies and completions answer in the body of a success needs its class here, too
 _BY_CODE = by_code(
     {
-        BucketNotFoundError: {"NoSuchBucket": ""},
+        BucketNotFoundError: {
+            "NoSuchBucket": "",
+            "NoSuchAccessPoint": "there is no such access point; check its name and its account",
+        },
         ObjectNotFoundError: {
             "NoSuchKey": "",
             "NoSuchUpload": "there is no such multipart upload any more",
