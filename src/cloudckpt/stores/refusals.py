@@ -165,17 +165,27 @@ def _is_certain(code: str, status: int, known: Meaning | None) -> bool:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that the store wants us to wait: a number or a date, as HTTP has it."""
+    """Seconds that the store wants us to wait: a number or a date, as HTTP has it.
+
+    A date is compared with that of the answer: this machine's clock may be wrong.
+    """
     given = {name.lower(): value.strip() for name, value in headers.items()}
     for name, a_second in (("x-ms-retry-after-ms", 1000), ("retry-after", 1)):
         wait = given.get(name, "")
         if wait.isascii() and wait.isdigit():
             return float(wait) / a_second
+    date = _date(wait)
+    if date is None:
+        return None
+    now = _date(given.get("date", "")) or datetime.datetime.now(datetime.timezone.utc)
+    seconds = (date - now).total_seconds()
+    return seconds if seconds > 0 else None
+
+
+def _date(text: str) -> datetime.datetime | None:
+    """A time as headers write it; None if it is none."""
     try:
-        date = email.utils.parsedate_to_datetime(wait)
+        date = email.utils.parsedate_to_datetime(text)
     except (ValueError, TypeError):
         return None
-    if date.tzinfo is None:
-        date = date.replace(tzinfo=datetime.timezone.utc)
-    seconds = (date - datetime.datetime.now(datetime.timezone.utc)).total_seconds()
-    return seconds if seconds > 0 else None
+    return date if date.tzinfo else date.replace(tzinfo=datetime.timezone.utc)
