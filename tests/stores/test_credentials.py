@@ -2,6 +2,7 @@
 
 import base64
 import gc
+import itertools
 import json
 import logging
 import os
@@ -879,11 +880,10 @@ def test_many_threads_whose_credentials_failed_look_once():
     class Counted:
         """The lock, which lets the look end when all have asked."""
 
-        waiting, lock = 0, threading.Lock()
+        turns, lock = itertools.count(1), threading.Lock()
 
         def __enter__(self):
-            Counted.waiting += 1
-            if Counted.waiting == 8:
+            if next(self.turns) == 8:
                 may_end.set()
             self.lock.acquire()
 
