@@ -993,6 +993,15 @@ def test_blocks_of_another_program_are_an_upload_too(store, server):
 # listing and deleting
 
 
+def test_a_head_that_names_no_length_is_asked_again(store, server):
+    """The object would be taken for an empty one."""
+    silent = server.Answer(headers={"ETag": '"tag"'}, framing="chunked")
+    server.answer(silent, server.Answer(headers={"ETag": '"tag"'}, size=0))
+    with pytest.raises(ConnectionLostError, match="no length"):
+        store.head("run/object")
+    assert store.head("run/object").size == 0
+
+
 @pytest.mark.parametrize("verb", ["list", "list_uploads"])
 @pytest.mark.parametrize("markers", ["a", "abc"])
 def test_a_listing_that_leads_back_is_ended(store, server, verb, markers):
@@ -1043,11 +1052,20 @@ def test_directories_of_a_hierarchical_namespace_are_no_objects(store, server):
         store.head("run")
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"<EnumerationResults><Blobs>"])
-def test_a_listing_that_is_none_is_a_broken_answer(store, server, body):
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"<html><p>sign in</p></html>", b"<EnumerationResults><Blobs>"]
+)
+@pytest.mark.parametrize("verb", ["list", "list_level", "list_uploads"])
+def test_a_listing_that_is_none_is_a_broken_answer(store, server, verb, body):
     server.answer(body=body)
     with pytest.raises(TransientStoreError):
-        list(store.list("run/"))
+        list(getattr(store, verb)("run/"))
+
+
+def test_blocks_are_not_missing_because_a_page_has_none(store, server):
+    server.answer(body=b"<html><p>sign in</p></html>")
+    with pytest.raises(ServerError, match="<html> in place of <BlockList>"):
+        store.abort_upload(UPLOAD)
 
 
 def test_one_blob_is_deleted_with_its_snapshots(store, server):
@@ -1070,7 +1088,7 @@ def test_a_blob_of_a_container_that_is_gone_is_not_deleted(store, server):
 # what the answers mean
 
 MEANINGS = {
-    ObjectNotFoundError: "400 InvalidBlockList, 404, 404 BlobNotFound, 404 ResourceNotFound",
+    ObjectNotFoundError: "400 InvalidBlockList, 404 BlobNotFound, 404 ResourceNotFound",
     BucketNotFoundError: "404 ContainerNotFound",
     AccessDeniedError: (
         "403, 403 AccountIsDisabled, 403 AuthorizationFailure, 403 "
@@ -1132,6 +1150,17 @@ def test_an_answer_of_failure_has_a_name(store, answer, expected):
         assert code in str(error)
         assert f"HTTP {status}" in str(error)
         assert ("the vendor's words" in str(error)) is bool(body)
+
+
+@pytest.mark.parametrize("body", [b"", b"default backend - 404", error_xml("404")])
+@pytest.mark.parametrize("verb", ["get", "get_range", "head", "delete"])
+def test_a_404_without_a_code_of_azure_does_not_say_that_there_is_no_blob(
+    store, server, verb, body
+):
+    """A training job would begin anew over its checkpoints."""
+    server.respond(lambda request: server.Answer(404, body=body))
+    with pytest.raises(ServerError, match="answered in its place"):
+        VERBS[verb][0](store)
 
 
 @pytest.mark.parametrize("verb", VERBS)

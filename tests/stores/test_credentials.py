@@ -2,6 +2,7 @@
 
 import base64
 import gc
+import itertools
 import json
 import logging
 import os
@@ -853,3 +854,58 @@ def test_what_the_store_said_counts_unless_others_can_not_be_fetched_for_now(fai
     else:
         with pytest.raises(ConnectionLostError):
             credentials.renew(credentials.current, ["one"])
+
+
+def test_many_threads_whose_credentials_failed_look_once():
+    """One after the other, they would wait far beyond the deadline of their requests."""
+    looks, may_end = [], threading.Event()
+
+    class Key:
+        def secrets(self):
+            return ("one",)
+
+    def look():
+        if not looks:
+            looks.append("the first")
+            return Key()
+        looks.append("another")
+        may_end.wait(30)
+        raise CredentialsError("the service is silent")
+
+    credentials = Credentials(look)
+    credentials.used()
+    credentials.failed(CredentialsError("expired"))
+    refused = []
+
+    class Counted:
+        """The lock, which lets the look end when all have asked."""
+
+        turns, lock = itertools.count(1), threading.Lock()
+
+        def __enter__(self):
+            if next(self.turns) == 8:
+                may_end.set()
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
+    credentials._lock = Counted()
+
+    def ask():
+        try:
+            credentials.source()
+        except CredentialsError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(looks) == 2
+    assert len({id(error) for error in refused}) == len(threads)
+    assert all(error.certain for error in refused)
+    with pytest.raises(CredentialsError):  # who asks later looks again
+        credentials.source()
+    assert len(looks) == 3

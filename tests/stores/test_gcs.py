@@ -30,6 +30,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.gcs_errors import from_answer
 from cloudckpt.transfer.retry import Retrier
 
 UPLOAD = Upload("run/object", "id/with+odd=chars&more", 5 * 1024**2)
@@ -440,11 +441,13 @@ def test_an_object_whose_checksum_is_not_told_is_read(store, server):
 
 def test_uploads_are_listed_page_by_page(store, server):
     server.answer(
-        body=b"<R><EncodingType>url</EncodingType><IsTruncated>true</IsTruncated>"
+        body=b"<ListMultipartUploadsResult><EncodingType>url</EncodingType><IsTruncated>true</IsTruncated>"
         b"<NextKeyMarker>run/a%2Bb</NextKeyMarker><NextUploadIdMarker>i+1</NextUploadIdMarker>"
-        b"<Upload><Key>run/a%2Bb</Key><UploadId>i+1</UploadId></Upload></R>"
+        b"<Upload><Key>run/a%2Bb</Key><UploadId>i+1</UploadId></Upload></ListMultipartUploadsResult>"
     )
-    server.answer(body=b"<R><Upload><Key>run/c</Key><UploadId>2</UploadId></Upload></R>")
+    server.answer(
+        body=b"<ListMultipartUploadsResult><Upload><Key>run/c</Key><UploadId>2</UploadId></Upload></ListMultipartUploadsResult>"
+    )
     found = [(upload.key, upload.id) for upload in store.list_uploads("run/")]
     assert found == [("run/a+b", "i+1"), ("run/c", "2")]
     assert query_of(server.requests[1])["key-marker"] == "run/a+b"
@@ -466,6 +469,13 @@ def test_objects_are_listed_page_by_page(store, server):
     first, second = (query_of(request) for request in server.requests)
     assert (first["prefix"], first.get("pageToken")) == ("run/", None)
     assert second["pageToken"] == "t/+="
+
+
+@pytest.mark.parametrize("verb", ["list", "list_level", "list_uploads"])
+def test_a_listing_that_is_none_is_a_broken_answer(store, server, verb):
+    server.answer(body=b"<html><p>sign in</p></html>")
+    with pytest.raises(ServerError, match="should be"):
+        list(getattr(store, verb)("run/"))
 
 
 def test_a_listing_that_leads_back_is_ended(store, server):
@@ -591,6 +601,51 @@ def test_a_read_is_refused_in_plain_text(store, server, status, text, expected):
     with pytest.raises(expected) as caught:
         store.get("run/object")
     assert text in str(caught.value)
+
+
+FOREIGN = [
+    b"default backend - 404",
+    b"404 page not found",
+    b'{"message": "no Route matched with those values"}',
+    b'{"code": 404, "message": "Path does not match any requirement URI template."}',
+    b"<html><body>Not Found</body></html>",
+    b"<Error><Message>Not Found</Message></Error>",
+]
+
+
+@pytest.mark.parametrize("page", FOREIGN)
+@pytest.mark.parametrize("verb", ["get", "get_range", "head", "delete", "abort_upload"])
+def test_the_page_of_a_gateway_does_not_say_that_there_is_no_object(store, server, verb, page):
+    """A training job would begin anew over its checkpoints."""
+    server.respond(lambda request: server.Answer(404, body=page))
+    with pytest.raises(ServerError, match="answered in its place"):
+        VERBS[verb][0](store)
+
+
+@pytest.mark.parametrize("body", [b"Not Found", FOREIGN[0]])
+def test_google_itself_says_what_is_missing_in_its_own_words(body):
+    assert type(from_answer(404, {}, body, "GET", "gs://bucket/run/object")) is ServerError
+
+
+IN_WORDS = {"errors": [{"domain": "global", "message": "Object run/object does not exist."}]}
+EMULATORS = {
+    "gcp-storage-emulator": b"",
+    "fake-gcs-server": b'{"error": {"code": 404, "message": "Not Found", "errors": null}}',
+    "fake-gcs-server, reads": b"Not Found\n",
+    "storage-testbench": json.dumps({"code": 404, "message": json.dumps({"error": IN_WORDS})}),
+    "storage-testbench, older": json.dumps({"error": IN_WORDS}),
+}
+
+
+@pytest.mark.parametrize("emulator", EMULATORS)
+@pytest.mark.parametrize("verb", ["get", "get_range", "head"])
+def test_what_emulators_say_of_a_missing_object_is_understood(store, server, verb, emulator):
+    body = EMULATORS[emulator]
+    body = body.encode() if isinstance(body, str) else body
+    server.respond(lambda request: server.Answer(404, body=body))
+    with pytest.raises(ObjectNotFoundError):
+        VERBS[verb][0](store)
+    store.delete("run/object")
 
 
 @pytest.mark.parametrize("verb", ["put", "head", "list"])

@@ -165,7 +165,7 @@ def test_google_is_asked_once_for_what_is_missing(monkeypatch, read):
 
     def send(method, url, *rest, **others):
         asked.append(url)
-        raise store.failure(404, {}, b"Not Found", method, "gs://bucket/run/object")
+        raise store.failure(404, {}, NO_OBJECT, method, "gs://bucket/run/object")
 
     monkeypatch.setattr(store._http, "send", send)
     with pytest.raises(ObjectNotFoundError):

@@ -5,6 +5,7 @@ Runs against the scripted stub of ``conftest.py``.
 
 import contextlib
 import io
+import logging
 import os
 import random
 import select
@@ -925,3 +926,14 @@ def test_a_handshake_that_is_interrupted_leaves_no_connection_open(native_tls, m
     assert sockets() == before
     assert caught.value.__traceback__ is not None
     client.close()
+
+
+def test_signatures_are_not_in_the_log_of_what_is_sent(client, server, caplog):
+    server.answer(body=b"data")
+    signed = (
+        "/object?X-Amz-Expires=60&X-Amz-Signature=SECRETSIGNATURE&X-Amz-Security-Token=SECRETTOKEN"
+    )
+    with caplog.at_level(logging.DEBUG), client.send("GET", server.url + signed, {}) as reply:
+        assert reply.read_all() == b"data"
+    assert "/object?X-Amz-Expires=60" in caplog.text
+    assert "SECRET" not in caplog.text

@@ -288,6 +288,79 @@ def test_the_same_store_serves_all_files_of_a_process(tmp_path):
     assert open_store(CheckpointURI.parse(tmp_path / "b"), config) is one
 
 
+LISTINGS = {
+    "list": lambda store, folder: [info.key for info in store.list(f"{folder}/")],
+    "list_level": lambda store, folder: list(store.list_level(f"{folder}/")),
+    "list_uploads": lambda store, folder: list(store.list_uploads(f"{folder}/")),
+}
+
+
+def refuse(monkeypatch, name, folder, number):
+    """Makes a function of ``os`` fail for a folder, or what is in it."""
+    real = getattr(os, name)
+
+    def refused(path, *rest, **named):
+        if Path(path) == folder:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, name, refused)
+
+
+@pytest.mark.parametrize("how", LISTINGS)
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.EACCES, AccessDeniedError),
+        (errno.ESTALE, InvalidRequestError),
+        (errno.EIO, InvalidRequestError),
+    ],
+)
+def test_a_folder_that_can_not_be_listed_is_no_empty_one(
+    store, tmp_path, monkeypatch, how, number, expected
+):
+    put(store, tmp_path / "run" / "step-1" / "a", b"data")
+    refuse(monkeypatch, "scandir", tmp_path / "run", number)
+    with pytest.raises(expected) as caught:
+        LISTINGS[how](store, tmp_path / "run")
+    assert caught.value.uri == f"file://{tmp_path}/run"
+
+
+def test_a_folder_that_can_not_be_looked_into_may_have_files(store, tmp_path, monkeypatch):
+    put(store, tmp_path / "run" / "step-1" / "a", b"data")
+    refuse(monkeypatch, "scandir", tmp_path / "run" / "step-1", errno.EACCES)
+    assert LISTINGS["list_level"](store, tmp_path / "run") == ["step-1"]
+    for how in ("list", "list_uploads"):
+        with pytest.raises(AccessDeniedError):
+            LISTINGS[how](store, tmp_path / "run")
+
+
+@pytest.mark.parametrize("how", LISTINGS)
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR])
+def test_a_folder_that_is_gone_is_empty(store, tmp_path, monkeypatch, how, number):
+    put(store, tmp_path / "run" / "a", b"data")
+    refuse(monkeypatch, "scandir", tmp_path / "run", number)
+    assert LISTINGS[how](store, tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("how", ["list", "list_level"])
+def test_a_file_whose_size_can_not_be_told_is_an_error_of_the_store(
+    store, tmp_path, monkeypatch, how
+):
+    put(store, tmp_path / "run" / "a", b"data")
+    refuse(monkeypatch, "stat", tmp_path / "run" / "a", errno.EIO)
+    with pytest.raises(InvalidRequestError):
+        LISTINGS[how](store, tmp_path / "run")
+
+
+def test_what_a_file_system_keeps_for_itself_does_not_hide_the_rest(store, tmp_path, monkeypatch):
+    put(store, tmp_path / "a", b"data")
+    (tmp_path / "lost+found").mkdir()
+    refuse(monkeypatch, "scandir", tmp_path / "lost+found", errno.EACCES)
+    assert LISTINGS["list"](store, tmp_path) == [str(tmp_path / "a")]
+    assert "lost+found" not in LISTINGS["list_level"](store, tmp_path)
+
+
 def test_a_relative_link_to_a_folder_is_followed(store, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "data").symlink_to("disk", target_is_directory=True)

@@ -746,6 +746,7 @@ ANSWERS = [
     (404, "NoSuchKey", ObjectNotFoundError),
     (404, "NoSuchUpload", ObjectNotFoundError),
     (404, "NoSuchBucket", BucketNotFoundError),
+    (404, "NoSuchAccessPoint", BucketNotFoundError),
     (404, "", ObjectNotFoundError),
     (403, "AccessDenied", AccessDeniedError),
     (403, "AllAccessDisabled", AccessDeniedError),
@@ -1034,6 +1035,24 @@ def test_the_page_of_a_gateway_does_not_say_that_there_is_no_object(store, serve
             look("run/.metadata")
 
 
+def test_a_head_that_names_no_length_is_asked_again(store, server):
+    """The object would be taken for an empty one."""
+    silent = server.Answer(headers={"ETag": '"tag"'}, framing="chunked")
+    server.answer(silent, server.Answer(headers={"ETag": '"tag"'}, size=0))
+    with pytest.raises(ConnectionLostError, match="no length"):
+        store.head("run/object")
+    assert store.head("run/object").size == 0
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_a_404_whose_page_is_cut_off_does_not_say_that_there_is_no_object(store, server, framing):
+    cut = {"size": 300, "framing": framing, "unfinished": True, "hang_up": True}
+    server.respond(lambda request: server.Answer(404, **cut))
+    for look in (store.get, store.head, store.delete):
+        with pytest.raises(ConnectionLostError):
+            look("run/.metadata")
+
+
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
     [
@@ -1102,6 +1121,25 @@ def test_another_range_than_the_one_asked_for_is_refused(store, server, answer):
     server.answer(**answer)
     with pytest.raises(InvalidRequestError):
         get_range(store)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b" \n", b"Hello", b"<ok/>", b"<html>", b"<html><p>sign in</p></html>"]
+)
+@pytest.mark.parametrize("verb", ["list", "list_level", "list_uploads"])
+def test_a_listing_that_is_none_is_no_empty_one(store, server, verb, body):
+    """botocore would take it for one, and a training job begin anew over its checkpoints."""
+    server.answer(body=body)
+    with pytest.raises(ServerError, match="should be"):
+        list(getattr(store, verb)("run/"))
+
+
+@pytest.mark.parametrize(
+    "head", [b"", b"<?xml version='1.0'?>\n", b"<!-- " + b"x" * 5000 + b" -->"]
+)
+def test_a_listing_is_known_by_its_root_wherever_that_is(store, server, head):
+    server.answer(body=head + xml_of("ListBucketResult", IsTruncated="false"))
+    assert list(store.list("run/")) == []
 
 
 @pytest.mark.parametrize("token", ["", "<NextContinuationToken/>"])

@@ -433,6 +433,15 @@ def test_a_session_that_is_refused_says_why(server, status, code, expected, told
     assert {request.target for request in server.requests} == {f"/{EXPRESS_BUCKET}?session"}
 
 
+@pytest.mark.parametrize("body", [b"", b"<Error><Code>404</Code></Error>"])
+def test_a_session_that_is_not_there_is_no_missing_object(server, body):
+    server.respond(lambda request: server.Answer(404, body=body))
+    store = S3Store(EXPRESS_BUCKET, Config(s3=S3Options(endpoint_url=server.url)))
+    with pytest.raises(ServerError, match="answered in its place"):
+        store.head("key")
+    store.close()
+
+
 def test_a_directory_bucket_is_asked_at_its_zone(server, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", server.url)  # the stub sees whom to connect to
     monkeypatch.setenv("AWS_REGION", "us-west-2")

@@ -259,6 +259,15 @@ def test_retry_after_may_be_a_date(store):
     assert 3000 < failure(store, 503, {"Retry-After": later}).retry_after <= 3600
 
 
+def test_a_date_to_retry_after_is_by_the_clock_of_the_store(store):
+    theirs = time.time() + 600
+    headers = {
+        "Date": email.utils.formatdate(theirs, usegmt=True),
+        "Retry-After": email.utils.formatdate(theirs + 2, usegmt=True),
+    }
+    assert failure(store, 503, headers).retry_after == 2.0
+
+
 def test_of_two_retry_afters_the_finer_counts(store):
     headers = {"Retry-After": "2", "x-ms-retry-after-ms": "1500"}  # Azure sends both
     assert failure(store, 503, headers).retry_after == 1.5

@@ -250,7 +250,7 @@ class AzureStore(RestStore):
         url = self.object_url(key, {"comp": "blocklist", "blocklisttype": "uncommitted"})
         try:
             with self.exchange("GET", url, {}, key=key) as reply:
-                page = unqualified(reply.read_all(), self.uri(key))
+                page = unqualified(reply.read_all(), self.uri(key), "BlockList")
         except ObjectNotFoundError:
             return []  # completed or discarded since the listing
         blocks = page.iterfind("UncommittedBlocks/Block")
@@ -269,7 +269,7 @@ class AzureStore(RestStore):
             if reply.headers.get("x-ms-meta-hdi_isfolder") == "true":
                 raise ObjectNotFoundError("there is a directory, not a blob", uri=self.uri(key))
             version, attempt = self._version(reply, key), self._attempt_in(reply)
-            return ObjectInfo(key, reply.length or 0, version, attempt=attempt)
+            return ObjectInfo(key, self._length(reply, key), version, attempt=attempt)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for page in self._pages(prefix, {}):
@@ -295,7 +295,7 @@ class AzureStore(RestStore):
             more = {"marker": marks[0]} if marks else {}
             url = f"{self._access.url}?{encode_query({**query, **more})}"
             with self.exchange("GET", url, {}, key=prefix) as reply:
-                page = unqualified(reply.read_all(), self.uri(prefix))
+                page = unqualified(reply.read_all(), self.uri(prefix), "EnumerationResults")
             marker = page.findtext("NextMarker")
             return page, (marker,) if marker else None
 

@@ -7,7 +7,6 @@ import binascii
 import datetime
 import email.utils
 import hmac
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.azure_errors import TOKEN_REFUSED
 from cloudckpt.stores.azure_tokens import Tokens
-from cloudckpt.stores.credentials import Credentials, check_credential, masked, raise_alone
+from cloudckpt.stores.credentials import Credentials, check_credential, raise_alone
 from cloudckpt.stores.http import HttpOptions
 from cloudckpt.stores.origins import Origin, first_set, named_by
 from cloudckpt.stores.refusals import Meaning
@@ -131,7 +130,6 @@ class ContainerAccess:
             return _Source(token=tokens.get, found=tokens.origin)
 
         self.credentials = Credentials(look)
-        logging.getLogger("urllib3.connectionpool").addFilter(_hide_signature)
 
     def authorize(
         self, method: str, url: str, headers: Mapping[str, str]
@@ -396,12 +394,3 @@ def _check_cloud(given: _Given, place: _Place, uri: str) -> None:
             f"{hosts[1]}, which is another cloud; correct one of them, or unset the variable",
             uri=uri,
         )
-
-
-def _hide_signature(record: logging.LogRecord) -> bool:
-    """Removes signatures from the URLs in urllib3's debug log."""
-    if isinstance(record.args, tuple):
-        record.args = tuple(
-            masked(value) if isinstance(value, str) else value for value in record.args
-        )
-    return True

@@ -177,7 +177,17 @@ def from_answer(
     named = fields.get("HeaderName") or fields.get("QueryParameterName") or ""
     texts = (fields.get("Message", ""), named, _detail(fields))
     words = [" ".join(text.split()) for text in texts]
-    return refusal(status, code, words, action, uri, headers, known=known, own=own, page=body)
+    return refusal(
+        status,
+        code,
+        words,
+        action,
+        uri,
+        headers,
+        known=known,
+        own=own,
+        is_foreign=True,  # Azure names a code, and Azurite: in a header, so also behind HEAD
+    )
 
 
 def _documented(code: str, status: int) -> Meaning | None:

@@ -151,6 +151,16 @@ class Reply:
             self._receive(data, limit)
         return bytes(data)
 
+    def read_refusal(self) -> bytes:
+        """What arrives of the body of an answer that is no success; of a 404, all of it.
+
+        The body tells whether the store itself says that an object is not there.
+
+        Raises:
+            ConnectionLostError: If that of a 404 ends early or stalls.
+        """
+        return self.read_all() if self.status == 404 else self.read()
+
     def read_all(self) -> bytes:
         """The whole body of an answer about objects, such as a page of a listing.
 

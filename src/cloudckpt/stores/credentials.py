@@ -8,6 +8,7 @@ its password. Every rank raises and logs that text, so it passes through here fi
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 import threading
@@ -77,21 +78,28 @@ class Credentials(Generic[S]):
         self._lock = threading.Lock()
         self._looked_at = 0.0
         self._failed = self._held = False
+        self._failure: tuple[float, StoreError] | None = None  # of the last look, and its end
         self.current = look()
 
     def source(self) -> S:
         """What to authorize the next request with.
 
+        Of many threads that wait for a look, one looks; the others share its result.
+
         Raises:
             StoreError: If there is nothing now; certain, as the request was not sent.
         """
         if self._failed:
+            asked = time.monotonic()
             with self._lock:
+                if self._failed and self._failure is not None and self._failure[0] > asked:
+                    raise copy.copy(self._failure[1])
                 if self._failed:
                     try:
                         self.current = self._look()
                     except StoreError as error:
                         error.certain = True  # nothing was sent
+                        self._failure = time.monotonic(), copy.copy(error)
                         raise
                     self._failed = False
         return self.current

@@ -125,8 +125,9 @@ class GCSStore(RestStore):
     def create_upload(self, key: str, part_size: int) -> Upload:
         try:
             return self._multipart.create(key, part_size)
-        except (InvalidRequestError, ObjectNotFoundError) as error:
-            if not self._access.is_google:
+        except (InvalidRequestError, ObjectNotFoundError, ServerError) as error:
+            is_unknown = isinstance(error, InvalidRequestError) or error.status in _UNKNOWN_PATH
+            if is_unknown and not self._access.is_google:
                 error.message += _WITHOUT_MULTIPART
             raise
 
@@ -271,7 +272,8 @@ class GCSStore(RestStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        return from_answer(status, headers, body, action, uri)
+        is_google = self._access.is_google
+        return from_answer(status, headers, body, action, uri, is_google=is_google)
 
     def _authorized(
         self, method: str, url: str, headers: Mapping[str, str]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping
 from datetime import timezone
 from typing import Any
@@ -17,6 +18,7 @@ from cloudckpt.errors import (
     ConfigError,
     CredentialsError,
     MissingDependencyError,
+    StoreError,
     TransientStoreError,
 )
 from cloudckpt.stores.credentials import (
@@ -47,6 +49,8 @@ __all__ = ["BucketAccess"]
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _FILE = "GOOGLE_APPLICATION_CREDENTIALS"
+_INVALID = google.auth.credentials.TokenState.INVALID
+_PAUSE = 15.0  # seconds between refreshes of a valid token that fail
 _LONGEST_REASON = 300  # characters; it may be a proxy's page
 
 
@@ -174,6 +178,7 @@ class _Token:
         self._request = _Request()
         self._request.timeout = config.connect_timeout, config.read_timeout
         self._lock = threading.Lock()
+        self._next_refresh = 0.0  # ahead of the token's end, by the monotonic clock
         with self._fetching():
             self._credentials = _find(config.gcs, uri)
             self._credentials.with_non_blocking_refresh()
@@ -183,20 +188,29 @@ class _Token:
         """What google-auth wants a request to carry: the token, and what else it knows of.
 
         ``before_request`` is its hook for that. It finds out in the background where the account
-        may be used from (regional access boundaries), and says so in a header.
+        may be used from (regional access boundaries), and says so in a header. If the background
+        could not refresh a token minutes before its end, the hook tries it itself: that it fails,
+        too, is no reason not to use a token that is still valid.
         """
         headers: dict[str, str] = {}
         self.secrets()
-        with self._fetching():
-            self._credentials.before_request(self._request, method, url, headers)
+        if time.monotonic() >= self._next_refresh:
+            try:
+                with self._fetching():
+                    self._credentials.before_request(self._request, method, url, headers)
+                return headers
+            except StoreError:
+                if self._credentials.token_state is _INVALID:
+                    raise
+                self._next_refresh = time.monotonic() + _PAUSE
+        self._credentials.apply(headers)
         return headers
 
     def secrets(self) -> tuple[str, ...]:
-        invalid = google.auth.credentials.TokenState.INVALID
         with self._fetching():
-            if self._credentials.token_state is invalid:
+            if self._credentials.token_state is _INVALID:
                 with alone(self._lock, self._uri):
-                    if self._credentials.token_state is invalid:
+                    if self._credentials.token_state is _INVALID:
                         self._credentials.refresh(self._request)
         token = self._credentials.token or ""
         check_credential(token, "the access token of Google", self._uri)

@@ -30,6 +30,8 @@ __all__ = ["from_answer"]
 _LONGEST_BODY = 64 * 1024
 _LONGEST_TEXT = 500
 _OWN_TEXT = re.compile(r"No such object|bucket does not exist|storage\.\w+\.\w+|requester pays")
+_OF_EMULATORS = re.compile(rb"Not Found|.*\bdomain\W+global\b.*", re.DOTALL)
+"""How fake-gcs-server refuses reads, and storage-testbench all requests: an error in an error."""
 
 _KEEP = "forbids to replace or delete the object; nothing is lost"
 
@@ -69,16 +71,43 @@ _BY_STATUS: dict[int, Meaning] = {
 
 
 def from_answer(
-    status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
+    status: int,
+    headers: Mapping[str, str],
+    body: bytes,
+    action: str,
+    uri: str,
+    *,
+    is_google: bool = True,
 ) -> StoreError:
-    """The error for an answer that is no success, of either API."""
+    """The error for an answer that is no success, of either API.
+
+    ``is_google`` is whether the endpoint is Google's, and no emulator's.
+    """
     body = _decompressed(headers, body)
     reason, message = _fields(body)
-    page = body if body.lstrip()[:1] == b"<" else b""  # reads are refused with plain texts
-    known = _known(status, reason, message)
     return refusal(
-        status, reason, [message], action, uri, headers, known=known, own=_BY_STATUS, page=page
+        status,
+        reason,
+        [message],
+        action,
+        uri,
+        headers,
+        known=_known(status, reason, message),
+        own=_BY_STATUS,
+        is_foreign=_is_foreign(body.strip(), message, is_google=is_google),
     )
+
+
+def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:
+    """Whether an answer without a reason is no store's, see :func:`refusal`.
+
+    Google refuses reads with a plain text in place of a reason; gcp-storage-emulator says nothing.
+    """
+    if body[:1] == b"<":
+        return True
+    if not body or message:
+        return False
+    return is_google or not _OF_EMULATORS.fullmatch(body)
 
 
 def _known(status: int, reason: str, message: str) -> Meaning | None:

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import errno
 import http.client
+import logging
 import os
 import re
 import socket
@@ -238,6 +239,7 @@ class HttpClient:
     """Keep-alive connections to the endpoints of one store; for one process, many threads."""
 
     def __init__(self, options: HttpOptions) -> None:
+        logging.getLogger("urllib3.connectionpool").addFilter(_hide_signatures)
         self._watch = Watch(options.stall_timeout)
         self._busy: dict[int, Connection] = {}
         self._traffic = Traffic()
@@ -364,6 +366,15 @@ class HttpClient:
         """Closes the idle connections and ends the watch."""
         self._watch.close()
         self._manager.clear()
+
+
+def _hide_signatures(record: logging.LogRecord) -> bool:
+    """Removes signatures from the URLs in urllib3's debug log."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            masked(value) if isinstance(value, str) else value for value in record.args
+        )
+    return True
 
 
 def _socket_options() -> list[tuple[int, int, int]]:

@@ -48,6 +48,8 @@ _NOT_TAKEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDI
 _NOT_TAKEN |= {errno.EMLINK, errno.ENOSPC, errno.EDQUOT}
 # of file systems between which the kernel does not copy, and of those that it does not copy on
 _NOT_IN_KERNEL = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+_GONE = (FileNotFoundError, NotADirectoryError)
+_OF_FSCK = "lost+found"  # a folder of the file system's own, for root alone
 _PIECE = 8 * 1024**2  # bytes that are copied at a time where the kernel does not
 _MOST_BUFFERS = 512  # below IOV_MAX of every POSIX system in use
 
@@ -163,7 +165,7 @@ class LocalStore(ObjectStore):
                 name = path.name.removeprefix(_UNFINISHED).partition("-")[2]
                 key = str(path.with_name(name))
                 if key.startswith(prefix):
-                    with contextlib.suppress(FileNotFoundError):
+                    with self._errors(prefix), contextlib.suppress(*_GONE):
                         yield Upload(key, str(path), 0, path.stat().st_mtime, is_ours=True)
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
@@ -228,22 +230,23 @@ class LocalStore(ObjectStore):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for path in self._walk(prefix):
             if not path.name.startswith(_UNFINISHED) and str(path).startswith(prefix):
-                with contextlib.suppress(FileNotFoundError):
+                with self._errors(prefix), contextlib.suppress(*_GONE):
                     yield _info(str(path), path.stat())
 
     def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
-        try:
-            with os.scandir(prefix) as entries:
-                found = sorted((entry.is_dir(), entry.name) for entry in entries)
-        except OSError:
-            return
+        with self._errors(prefix):
+            try:
+                with os.scandir(prefix) as entries:
+                    found = sorted((entry.is_dir(), entry.name) for entry in entries)
+            except _GONE:
+                return
         for is_folder, name in found:
             path = os.path.join(prefix, name)
             if is_folder:
-                if any(_files(path)):
+                if _may_have_files(path):
                     yield name
             elif not name.startswith(_UNFINISHED):
-                with contextlib.suppress(FileNotFoundError):
+                with self._errors(prefix), contextlib.suppress(*_GONE):
                     yield _info(path, os.stat(path))
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
@@ -340,7 +343,8 @@ class LocalStore(ObjectStore):
     def _walk(self, prefix: str) -> Iterator[Path]:
         """The files in and beneath the folder that ``prefix`` leads to, in the order of keys."""
         folder, _, name = prefix.rpartition("/")
-        return _files(f"{folder}/", name)
+        with self._errors(prefix):
+            yield from _files(f"{folder}/", name)
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
@@ -407,13 +411,21 @@ def _files(folder: str, prefix: str = "") -> Iterator[Path]:
     Args:
         folder: The folder.
         prefix: What the names in it begin with; nothing else is looked into.
+
+    Raises:
+        OSError: If a folder can't be listed: taken for empty, it would let a training job begin
+            anew over its checkpoints. A folder that is gone is empty.
     """
     try:
         with os.scandir(folder) as entries:
             # a key goes on behind the name of a folder with a slash
             names = [f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in entries]
-    except OSError:
+    except _GONE:
         return
+    except PermissionError:
+        if os.path.basename(os.path.normpath(folder)) == _OF_FSCK:
+            return
+        raise
     for name in sorted(names):
         path = os.path.join(folder, name)
         if not name.startswith((prefix, _UNFINISHED)):
@@ -422,6 +434,14 @@ def _files(folder: str, prefix: str = "") -> Iterator[Path]:
             yield from _files(path)
         elif not os.path.isdir(path):
             yield Path(path)
+
+
+def _may_have_files(folder: str) -> bool:
+    """Whether there is a file in or beneath a folder, or the folder can't be listed."""
+    try:
+        return any(_files(folder))
+    except OSError:
+        return True
 
 
 def _make_folder(folder: Path) -> None:

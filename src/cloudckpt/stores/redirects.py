@@ -136,7 +136,8 @@ class Redirects:
             reply = here.enter_context(self._http.send("GET", used.url, used.headers))
             if reply.status not in _REDIRECTS:
                 if reply.status not in (200, 206):
-                    raise self._failure(reply.status, reply.headers, reply.read(), "GET", uri)
+                    answer = reply.read_refusal()
+                    raise self._failure(reply.status, reply.headers, answer, "GET", uri)
                 _check(pinned, reply.headers.get("ETag", ""), uri)
                 stack.push(here.pop_all())
                 return reply

@@ -101,15 +101,15 @@ def refusal(
     *,
     known: Meaning | None = None,
     own: Mapping[int, Meaning] | None = None,
-    page: bytes = b"",
+    is_foreign: bool = False,
     certain: bool | None = None,
 ) -> StoreError:
     """The error for an answer that is no success: by its code, else by its status.
 
     429 always asks to slow down: the code may then name a quota, or a refusal as such, and would
-    end what goes well a minute later. A 404 without a code, but with a page, is what some gateway
-    has answered in the store's place: taken for the store's word, it would make a training job
-    begin anew over its checkpoints. (A store that answers without any body can't be told from it.)
+    end what goes well a minute later. A 404 without a code may be what some gateway has answered in
+    the store's place: taken for the store's word, it would make a training job begin anew over its
+    checkpoints, and let the objects of a checkpoint that is there be swept away.
 
     Args:
         status: The HTTP status; 0 if it is not known.
@@ -120,11 +120,11 @@ def refusal(
         headers: Of the answer; they may tell when the store wants to be asked again.
         known: What the vendor documents about the code, if it does.
         own: What statuses mean to this vendor in particular.
-        page: The body, if stores of this kind answer with none but their own.
+        is_foreign: Whether stores of this kind never answer so without a code.
         certain: Whether the request was certainly not carried out, if that is documented;
             otherwise it is if the store itself says so, see :func:`_is_certain`.
     """
-    if status == 404 and not code and page.strip():
+    if status == 404 and is_foreign and not _CODE.fullmatch(code):
         foreign = ServerError(
             f"{action}: something between this machine and the store has answered in its place; "
             "check the endpoint and the proxy",
@@ -165,17 +165,27 @@ def _is_certain(code: str, status: int, known: Meaning | None) -> bool:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that the store wants us to wait: a number or a date, as HTTP has it."""
+    """Seconds that the store wants us to wait: a number or a date, as HTTP has it.
+
+    A date is compared with that of the answer: this machine's clock may be wrong.
+    """
     given = {name.lower(): value.strip() for name, value in headers.items()}
     for name, a_second in (("x-ms-retry-after-ms", 1000), ("retry-after", 1)):
         wait = given.get(name, "")
         if wait.isascii() and wait.isdigit():
             return float(wait) / a_second
+    date = _date(wait)
+    if date is None:
+        return None
+    now = _date(given.get("date", "")) or datetime.datetime.now(datetime.timezone.utc)
+    seconds = (date - now).total_seconds()
+    return seconds if seconds > 0 else None
+
+
+def _date(text: str) -> datetime.datetime | None:
+    """A time as headers write it; None if it is none."""
     try:
-        date = email.utils.parsedate_to_datetime(wait)
+        date = email.utils.parsedate_to_datetime(text)
     except (ValueError, TypeError):
         return None
-    if date.tzinfo is None:
-        date = date.replace(tzinfo=datetime.timezone.utc)
-    seconds = (date - datetime.datetime.now(datetime.timezone.utc)).total_seconds()
-    return seconds if seconds > 0 else None
+    return date if date.tzinfo else date.replace(tzinfo=datetime.timezone.utc)

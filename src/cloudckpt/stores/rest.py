@@ -262,6 +262,12 @@ class RestStore(ObjectStore):
             return tag
         raise ConnectionLostError("the answer has no ETag", uri=self.uri(key))
 
+    def _length(self, reply: Reply, key: str) -> int:
+        """The size of the object whose whole content, or HEAD, was asked for."""
+        if reply.length is None:
+            raise ConnectionLostError("the answer has no length", uri=self.uri(key))
+        return reply.length
+
     def _refusals(self) -> tuple[type[StoreError], ...]:
         """What other credentials may mend, if there are any."""
         return (CredentialsError,)
@@ -370,7 +376,7 @@ class RestStore(ObjectStore):
             method, used.url, used.headers, request.body, request.progress, is_long=request.is_long
         ) as reply:
             if reply.status not in _SUCCESS:
-                answer = reply.read() if method != "HEAD" else b""
+                answer = reply.read_refusal() if method != "HEAD" else b""
                 raise self.failure(reply.status, reply.headers, answer, method, uri)
             yield reply
 
@@ -401,9 +407,7 @@ class RestStore(ObjectStore):
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
         with self.exchange("GET", self._content_url(key, None), {}, key=key) as reply:
-            if reply.length is None:
-                raise ConnectionLostError("the answer has no length", uri=self.uri(key))
-            data = bytearray(reply.length)
+            data = bytearray(self._length(reply, key))
             reply.read_into([memoryview(data)])
             return data, ObjectInfo(key, len(data), self._version(reply, key))
 
@@ -450,7 +454,7 @@ class RestStore(ObjectStore):
     def _head(self, key: str) -> ObjectInfo:
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
             version, attempt = self._version(reply, key), self._attempt_in(reply)
-            return ObjectInfo(key, reply.length or 0, version, attempt=attempt)
+            return ObjectInfo(key, self._length(reply, key), version, attempt=attempt)
 
     @abstractmethod
     def route(self) -> Route:

@@ -19,11 +19,16 @@ from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore, all_pages, iso_date
 from cloudckpt.stores.s3_access import BucketAccess
 from cloudckpt.stores.sdk import SdkCalls
-from cloudckpt.stores.xml_api import error_fields
+from cloudckpt.stores.xml_api import check_root, error_fields
 
 __all__ = ["Control", "folders_in", "objects_in"]
 
 _BEGINNING = 64 * 1024  # bytes; white space comes before what is told late
+_LISTINGS = {
+    "ListObjectsV2": "ListBucketResult",
+    "ListMultipartUploads": "ListMultipartUploadsResult",
+}
+"""The roots of answers that botocore takes for empty if they are no such answers."""
 
 
 class Control:
@@ -56,12 +61,14 @@ class Control:
         events.register_first("before-sign.s3", _without_sessions)
         events.register("before-send.s3", self._send)
 
-    def _send(self, request: AWSPreparedRequest, **_: Any) -> AWSResponse:
+    def _send(self, request: AWSPreparedRequest, event_name: str, **_: Any) -> AWSResponse:
         answer = self._calls.send(request.method, request.url, request.headers, request.body)
         # a success is sent before the work is done
         if b"<Error" in answer.body[:_BEGINNING] and error_fields(answer.body):
             uri = self._calls.uri
             raise self._store.belated(answer.headers, answer.body, request.method, uri)
+        if (root := _LISTINGS.get(event_name.rpartition(".")[2])) is not None:
+            check_root(answer.body, root, self._calls.uri)
         raw = urllib3.HTTPResponse(io.BytesIO(answer.body), preload_content=False)
         return AWSResponse(request.url, answer.status, answer.headers, raw)
 

@@ -33,7 +33,10 @@ _DENIED = "access denied; check the IAM, bucket and key policies for these crede
 # what copies and completions answer in the body of a success needs its class here, too
 _BY_CODE = by_code(
     {
-        BucketNotFoundError: {"NoSuchBucket": ""},
+        BucketNotFoundError: {
+            "NoSuchBucket": "",
+            "NoSuchAccessPoint": "there is no such access point; check its name and its account",
+        },
         ObjectNotFoundError: {
             "NoSuchKey": "",
             "NoSuchUpload": "there is no such multipart upload any more",
@@ -109,11 +112,11 @@ def from_code(
     headers: Mapping[str, str] | None = None,
     *,
     region: str = "",
-    page: bytes = b"",
+    is_foreign: bool = False,
 ) -> StoreError:
     """The error for an S3 error code, or where it is unknown or absent, for the HTTP status.
 
-    ``region`` is what the body says of where the bucket is; ``page`` as of :func:`refusal`.
+    ``region`` is what the body says of where the bucket is; ``is_foreign`` as of :func:`refusal`.
     """
     given = {name.lower(): value for name, value in (headers or {}).items()}
     region = given.get("x-amz-bucket-region") or region
@@ -131,7 +134,7 @@ def from_code(
         given,
         known=known,
         own=_BY_STATUS,
-        page=page,
+        is_foreign=is_foreign,
         certain=True if code in _NOT_DONE else None,
     )
     if isinstance(error, WrongRegionError) and region:
@@ -147,4 +150,7 @@ def from_answer(
     fields = error_fields(body)
     code, message = fields.get("Code", ""), fields.get("Message", "")
     region = fields.get("Region", "")
-    return from_code(code, status, message, action, uri, headers, region=region, page=body)
+    has_page = bool(body.strip())  # the answer to HEAD has none, and that of some stores
+    return from_code(
+        code, status, message, action, uri, headers, region=region, is_foreign=has_page
+    )

@@ -87,6 +87,7 @@ class Sessions:
                 "CreateSession",
                 self._uri,
                 meta.get("HTTPHeaders"),
+                is_foreign=True,  # nobody has asked for an object
             )
             if isinstance(error, AccessDeniedError):
                 error.message += "; a directory bucket needs s3express:CreateSession"

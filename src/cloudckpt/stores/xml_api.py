@@ -28,6 +28,7 @@ __all__ = [
     "Completion",
     "Dialect",
     "XmlMultipart",
+    "check_root",
     "error_fields",
     "key_text",
     "text",
@@ -35,11 +36,13 @@ __all__ = [
 ]
 
 _PIECE = 64 * 1024
+_BEGINNING = 1024  # bytes, in which the root begins
 _DEEPEST = 100  # levels; real answers have six
 _MOST_ELEMENTS = 1_000_000  # five thousand blobs of Azure have some two hundred thousand
 
 # an encoding that Python does not know, or that expat can't use, comes as one of the other two
 _NO_XML = (ElementTree.ParseError, LookupError, ValueError)
+_NOT_THE_XML = "the answer is not the XML it should be; check the endpoint and the proxy"
 
 
 class _Builder(ElementTree.TreeBuilder):
@@ -48,6 +51,7 @@ class _Builder(ElementTree.TreeBuilder):
     def __init__(self) -> None:
         super().__init__()
         self._depth = self._elements = 0
+        self.root = ""
 
     def doctype(self, name: str, public: str | None, system: str | None) -> None:
         raise ElementTree.ParseError("it has a document type, which may declare entities")
@@ -55,6 +59,7 @@ class _Builder(ElementTree.TreeBuilder):
     def start(self, tag: str, attributes: dict[str, str], /) -> Element:
         self._depth += 1
         self._elements += 1
+        self.root = self.root or tag
         if self._depth > _DEEPEST or self._elements > _MOST_ELEMENTS:
             raise ElementTree.ParseError("it has too many elements, or too many in each other")
         return super().start(tag, attributes)
@@ -64,8 +69,13 @@ class _Builder(ElementTree.TreeBuilder):
         return super().end(tag)
 
 
-def unqualified(body: bytes, uri: str) -> Element:
+def unqualified(body: bytes, uri: str, name: str = "") -> Element:
     """The root of an answer, its names without their namespaces.
+
+    Args:
+        body: Of the answer.
+        uri: What it is about, for messages.
+        name: That the root must have, if what is not in it would be taken for missing.
 
     Raises:
         ServerError: If the body is no XML that a store answers: cut off, or a proxy's.
@@ -73,10 +83,36 @@ def unqualified(body: bytes, uri: str) -> Element:
     try:
         root = _parsed(body)
     except _NO_XML as exc:
-        raise ServerError("the answer is not the XML it should be", uri=uri, cause=exc) from exc
+        raise ServerError(_NOT_THE_XML, uri=uri, cause=exc) from exc
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
+    if name and root.tag != name:
+        raise _another_root(root.tag, name, uri)
     return root
+
+
+def check_root(body: bytes, name: str, uri: str) -> None:
+    """Checks the name of an answer's root, where somebody else reads the rest of it.
+
+    Raises:
+        ServerError: As that of :func:`unqualified`.
+    """
+    builder, body = _Builder(), body.lstrip()
+    parser = ElementTree.XMLParser(target=builder)  # noqa: S314 - the builder bounds it
+    with contextlib.suppress(*_NO_XML):
+        for start in range(0, len(body), _BEGINNING):
+            parser.feed(body[start : start + _BEGINNING])
+            if builder.root:
+                break
+    root = builder.root.rpartition("}")[2]
+    if root != name:
+        raise _another_root(root, name, uri)
+
+
+def _another_root(found: str, wanted: str, uri: str) -> ServerError:
+    """A sign-in page may be XML, and would be taken for a listing in which nothing is."""
+    cause = f"<{found}> in place of <{wanted}>" if found else f"no <{wanted}>"
+    return ServerError(_NOT_THE_XML, uri=uri, cause=cause)
 
 
 def text(element: Element, name: str) -> str:
@@ -226,7 +262,8 @@ class XmlMultipart:
             query = {"uploads": "", "encoding-type": "url", "prefix": prefix, **more}
             url = f"{self._bucket_url}?{encode_query(query)}"
             with self._store.exchange("GET", url, {}, key=prefix) as reply:
-                page = unqualified(reply.read_all(), self._store.uri(prefix))
+                uri = self._store.uri(prefix)
+                page = unqualified(reply.read_all(), uri, "ListMultipartUploadsResult")
             following = key_text(page, page, "NextKeyMarker"), text(page, "NextUploadIdMarker")
             return page, following if text(page, "IsTruncated") == "true" else None
 
