@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -418,6 +419,22 @@ def test_a_copy_of_a_run_goes_on_where_it_was(run, tmp_path) -> None:
     copy(run / "step-3", tmp_path / "copy" / "step-3")
     copied = copy(run, tmp_path / "copy")
     assert (copied.checkpoints, copied.already_there) == (3, 1)
+
+
+def test_steps_at_the_target_that_refer_to_others_are_recognised_until_those_are_gone(tmp_path):
+    state = {"frozen": torch.ones(500), "trained": torch.zeros(500)}
+    for step in range(1, 3):
+        state["trained"] += 1
+        uri = tmp_path / "run" / f"step-{step}"
+        cloudckpt.save(state, checkpoint_id=uri, config=Config(incremental=True))
+    assert cloudckpt.inspect(tmp_path / "run" / "step-2").shared
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert copy(tmp_path / "run", tmp_path / "copy") == Copied(already_there=2)
+    for data in (tmp_path / "copy" / "step-1").glob("*.distcp"):
+        data.unlink()
+    copied = copy(tmp_path / "run", tmp_path / "copy", overwrite=True)
+    assert (copied.checkpoints, copied.already_there) == (2, 0)
+    assert cloudckpt.verify(tmp_path / "copy" / "step-2").items == 2
 
 
 def test_another_checkpoint_of_the_same_name_is_not_replaced(run, tmp_path) -> None:
