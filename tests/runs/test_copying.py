@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -433,6 +434,22 @@ def test_a_copy_of_a_run_goes_on_where_it_was(run, tmp_path) -> None:
     assert (copied.checkpoints, copied.already_there) == (3, 1)
 
 
+def test_steps_at_the_target_that_refer_to_others_are_recognised_until_those_are_gone(tmp_path):
+    state = {"frozen": torch.ones(500), "trained": torch.zeros(500)}
+    for step in range(1, 3):
+        state["trained"] += 1
+        uri = tmp_path / "run" / f"step-{step}"
+        cloudckpt.save(state, checkpoint_id=uri, config=Config(incremental=True))
+    assert cloudckpt.inspect(tmp_path / "run" / "step-2").shared
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert copy(tmp_path / "run", tmp_path / "copy") == Copied(already_there=2)
+    for data in (tmp_path / "copy" / "step-1").glob("*.distcp"):
+        data.unlink()
+    copied = copy(tmp_path / "run", tmp_path / "copy", overwrite=True)
+    assert (copied.checkpoints, copied.already_there) == (2, 0)
+    assert cloudckpt.verify(tmp_path / "copy" / "step-2").items == 2
+
+
 def test_another_checkpoint_of_the_same_name_is_not_replaced(run, tmp_path) -> None:
     copy(run / "step-1", tmp_path / "copy" / "step-3")
     with pytest.raises(CheckpointExistsError):
@@ -452,6 +469,47 @@ def test_a_damaged_checkpoint_of_a_run_does_not_keep_the_others(run, tmp_path) -
     with pytest.raises(CheckpointCorruptError, match="1 damaged checkpoints"):
         copy(run, tmp_path / "copy")
     assert copied_names(tmp_path / "copy") == ["step-1", "step-4", "the best, ü"]
+
+
+@pytest.mark.parametrize("when", ["before its turn", "while it is copied"])
+def test_a_checkpoint_of_a_run_that_is_deleted_meanwhile_is_left_out(cloud, caplog, when) -> None:
+    for step in range(1, 4):
+        state = {"w": torch.full((500,), float(step))}
+        cloudckpt.save(state, checkpoint_id=f"memory://here/run/step-{step}", config=CONFIG)
+    source = cloud.stores["here"].inner
+    usual, deleted = source.get_range, []
+    at = "step-1/__" if when == "before its turn" else "step-2/__"
+
+    def get_range(key, start, into, **others):
+        if at in key and not deleted:
+            deleted.append(key)
+            cloudckpt.delete("memory://here/run/step-2", config=CONFIG)
+        return usual(key, start, into, **others)
+
+    source.get_range = get_range
+    copied = copy("memory://here/run", "memory://there/run", config=CONFIG)
+    assert deleted
+    assert (copied.checkpoints, copied.already_there) == (2, 0)
+    assert {key.split("/")[1] for key in cloud.keys("there")} == {"step-1", "step-3"}
+    assert "deleted while its run was copied: memory://here/run/step-2" in caplog.text
+
+
+def test_of_a_run_that_is_deleted_meanwhile_nothing_is_said_to_be_copied(cloud) -> None:
+    uri = "memory://here/run/step-1"
+    cloudckpt.save({"w": torch.ones(500)}, checkpoint_id=uri, config=CONFIG)
+    source = cloud.stores["here"].inner
+    usual, deleted = source.get_range, []
+
+    def get_range(key, start, into, **others):
+        if "step-1/__" in key and not deleted:
+            deleted.append(key)
+            cloudckpt.delete(uri, config=CONFIG)
+        return usual(key, start, into, **others)
+
+    source.get_range = get_range
+    with pytest.raises(CheckpointNotFoundError, match="step-1"):
+        copy("memory://here/run", "memory://there/run", config=CONFIG)
+    assert cloud.keys("there") == []
 
 
 def _save_together(uri: str) -> None:

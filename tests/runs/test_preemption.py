@@ -47,6 +47,39 @@ def test_a_handler_that_was_set_later_stays(heard) -> None:
     assert signal.getsignal(signal.SIGUSR1) is later
 
 
+@pytest.mark.parametrize("calls_ours", [False, True])
+def test_what_is_watched_again_is_noticed_whatever_handler_was_set_meanwhile(
+    heard, calls_ours
+) -> None:
+    again = Preemption(signals=[signal.SIGUSR1])
+    again.watch()
+    ours = signal.getsignal(signal.SIGUSR1)
+    told: list[int] = []
+
+    def later(number, frame) -> None:
+        told.append(number)
+        if calls_ours:
+            ours(number, frame)
+
+    signal.signal(signal.SIGUSR1, later)
+    again.ignore()
+    again.watch()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert again.noticed
+    assert told == [signal.SIGUSR1]
+    assert heard == [signal.SIGUSR1] * calls_ours
+    again.ignore()
+    assert signal.getsignal(signal.SIGUSR1) is later
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, 9999, "SIGTERM"])
+def test_a_signal_that_cannot_be_handled_is_refused_and_none_is_handled(heard, number) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(ConfigError, match=r"signals=.*can't be handled"):
+        Preemption(signals=[signal.SIGUSR1, number]).watch()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
 def test_a_function_and_a_point_in_time_say_so_too() -> None:
     said = [False]
     asked = Preemption(signals=(), is_due=lambda: said[0])

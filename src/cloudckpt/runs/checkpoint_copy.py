@@ -475,11 +475,17 @@ def _has_the_same(target: Place, found: Sequence[CheckpointPart], source: Place)
                 return False
     except (CheckpointNotFoundError, CheckpointReplacedError):
         return False
-    below = target.uri.key("")
-    listed = target.retrier.call(lambda: list(target.store.list(below + OF_RANKS)))
-    sizes = {info.key.removeprefix(below): info.size for info in listed}
-    objects = (one for part in there for one in part.said.objects)
-    return all(sizes.get(record.name) == record.size for record in objects)
+    store, objects = target.store, [one for part in there for one in part.said.objects]
+    sizes: dict[str, int] = {}
+    for folder in {one.folder for one in objects}:  # of the checkpoint, and beside it
+        place = target.uri.beside(folder) if folder else target.uri
+        listed = target.retrier.call(partial(_listed, store, place.key(OF_RANKS)))
+        sizes |= {info.key: info.size for info in listed}
+    return all(sizes.get(target.uri.key(record.name)) == record.size for record in objects)
+
+
+def _listed(store: ObjectStore, prefix: str) -> list[ObjectInfo]:
+    return list(store.list(prefix))
 
 
 def _content(part: CheckpointPart) -> object:

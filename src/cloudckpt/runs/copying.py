@@ -12,6 +12,7 @@ metadata of the source, and commits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,8 @@ from cloudckpt.transfer.retry import retry_if_replaced
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["Copied", "copy", "detach"]
+
+logger = logging.getLogger("cloudckpt")
 
 
 @collective("cloudckpt.copy")
@@ -58,8 +61,9 @@ def copy(
 
     Of a run, each folder with a committed checkpoint is copied to a folder of the same name; other
     content (uncommitted checkpoints, other files) is not. A damaged checkpoint is skipped, and
-    reported at the end. A checkpoint that the target already has is not copied again, so an
-    interrupted copy of a run continues where it stopped.
+    reported at the end. One that is deleted meanwhile, as a job that is still saving does with what
+    it does not keep, is left out, which is logged. A checkpoint that the target already has is not
+    copied again, so an interrupted copy of a run continues where it stopped.
 
     Args:
         source: A checkpoint, or the folder of a run.
@@ -75,7 +79,8 @@ def copy(
     Raises:
         InvalidURIError: If ``source`` or ``target`` is not a valid location.
         ConfigError: If both are the same location.
-        CheckpointNotFoundError: If there is no committed checkpoint to copy.
+        CheckpointNotFoundError: If there is no committed checkpoint to copy, or all were deleted
+            meanwhile.
         CheckpointExistsError: If there is a checkpoint at the target and ``overwrite`` is off; also
             if the checkpoint to be replaced, or its replacement, was saved without collectives.
         CheckpointCorruptError: If the source is damaged; nothing of it is visible at the target.
@@ -106,6 +111,7 @@ def copy(
         return retry_if_replaced(one.run)
     done.total = sum(pair.nbytes for pair in pairs) // meeting.size
     copied, damaged = Copied(), []
+    deleted: CheckpointNotFoundError | None = None
     for pair in pairs:
         one = CheckpointCopy(
             replace(origin, uri=origin.uri.join(pair.folder)),
@@ -119,8 +125,14 @@ def copy(
             copied += retry_if_replaced(one.run)
         except CheckpointCorruptError as error:
             damaged.append(error)
+        except CheckpointNotFoundError as error:  # on all ranks alike: the first one has looked
+            deleted = error
+            if meeting.rank == 0:
+                logger.warning("a checkpoint was deleted while its run was copied: %s", error.uri)
     if damaged:
         raise _of_a_run(damaged, copied)
+    if deleted is not None and not copied.checkpoints + copied.already_there:
+        raise deleted
     return copied
 
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -54,7 +55,7 @@ class Preemption:
         # no lock guards it: a signal handler would wait for the very code that it interrupts
         self._noticed = False
         self._has_failed = False
-        self._before: dict[int, Any] = {}
+        self._handled: set[int] = set()
         self._watchers = 0
         self._pid = os.getpid()
 
@@ -86,7 +87,8 @@ class Preemption:
         """Begins to handle the signals, until :meth:`ignore` was called as many times.
 
         Raises:
-            ConfigError: If this is not the main thread: Python sets signal handlers only there.
+            ConfigError: If this is not the main thread: Python sets signal handlers only there; or
+                if one of the signals can't be handled.
         """
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise ConfigError(
@@ -95,9 +97,27 @@ class Preemption:
             )
         self._watchers += 1
         self._pid = os.getpid()
-        for number in self._signals:
-            if number not in self._before:
-                self._before[number] = signal.signal(number, self._on_signal)
+        try:
+            for number in self._signals:
+                self._handle(number)
+        except BaseException:
+            self.ignore()
+            raise
+
+    def _handle(self, number: int) -> None:
+        """Handles a signal, unless it is handled already."""
+        try:
+            before = signal.getsignal(number)
+            if isinstance(before, _Handler) and before.owner is self:
+                return
+            signal.signal(number, _Handler(self, before))
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"Preemption(signals=...): {number!r} can't be handled: give signals that a "
+                "process may handle, such as signal.SIGTERM",
+                cause=error,
+            ) from error
+        self._handled.add(number)
 
     def ignore(self) -> None:
         """Restores the previous handlers.
@@ -107,16 +127,16 @@ class Preemption:
         self._watchers -= 1
         if self._watchers or threading.current_thread() is not threading.main_thread():
             return
-        for number, before in list(self._before.items()):
-            if signal.getsignal(number) == self._on_signal:
+        for number in self._handled:
+            handler = signal.getsignal(number)
+            if isinstance(handler, _Handler) and handler.owner is self:
+                before = handler.before
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
-                del self._before[number]
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None, before: Any) -> None:
         is_elsewhere = os.getpid() != self._pid
         if self._watchers and not is_elsewhere:
             self._noticed = True
-        before = self._before.get(number)
         if callable(before):
             before(number, frame)
         elif before == signal.SIG_DFL and (
@@ -125,6 +145,26 @@ class Preemption:
         ):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+@dataclass(frozen=True, eq=False)
+class _Handler:
+    """What is set as a handler of a signal, and tells its owner.
+
+    Each has what was there before it. So if the program sets a handler of its own, which may call
+    ours, and the signal is handled again, the new one calls that of the program, and no two of them
+    call each other.
+
+    Attributes:
+        owner: Whom it tells.
+        before: What handled the signal before; None if that is not known to Python.
+    """
+
+    owner: Preemption
+    before: Any
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.owner._on_signal(number, frame, self.before)
 
 
 class Agreement:
