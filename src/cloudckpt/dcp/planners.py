@@ -225,6 +225,15 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         super().__init__()
         self._uri = uri
 
+    @classmethod
+    def like(cls, planner: DefaultLoadPlanner, uri: str) -> CloudLoadPlanner:
+        """With the flags of a planner of torch's."""
+        made = cls(uri)
+        made.flatten_state_dict = planner.flatten_state_dict
+        made.flatten_sharded_tensors = planner.flatten_sharded_tensors
+        made.allow_partial_load = planner.allow_partial_load
+        return made
+
     def create_local_plan(self) -> LoadPlan:
         """As torch's.
 
