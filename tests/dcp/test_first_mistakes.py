@@ -88,6 +88,19 @@ def test_a_conversion_is_said_once_with_what_to_write_instead(tmp_path, caplog):
     assert "model.to(torch.float32)" in line
 
 
+def test_a_tensor_whose_place_another_value_takes_is_named(tmp_path, caplog):
+    cloudckpt.save({"step": 5, "w": torch.ones(3)}, checkpoint_id=tmp_path)
+    state = {"step": torch.zeros(()), "w": torch.zeros(3)}
+    with caplog.at_level(logging.WARNING, "cloudckpt"):
+        cloudckpt.load({"step": 0, "w": torch.zeros(3)}, checkpoint_id=tmp_path)
+        assert "take their places" not in caplog.text
+        cloudckpt.load(state, checkpoint_id=tmp_path)
+    assert state["step"] == 5
+    assert "1 tensors of the state dict are no tensors in the checkpoint, the first: step" in (
+        caplog.text
+    )
+
+
 KINDS = {
     "shapes": lambda rank: torch.zeros(3 + rank),
     "types": lambda rank: torch.zeros(3, dtype=[torch.float32, torch.bfloat16][rank]),
