@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -59,11 +60,12 @@ def test_a_value_that_cannot_be_pickled_is_named(tmp_path):
     ("saved", "wanted"),
     [(torch.float32, torch.int64), (torch.complex64, torch.float32), (torch.int32, torch.bool)],
 )
-def test_a_type_that_cannot_hold_what_was_saved_is_refused(tmp_path, saved, wanted):
+@pytest.mark.parametrize("planner", [None, DefaultLoadPlanner(flatten_state_dict=False)])
+def test_a_type_that_cannot_hold_what_was_saved_is_refused(tmp_path, saved, wanted, planner):
     cloudckpt.save({"w": torch.ones(3, dtype=saved)}, checkpoint_id=tmp_path)
     target = torch.zeros(3, dtype=wanted)
     with pytest.raises(UnsupportedTensorError, match=f"w is {saved} in .* and {wanted} in"):
-        cloudckpt.load({"w": target}, checkpoint_id=tmp_path)
+        cloudckpt.load({"w": target}, checkpoint_id=tmp_path, planner=planner)
     assert not target.any()
 
 
@@ -84,6 +86,19 @@ def test_a_conversion_is_said_once_with_what_to_write_instead(tmp_path, caplog):
     assert "2 tensors are converted" in line
     assert "model.weight from torch.float32 to torch.bfloat16" in line or "model.bias" in line
     assert "model.to(torch.float32)" in line
+
+
+def test_a_tensor_whose_place_another_value_takes_is_named(tmp_path, caplog):
+    cloudckpt.save({"step": 5, "w": torch.ones(3)}, checkpoint_id=tmp_path)
+    state = {"step": torch.zeros(()), "w": torch.zeros(3)}
+    with caplog.at_level(logging.WARNING, "cloudckpt"):
+        cloudckpt.load({"step": 0, "w": torch.zeros(3)}, checkpoint_id=tmp_path)
+        assert "take their places" not in caplog.text
+        cloudckpt.load(state, checkpoint_id=tmp_path)
+    assert state["step"] == 5
+    assert "1 tensors of the state dict are no tensors in the checkpoint, the first: step" in (
+        caplog.text
+    )
 
 
 KINDS = {

@@ -189,10 +189,12 @@ def test_a_load_planner_is_told_of_every_item_and_may_place_it_itself(place):
 
 
 def test_a_partial_load_leaves_what_is_not_stored(place):
-    save({"a": numbered(4), "n": {"b": 5}}, place)
-    state = {"a": torch.zeros(4), "missing": numbered(3), "n": {"b": None, "too": 7}}
+    save({"a": numbered(4), "n": {"b": 5, 0: {"step": 7}}}, place)
+    inner = {"b": None, "too": 7, 0: {"step": 0}}
+    state = {"a": torch.zeros(4), "missing": numbered(3), "n": inner}
     load(state, place, planner=DefaultLoadPlanner(allow_partial_load=True))
-    assert_same(state, {"a": numbered(4), "missing": numbered(3), "n": {"b": 5, "too": 7}})
+    inner = {"b": 5, "too": 7, 0: {"step": 7}}
+    assert_same(state, {"a": numbered(4), "missing": numbered(3), "n": inner})
 
 
 def test_a_part_of_the_keys_may_be_loaded(place):

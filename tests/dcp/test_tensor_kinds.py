@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cloudckpt
@@ -27,6 +28,7 @@ from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError, Untrust
 from cloudckpt.transfer.download import download
 
 from .children import in_a_child
+from .layouts import LAYOUTS, Layout, spread
 from .places import on_disk
 from .values import assert_same, blank_like, numbered
 
@@ -537,6 +539,21 @@ def _refusal_of_loading(kind: str, place) -> str:
 @pytest.mark.parametrize("action", [_refusal_of_saving, _refusal_of_loading])
 def test_a_tensor_without_memory_is_refused_and_does_not_kill_the_process(kind, action, local):
     assert in_a_child("fork", action, kind, local).startswith("t ")
+
+
+def _save_numbered(layout: Layout, place) -> None:
+    cloudckpt.save(spread({"t": numbered(4, 3)}, layout), checkpoint_id=place.uri)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "4 rows"])
+@pytest.mark.parametrize("load", [cloudckpt.load, dcp.load], ids=["ours", "torch's"])
+def test_a_target_with_many_elements_in_one_place_is_refused(layout, load, local, ranks):
+    """The last of the rows would be in the place of all."""
+    ranks(LAYOUTS[layout].world, _save_numbered, LAYOUTS[layout], local)
+    row = torch.zeros(1, 3)
+    with pytest.raises((UnsupportedTensorError, CheckpointException), match=r"t can't be .* place"):
+        load({"t": row.expand(4, 3)}, storage_reader=local.reader(), no_dist=True)
+    assert not row.any()
 
 
 # ---- each item is an archive of torch.save

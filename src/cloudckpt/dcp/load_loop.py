@@ -31,7 +31,7 @@ from cloudckpt.checkpoint.model_folder import ModelFolder
 from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.load_plan import check_whole
 from cloudckpt.dcp.meeting import Meeting, RankStatus, one_error
-from cloudckpt.dcp.planners import CloudLoadPlanner, EverythingPlanner, PartialPlanner
+from cloudckpt.dcp.planners import CloudLoadPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.sharing import Offer, SharedReads
 from cloudckpt.errors import (
@@ -43,9 +43,6 @@ from cloudckpt.transfer.landing import Segment
 from cloudckpt.transfer.retry import retry_if_replaced
 
 __all__ = ["load_together"]
-
-_READ_ALL = (CloudLoadPlanner, PartialPlanner, EverythingPlanner, DefaultLoadPlanner)
-"""Planners whose plans must read all that a rank has of each tensor."""
 
 
 def load_together(
@@ -125,7 +122,9 @@ class _Load:
         self._ours = reader if type(reader) is CloudStorageReader else None
         self._uri = reader.checkpoint_id if isinstance(reader, CloudStorageReader) else None
         if planner is None:
-            planner = DefaultLoadPlanner() if self._uri is None else CloudLoadPlanner(self._uri)
+            planner = DefaultLoadPlanner()
+        if type(planner) is DefaultLoadPlanner and self._uri is not None:
+            planner = CloudLoadPlanner.like(planner, self._uri)
         self._planner = planner
         self._metadata = Metadata({})  # once they were read
 
@@ -241,7 +240,7 @@ class _Load:
         plan = self._planner.finish_plan(plan)
         if self._ours is None:
             return lambda _: self._reader.read_data(plan, self._planner).wait(), ()
-        if isinstance(self._planner, DefaultLoadPlanner) and type(self._planner) in _READ_ALL:
+        if isinstance(self._planner, CloudLoadPlanner):  # other plans may read less on purpose
             check_whole(self._planner.state_dict, plan, self._metadata, self._ours.checkpoint_id)
         load = until_the_end.enter_context(self._ours.begun(self._planner))
         load.prepare(plan)

@@ -27,7 +27,7 @@ from cloudckpt.checkpoint.torch_private import create_chunk_list
 from cloudckpt.dcp.outline import PLAIN
 from cloudckpt.errors import CheckpointCorruptError, UnsupportedTensorError
 
-__all__ = ["check_types", "check_whole", "plan_reads"]
+__all__ = ["check_types", "check_whole", "plan_reads", "tell_replaced"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -122,8 +122,9 @@ def check_types(state_dict: Mapping[str, Any], metadata: Metadata, uri: str, *, 
         logs: Whether this rank logs conversions.
 
     Raises:
-        UnsupportedTensorError: If a tensor would lose more than precision: floating point to
-            integer, complex to real.
+        UnsupportedTensorError: If a type is of a lesser kind: integer for floating point, real for
+            complex. A narrower one of the same kind is taken, and integers that it can't hold
+            wrap, as in torch.
     """
     dtype_of = _saved_types(metadata)
     converted: list[tuple[str, torch.dtype, torch.dtype]] = []
@@ -151,6 +152,33 @@ def check_types(state_dict: Mapping[str, Any], metadata: Metadata, uri: str, *, 
             saved,
             wanted,
             saved,
+        )
+
+
+def tell_replaced(state_dict: Mapping[str, Any], metadata: Metadata, uri: str) -> None:
+    """Logs tensors whose content stays, since the checkpoint has values for them that are none.
+
+    As in torch, such a value takes the tensor's place in the state dict.
+
+    Args:
+        state_dict: What to load, by flat names.
+        metadata: What there is.
+        uri: The checkpoint.
+    """
+    dtype_of, stored = _saved_types(metadata), metadata.state_dict_metadata
+    replaced = [
+        name
+        for name, value in state_dict.items()
+        if isinstance(value, torch.Tensor) and dtype_of(name) is None and name in stored
+    ]
+    if replaced:
+        logger.warning(
+            "%s: %d tensors of the state dict are no tensors in the checkpoint, the first: %s. The "
+            "loaded values take their places in the state dict; the tensors themselves stay as "
+            "they are. Pass the loaded state dict to load_state_dict",
+            uri,
+            len(replaced),
+            replaced[0],
         )
 
 

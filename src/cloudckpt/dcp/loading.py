@@ -27,7 +27,14 @@ from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.boxes import Box, plan_boxes, row_major_slices, row_major_strides
 from cloudckpt.transfer.download import MERGE_GAP, download, segments_for
 from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, Segment, StoredBytes, Wanted
-from cloudckpt.transfer.memory import Claims, has_memory, narrow, settled, shows_its_memory
+from cloudckpt.transfer.memory import (
+    Claims,
+    has_memory,
+    narrow,
+    repeats_memory,
+    settled,
+    shows_its_memory,
+)
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.regions import check_regions
 from cloudckpt.transfer.stats import TransferStats
@@ -123,13 +130,8 @@ class Load:
         target = settled(self._planner.resolve_tensor(item)).detach()
         self._check_shape(item, target, stored.shape)
         opaque = travels_as_bytes(target)
-        if not opaque and not has_memory(target):
-            raise UnsupportedTensorError(
-                f"{item.dest_index.fqn} can't be loaded into: the memory of its tensor was freed, "
-                "or never was",
-                uri=self._uri,
-                item=item.dest_index.fqn,
-            )
+        if not opaque:
+            self._check_memory(item, target)
         wanted = self._wanted[0] if opaque else self._round_for(target)
         self._afterwards.append(lambda: self._planner.commit_tensor(item, target))
         source, dtype, config = stored.elements, stored.dtype, self._config
@@ -206,6 +208,20 @@ class Load:
             self._wanted.append([])
         self._claims[number].add(target)
         return self._wanted[number]
+
+    def _check_memory(self, item: ReadItem, target: torch.Tensor) -> None:
+        name, planner, why = item.dest_index.fqn, self._planner, ""
+        if not has_memory(target):
+            why = "the memory of its tensor was freed, or never was"
+        elif 0 in target.stride():
+            # a single row of an expanded tensor does not show that the others are in its place
+            if isinstance(planner, DefaultLoadPlanner):
+                target = planner.lookup_tensor(item.dest_index)
+            if repeats_memory(target):
+                why = "many elements of its tensor are in one place: load into tensor.contiguous()"
+        if why:
+            message = f"{name} can't be loaded into: {why}"
+            raise UnsupportedTensorError(message, uri=self._uri, item=name)
 
     def _check_shape(self, item: ReadItem, target: torch.Tensor, stored: tuple[int, ...]) -> None:
         fqn, wanted = item.storage_index.fqn, tuple(item.lengths)

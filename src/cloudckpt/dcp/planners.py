@@ -30,7 +30,7 @@ from cloudckpt.checkpoint.torch_private import (
     flatten_state_dict,
     traverse_state_dict,
 )
-from cloudckpt.dcp.load_plan import check_types, plan_reads
+from cloudckpt.dcp.load_plan import check_types, plan_reads, tell_replaced
 from cloudckpt.errors import MissingKeyError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.gc_pause import paused_gc
 
@@ -225,6 +225,15 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         super().__init__()
         self._uri = uri
 
+    @classmethod
+    def like(cls, planner: DefaultLoadPlanner, uri: str) -> CloudLoadPlanner:
+        """With the flags of a planner of torch's."""
+        made = cls(uri)
+        made.flatten_state_dict = planner.flatten_state_dict
+        made.flatten_sharded_tensors = planner.flatten_sharded_tensors
+        made.allow_partial_load = planner.allow_partial_load
+        return made
+
     def create_local_plan(self) -> LoadPlan:
         """As torch's.
 
@@ -247,6 +256,8 @@ class CloudLoadPlanner(KeepingKeysPlanner):
             self._explain(exc)
             raise
         check_types(self.state_dict, self.metadata, self._uri, logs=self.is_coordinator)
+        if self.is_coordinator:
+            tell_replaced(self.state_dict, self.metadata, self._uri)
         return plan
 
     def _explain(self, exc: Exception) -> None:

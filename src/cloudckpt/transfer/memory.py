@@ -23,6 +23,7 @@ __all__ = [
     "is_plain",
     "memory_of",
     "narrow",
+    "repeats_memory",
     "settled",
     "shows_its_memory",
 ]
@@ -65,6 +66,12 @@ def memory_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | N
         return None
     first, end = extent(tensor)
     return (storage, first, end) if storage.nbytes() >= end else None
+
+
+def repeats_memory(tensor: torch.Tensor) -> bool:
+    """Whether many elements are in one place, as after ``expand``."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(size > 1 and not stride for size, stride in sizes)
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
