@@ -182,6 +182,23 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(run):
     assert (ended.returncode, ended.stderr) == (1, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no full device")
+def test_output_that_can_not_be_written_is_told(run):
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "cloudckpt", "ls", str(run)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("cloudckpt: ")
+    assert "No space left on device" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
 _WAITS = """
 import threading
 import cloudckpt

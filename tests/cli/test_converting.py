@@ -127,6 +127,9 @@ def test_a_checkpoint_is_exported_as_a_model_and_imported_again(cli, capsys, sto
     assert told["left_out"] == ["step"]
     assert cli("import", model, new, "--json") == 0
     assert json.loads(capsys.readouterr().out)["tensors"] == 1
+    assert cli("import", str(stock), str(tmp_path / "newer")) == 2
+    assert "SOURCE is a checkpoint already" in capsys.readouterr().err
+    assert not (tmp_path / "newer").exists()
     state = {"w": torch.zeros(20, 30)}
     cloudckpt.load(state, checkpoint_id=new)
     assert torch.equal(state["w"], STATE["model"]["w"])

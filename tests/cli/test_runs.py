@@ -90,6 +90,22 @@ def test_rm_asks_on_a_terminal(cli, monkeypatch, run):
     assert not (run / "step-1" / ".metadata").exists()
 
 
+@pytest.mark.parametrize(
+    ("step", "code", "told"),
+    [
+        ("step-5", 0, "committed"),
+        ("step-2", 1, "no saving process has left anything"),
+        ("step-77", 3, "there is no checkpoint"),
+    ],
+    ids=["committed", "torn", "missing"],
+)
+def test_adopt_tells_what_is_committed_torn_or_not_there(cli, capsys, run, step, code, told):
+    assert cli("adopt", str(run / step)) == code
+    out, err = capsys.readouterr()
+    assert told in (err if code else out)
+    assert (run / step / ".metadata").exists() == (code == 0)
+
+
 def test_sweep_deletes_what_it_has_shown_and_nothing_else(cli, capsys, run, monkeypatch):
     shown = run / "step-2" / "__0_0.0123456789abcdef.distcp"
     later = run / "step-2" / "__0_0.fedcba9876543210.distcp"

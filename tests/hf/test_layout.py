@@ -191,8 +191,9 @@ def test_a_mapping_names_the_files_or_numbers_them() -> None:
         {"a": "../x.safetensors", "b": "y.safetensors"},
         {"a": "x.bin", "b": "y.safetensors"},
         {"a": 0, "b": 1},
+        {"a": "model.safetensors", "b": "y.safetensors"},
     ],
-    ids=["incomplete", "mixed", "elsewhere", "other format", "zero"],
+    ids=["incomplete", "mixed", "elsewhere", "other format", "zero", "single file and others"],
 )
 def test_a_mapping_that_makes_no_files_is_refused(mapping) -> None:
     with pytest.raises(ConfigError, match="fqn_to_file"):

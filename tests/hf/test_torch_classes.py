@@ -1,5 +1,7 @@
 """torch's own classes for safetensors take URIs after ``install``."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,10 +9,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import hf_storage
 
 import cloudckpt
+from cloudckpt.errors import CheckpointCorruptError
 from dcp.layouts import LAYOUTS, full_state, spread
 from dcp.values import assert_same
 
-pytest.importorskip("safetensors")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 _NUMBERS = {name: 1 + number % 2 for number, name in enumerate(full_state())}
 
@@ -77,3 +80,22 @@ def _save_by_torch(place):
         spread(full_state(), LAYOUTS["2 columns"]),
         storage_writer=hf_storage.HuggingFaceStorageWriter(place.path, save_distributed=True),
     )
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[(0, 2), (4, 6)], [(0, 2), (1, 3), (4, 6)], [(0, 3), (2, 6)]],
+    ids=["a gap", "an overlap as large as the gap", "an overlap"],
+)
+def test_shards_that_do_not_make_up_a_tensor_load_nothing(tmp_path, rows) -> None:
+    for number, (start, stop) in enumerate(rows):
+        described = {"w": {"saved_offsets": [start]}}
+        safetensors_torch.save_file(
+            {"w": torch.arange(6.0)[start:stop].clone()},
+            tmp_path / f"shard-{number:05}-model-00001-of-00001.safetensors",
+            {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(described)},
+        )
+    state = {"w": torch.full((6,), -1.0)}
+    with pytest.raises(CheckpointCorruptError, match="w do not make it up"):
+        cloudckpt.load(state, checkpoint_id=tmp_path)
+    assert torch.equal(state["w"], torch.full((6,), -1.0))

@@ -50,6 +50,30 @@ def test_folders_are_made_as_needed(store, tmp_path):
     assert (tmp_path / "run/step-1/object").read_bytes() == b"data"
 
 
+@pytest.mark.parametrize("deletions", [1, 1_000])
+def test_a_folder_that_is_deleted_just_then_is_made_again_but_not_forever(
+    store, tmp_path, monkeypatch, deletions
+):
+    begin, begun = os.open, []
+
+    def deleted(path, flags, *mode):
+        if flags & os.O_CREAT:
+            begun.append(path)
+            if len(begun) <= deletions:
+                os.rmdir(tmp_path / "run")
+        return begin(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", deleted)
+    if deletions == 1:
+        put(store, tmp_path / "run" / "object", b"data")
+        assert files_below(tmp_path) == ["run/object"]
+    else:
+        with pytest.raises(InvalidRequestError, match="makes no files in this folder") as caught:
+            put(store, tmp_path / "run" / "object", b"data")
+        assert caught.value.uri == (tmp_path / "run" / "object").as_uri()
+        assert len(begun) < deletions
+
+
 @pytest.mark.parametrize("if_absent", [True, False])
 def test_nothing_else_is_left_behind(store, tmp_path, if_absent):
     put(store, tmp_path / "object", b"data", if_absent=if_absent)

@@ -39,6 +39,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
 )
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
+from cloudckpt.transfer.boxes import are_apart
 from cloudckpt.transfer.download import download, raise_it
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
@@ -344,7 +345,9 @@ def _check(chunks: dict[str, list[_Chunk]], names: dict[str, str], uri: str) -> 
             for offsets, stored in found
         ]
         whole = math.prod(max(sizes) for sizes in zip(*ends, strict=True))
-        if sum(math.prod(stored.shape) for _, stored in found) != whole:
+        boxes = [tuple(zip(at, stored.shape, strict=True)) for at, stored in found]
+        filled = sum(math.prod(stored.shape) for _, stored in found)
+        if filled != whole or not are_apart(boxes):
             raise CheckpointCorruptError(
                 f"the shards of {name} do not make it up: files are missing, or are of two saves",
                 uri=uri,

@@ -67,6 +67,9 @@ def main() -> None:
     except BrokenPipeError:  # who reads has seen enough; nor is there anybody to be told
         sys.stdout = sys.stderr
         sys.exit(FAILED)
+    except OSError as error:
+        sys.stdout = sys.stderr  # what it still holds is not written at exit either
+        fail(f"the system has refused something, such as writing the output: {error}", FAILED)
 
 
 def fail(error: object, code: int) -> NoReturn:

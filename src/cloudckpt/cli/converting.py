@@ -174,9 +174,12 @@ def import_(
 
     It takes one copy of the model in memory. The checkpoint appears when it is complete.
     """
+    from cloudckpt.api import exists
     from cloudckpt.format_utils import dcp_to_dcp
 
     config = Config(overwrite=overwrite)
+    if exists(source, config=config):
+        raise typer.BadParameter("SOURCE is a checkpoint already: use cp, or convert")
     with _shown(not (quiet or as_json)):
         metadata = dcp_to_dcp(source, checkpoint, config=config)
     count = len(metadata.state_dict_metadata)

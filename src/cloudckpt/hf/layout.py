@@ -178,7 +178,8 @@ def plan_files(
         fqn_to_file: Instead, the file of each tensor: its name, or its number from 1.
 
     Raises:
-        ConfigError: If ``fqn_to_file`` leaves out a tensor, or has invalid file names.
+        ConfigError: If ``fqn_to_file`` leaves out a tensor, or has file names that are invalid or
+            that readers would not find together.
         UnsupportedTensorError: If safetensors files can't hold a tensor.
     """
     if fqn_to_file is None:
@@ -211,6 +212,11 @@ def plan_files(
                 f"fqn_to_file has {key!r}: write names such as model-00001-of-00002{SUFFIX} for "
                 "all tensors, or numbers from 1 for all"
             )
+    if len(by_file) > 1 and SINGLE_FILE in by_file:
+        raise ConfigError(
+            f"fqn_to_file names {SINGLE_FILE} beside other files: readers take it for the whole "
+            f"model, so write other names, such as model-00001-of-00002{SUFFIX}"
+        )
     return [_file(str(name), group) for name, group in by_file.items()]
 
 

@@ -30,6 +30,7 @@ from cloudckpt.checkpoint.objects import (
     METADATA,
     OF_RANKS,
     WrittenObject,
+    is_committed,
     is_pending_name,
     keep_name,
     trial_name,
@@ -43,6 +44,7 @@ from cloudckpt.dcp.writer import CommitHook, run_after
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
+    CheckpointNotFoundError,
     CloudCheckpointError,
     IncompleteSaveError,
     ObjectNotFoundError,
@@ -79,21 +81,34 @@ _LONGEST_SILENCE = 10.0  # seconds without news, after which nothing more is exp
 def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> None:
     """Commits a checkpoint whose trainers ended before the commit, if all of it was sent.
 
+    One that is committed already stays as it is.
+
     Args:
         uri: Where it is.
         wait: Seconds to wait for processes that are still sending.
         config: Options.
 
     Raises:
+        CheckpointNotFoundError: If there is nothing at all.
         IncompleteSaveError: If it can't be committed: not all ranks have left a complete record, or
             another job has claimed the run since.
         InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
-    location = CheckpointURI.parse(uri)
-    adopt_pending(
-        location, config if config is not None else Config(), until=time.monotonic() + wait
-    )
+    location, config = CheckpointURI.parse(uri), config if config is not None else Config()
+    try:
+        adopt_pending(location, config, until=time.monotonic() + wait)
+    except IncompleteSaveError as error:
+        store, view = open_store(location, config), View(location, config)
+        if is_committed(store, location, view.retrier):
+            logger.info("%s: it is committed already", location)
+            return
+        if not view.level(location.key("")):
+            raise CheckpointNotFoundError(
+                "there is no checkpoint to commit, nor anything else: check the location",
+                uri=str(location),
+            ) from error
+        raise
 
 
 def adopt_pending(

@@ -51,6 +51,7 @@ _NOT_IN_KERNEL = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, err
 _GONE = (FileNotFoundError, NotADirectoryError)
 _OF_FSCK = "lost+found"  # a folder of the file system's own, for root alone
 _PIECE = 8 * 1024**2  # bytes that are copied at a time where the kernel does not
+_MOST_DELETIONS = 100  # of a folder, by others, while one file is begun in it
 _MOST_BUFFERS = 512  # below IOV_MAX of every POSIX system in use
 
 
@@ -91,13 +92,19 @@ class LocalStore(ObjectStore):
         path = Path(key)
         temporary = path.parent / f"{_UNFINISHED}{random_suffix()}-{path.name}"
         with self._errors(key):
-            while True:
+            for _ in range(_MOST_DELETIONS):
                 _make_folder(path.parent)
                 try:
                     os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
                 except FileNotFoundError:  # a checkpoint was deleted with its folder just then
                     continue
                 return Upload(key, str(temporary), part_size)
+        raise InvalidRequestError(
+            "the file system makes no files in this folder, although the folder is there; choose "
+            "another location",
+            uri=self.uri(key),
+            certain=True,
+        )
 
     def put_part(
         self,
