@@ -45,7 +45,7 @@ def to_fill(model: Module, optimizer: Optimizer, saved: Collection[str]) -> dict
         found["state"] = {}
         return found
     with _with_all_states(optimizer):
-        found = get_optimizer_state_dict(model, optimizer)
+        found = dict(get_optimizer_state_dict(model, optimizer))
     are_there = _beginnings(saved)
     found["state"] = {name: one for name, one in found["state"].items() if name in are_there}
     return found
