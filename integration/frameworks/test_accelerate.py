@@ -95,6 +95,53 @@ def test_paths_go_accelerates_way_and_folded_uris_nowhere(
     accelerator.load_state(tmp_path / "step-1")
 
 
+class _Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = torch.nn.Linear(3, 3)
+        self.unused = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_training_goes_on_as_after_a_local_save(
+    environment: dict[str, str], run: str, tmp_path: Path, before: int, has_gradients: bool
+) -> None:
+    def made() -> tuple[Accelerator, Any, Any]:
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model = _Branches()
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+
+    def back(accelerator: Accelerator, model: Any) -> None:
+        accelerator.backward(model(torch.ones(1, 3)).square().sum())
+
+    def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: int) -> None:
+        for _ in range(steps):
+            back(accelerator, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def after(place: str) -> list[Any]:
+        first = made()
+        train(*first, before)
+        first[0].save_state(place)
+        train(*first, 2)
+        second = made()
+        if has_gradients:
+            back(*second[:2])
+        second[0].load_state(place)
+        states = [len(one[2].state_dict()["state"]) for one in (first, second)]
+        gradients = second[1].used.weight.grad
+        train(*second, 2)
+        return [*(one[1].used.weight.tolist() for one in (first, second)), states, gradients]
+
+    assert repr(after(f"{run}/step-1")) == repr(after(str(tmp_path / "step-1")))
+
+
 def test_hooks_save_and_load_what_they_take_upon_themselves(
     accelerator: Accelerator, run: str
 ) -> None:

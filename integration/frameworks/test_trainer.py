@@ -179,6 +179,35 @@ def test_the_best_checkpoint_is_kept_and_comes_to_a_fresh_node(
         _trainer(tmp_path, CloudCheckpointCallback(run, keep_local=False), 1, **best)
 
 
+def test_the_best_saved_checkpoint_is_kept_though_a_step_that_was_not_saved_is_better(
+    environment: dict[str, str], run: str, tmp_path: Path
+) -> None:
+    measured = {1: 0.1, 2: 0.9, 3: 0.95, 4: 0.2, 5: 0.1, 6: 0.1}
+
+    def made(folder: str, steps: int) -> tuple[CloudCheckpointCallback, Trainer]:
+        saved = CloudCheckpointCallback(run, max_to_keep=1)
+        trainer = _trainer(
+            tmp_path / folder,
+            saved,
+            steps,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="quality",
+            greater_is_better=True,
+        )
+        trainer.compute_metrics = lambda _: {"quality": measured[trainer.state.global_step]}
+        return saved, trainer
+
+    made("first", 4)[1].train()
+    assert _steps(run) == [2, 4]
+    saved, trainer = made("fresh", 6)
+    trainer.train(resume_from_checkpoint=saved.restore())
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "fresh" / "checkpoint-2")
+    assert _steps(run) == [2, 4, 6]  # the best, the one that was restored, and the newest
+
+
 def test_what_the_trainer_writes_when_it_is_told_to_end_is_saved(
     environment: dict[str, str], run: str, tmp_path: Path
 ) -> None:

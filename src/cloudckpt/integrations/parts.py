@@ -13,9 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -24,6 +22,7 @@ from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.integrations import optimizer_states
 from cloudckpt.integrations.adapters import base_weights, without_base
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import inspect
@@ -58,17 +57,11 @@ class Parts:
 
     def state_dicts(self, config: Config) -> dict[str, Any]:
         """What to save of each, by name; a collective call."""
-        found = self._state_dicts()
-        for name, model in self._models.items():
-            found[name] = without_base(model, found[name], config)
-        return found
-
-    def _state_dicts(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, model in self._models.items():
-            found[name] = get_model_state_dict(model)
+            found[name] = without_base(model, get_model_state_dict(model), config)
         for name, (model, optimizer) in self._optimizers.items():
-            found[name] = get_optimizer_state_dict(model, optimizer)
+            found[name] = optimizer_states.taken(model, optimizer)
         return found
 
     def load(
@@ -96,39 +89,61 @@ class Parts:
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         buffer = io.BytesIO()
-        wanted = {**self._state_dicts(), **({VALUES: buffer} if beside is None else beside)}
-        lacking = self._lacking(uri, config)
-        for name, left_out in lacking.items():
-            for weight in left_out:
-                wanted[name].pop(weight, None)
-        options = CheckpointerConfig(config=config, trust_pickle=weights_only is False)
-        with make_sync_checkpointer(options) as checkpointer:
-            loaded = checkpointer.load(uri, wanted, strict=strict)
+        meeting = Meeting.of(None, False)
+        there = meeting.broadcast_from_first(
+            lambda: {item.name for item in inspect(uri, config=config).items}
+        )
+        wanted: dict[str, Any] = {}
+        lacking = self._lacking(there)
         for name, model in self._models.items():
-            is_whole = strict and name not in lacking
-            set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=is_whole))
-        for name, (model, optimizer) in self._optimizers.items():
-            set_optimizer_state_dict(model, optimizer, loaded[name])
+            weights = get_model_state_dict(model)
+            left_out = lacking.get(name, set())
+            wanted[name] = {key: one for key, one in weights.items() if key not in left_out}
+        optimizers = {
+            name: pair
+            for name, pair in self._optimizers.items()
+            if strict or _below(f"{name}.", there)
+        }
+        with contextlib.ExitStack() as stack:
+            for name, (model, optimizer) in optimizers.items():
+                stack.enter_context(optimizer_states.restored_on_failure(optimizer))
+                saved = _below(f"{name}.state.", there)
+                wanted[name] = optimizer_states.to_fill(model, optimizer, saved)
+            if strict:
+                meeting.begin(lambda: self._check_optimizers(wanted, there, uri))
+            wanted |= {VALUES: buffer} if beside is None else beside
+            options = CheckpointerConfig(config=config, trust_pickle=weights_only is False)
+            with make_sync_checkpointer(options) as checkpointer:
+                loaded = checkpointer.load(uri, wanted, strict=strict)
+            for name, model in self._models.items():
+                is_whole = strict and name not in lacking
+                set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=is_whole))
+            for name, (model, optimizer) in optimizers.items():
+                optimizer_states.put(model, optimizer, loaded[name])
         found = loaded.get(VALUES)
         return unpacked(None if found is buffer else found, weights_only)
 
-    def _lacking(self, uri: str, config: Config) -> dict[str, set[str]]:
-        """By model, where there are any: the frozen weights that a checkpoint was saved without.
-
-        Raises:
-            CloudCheckpointError: As :func:`cloudckpt.inspect`, on all ranks.
-        """
-        bases = {name: base_weights(model) for name, model in self._models.items()}
-        if not any(bases.values()):
-            return {}
-        there = Meeting.of(None, False).broadcast_from_first(
-            lambda: {item.name for item in inspect(uri, config=config).items}
-        )
+    def _lacking(self, there: Collection[str]) -> dict[str, set[str]]:
+        """By model, where there are any: the frozen weights that a checkpoint was saved without."""
         lacking = {
-            name: {weight for weight in base if f"{name}.{weight}" not in there}
-            for name, base in bases.items()
+            name: {weight for weight in base_weights(model) if f"{name}.{weight}" not in there}
+            for name, model in self._models.items()
         }
         return {name: left_out for name, left_out in lacking.items() if left_out}
+
+    def _check_optimizers(self, wanted: dict[str, Any], there: Collection[str], uri: str) -> None:
+        """Refuses to leave out what was saved of an optimizer that is loaded.
+
+        Raises:
+            ConfigError: If an optimizer can't have all of the state that was saved.
+        """
+        for name, (_, optimizer) in self._optimizers.items():
+            saved = _below(f"{name}.state.", there)
+            optimizer_states.check_room(wanted[name], optimizer, saved, uri, name)
+
+
+def _below(prefix: str, names: Collection[str]) -> set[str]:
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
 def packed(values: Mapping[str, Any]) -> io.BytesIO:

@@ -211,7 +211,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._saves = Saves(self._run.config, asynchronous=self._asynchronous, stager=_AsItIs())
         self._saves.save(files, str(self._run.uri(step)))
         self._newest = step
-        kept = {self._began_with, getattr(state, "best_global_step", None)}
+        best = _step_of(getattr(state, "best_model_checkpoint", None))
+        kept = {self._began_with, best, getattr(state, "best_global_step", None)}
 
         def clean() -> None:
             if not self._keep_local and _place()[0] == 0:
@@ -267,8 +268,14 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
         def look() -> int | None:
             with open(file) as opened:
-                best = json.load(opened).get("best_global_step")
-            return best if best is not None and self._run.is_committed(best) else None
+                state = json.load(opened)
+            for best in (
+                _step_of(state.get("best_model_checkpoint")),
+                state.get("best_global_step"),
+            ):
+                if best is not None and self._run.is_committed(best):
+                    return int(best)
+            return None
 
         best = meeting.broadcast_from_first(look)
         if best is None:
@@ -332,6 +339,14 @@ class _AsItIs(AsyncStager):
 
 def _folder(output_dir: str, step: int) -> str:
     return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+
+
+def _step_of(folder: str | None) -> int | None:
+    """The step of a checkpoint's folder. The Trainer need not have saved its best step: what it
+    takes for its best checkpoint is a step that it has saved.
+    """
+    name = os.path.basename(folder or "").removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return int(name) if name.isdecimal() else None
 
 
 def _place() -> tuple[int, int]:
