@@ -237,6 +237,35 @@ def test_what_can_only_be_local_is_refused_before_the_first_step(
     assert not [*installed.iterdir()]
 
 
+def test_a_file_uri_that_lightning_takes_for_a_relative_path_is_refused(
+    installed: Path, package: Any, tmp_path: Path
+) -> None:
+    saving = package.callbacks.ModelCheckpoint(dirpath=f"file://{tmp_path}/run")
+    trainer = _trainer(package, max_steps=1, callbacks=[saving])
+    with pytest.raises(cloudckpt.errors.InvalidURIError, match="without file://"):
+        trainer.fit(_model(package))
+    assert trainer.global_step == 0
+
+
+def test_our_callback_saves_to_and_resumes_from_a_file_uri(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    run = f"file://{tmp_path}/run"
+
+    def fit(max_steps: int, ckpt_path: str | None = None) -> Any:
+        saving = ours.CloudModelCheckpoint(run, every_n_train_steps=1, save_top_k=-1)
+        plugins = [ours.CloudCheckpointIO()]
+        trainer = _trainer(max_steps=max_steps, callbacks=[saving], plugins=plugins)
+        trainer.fit(BoringModel(), ckpt_path=ckpt_path)
+        return trainer
+
+    fit(2)
+    assert cloudckpt.latest(run) == f"{run}/step-2"
+    trainer = fit(3, "last")
+    assert trainer.ckpt_path == f"{run}/step-2"
+    assert cloudckpt.latest(run) == f"{run}/step-3"
+
+
 def test_lightnings_plugin_saves_by_ours_in_the_background(
     environment: dict[str, str], run: str
 ) -> None:

@@ -108,6 +108,8 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             enable_version_counter=enable_version_counter,
             **kwargs,
         )
+        if self._root is not None and self._root.startswith("file://"):
+            self.dirpath = self._root  # Lightning has made it relative to the working directory
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         """The newest committed one, for ``ckpt_path="last"``; Lightning loses the scheme."""

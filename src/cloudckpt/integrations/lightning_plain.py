@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 from cloudckpt.dcp.install import Change, chosen_config
 from cloudckpt.dcp.meeting import Meeting
-from cloudckpt.errors import CheckpointNotFoundError
+from cloudckpt.errors import CheckpointNotFoundError, InvalidURIError
 from cloudckpt.integrations.adapters import base_weights, without_base
 from cloudckpt.integrations.lightning_folder import may_be_removed, newest_in
 from cloudckpt.integrations.lightning_sharded import FabricOnStores, TrainerOnStores
@@ -188,7 +189,14 @@ def _setting_up(original: Callable[..., None], resolve: Callable[..., Any]) -> C
 
     @functools.wraps(original)
     def setup(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if uri_of(resolve(self, trainer)) is None:
+        folder = resolve(self, trainer)
+        if f"{os.sep}file:{os.sep}" in str(folder):
+            raise InvalidURIError(
+                "Lightning takes a file:// URI as dirpath for a path below the working directory: "
+                "write the path without file://, or use CloudModelCheckpoint",
+                uri=str(folder),
+            )
+        if uri_of(folder) is None:
             original(self, trainer, *args, **kwargs)
         else:
             Meeting.of(None, False).begin(lambda: original(self, trainer, *args, **kwargs))
