@@ -139,9 +139,10 @@ def load(
     """Loads a checkpoint into a state dict in place, as ``torch.distributed.checkpoint.load`` does.
 
     When this returns, every byte has been verified. If it raises, it raises on every rank, and the
-    tensors of ``state_dict`` may hold part of the new values. If a writer replaces the checkpoint
-    meanwhile, all ranks start again with the newer one, a few times: everything loaded is from one
-    save.
+    tensors of ``state_dict`` may hold part of the new values; only what a ``load_state_dict`` of
+    yours raises, which is called once all ranks have loaded, is raised on that rank alone. If a
+    writer replaces the checkpoint meanwhile, all ranks start again with the newer one, a few times:
+    everything loaded is from one save.
 
     Args:
         state_dict: What to load: its keys say what, its tensors say where and how sharded.
