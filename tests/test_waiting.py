@@ -2,6 +2,8 @@
 
 import contextvars
 import logging
+import math
+import os
 import re
 
 import pytest
@@ -161,3 +163,15 @@ def test_what_is_looked_for_in_vain_is_said(clock, lines):
     assert retrier(clock, deadline=30.0).wait_for(lambda: None) is None
     assert [when for when, _ in lines] == [10.0, 20.0]
     assert "not to be seen yet" in lines[0][1]
+
+
+def test_a_forked_child_does_not_wait_for_what_its_parent_waits_for(monkeypatch):
+    with Waiting(300.0) as waiting:
+        waiting.failed("refused", left=290.0, pause=1.0)
+        monkeypatch.setattr(module._lines, "_succeeded", -math.inf)
+        assert module.is_stuck()
+        pid = os.fork()
+        if not pid:
+            os._exit(int(module.is_stuck()))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert module.is_stuck()

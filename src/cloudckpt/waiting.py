@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from contextvars import ContextVar, Token
@@ -162,6 +163,11 @@ class _Lines:
         with self._lock:
             self._waiting.discard(waiting)
 
+    def forget(self) -> None:
+        """Nothing waits any more: in a forked child, where the threads that waited are gone."""
+        self._waiting.clear()
+        self._failing.clear()
+
 
 def _time_of_day(seconds: float) -> str:
     """That of ``seconds`` from now."""
@@ -169,6 +175,7 @@ def _time_of_day(seconds: float) -> str:
 
 
 _lines = _Lines()
+os.register_at_fork(after_in_child=_lines.forget)
 _current: ContextVar[Waiting | None] = ContextVar("cloudckpt_waiting", default=None)
 
 
