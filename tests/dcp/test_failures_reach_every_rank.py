@@ -718,9 +718,15 @@ def test_a_load_that_is_not_strict_tells_another_shape_and_not_what_is_missing(l
         checkpointer.load(local.uri, {"missing": 1, "a": torch.zeros(4)}, strict=False)
 
 
+class OfTorch(DefaultLoadPlanner):
+    """One that is not taken for its flags alone, as torch's own is."""
+
+
 def test_with_a_planner_of_torch_a_missing_key_is_still_named(local):
     save({"a": numbered(3)}, local)
     with pytest.raises(RanksFailedError, match="Missing key in checkpoint state_dict: b"):
+        load({"b": torch.zeros(3)}, local, planner=OfTorch())
+    with pytest.raises(MissingKeyError, match="first: \\['b'\\]"):
         load({"b": torch.zeros(3)}, local, planner=DefaultLoadPlanner())
 
 
