@@ -78,13 +78,11 @@ class Others:
         if isinstance(value, tuple):
             digest, written = value
             objects = tuple(replace(one, rank=rank) for one in written.objects)
-            if written.items is None:
+            if not written.unmoved:
                 self._extents = written.extents.at(torch.tensor(self._tensors))
                 return digest, replace(written, objects=objects, extents=self._extents)
-            unchanged = replace(written, objects=objects, extents=self._extents).since(
-                self._extents
-            )
-            return digest, unchanged
+            unmoved = replace(written, objects=objects, extents=self._extents, unmoved=b"")
+            return digest, unmoved.without(self._extents)
         return [
             replace(
                 result,

@@ -181,21 +181,20 @@ def after(before, now):
     """What the coordinator makes of what ranks tell of a save by the plan of the one before."""
     found = []
     for one, earlier in zip(now, before, strict=True):
-        told = pickle.loads(pickle.dumps(one.since(earlier.extents)))
-        extents = told.extents_after(earlier.extents)
-        found.append(dataclasses.replace(told, extents=extents, items=None))
+        told = pickle.loads(pickle.dumps(one.without(earlier.extents)))
+        assert bool(told.unmoved) == (one.extents == earlier.extents)
+        found.append(told.completed(earlier.extents))
     return found
 
 
 def test_a_rank_that_goes_by_another_save_than_the_coordinator_is_refused():
     _, plans = example()
     of_the_rank, of_the_coordinator = written(plans, FIRST, start=256), written(plans, FIRST)
-    now = written(plans, SECOND, start=256)
-    now[0].extents.lengths[0] = 5
-    with pytest.raises(ValueError, match="lie elsewhere"):
-        now[0].since(of_the_rank[0].extents).extents_after(of_the_coordinator[0].extents)
-    with pytest.raises((ValueError, IndexError)):
-        now[0].since(of_the_rank[0].extents).extents_after(Extents.none())
+    now = written(plans, SECOND, start=256)[0].without(of_the_rank[0].extents)
+    assert not len(now.extents)
+    for earlier in (of_the_coordinator[0].extents, Extents.none()):
+        with pytest.raises(ValueError, match="lie elsewhere"):
+            now.completed(earlier)
 
 
 def example(ranks=2):
@@ -355,9 +354,9 @@ def test_objects_that_do_not_hold_what_they_should_are_refused(objects):
 def test_what_a_rank_sends_is_small():
     _, plans = example()
     before, now = written(plans, FIRST), written(plans, SECOND)
-    since = now[0].since(before[0].extents)
-    assert len(pickle.dumps(since)) < 300
-    assert pickle.loads(pickle.dumps(since)) == since
+    unmoved = now[0].without(before[0].extents)
+    assert len(pickle.dumps(unmoved)) < 300
+    assert pickle.loads(pickle.dumps(unmoved)) == unmoved
     assert pickle.loads(pickle.dumps(now[0])) == now[0]
 
 

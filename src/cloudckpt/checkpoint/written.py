@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from cloudckpt.checkpoint.columns import column_of, counted, numbers_in, raw_bytes, unfilled
+from cloudckpt.checkpoint.columns import (
+    Inflating,
+    column_of,
+    deflated,
+    numbers_in,
+    packed_column,
+    raw_bytes,
+    unfilled,
+    unpack_column,
+)
 from cloudckpt.checkpoint.objects import WrittenObject, pack_objects, unpack_objects
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.timing import RankTiming
@@ -77,15 +86,6 @@ class Extents:
             return self.columns
         return (*self.columns, self.high, self.low)
 
-    def changed_since(self, earlier: Extents) -> torch.Tensor:
-        """The numbers of the items that differ from ``earlier``, which has as many items."""
-        if self.has_digests != earlier.has_digests:
-            return counted(0, len(self))
-        same = torch.ones(len(self), dtype=torch.bool, device="cpu")
-        for column, before in zip(self.all_columns, earlier.all_columns, strict=True):
-            same &= column == before
-        return (~same).nonzero().view(-1)
-
     def digest(self) -> bytes:
         """A digest of all extents, in their order."""
         made = hashlib.blake2b(digest_size=16)
@@ -99,7 +99,9 @@ class Extents:
 
     def __reduce__(self) -> tuple[object, ...]:
         # a pickled tensor takes a thousand bytes
-        return Extents.unpack, (self.pack(), len(self.all_columns))
+        columns = self.all_columns
+        packed = b"".join(map(packed_column, columns))
+        return _extents, (len(columns), len(self), len(packed), deflated(packed))
 
     def pack(self) -> bytes:
         """All columns, one after the other, as little-endian 64-bit integers."""
@@ -121,8 +123,8 @@ class Written:
         objects: Its objects, by ordinal, then those of other checkpoints that hold some of its
             items.
         extents: Where the items of its plan are, in their order.
-        items: The numbers of the plan's items that ``extents`` covers; None if it covers all.
-        digest: Of the extents of all items, if ``extents`` covers only some.
+        unmoved: The digest of the extents if they are those of the rank's previous save; then
+            ``extents`` is empty.
         structure: How its values were nested.
         indices: The indices of the plan's items, if the coordinator does not know them.
         timing: How long it took.
@@ -131,47 +133,40 @@ class Written:
     uri: str
     objects: tuple[WrittenObject, ...]
     extents: Extents
-    items: tuple[int, ...] | None = None
-    digest: bytes = b""
+    unmoved: bytes = b""
     structure: Structure = field(default_factory=Structure)
     indices: tuple[MetadataIndex, ...] | None = None
     timing: RankTiming | None = None
 
-    def since(self, earlier: Extents) -> Written:
-        """A copy that covers only the items that lie elsewhere than in ``earlier``."""
-        items = self.extents.changed_since(earlier)
-        return dataclasses.replace(
-            self,
-            extents=self.extents.at(items),
-            items=tuple(items.tolist()),
-            digest=self.extents.digest(),
-            indices=None,
-        )
+    def without(self, earlier: Extents) -> Written:
+        """A copy without the extents if they equal ``earlier``."""
+        if self.extents != earlier:
+            return self
+        return dataclasses.replace(self, extents=Extents.none(), unmoved=earlier.digest())
 
-    def extents_after(self, earlier: Extents) -> Extents:
-        """Where all items lie, if :meth:`since` was called with the same ``earlier``.
+    def completed(self, earlier: Extents) -> Written:
+        """The reverse of :meth:`without`.
 
         Raises:
-            ValueError: If this is not the same ``earlier``.
-            IndexError: If it has fewer items.
+            ValueError: If it was called with another ``earlier``.
         """
-        if self.items is None:
-            return self.extents
-        known = earlier.all_columns
-        if self.extents.has_digests != earlier.has_digests:  # then all of them were sent
-            known = tuple(unfilled(len(earlier)) for _ in self.extents.all_columns)
-        columns = [column.clone() for column in known]
-        for column, changed in zip(columns, self.extents.all_columns, strict=True):
-            column[column_of(self.items)] = changed
-        extents = Extents(*columns)
-        if extents.digest() != self.digest:
+        if not self.unmoved:
+            return self
+        if earlier.digest() != self.unmoved:
             raise ValueError("its items lie elsewhere than it says")
-        return extents
+        return dataclasses.replace(self, extents=earlier, unmoved=b"")
 
     def __reduce__(self) -> tuple[object, ...]:
         packed = pack_objects(self.objects)
-        rest = (self.extents, self.items, self.digest, self.structure, self.indices, self.timing)
+        rest = (self.extents, self.unmoved, self.structure, self.indices, self.timing)
         return _written, (self.uri, packed, *rest)
+
+
+def _extents(columns: int, count: int, size: int, packed: bytes) -> Extents:
+    found, data = unfilled(columns, count), Inflating(memoryview(packed), size)
+    for column in found.unbind(0):
+        unpack_column(data, column)
+    return Extents(*found.unbind(0))
 
 
 def _written(uri: str, packed: tuple[bytes, tuple[str, ...]], *fields: object) -> Written:

@@ -200,16 +200,12 @@ class SaveLoop:
                 replace(entry, extents=written.extents, saves=entry.saves + 1, record=self._record)
             )
             if known is not None:  # the coordinator knows how the values were nested, too
-                written = replace(written.since(known.extents), structure=Structure())
+                written = replace(written.without(known.extents), structure=Structure())
             return entry.digest, written
 
         @self._logged
         def finish_checkpoint(reports: list[Report]) -> Committed:
-            of_all = self._of_all(reports, planned, known)
-            written = [
-                replace(one, extents=extents, items=None)
-                for (_, one), extents in zip(reports, of_all.extents, strict=True)
-            ]
+            of_all, written = self._of_all(reports, planned, known)
             with committing(self._writer):
                 draft = self._writer.finish_with(lambda: of_all.planned, written)
                 drafts.append(draft)
@@ -418,8 +414,8 @@ class SaveLoop:
 
     def _of_all(
         self, reports: list[Report], planned: _Planned | None, known: KnownPlan | None
-    ) -> OfAllRanks:
-        """What all ranks were to write, and where they wrote it.
+    ) -> tuple[OfAllRanks, list[Written]]:
+        """What all ranks were to write, and what each has written.
 
         Raises:
             IncompleteSaveError: If a rank has written by another plan, or its previous save is
@@ -428,10 +424,11 @@ class SaveLoop:
         digests = tuple(digest for digest, _ in reports)
         if planned is not None:
             assert planned.of_all is not None
-            return OfAllRanks(planned.of_all, digests, tuple(one.extents for _, one in reports))
+            written = [one for _, one in reports]
+            return OfAllRanks(planned.of_all, digests, _extents_of(written)), written
         assert known is not None
         assert known.of_all is not None
-        found: list[Extents] = []
+        written = []
         of_before = zip(known.of_all.digests, known.of_all.extents, strict=True)
         for rank, ((digest, one), (planned_digest, before)) in enumerate(
             zip(reports, of_before, strict=True)
@@ -439,14 +436,18 @@ class SaveLoop:
             try:
                 if digest != planned_digest:
                     raise ValueError("it has written by another plan")
-                found.append(one.extents_after(before))
-            except (ValueError, IndexError) as exc:
+                written.append(one.completed(before))
+            except ValueError as exc:
                 raise IncompleteSaveError(
                     f"rank {rank} means another plan or save than rank 0, under the same number: "
                     f"{exc}; nothing was committed. Save again: all ranks plan anew then",
                     uri=str(self._writer.uri),
                 ) from exc
-        return replace(known.of_all, extents=tuple(found))
+        return replace(known.of_all, extents=_extents_of(written)), written
+
+
+def _extents_of(written: Sequence[Written]) -> tuple[Extents, ...]:
+    return tuple(one.extents for one in written)
 
 
 def _form(value: torch.Tensor, checksum: ChecksumAlgorithm) -> SmallForm | None:
