@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from .states import State
 from .values import Shown
 
-__all__ = ["ALONE", "ALWAYS", "CHECKS", "IN_PROCESS", "WAYS", "Case", "Fault", "Save", "Segment"]
+__all__ = ["ALONE", "ALWAYS", "CHECKS", "IN_PROCESS", "THEN", "WAYS"]
+__all__ += ["Case", "Fault", "Save", "Segment"]
 
 WAYS = (
     "save",
@@ -41,6 +42,10 @@ ALWAYS = ("together", "stock alone")
 IN_PROCESS = tuple(way for way in WAYS if "process" not in way)
 """Those that save in the process of the trainer."""
 
+THEN = ("copied", "copied by other tools", "deleted", "swept", "run copied", "run copied by others")
+"""What may become of a checkpoint, or of all there are, before the next save. Of a run that was
+copied, the next process group goes on with the copy."""
+
 
 @dataclass(frozen=True, repr=False)
 class Fault(Shown):
@@ -71,6 +76,7 @@ class Save(Shown):
         checks: Of `CHECKS`.
         later: Whether the next save begins before it is known what became of this one.
         incremental: Whether it sends only what has changed.
+        then: Of `THEN`; empty if nothing happens.
     """
 
     state: State
@@ -81,6 +87,7 @@ class Save(Shown):
     checks: tuple[str, ...] = CHECKS
     later: bool = False
     incremental: bool = False
+    then: str = ""
 
 
 @dataclass(frozen=True, repr=False)

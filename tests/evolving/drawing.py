@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from .cases import ALWAYS, CHECKS, IN_PROCESS, WAYS, Case, Fault, Save, Segment
+from .cases import ALWAYS, CHECKS, IN_PROCESS, THEN, WAYS, Case, Fault, Save, Segment
 from .limits import ALIGNED, BLOCK, LARGEST, PACKED, RUN, SLAB, pickled_around
 from .states import Component
 from .values import (
@@ -87,7 +87,7 @@ class _Drawing:
     def case(self) -> Case:
         rng, segments = self.rng, []
         state: dict[Any, Any] | None = None
-        for _ in range(rng.choice((1, 1, 1, 2))):
+        for _ in range(rng.choice((1, 1, 2))):
             self.world = rng.choice(self._worlds)
             state = state or self._trainer()
             way = self._way()
@@ -115,6 +115,8 @@ class _Drawing:
         others = [kind for kind in CHECKS if kind not in ALWAYS]
         if self._tight:  # the files of conversions are not
             others.remove("convert")
+        later = fault is None and rng.random() < 0.2
+        is_followed = fault is None and not later and rng.random() < 0.2
         return Save(
             state,
             by=way,
@@ -122,8 +124,9 @@ class _Drawing:
             overwrite=way.endswith("manager") or rng.random() > 0.05,
             fault=fault,
             checks=(*ALWAYS, *rng.sample(others, rng.choice((1, 2, 3)))),
-            later=fault is None and rng.random() < 0.2,
+            later=later,
             incremental=self._incremental and rng.random() < 0.85,
+            then=rng.choice(THEN) if is_followed else "",
         )
 
     # ---- states

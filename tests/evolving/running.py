@@ -26,6 +26,7 @@ from wire.faults import s3_error
 from wire.proxy import FaultyProxy
 
 from . import values
+from .aftermath import Aftermath
 from .cases import Save, Segment
 from .checks import check, is_for_all, there_is_nothing
 from .limits import tight
@@ -77,10 +78,12 @@ class Model:
         places: By place what may be there, where None is nothing: one thing, unless a save said
             that it does not know.
         littered: Places at which objects may lie that no checkpoint names.
+        root: Where the next process group saves; empty if where the last one did.
     """
 
     places: dict[Place, list[Known | None]] = field(default_factory=dict)
     littered: set[str] = field(default_factory=set)
+    root: str = ""
 
 
 def run_segment(
@@ -99,6 +102,7 @@ def run_segment(
         What there is then, and what is not as it should be; both are the same on all ranks.
     """
     values.forget_meshes()
+    root = dataclasses.replace(root, uri=model.root or root.uri)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_silence())
         if is_tight:
@@ -166,7 +170,33 @@ class _Rank:
                     self._pending.append((save, step, place, waits[0]))
                     return findings
                 error = _caught(waits[0])
-        return self._end_pending() or self._judge(save, step, place, error)
+        findings = self._end_pending() or self._judge(save, step, place, error)
+        if not findings and save.then and error is None:
+            place = dataclasses.replace(self._root, uri=place.uri)
+            findings = self._becomes(save.then, place, step)
+        return findings
+
+    def _becomes(self, then: str, place: Place, step: int) -> list[Finding]:
+        """What happens to a checkpoint, or to all, between two saves."""
+        held = self._model.places
+        if any(len(each) > 1 for each in held.values()):
+            return []  # nobody knows what there is
+        [known] = held[place]
+        assert known is not None
+        after = Aftermath(self._root, place, step, held)
+        findings: list[Finding] = []
+        changed, act = after.of(then, is_shared=known.save.incremental)
+        if _is_mine(0) and (error := _caught(act)) is not None:
+            findings = [_raised(step, then, error)]
+        if findings := _of_all(findings):
+            return findings
+        held.update(changed)
+        self._model.littered |= {each.uri for each in changed if after.is_littered}
+        self._model.root = after.root or self._model.root
+        for number, each in enumerate(changed):
+            if _is_mine(number):
+                findings += self._look(each, step, ("alone", "stock alone"), then)
+        return _of_all(findings)
 
     def _end_pending(self) -> list[Finding]:
         pending, self._pending = self._pending, []

@@ -85,6 +85,7 @@ def _plainer_saves(case: Case) -> Iterator[Case]:
         {"by": "save"},
         {"fault": None},
         {"later": False},
+        {"then": ""},
         {"incremental": False},
         {"overwrite": True},
         {"to": "a"},
