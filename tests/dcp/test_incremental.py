@@ -248,6 +248,18 @@ def test_a_copy_under_another_name_is_a_base_of_its_own(place) -> None:
     ]
 
 
+@on_disk
+def test_what_deletes_a_copy_by_another_tool_leaves_the_original_what_it_needs(place) -> None:
+    for step in (1, 2):
+        saved(place, step)
+    shutil.copytree(place.at("step-2").path, place.at("best").path)
+    cloudckpt.delete(place.at("step-1").uri, config=place.config)
+    cloudckpt.delete(place.at("best").uri, config=place.config)
+    assert is_at(loaded(place.at("step-2")), 2)
+    cloudckpt.delete(place.at("step-2").uri, config=place.config)
+    assert not place.names()
+
+
 def test_a_base_is_taken_by_name(place) -> None:
     first = saved(place, 1)
     saved(place, 5)

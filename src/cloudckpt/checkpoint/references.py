@@ -12,10 +12,10 @@ still the one it read. Only then does it refer to anything. After its commit it 
 that it does not need, and leaves the others until it is itself deleted or replaced.
 
 **Deleting** (:func:`release`). The checkpoint's commit object has been deleted or replaced
-*before*. Then its marks in other folders are deleted. Then, for each folder that has objects of it,
-the marks are listed. The mark of a committed save protects what that save names; any other mark
-protects everything. An object that no mark protects, and that the folder's commit object does not
-name, is deleted.
+*before*. Then its marks in other folders are deleted, if they name its folder. Then, for each
+folder that has objects of it, the marks are listed. The mark of a committed save protects what that
+save names; any other mark protects everything. An object that no mark protects, and that the
+folder's commit object does not name, is deleted.
 
 What this rules out, with a save N whose base is B, and an object of the older A that B refers to:
 
@@ -324,7 +324,10 @@ def release(
     others = [folder for folder in by_folder if folder != uri.folder]
     if others:
         marks = [_mark_in(uri, folder, said.record.attempt) for folder in others]
-        delete_quietly(store, marks, config.retry, threads=config.requests_at_once)
+        retrier = Retrier(config.retry)
+        # a copy that another tool has made has the name of the original's save, whose marks stay
+        own = [mark for mark in marks if _who(store, mark, retrier) == uri.folder]
+        delete_quietly(store, own, config.retry, threads=config.requests_at_once)
     unneeded: list[str] = []
     for folder, keys in by_folder.items():
         left = keys - set(needed)
