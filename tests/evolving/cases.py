@@ -27,6 +27,7 @@ WAYS = (
     "thread manager",
     "process manager",
     "dcp.save",
+    "dcp.save of a URI",
 )
 """By what a state is saved."""
 

@@ -104,6 +104,8 @@ class _Drawing:
 
     def _way(self) -> str:
         ways = IN_PROCESS if self._tight or not self._background else WAYS
+        if self._store == "local":  # a file URI is left to torch's own writers
+            ways = tuple(way for way in ways if way != "dcp.save of a URI")
         return self.rng.choice((*ways, "save", "save", "save"))
 
     def _save(self, state: dict[Any, Any], way: str) -> Save:

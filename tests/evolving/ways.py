@@ -69,6 +69,12 @@ class Ways:
             _adopted(state, place)
         elif by == "dcp.save":
             dcp.save(state, storage_writer=place.writer())
+        elif by == "dcp.save of a URI":
+            cloudckpt.install(config=place.config)
+            try:
+                dcp.save(state, checkpoint_id=place.uri)
+            finally:
+                cloudckpt.uninstall()
         elif by.startswith("async"):
             future = cloudckpt.async_save(
                 state,
