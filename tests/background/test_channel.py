@@ -9,7 +9,7 @@ import pytest
 
 from cloudckpt.background.channel import (
     as_socket,
-    receive_descriptor,
+    receive_descriptors,
     send_descriptor,
     set_timeout,
 )
@@ -29,7 +29,7 @@ def test_a_descriptor_crosses_and_the_channel_still_waits_whatever_the_default_t
     with ours, theirs, as_socket(theirs) as end:
         send_descriptor(ours, reading)
         os.close(reading)
-        received = receive_descriptor(end)
+        [received] = receive_descriptors(end, 1)
         assert os.get_blocking(ours.fileno())
         assert os.get_blocking(theirs.fileno())
         os.write(writing, b"x")
@@ -43,7 +43,7 @@ def test_who_waits_for_a_descriptor_is_told_that_the_other_side_is_gone():
     with theirs, as_socket(theirs) as end:
         ours.close()
         with pytest.raises(EOFError):
-            receive_descriptor(end)
+            receive_descriptors(end, 1)
 
 
 def test_a_read_that_takes_too_long_fails():

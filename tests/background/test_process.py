@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -423,6 +424,26 @@ def test_a_lack_of_memory_for_what_is_in_no_arena_fails_the_save_too(local, monk
         assert "adds to its staged copy" in str(error)
         begin(one, 2, local).result(PATIENCE)
     assert step_at(local) == 2
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits another process on Linux only")
+@pytest.mark.parametrize(
+    ("limit", "most", "message"),
+    [("RLIMIT_AS", MIB, "ulimit -v"), ("RLIMIT_NOFILE", 3, "ulimit -n")],
+)
+def test_a_process_that_can_not_take_over_the_copy_says_so(one, local, limit, most, message):
+    begin(one, 1, local, Casting()).result(PATIENCE)
+    pid, number = pid_of(one), getattr(resource, limit)
+    before = resource.prlimit(pid, number)
+    resource.prlimit(pid, number, (most, before[1]))
+    try:
+        error = begin(one, 2, local, Casting(), nbytes=20 * MIB).exception(PATIENCE)
+    finally:
+        resource.prlimit(pid, number, before)
+    assert isinstance(error, SaveProcessError)
+    assert message in str(error)
+    begin(one, 3, local, Casting()).result(PATIENCE)
+    assert (step_at(local), pid_of(one)) == (3, pid)
 
 
 @pytest.fixture

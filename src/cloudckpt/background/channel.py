@@ -21,6 +21,7 @@ from cloudckpt.background.script import ObjectScript
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.sending import Destination
+from cloudckpt.errors import SaveProcessError
 from cloudckpt.events import Transferred
 
 __all__ = [
@@ -29,7 +30,7 @@ __all__ = [
     "Outcome",
     "Settings",
     "as_socket",
-    "receive_descriptor",
+    "receive_descriptors",
     "send_descriptor",
     "set_timeout",
 ]
@@ -118,13 +119,27 @@ def send_descriptor(channel: Connection, fd: int) -> None:
         socket.send_fds(end, [b"\0"], [fd])
 
 
-def receive_descriptor(end: socket.socket) -> int:
-    """Receives a file descriptor, which the caller then owns.
+def receive_descriptors(end: socket.socket, count: int) -> list[int]:
+    """Receives file descriptors, which the caller then owns.
 
     Raises:
         EOFError: If the other side is gone.
+        SaveProcessError: If this process may not open as many files; they are received, and lost.
     """
-    _, found, _, _ = socket.recv_fds(end, 1, 1)
-    if not found:
-        raise EOFError
-    return found[0]
+    found: list[int] = []
+    try:
+        for _ in range(count):
+            said, received, _, _ = socket.recv_fds(end, 1, 1)
+            if not said:
+                raise EOFError
+            found += received
+        if len(found) < count:
+            raise SaveProcessError(
+                "the saving process can't take over the memory of the staged copy: as many files "
+                "are open as it, or the machine, may open (ulimit -n)"
+            )
+    except BaseException:
+        for fd in found:
+            os.close(fd)
+        raise
+    return found

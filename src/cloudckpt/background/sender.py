@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -27,7 +27,7 @@ from cloudckpt.background.channel import (
     Outcome,
     Settings,
     as_socket,
-    receive_descriptor,
+    receive_descriptors,
 )
 from cloudckpt.background.outliving import CurrentSave, finish
 from cloudckpt.background.script import replay
@@ -114,14 +114,13 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentS
     uri, error = job.destination.uri, None
     stats = TransferStats(str(uri), job.destination.rank, job.destination.expected)
     objects: tuple[WrittenObject, ...] = ()
+    memory: list[memoryview] | None = None
     with contextlib.ExitStack() as held:
         try:
-            memory = [held.enter_context(_mapped(end, size)) for size in job.sizes]
-        except (EOFError, OSError):
-            return  # the trainer has ended just then
-        take_over(job.variables)
-        current.begin(job, stats)
-        try:
+            if (memory := _taken_over(end, job.sizes, held)) is None:
+                return  # the trainer has ended just then
+            take_over(job.variables)
+            current.begin(job, stats)
             store = open_store(uri, job.destination.config)
             script = replay(job.objects, memory, job.destination.config.memory_budget)
             objects = send_here(job.destination, store, script, stats)
@@ -138,17 +137,47 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentS
         gc.collect()  # its frames hold on to the memory
 
 
+def _taken_over(
+    end: socket.socket, sizes: Sequence[int], held: contextlib.ExitStack
+) -> list[memoryview] | None:
+    """The trainer's memory, of which each part that has bytes has sent its descriptor.
+
+    Args:
+        end: Where they come from.
+        sizes: Bytes of each part.
+        held: Keeps the memory mapped.
+
+    Returns:
+        A view of each part; None if the trainer is gone.
+
+    Raises:
+        SaveProcessError: If this process can't map it.
+    """
+    try:
+        received = receive_descriptors(end, len(list(filter(None, sizes))))
+    except (EOFError, OSError):
+        return None
+    with contextlib.ExitStack() as closed:
+        for fd in received:
+            closed.callback(os.close, fd)
+        descriptors = iter(received)
+        return [held.enter_context(_mapped(next(descriptors) if n else -1, n)) for n in sizes]
+
+
 @contextlib.contextmanager
-def _mapped(end: socket.socket, size: int) -> Iterator[memoryview]:
-    """The trainer's memory whose descriptor comes next; empty if it has no bytes."""
+def _mapped(fd: int, size: int) -> Iterator[memoryview]:
+    """The first bytes of a file in memory; ``fd`` is not used if there are none."""
     if not size:
         yield memoryview(b"")
         return
-    fd = receive_descriptor(end)
     try:
         mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
-    finally:
-        os.close(fd)
+    except (OSError, ValueError) as exc:
+        raise SaveProcessError(
+            f"the saving process can't map the {size:,} bytes that it is to send; raise the limit "
+            "of its address space (ulimit -v), or save in a thread",
+            cause=exc,
+        ) from exc
     with memoryview(mapped) as view:
         yield view
 
