@@ -137,6 +137,31 @@ def test_a_saver_may_be_closed_after_the_default_group(ranks, local, tmp_path):
     assert step_at(local, ranks=2) == 2
 
 
+def _worlds(place: Place, store: str) -> list[int]:
+    """Savers that are there behind a save of each of several default groups."""
+    size, rank, found = dist.get_world_size(), dist.get_rank(), list[int]()
+    for number in range(3):
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{store}{number}", size),
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=PATIENCE),
+        )
+        options = {"checkpoint_id": place.uri, "config": place.config}
+        cloudckpt.async_save(of_rank(number), **options).result(PATIENCE)
+        found.append(len(async_save._savers))
+    cloudckpt.checkpointer.close_async_savers()
+    dist.barrier()
+    return found
+
+
+def test_async_save_keeps_nothing_for_groups_that_are_gone(ranks, local, tmp_path):
+    assert ranks(2, _worlds, local, str(tmp_path / "store")) == [[1, 1, 1]] * 2
+    assert step_at(local, ranks=2) == 2
+
+
 # ---- which ranks
 
 

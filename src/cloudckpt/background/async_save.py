@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt.api import our_writer, writer_for
+from cloudckpt.background.groups import exists
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver, alike
 from cloudckpt.config import BackgroundOptions, Config
@@ -47,7 +49,8 @@ def async_save(
 
     The memory of the copy, and the saving process if there is one, are kept for the next call with
     the same group, kind and options, until :func:`close_async_savers` or the end of the
-    interpreter, which waits for saves under way. The first call for a group is collective.
+    interpreter, which waits for saves under way; those of a group that was destroyed, until the
+    first call with another group. The first call for a group is collective.
 
     The future reports background failures, on every rank. A staged copy that is still being read is
     never overwritten by the next save: see :class:`~cloudckpt.config.BackgroundOptions` for what
@@ -112,10 +115,22 @@ def close_async_savers() -> None:
 
     If a call is interrupted, another call finishes the work.
     """
+    _retire(lambda group, saver: True)
+    with _lock:
+        savers = list(_closing)
+    _close(savers)
+
+
+def _retire(is_meant: Callable[[dist.ProcessGroup | None, AsyncSaver], bool]) -> list[AsyncSaver]:
+    """Takes savers, by their groups, out of those that are used; they have to be closed."""
     with _lock:
         own = [key for key in _savers if key[0] == os.getpid()]  # not a forking parent's
-        _closing.extend(_savers.pop(key) for key in own)
-        savers = list(_closing)
+        meant = [_savers.pop(key) for key in own if is_meant(key[1], _savers[key])]
+        _closing.extend(meant)
+    return meant
+
+
+def _close(savers: list[AsyncSaver]) -> None:
     for saver in savers:
         saver.close()
         with _lock:
@@ -136,6 +151,8 @@ def _saver_for(
     with _lock:
         if (known := _savers.get(key)) is not None:
             return known
+    # nobody can use those of a group that is gone; one that still saves is closed later
+    _close(_retire(lambda of, one: of is not None and not exists(of) and one.is_idle))
     # not with the lock held: it waits for the other ranks
     made = AsyncSaver(
         process_group=group, no_dist=no_dist, kind=kind, options=options, have_met=True

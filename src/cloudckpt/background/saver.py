@@ -558,6 +558,11 @@ class AsyncSaver:
                 self._on_failure([failed.number], error)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no save is under way."""
+        return all(save.written.done() for save in self._under_way)
+
+    @property
     def belongs_here(self) -> bool:
         """Whether this process made it, rather than a process that this one was forked from."""
         return self._pid == os.getpid()
