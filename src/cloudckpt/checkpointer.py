@@ -78,6 +78,20 @@ class CheckpointerConfig:
     trust_pickle: bool = False
 
 
+def checked(given: object) -> CheckpointerConfig:
+    """The configuration of a checkpointer.
+
+    Raises:
+        ConfigError: If it is something else.
+    """
+    if not isinstance(given, CheckpointerConfig):
+        raise ConfigError(
+            f"a CheckpointerConfig is needed here, not a {type(given).__name__}: write "
+            "CheckpointerConfig(config=...)"
+        )
+    return given
+
+
 class ClosedAtExit(ABC):
     """A context manager that is closed on exit; a failure to close hides no other error."""
 
@@ -110,13 +124,13 @@ class Checkpointer(ClosedAtExit):
     """
 
     def __init__(self, config: CheckpointerConfig) -> None:
-        given: object = config
-        if not isinstance(given, CheckpointerConfig):
+        self._config = checked(config)
+        given: object = config.planner
+        if not callable(given):
             raise ConfigError(
-                f"a checkpointer takes a CheckpointerConfig, not a {type(given).__name__}: "
-                "write CheckpointerConfig(config=...)"
+                f"planner={given!r}: give a class or a function, which makes the planner of all "
+                "saves; save() takes a planner for itself"
             )
-        self._config = config
         self._planner = config.planner()
         self._closed = False
 

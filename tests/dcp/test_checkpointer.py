@@ -5,11 +5,13 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import cloudckpt
 from cloudckpt import Config
 from cloudckpt.checkpointer import (
     CheckpointerConfig,
@@ -240,3 +242,15 @@ def test_a_refused_commit_is_told_to_every_rank(local, kind, ranks):
 def test_options_in_the_place_of_a_configuration_are_told_where_they_belong(make) -> None:
     with pytest.raises(ConfigError, match=r"write CheckpointerConfig\(config="):
         make(Config())
+
+
+def test_a_kind_that_torch_does_not_know_is_refused_with_those_that_it_does(local) -> None:
+    with pytest.raises(ConfigError, match=r"'process' is no kind .*AsyncCheckpointerType.PROCESS"):
+        make_async_checkpointer(CheckpointerConfig(kind="process"))
+    with pytest.raises(ConfigError, match=r"'thread' is no kind .*AsyncCheckpointerType.THREAD"):
+        cloudckpt.async_save({}, checkpoint_id=local.uri, async_checkpointer_type="thread")
+
+
+def test_a_planner_in_the_place_of_what_makes_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"planner=.* give a class or a function"):
+        make_sync_checkpointer(CheckpointerConfig(planner=DefaultSavePlanner()))

@@ -364,6 +364,8 @@ def test_a_job_that_is_about_to_end_saves_its_last_step(run) -> None:
         {"keep_period": -1},
         {"best_mode": "lowest"},
         {"step_name": "step"},
+        {"best_metric": ["loss"]},
+        {"preemption": signal.SIGTERM},
     ],
     ids=str,
 )
@@ -477,6 +479,11 @@ def watched(opened: list[Config]):
         return open_store(uri, config)
 
     return watched
+
+
+def test_what_is_no_configuration_is_refused_in_its_place(run) -> None:
+    with pytest.raises(ConfigError, match=r"write CheckpointerConfig\(config="):
+        CheckpointManager(run, checkpointer=Config())
 
 
 def test_options_in_two_places_are_refused(run) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import datetime
+import math
 import os
 import signal
 import threading
@@ -78,6 +80,23 @@ def test_a_signal_that_cannot_be_handled_is_refused_and_none_is_handled(heard, n
     with pytest.raises(ConfigError, match=r"signals=.*can't be handled"):
         Preemption(signals=[signal.SIGUSR1, number]).watch()
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"signals": signal.SIGUSR1},
+        {"signals": None},
+        {"is_due": True},
+        {"deadline": "12:00"},
+        {"deadline": datetime.datetime(2030, 1, 1, tzinfo=datetime.timezone.utc)},
+        {"deadline": math.nan},
+    ],
+    ids=str,
+)
+def test_what_tells_nothing_is_refused_by_name(options) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}=.*: give "):
+        Preemption(**options)
 
 
 def test_a_function_and_a_point_in_time_say_so_too() -> None:

@@ -584,5 +584,15 @@ def _has_ranks() -> bool:
 
 
 def alike(kind: AsyncCheckpointerType, options: BackgroundOptions) -> RankStatus:
-    """What ranks must agree on to share a saver."""
+    """What ranks must agree on to share a saver.
+
+    Raises:
+        ConfigError: If ``kind`` is not a kind of torch's.
+    """
+    given: object = kind
+    if not isinstance(given, AsyncCheckpointerType):
+        raise ConfigError(
+            f"{given!r} is no kind of saving in the background: give AsyncCheckpointerType.PROCESS "
+            "or AsyncCheckpointerType.THREAD, of torch.distributed.checkpoint.state_dict_saver"
+        )
     return RankStatus(options=f"{kind.value} and when_busy={options.when_busy!r}")

@@ -25,6 +25,7 @@ from cloudckpt.checkpointer import (
     Checkpointer,
     CheckpointerConfig,
     ClosedAtExit,
+    checked,
     make_sync_checkpointer,
 )
 from cloudckpt.config import Config, whole_number
@@ -122,6 +123,13 @@ class CheckpointManager(ClosedAtExit):
             InvalidURIError: If ``run`` is not a valid location.
             CloudCheckpointError: As :func:`make_async_checkpointer`.
         """
+        given: object = preemption
+        if not isinstance(given, (Preemption, type(None))):
+            raise ConfigError(f"preemption={given!r}: give a Preemption, such as Preemption()")
+        if not isinstance(given := best_metric, (str, type(None))):
+            raise ConfigError(f"best_metric={given!r}: give the name of a metric, such as 'loss'")
+        if checkpointer is not None:
+            checked(checkpointer)
         self._hook = ClaimHook(None if checkpointer is None else checkpointer.commit_hook)
         self._interval = whole_number(save_interval_steps) or 0
         self._adopt_wait = adopt_wait

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import numbers
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -27,6 +29,10 @@ logger = logging.getLogger("cloudckpt")
 _START = 600.0  # seconds for all ranks to come to create the group
 _PATIENCE = 1800.0  # seconds for all ranks to reach a step that one has reached, as in torch
 _LONG = 1.0  # seconds of a step that make the cost of a collective negligible
+
+
+def _is_time(given: object) -> bool:
+    return isinstance(given, numbers.Real) and not math.isnan(given)
 
 
 class Preemption:
@@ -48,7 +54,23 @@ class Preemption:
                 logged, and it is called again at the next step.
             deadline: When to save for the last time, in seconds since 1970: the end of the job
                 minus the time that a save takes.
+
+        Raises:
+            ConfigError: If one of them is of another type.
         """
+        are_many: object = isinstance(signals, Iterable)
+        for name, given, fits, instead in (
+            ("signals", signals, are_many, "a list of signals, such as [signal.SIGUSR1]"),
+            ("is_due", is_due, is_due is None or callable(is_due), "a function"),
+            (
+                "deadline",
+                deadline,
+                deadline is None or _is_time(deadline),
+                "seconds since 1970, such as time.time() + 3600",
+            ),
+        ):
+            if not fits:
+                raise ConfigError(f"Preemption({name}={given!r}): give {instead}")
         self._signals = tuple(signals)
         self._is_due = is_due
         self._deadline = deadline
