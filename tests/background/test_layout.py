@@ -1,5 +1,6 @@
 """The tensors of a staged copy: bit by bit, of all kinds, sharing memory as they did."""
 
+import copy
 import io
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
@@ -160,6 +161,21 @@ def test_a_tensor_that_is_no_plain_memory_is_copied_on_its_own(stager, tensor):
     assert staged is not tensor
     assert (staged.layout, staged.shape) == (tensor.layout, tensor.shape)
     assert staged.is_meta or torch.equal(staged.to_dense(), tensor.to_dense())
+
+
+class Named(torch.Tensor):
+    """A subclass as it is mostly written, which ``copy.deepcopy`` refuses."""
+
+
+def test_a_tensor_of_a_class_that_torch_does_not_copy_is_copied_all_the_same(stager):
+    tensor = numbered(4, 5).as_subclass(Named)
+    with pytest.raises(RuntimeError, match="new_empty"):
+        copy.deepcopy(tensor)
+    staged = stager.stage({"t": tensor, "rows": [tensor[1:3]]})
+    tensor.zero_()
+    assert type(staged["t"]) is type(staged["rows"][0]) is Named
+    assert_same(staged["t"].as_subclass(torch.Tensor), numbered(4, 5))
+    assert_same(staged["rows"][0].as_subclass(torch.Tensor), numbered(4, 5)[1:3])
 
 
 # ---- sharing

@@ -305,8 +305,7 @@ class _Copier:
                     "the memory of a tensor was freed or shrunk, so that there is nothing to copy; "
                     "gather it again before the save, or leave it out of the state dict"
                 )
-            made: torch.Tensor = _deep_copy(tensor.detach(), memo)
-            return made
+            return _own_copy(tensor.detach(), memo)
         inner = {
             # DTensor's mesh is not a tensor, and is kept as it is
             name: self.value(part, memo) if isinstance(part, torch.Tensor) else part
@@ -317,6 +316,17 @@ class _Copier:
             inner, wrapped.context, tensor.size(), tensor.stride()
         )
         return rebuilt
+
+
+def _own_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A copy beside the arena; torch itself copies no subclass that lacks a ``new_empty``."""
+    try:
+        made: torch.Tensor = _deep_copy(tensor, memo)
+    except StagingError:
+        if tensor.layout != torch.strided or not has_memory(tensor):
+            raise
+        made = tensor.as_subclass(torch.Tensor).clone().as_subclass(type(tensor))
+    return made
 
 
 def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
