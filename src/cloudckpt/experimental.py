@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cloudckpt.checkpoint.shard import travels_as_bytes
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointError,
@@ -28,6 +29,7 @@ from cloudckpt.events import Span, Transferred
 from cloudckpt.torch_files.torch_file import TorchFile, tensors_in
 from cloudckpt.torch_files.torch_save import write_torch_file
 from cloudckpt.transfer.landing import copy_into
+from cloudckpt.transfer.memory import why_not_filled
 from cloudckpt.uri import CheckpointURI
 
 try:
@@ -170,7 +172,7 @@ class CloudCheckpointReader(CheckpointReader):
             CheckpointReplacedError: If it was replaced while it was read.
             UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
             ShapeMismatchError: If a tensor of ``state_dict`` has another shape or type.
-            UnsupportedTensorError: If it has another layout, such as sparse.
+            UnsupportedTensorError: If it has another layout, such as sparse, or no memory.
             CheckpointError: If the file has another kind of value than ``state_dict`` at some key.
         """
         uri = _object_of(path, self._rank_info)
@@ -264,6 +266,8 @@ class _FilePart:
                 "dict: give None for it",
                 UnsupportedTensorError,
             )
+        elif not travels_as_bytes(target) and (why := why_not_filled(target)):
+            raise self._misfit(path, f"can't be loaded into: {why}", UnsupportedTensorError)
         if is_plain:
             self._pairs.append((source, target))
         else:

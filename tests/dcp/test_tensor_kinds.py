@@ -556,6 +556,12 @@ def test_a_target_with_many_elements_in_one_place_is_refused(layout, load, local
     assert not row.any()
 
 
+def test_a_sparse_target_is_refused_by_name(local):
+    cloudckpt.save({"t": torch.eye(3)}, checkpoint_id=local.uri)
+    with pytest.raises(UnsupportedTensorError, match=r"t can't be .* layout torch.sparse_coo"):
+        cloudckpt.load({"t": torch.eye(3).to_sparse()}, checkpoint_id=local.uri)
+
+
 # ---- each item is an archive of torch.save
 
 

@@ -20,6 +20,7 @@ from cloudckpt.errors import (
     InstallError,
     InvalidURIError,
     ShapeMismatchError,
+    UnsupportedTensorError,
     UntrustedPickleError,
 )
 from cloudckpt.stores.registry import open_store
@@ -307,6 +308,24 @@ def test_what_does_not_fit_is_named(wanted, error, words, local):
     with pytest.raises(error, match=words) as caught:
         reader(local).read(local.uri, wanted)
     assert caught.value.uri == local.at("checkpoint_0.pt").uri
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_freed, lambda: torch.zeros(1).expand(4), lambda: torch.zeros(4, device="meta")],
+    ids=["freed", "expanded", "meta"],
+)
+def test_a_tensor_that_nothing_can_be_loaded_into_is_refused(make, local):
+    writer(local).write(local.uri, {"t": numbered(4)})
+    with pytest.raises(UnsupportedTensorError, match="t can't be loaded into") as caught:
+        reader(local).read(local.uri, {"t": make()})
+    assert caught.value.item == "t"
 
 
 def test_a_missing_object_is_a_file_not_found(place):

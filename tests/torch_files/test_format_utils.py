@@ -657,6 +657,42 @@ def test_what_does_not_fit_is_told_on_every_rank(shape, key, error, local, ranks
     assert all(local.uri in str(one) for one in errors)
 
 
+def _unfit(kind: str) -> torch.Tensor:
+    if kind == "freed":
+        tensor = torch.zeros(4, 5)
+        tensor.untyped_storage().resize_(0)
+        return tensor
+    return {
+        "int": torch.zeros(4, 5, dtype=torch.int64),
+        "expanded": torch.zeros(1, 5).expand(4, 5),
+        "sparse": torch.zeros(4, 5).to_sparse(),
+    }[kind]
+
+
+def _into_unfit(place, kind: str) -> None:
+    reader = BroadcastingTorchSaveReader(place.uri, config=place.config)
+    state = {"t": _unfit(kind) if dist.get_rank() == 1 else torch.zeros(4, 5)}
+    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
+
+
+@pytest.mark.parametrize("kind", ["freed", "int", "expanded", "sparse"])
+def test_a_target_that_cannot_hold_the_values_is_refused_on_every_rank(kind, local, ranks):
+    put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
+    errors = ranks.errors(2, _into_unfit, local.at("model.pt"), kind)
+    assert [type(one) for one in errors] == [UnsupportedTensorError] * 2
+    assert {one.item for one in errors} == {"t"}
+
+
+def test_a_conversion_to_another_type_is_said(local, caplog):
+    put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
+    reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
+    state = {"t": torch.zeros(4, 5, dtype=torch.float64)}
+    with caplog.at_level("WARNING", "cloudckpt"):
+        cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
+    assert torch.equal(state["t"], numbered(4, 5).double())
+    assert "t from torch.float32 to torch.float64" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["truncated", "legacy", "missing"])
 def test_an_unreadable_file_is_told_on_every_rank(kind, local, ranks):
     if kind != "missing":

@@ -27,7 +27,7 @@ from cloudckpt.checkpoint.torch_private import create_chunk_list
 from cloudckpt.dcp.outline import PLAIN
 from cloudckpt.errors import CheckpointCorruptError, UnsupportedTensorError
 
-__all__ = ["check_types", "check_whole", "plan_reads", "tell_replaced"]
+__all__ = ["check_types", "check_whole", "plan_reads", "saved_types", "tell_replaced"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -95,7 +95,7 @@ def check_whole(
     Raises:
         CheckpointCorruptError: If the metadata lack a part of a tensor.
     """
-    dtype_of = _saved_types(metadata)
+    dtype_of = saved_types(metadata)
     planned: dict[str, int] = {}
     for item in plan.items:
         if item.type == LoadItemType.TENSOR:
@@ -112,12 +112,18 @@ def check_whole(
         )
 
 
-def check_types(state_dict: Mapping[str, Any], metadata: Metadata, uri: str, *, logs: bool) -> None:
+def check_types(
+    state_dict: Mapping[str, Any],
+    dtype_of: Callable[[str], torch.dtype | None],
+    uri: str,
+    *,
+    logs: bool,
+) -> None:
     """Checks that tensors' types can hold what was saved; logs which are converted.
 
     Args:
         state_dict: What to load, by flat names.
-        metadata: What there is.
+        dtype_of: The type of what was saved, see :func:`saved_types`.
         uri: The checkpoint.
         logs: Whether this rank logs conversions.
 
@@ -126,7 +132,6 @@ def check_types(state_dict: Mapping[str, Any], metadata: Metadata, uri: str, *, 
             complex. A narrower one of the same kind is taken, and integers that it can't hold
             wrap, as in torch.
     """
-    dtype_of = _saved_types(metadata)
     converted: list[tuple[str, torch.dtype, torch.dtype]] = []
     for name, value in state_dict.items():
         wanted = getattr(value, "dtype", None)
@@ -165,7 +170,7 @@ def tell_replaced(state_dict: Mapping[str, Any], metadata: Metadata, uri: str) -
         metadata: What there is.
         uri: The checkpoint.
     """
-    dtype_of, stored = _saved_types(metadata), metadata.state_dict_metadata
+    dtype_of, stored = saved_types(metadata), metadata.state_dict_metadata
     replaced = [
         name
         for name, value in state_dict.items()
@@ -182,7 +187,7 @@ def tell_replaced(state_dict: Mapping[str, Any], metadata: Metadata, uri: str) -
         )
 
 
-def _saved_types(metadata: Metadata) -> Callable[[str], torch.dtype | None]:
+def saved_types(metadata: Metadata) -> Callable[[str], torch.dtype | None]:
     """The type of a tensor by its name; None for other values, and for names that are not there."""
     inventory = inventory_behind(metadata)
 

@@ -29,11 +29,10 @@ from cloudckpt.transfer.download import MERGE_GAP, download, segments_for
 from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, Segment, StoredBytes, Wanted
 from cloudckpt.transfer.memory import (
     Claims,
-    has_memory,
     narrow,
-    repeats_memory,
     settled,
     shows_its_memory,
+    why_not_filled,
 )
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.regions import check_regions
@@ -210,15 +209,11 @@ class Load:
         return self._wanted[number]
 
     def _check_memory(self, item: ReadItem, target: torch.Tensor) -> None:
-        name, planner, why = item.dest_index.fqn, self._planner, ""
-        if not has_memory(target):
-            why = "the memory of its tensor was freed, or never was"
-        elif 0 in target.stride():
+        name, planner = item.dest_index.fqn, self._planner
+        why = why_not_filled(target)
+        if not why and 0 in target.stride() and isinstance(planner, DefaultLoadPlanner):
             # a single row of an expanded tensor does not show that the others are in its place
-            if isinstance(planner, DefaultLoadPlanner):
-                target = planner.lookup_tensor(item.dest_index)
-            if repeats_memory(target):
-                why = "many elements of its tensor are in one place: load into tensor.contiguous()"
+            why = why_not_filled(planner.lookup_tensor(item.dest_index))
         if why:
             message = f"{name} can't be loaded into: {why}"
             raise UnsupportedTensorError(message, uri=self._uri, item=name)

@@ -30,7 +30,7 @@ from cloudckpt.checkpoint.torch_private import (
     flatten_state_dict,
     traverse_state_dict,
 )
-from cloudckpt.dcp.load_plan import check_types, plan_reads, tell_replaced
+from cloudckpt.dcp.load_plan import check_types, plan_reads, saved_types, tell_replaced
 from cloudckpt.errors import MissingKeyError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.gc_pause import paused_gc
 
@@ -255,7 +255,8 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         except (RuntimeError, TypeError, ValueError) as exc:
             self._explain(exc)
             raise
-        check_types(self.state_dict, self.metadata, self._uri, logs=self.is_coordinator)
+        dtype_of = saved_types(self.metadata)
+        check_types(self.state_dict, dtype_of, self._uri, logs=self.is_coordinator)
         if self.is_coordinator:
             tell_replaced(self.state_dict, self.metadata, self._uri)
         return plan

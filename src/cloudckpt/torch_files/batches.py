@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from cloudckpt.errors import ShapeMismatchError
+from cloudckpt.checkpoint.shard import travels_as_bytes
+from cloudckpt.dcp.load_plan import check_types
+from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.transfer.boxes import Box, aligned, row_major_slices
 from cloudckpt.transfer.landing import copy_into
-from cloudckpt.transfer.memory import narrow
+from cloudckpt.transfer.memory import narrow, settled, why_not_filled
 
 __all__ = ["Batch", "FileTensor", "Slice", "Targets", "batches"]
 
@@ -95,16 +97,26 @@ class Targets:
         tensors: The tensors of the file that are loaded by any rank.
         uri: The file, for messages.
 
+        logs: Whether this rank logs which tensors are converted.
+
     Raises:
         ShapeMismatchError: If a tensor has another shape in the file than in the state dict.
+        UnsupportedTensorError: If a tensor can't be loaded into, or can't hold what the file has.
     """
 
     def __init__(
-        self, plan: LoadPlan, planner: LoadPlanner, tensors: Iterable[FileTensor], uri: str
+        self,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        tensors: Sequence[FileTensor],
+        uri: str,
+        *,
+        logs: bool,
     ) -> None:
         self._planner = planner
         self._by_fqn: dict[str, list[_Target]] = {}
         shapes = {tensor.fqn: tensor.shape for tensor in tensors}
+        found: dict[str, torch.Tensor] = {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 continue
@@ -112,9 +124,11 @@ class Targets:
             begin = start if start is not None else (0,) * len(item.storage_offsets)
             # the planner's chunks are those of the state dict: the file has all of each tensor
             offsets = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
-            target = _Target(item, planner.resolve_tensor(item).detach(), offsets)
+            target = _Target(item, settled(planner.resolve_tensor(item)).detach(), offsets)
             self._check(fqn, shapes[fqn], target, uri)
             self._by_fqn.setdefault(fqn, []).append(target)
+            found[fqn] = target.tensor
+        check_types(found, {one.fqn: one.dtype for one in tensors}.get, uri, logs=logs)
 
     def _check(self, fqn: str, stored: tuple[int, ...], target: _Target, uri: str) -> None:
         entries = getattr(getattr(self._planner, "metadata", None), "state_dict_metadata", {})
@@ -131,6 +145,9 @@ class Targets:
                 uri=uri,
                 item=fqn,
             )
+        why = "" if travels_as_bytes(target.tensor) else why_not_filled(target.tensor)
+        if why:
+            raise UnsupportedTensorError(f"{fqn} can't be loaded into: {why}", uri=uri, item=fqn)
 
     def deliver(self, batch: Batch, room: torch.Tensor) -> None:
         """Copies what this rank wants of a batch."""

@@ -199,6 +199,8 @@ class BroadcastingTorchSaveReader(OurReader):
 
         Raises:
             ShapeMismatchError: If a tensor has a different shape in the file and the state dict.
+            UnsupportedTensorError: If a tensor of the state dict can't be loaded into, or its type
+                can't hold what the file has.
             CheckpointReplacedError: If the file was replaced meanwhile.
             StoreError: If the store refuses or stays unreachable.
         """
@@ -227,7 +229,8 @@ class BroadcastingTorchSaveReader(OurReader):
         failures: list[BaseException] = []
         failed = torch.zeros(1, dtype=torch.uint8, device=room.device)
         with _kept(failures):
-            targets = Targets(plan, planner, script.tensors, str(self._uri))
+            reads = contents is not None
+            targets = Targets(plan, planner, script.tensors, str(self._uri), logs=reads)
         for batch in batches(script.tensors, script.limit):
             if contents is not None and not failures:
                 with _kept(failures):

@@ -23,9 +23,9 @@ __all__ = [
     "is_plain",
     "memory_of",
     "narrow",
-    "repeats_memory",
     "settled",
     "shows_its_memory",
+    "why_not_filled",
 ]
 
 
@@ -68,10 +68,18 @@ def memory_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | N
     return (storage, first, end) if storage.nbytes() >= end else None
 
 
-def repeats_memory(tensor: torch.Tensor) -> bool:
-    """Whether many elements are in one place, as after ``expand``."""
+def why_not_filled(tensor: torch.Tensor) -> str:
+    """Why nothing can be loaded into a tensor, for messages; empty if it can."""
+    if tensor.layout != torch.strided:
+        return f"it is a tensor of layout {tensor.layout}: load into a dense one, and convert it"
+    if tensor.is_meta:
+        return "it is a meta tensor, without memory: call model.to_empty(device=...) first"
+    if not has_memory(tensor):
+        return "the memory of its tensor was freed, or never was"
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.numel() > 0 and any(size > 1 and not stride for size, stride in sizes)
+    if tensor.numel() and any(size > 1 and not stride for size, stride in sizes):
+        return "many elements of its tensor are in one place: load into tensor.contiguous()"
+    return ""
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
