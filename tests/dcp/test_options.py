@@ -212,6 +212,16 @@ def test_default_planners_work_with_and_without_flattening(flatten, place):
     assert_same(loaded, state)
 
 
+@pytest.mark.parametrize("wanted", [None, {}, {"b": None}])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_was_saved_as_a_whole_is_loaded_as_a_whole(sharded, wanted, place):
+    state = {"a": numbered(4), "n": {"b": numbered(2), "c": "x"}, "step": 3}
+    save(state, place, planner=DefaultSavePlanner(flatten_state_dict=False))
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=sharded)
+    loaded = load({"a": torch.zeros(4), "n": wanted, "step": None}, place, planner=planner)
+    assert_same(loaded, state)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
 def test_torch_builds_a_state_dict_from_our_metadata_alone(place):
     state = {"a": numbered(4), "n": {"b": 5, "list": [numbered(2), "x"]}}

@@ -102,7 +102,8 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
 
     torch stores them under the strings in its paths: next to an integer key, a string key appears
     with the new value, and the integer key keeps the old value. It takes an empty dict in a list
-    for a value that is missing in the checkpoint.
+    for a value that is missing in the checkpoint. Without ``flatten_state_dict`` it stores them in
+    a copy, which nobody gets, and which lacks what is empty.
 
     Attributes:
         map_location: Device of tensors that are nested in other values; None: the one they were
@@ -130,6 +131,10 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
                 self._names = names = KeyNames(self.original_state_dict)
                 if any(isinstance(element, int) for path in names.empty for element in path):
                     self._flatten_as_saved()
+        else:
+            for name, value in self.original_state_dict.items():
+                if not isinstance(value, torch.Tensor):  # a rank may have no shard of a tensor
+                    self.state_dict[name] = value
 
     def _flatten_as_saved(self) -> None:
         """Flattens as a save does, before torch has copied all containers and not after."""
@@ -144,7 +149,7 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
         """Stores a value in the state dict."""
         name = read_item.dest_index.fqn
         if not self.flatten_state_dict:
-            self.state_dict[name] = value
+            self.state_dict[name] = self.original_state_dict[name] = value
             return
         path, names = self.mappings[name], self._names
         container: Any = self.original_state_dict
