@@ -307,6 +307,8 @@ def test_other_names_of_buckets_are_left_alone(bucket):
         ("https://acc.z7.evil.blob.storage.azure.net/c/run", "abfss://container@account"),
         ("abfss://c@acc.dfs.core.windows.net//run", "empty path segment"),
         ("file://host/run", "file:///absolute/path"),
+        ("file://[run/step", "file:///absolute/path"),
+        ("file://run\u2100/step", "file:///absolute/path"),
         (7, "not int"),
         (None, "not NoneType"),
         (b"s3://bucket/run", "not bytes"),

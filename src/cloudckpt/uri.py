@@ -192,8 +192,12 @@ class CheckpointURI:
 
     @classmethod
     def _file(cls, text: str) -> CheckpointURI:
-        parts = urlsplit(text)
-        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        try:
+            parts = urlsplit(text)
+            is_one = parts.netloc in ("", "localhost") and parts.path.startswith("/")
+        except ValueError:  # for brackets and other characters that no host has
+            is_one = False
+        if not is_one:
             raise InvalidURIError(
                 f"{_shown(text)!r} is not a valid local file URI; write file:///absolute/path"
             )
