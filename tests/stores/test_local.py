@@ -207,6 +207,28 @@ def test_a_step_that_may_have_been_taken_has_not_failed_for_certain(
     assert caught.value.certain is certain
 
 
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM])
+def test_a_file_system_without_hard_links_is_told_what_it_lacks(
+    store, tmp_path, monkeypatch, number
+):
+    monkeypatch.setattr(os, "link", fail_with(number))
+    with pytest.raises(InvalidRequestError, match=r"no hard links.*conditional_writes") as caught:
+        put(store, tmp_path / "object", b"data", if_absent=True)
+    assert caught.value.certain
+    assert caught.value.uri == (tmp_path / "object").as_uri()
+    assert files_below(tmp_path) == []
+    put(store, tmp_path / "object", b"data")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told_what_it_lacks(store, tmp_path, monkeypatch, number):
+    monkeypatch.setattr(fcntl, "flock", fail_with(number))
+    with pytest.raises(InvalidRequestError, match=r"no locks.*mount it with them") as caught:
+        put(store, tmp_path / "object", b"data")
+    assert caught.value.certain
+    assert files_below(tmp_path) == []
+
+
 def test_what_fails_before_a_file_appears_has_failed_for_certain(store, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwritev", fail_with(errno.EIO))
     with pytest.raises(StoreError) as caught:

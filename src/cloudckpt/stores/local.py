@@ -46,6 +46,8 @@ _LOCK_PATIENCE = 60.0  # seconds; a commit holds the lock for milliseconds
 # errors of a step that was certainly not taken
 _NOT_TAKEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EXDEV}
 _NOT_TAKEN |= {errno.EMLINK, errno.ENOSPC, errno.EDQUOT}
+# of file systems that do not have what is asked for
+_UNKNOWN_STEP = {errno.ENOSYS, errno.EOPNOTSUPP}
 # of file systems between which the kernel does not copy, and of those that it does not copy on
 _NOT_IN_KERNEL = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _GONE = (FileNotFoundError, NotADirectoryError)
@@ -326,7 +328,16 @@ class LocalStore(ObjectStore):
             else:
                 os.replace(upload.id, key)
         except OSError as exc:
-            if exc.errno in _NOT_TAKEN:
+            if if_absent and exc.errno in {errno.EPERM, *_UNKNOWN_STEP}:
+                raise InvalidRequestError(
+                    "the file system has no hard links, which let a file appear without replacing "
+                    "another; choose another location, or, if one job at a time writes to this "
+                    "one, set conditional_writes='off'",
+                    uri=self.uri(key),
+                    cause=exc,
+                    certain=True,
+                ) from exc
+            if exc.errno in _NOT_TAKEN | _UNKNOWN_STEP:
                 raise
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.stat(key), sent):
@@ -484,6 +495,16 @@ def _locked(folder: Path) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.005)
+            except OSError as exc:
+                if exc.errno not in {errno.ENOLCK, *_UNKNOWN_STEP}:
+                    raise
+                raise InvalidRequestError(
+                    "the file system gives no locks (flock), which keep two writers apart; mount "
+                    "it with them (Lustre: -o flock), or choose another location",
+                    uri=folder.as_uri(),
+                    cause=exc,
+                    certain=True,
+                ) from exc
         yield
         os.fsync(descriptor)
     finally:
