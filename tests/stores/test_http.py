@@ -4,6 +4,7 @@ Runs against the scripted stub of ``conftest.py``.
 """
 
 import contextlib
+import hashlib
 import io
 import logging
 import os
@@ -15,9 +16,11 @@ import struct
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import urllib3.util.connection
+from cryptography import x509
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -804,6 +807,39 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(tls_server):
     client.close()
     assert tls_server.requests == []
     assert "AWS_CA_BUNDLE" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"no certificate", b"-----BEGIN CERTIFICATE-----\nAAAA\n"]
+)
+def test_certificates_of_authorities_that_can_not_be_read_are_named_at_once(
+    tls_server, tmp_path, content
+):
+    bundle = tmp_path / "bundle.pem"
+    if content is not None:
+        bundle.write_bytes(content)
+    client = HttpClient(options(ca_bundle=str(bundle)))
+    with (
+        pytest.raises(TLSError, match="AWS_CA_BUNDLE") as caught,
+        client.send("GET", tls_server.url, {}),
+    ):
+        pass
+    client.close()
+    assert caught.value.certain
+    assert str(bundle) in caught.value.message
+    assert tls_server.requests == []
+
+
+def test_certificates_of_authorities_may_lie_in_a_folder(tls_server, tls_files, tmp_path):
+    """As ``REQUESTS_CA_BUNDLE=/etc/ssl/certs`` has them: by the digest of their subject."""
+    certificate = Path(tls_files[0]).read_bytes()
+    name = x509.load_pem_x509_certificate(certificate).subject.public_bytes()[2:]
+    digest = int.from_bytes(hashlib.sha1(name).digest()[:4], "little")
+    (tmp_path / f"{digest:08x}.0").write_bytes(certificate)
+    tls_server.answer(body=b"data")
+    client = HttpClient(options(ca_bundle=str(tmp_path)))
+    assert get(client, tls_server.url, 4) == b"data"
+    client.close()
 
 
 def test_a_server_without_tls_is_told_from_one_that_is_lost(server):

@@ -189,6 +189,7 @@ class _ConnectingByTLS(_Connecting):
     native_tls: bool  # set by _pool_classes
     # set by urllib3:
     ca_certs: str | None
+    ca_cert_dir: str | None
     cert_reqs: int | str | None
     ssl_context: ssl.SSLContext | None
 
@@ -196,7 +197,7 @@ class _ConnectingByTLS(_Connecting):
         context = urllib3.util.ssl_.create_urllib3_context(
             cert_reqs=urllib3.util.ssl_.resolve_cert_reqs(self.cert_reqs)
         )
-        if not self.ca_certs:
+        if not (self.ca_certs or self.ca_cert_dir):
             context.load_default_certs()
         context.sslsocket_class = LongReadTLSSocket if self.native_tls else TLSSocket
         self.ssl_context = context
@@ -253,7 +254,8 @@ class HttpClient:
         settings["socket_options"] = _socket_options()
         settings["cert_reqs"] = "CERT_REQUIRED" if options.verify_tls else "CERT_NONE"
         if options.ca_bundle is not None:
-            settings["ca_certs"] = options.ca_bundle
+            is_folder = os.path.isdir(options.ca_bundle)
+            settings["ca_cert_dir" if is_folder else "ca_certs"] = options.ca_bundle
         if options.client_cert is not None:
             settings["cert_file"] = options.client_cert
         if options.proxy is None:
@@ -325,7 +327,8 @@ class HttpClient:
                     InvalidRequestError(f"{method} can't be sent: its URL is none", certain=True)
                 )
             except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
-                lasting = lasting_failure(exc, urlsplit(url).netloc.rpartition("@")[2])
+                host = urlsplit(url).netloc.rpartition("@")[2]
+                lasting = lasting_failure(exc, host, bundle=options.ca_bundle)
                 if lasting is not None:
                     raise lasting from exc
                 raise ConnectionLostError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import urllib3
 
@@ -37,9 +38,27 @@ _CLIENT = (
 )
 
 
-def lasting_failure(error: BaseException, host: str) -> TLSError | None:
-    """The error to raise if ``error`` came of such a failure; None if it may pass by itself."""
+_NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+# whose errors are about a file; those of a handshake are of "SSL"
+_OF_FILES = ("ASN1", "PEM", "X509")
+
+
+def lasting_failure(
+    error: BaseException, host: str, *, bundle: str | None = None
+) -> TLSError | None:
+    """The error to raise if ``error`` came of such a failure; None if it may pass by itself.
+
+    ``bundle`` is where the certificates of authorities are, if that is known.
+    """
     chain = list(causes(error))
+    if (unread := _unread_file(chain)) is not None:
+        return TLSError(
+            f"the certificates of authorities{f' in {bundle}' if bundle else ''} can't be read, so "
+            f"nothing tells whether {host} is to be trusted; correct AWS_CA_BUNDLE (s3://) or "
+            "REQUESTS_CA_BUNDLE, which name their file, or unset the variable",
+            cause=unread,
+            certain=True,
+        )
     if any(isinstance(inner, urllib3.exceptions.ProxyError) for inner in chain):
         host = f"the proxy before {host}"
     for inner in chain:
@@ -67,6 +86,16 @@ def lasting_failure(error: BaseException, host: str) -> TLSError | None:
                 f"{host} wants a certificate of the client, and got none that it accepts",
                 cause=inner,
             )
+    return None
+
+
+def _unread_file(chain: Sequence[BaseException]) -> OSError | None:
+    """Why the file of certificates can't be read, which urllib3 calls an error of TLS."""
+    for outer, inner in itertools.pairwise(chain):
+        if isinstance(outer, urllib3.exceptions.SSLError) and isinstance(inner, OSError):
+            is_of_tls = isinstance(inner, ssl.SSLError)
+            if inner.library in _OF_FILES if is_of_tls else isinstance(inner, _NO_FILE):
+                return inner
     return None
 
 
