@@ -322,6 +322,28 @@ def test_a_lock_that_is_never_released_is_an_error(store, tmp_path, monkeypatch)
     put(store, tmp_path / "object", b"data")
 
 
+def test_a_process_that_is_forked_while_the_lock_is_held_does_not_keep_it(
+    store, tmp_path, monkeypatch
+):
+    """As the workers of a data loader are, while another thread saves: they have its files."""
+    monkeypatch.setattr(local, "_LOCK_PATIENCE", 0.02)
+    sync, of_workers = os.fsync, []
+
+    def sync_and_fork(descriptor):
+        sync(descriptor)
+        of_workers.append(os.dup(descriptor))
+
+    monkeypatch.setattr(os, "fsync", sync_and_fork)
+    try:
+        info = put(store, tmp_path / "object", b"data", if_absent=True)
+        info = put(store, tmp_path / "object", b"other", if_version=info.version)
+        store.delete(str(tmp_path / "object"), if_version=info.version)
+    finally:
+        for descriptor in of_workers:
+            os.close(descriptor)
+    assert files_below(tmp_path) == []
+
+
 def test_a_version_belongs_to_a_file_not_to_its_bytes(store, tmp_path):
     first = put(store, tmp_path / "object", b"same")
     second = put(store, tmp_path / "object", b"same")

@@ -508,4 +508,8 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
         os.fsync(descriptor)
     finally:
+        with contextlib.suppress(OSError):
+            # not by closing it: a process that was forked just now has it open, too, and may live
+            # for long
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
