@@ -499,10 +499,16 @@ def _check_range(reply: Reply, start: int, size: int, uri: str) -> int:
     extent, _, total = span.partition("/")
     if unit != "bytes" or not total.isdigit():
         raise ConnectionLostError(f"the answer has no usable Content-Range: {span!r}", uri=uri)
-    if extent != f"{start}-{start + size - 1}":
+    if int(total) < start + size:
         raise RangeNotSatisfiableError(
             f"the object ends before the range does: bytes {extent} of {total} were offered "
             f"for {start}-{start + size - 1}",
+            uri=uri,
+        )
+    if extent != f"{start}-{start + size - 1}":  # the object is as long as it should be
+        raise ServerError(
+            f"other bytes were offered than were asked for: {extent} of {total} for "
+            f"{start}-{start + size - 1}; check the endpoint and the proxy",
             uri=uri,
         )
     return int(total)
