@@ -83,7 +83,7 @@ def test_what_passes_within_seconds_is_no_warning(clock, lines):
 def test_a_line_says_what_fails_where_why_how_often_since_when_and_until_when(
     clock, lines, monkeypatch
 ):
-    monkeypatch.setattr(module, "_time_of_day", lambda seconds: f"<{clock.now + seconds:g}>")
+    monkeypatch.setattr(module, "_moment", lambda seconds: f"<{clock.now + seconds:g}>")
     retrier(clock).call(fail_until(clock, 12.0))
     [(_, line)] = lines
     assert "PUT got no answer" in line
@@ -92,8 +92,23 @@ def test_a_line_says_what_fails_where_why_how_often_since_when_and_until_when(
     assert "since <0>; tries that failed: 11; tried until <300>" in line
 
 
-def test_a_time_of_day_is_that_of_the_machine():
-    assert re.fullmatch(r"\d\d:\d\d:\d\d", module._time_of_day(-20.0))
+def test_a_moment_is_that_of_the_machine():
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", module._moment(-20.0))
+
+
+@pytest.mark.parametrize("deadline", [math.inf, 1e18])
+def test_what_is_tried_without_an_end_has_no_time_of_its_end(clock, lines, deadline):
+    assert retrier(clock, deadline=deadline).call(fail_until(clock, 15.0)) == "done"
+    [(when, line)] = lines
+    assert when == 10.0
+    assert line.endswith("tried until it succeeds)")
+
+
+def test_a_moment_of_another_day_has_its_date(clock, lines):
+    days = 86_400.0 * 3
+    assert retrier(clock, deadline=days).call(fail_until(clock, 15.0)) == "done"
+    [(_, line)] = lines
+    assert re.search(r"tried until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\)$", line)
 
 
 def test_a_long_pause_that_the_store_asks_for_is_said_before_it_begins(clock, lines):

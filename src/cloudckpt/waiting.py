@@ -27,6 +27,8 @@ line, and each further one twice as long."""
 
 
 _NO_SUCCESS = 1.0  # seconds
+_DAY = 86_400.0
+_ENDLESS = 3650 * _DAY  # what is longer may be infinite, and have no date
 
 
 class Waiting:
@@ -100,12 +102,12 @@ class Waiting:
             return
         end = f"{self._deadline:g} s after its first failure"
         if self._until is not None:
-            end = _time_of_day(self._until - now)
+            end = _moment(self._until - now)
         more = f"; {others} other operations wait, too" if others else ""
         logger.warning(
             "still waiting for the store: %s (since %s; tries that failed: %d; tried until %s%s)",
             why,
-            _time_of_day(self._began - now),
+            _moment(self._began - now),
             self._failures,
             end,
             more,
@@ -169,9 +171,12 @@ class _Lines:
         self._failing.clear()
 
 
-def _time_of_day(seconds: float) -> str:
-    """That of ``seconds`` from now."""
-    return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
+def _moment(seconds: float) -> str:
+    """The time of day ``seconds`` from now, with the date if that is far away."""
+    if seconds > _ENDLESS:
+        return "it succeeds"
+    form = "%H:%M:%S" if abs(seconds) < _DAY else "%Y-%m-%d %H:%M:%S"
+    return time.strftime(form, time.localtime(time.time() + seconds))
 
 
 _lines = _Lines()
