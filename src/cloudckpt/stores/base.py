@@ -213,6 +213,9 @@ class ObjectStore(RangeReader):
 
     capabilities: Capabilities
 
+    is_of_process: bool = False
+    """Whether other processes do not see what is written: they have a store of their own."""
+
     @abstractmethod
     def put(
         self,

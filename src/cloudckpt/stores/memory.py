@@ -48,6 +48,7 @@ _buckets: dict[str, _Bucket] = {}
 class MemoryStore(ObjectStore):
     """Objects in a dict that all stores of the same name in this process share."""
 
+    is_of_process = True
     capabilities = Capabilities(
         conditional_writes=True,
         create_only=True,
