@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cloudckpt import Config
+from cloudckpt import Config, RetryPolicy
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -22,6 +22,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores import local
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.registry import open_store
+from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
 
@@ -290,6 +291,26 @@ def test_a_file_that_shrinks_while_it_is_read_tells_how_much_came(store, tmp_pat
     with pytest.raises(ConnectionLostError) as caught:
         store.get_range(str(key), 0, views, progress=shrink)
     assert 0 < caught.value.received < 10_000
+
+
+def test_a_file_that_another_machine_replaces_while_it_is_read_is_read_again(
+    store, tmp_path, monkeypatch
+):
+    """NFS: the server does not know the open file any more."""
+    key, read, stale = tmp_path / "object", os.preadv, [True]
+    info = put(store, key, b"data")
+
+    def read_what_is_there(*arguments):
+        if stale:
+            stale.clear()
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", read_what_is_there)
+    memory = memoryview(bytearray(4))
+    retrier = Retrier(RetryPolicy(base=0.0, cap=0.01))
+    assert retrier.call(lambda: store.get_range(str(key), 0, [memory])) == info
+    assert (bytes(memory), stale) == (b"data", [])
 
 
 @pytest.mark.parametrize("new", [b"new", b"new and longer"])

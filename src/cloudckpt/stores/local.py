@@ -219,7 +219,17 @@ class LocalStore(ObjectStore):
     ) -> None:
         done, rest = 0, [view for view in into if view.nbytes]
         while rest:
-            count = os.preadv(descriptor, rest[:_MOST_BUFFERS], start + done)
+            try:
+                count = os.preadv(descriptor, rest[:_MOST_BUFFERS], start + done)
+            except OSError as exc:
+                if exc.errno != errno.ESTALE:
+                    raise
+                raise ConnectionLostError(  # of NFS: opened anew, it is there, or gone
+                    "the file was removed or replaced by another machine while it was read",
+                    received=done,
+                    uri=self.uri(key),
+                    cause=exc,
+                ) from exc
             if count == 0:
                 raise ConnectionLostError(
                     "the file shrank while it was read", received=done, uri=self.uri(key)
