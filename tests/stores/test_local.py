@@ -251,6 +251,14 @@ def test_new_folders_are_on_the_disk_too(store, tmp_path, monkeypatch):
     assert {folder.stat().st_ino for folder in expected} <= synced
 
 
+def test_a_folder_is_made_in_one_that_may_be_written_to_but_not_listed(
+    store, tmp_path, monkeypatch
+):
+    refuse(monkeypatch, "open", tmp_path, errno.EACCES)  # root may list all
+    put(store, tmp_path / "run" / "step-1" / "object", b"data")
+    assert files_below(tmp_path) == ["run/step-1/object"]
+
+
 @pytest.mark.parametrize(
     ("number", "expected"),
     [

@@ -473,14 +473,21 @@ def _may_have_files(folder: str) -> bool:
 
 
 def _make_folder(folder: Path) -> None:
-    """Makes a folder and those above it; their entries are on the disk at its return."""
+    """Makes a folder and those above it; their entries are on the disk at its return.
+
+    A folder that others may write to, but not list, as a machine's scratch space may be, can't be
+    opened for that. File systems with a journal write an entry with the folder that it names.
+    """
     missing = []
     while not folder.is_dir():
         missing.append(folder)
         folder = folder.parent
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
-        _sync(folder.parent)
+        try:
+            _sync(folder.parent)
+        except PermissionError:
+            _sync(folder)
 
 
 def _sync(path: str | Path) -> None:
