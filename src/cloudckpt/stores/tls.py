@@ -92,10 +92,12 @@ def lasting_failure(
 def _unread_file(chain: Sequence[BaseException]) -> OSError | None:
     """Why the file of certificates can't be read, which urllib3 calls an error of TLS."""
     for outer, inner in itertools.pairwise(chain):
-        if isinstance(outer, urllib3.exceptions.SSLError) and isinstance(inner, OSError):
-            is_of_tls = isinstance(inner, ssl.SSLError)
-            if inner.library in _OF_FILES if is_of_tls else isinstance(inner, _NO_FILE):
-                return inner
+        if not isinstance(outer, urllib3.exceptions.SSLError):
+            continue
+        if isinstance(inner, ssl.SSLError) and inner.library in _OF_FILES:
+            return inner
+        if isinstance(inner, _NO_FILE):
+            return inner
     return None
 
 
