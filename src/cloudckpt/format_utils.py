@@ -69,7 +69,7 @@ def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:
             return "torch"
     except ObjectNotFoundError:
         pass
-    hint = beneath(store, location) or "check the location"
+    hint = beneath(store, location) or "Check the location"
     raise CheckpointNotFoundError(
         f"there is neither a committed checkpoint nor a file here. {hint}", uri=str(location)
     )
