@@ -49,8 +49,8 @@ def async_save(
 
     The memory of the copy, and the saving process if there is one, are kept for the next call with
     the same group, kind and options, until :func:`close_async_savers` or the end of the
-    interpreter, which waits for saves under way; those of a group that was destroyed, until the
-    first call with another group. The first call for a group is collective.
+    interpreter, which waits for saves under way. Those of a group that was destroyed are released
+    by the first call with another group. The first call for a group is collective.
 
     The future reports background failures, on every rank. A staged copy that is still being read is
     never overwritten by the next save: see :class:`~cloudckpt.config.BackgroundOptions` for what
@@ -151,7 +151,7 @@ def _saver_for(
     with _lock:
         if (known := _savers.get(key)) is not None:
             return known
-    # nobody can use those of a group that is gone; one that still saves is closed later
+    # savers of a group that is gone are of no use; one that still saves is closed later
     _close(_retire(lambda of, one: of is not None and not exists(of) and one.is_idle))
     # not with the lock held: it waits for the other ranks
     made = AsyncSaver(
