@@ -96,7 +96,6 @@ class Targets:
         planner: Its planner.
         tensors: The tensors of the file that are loaded by any rank.
         uri: The file, for messages.
-
         logs: Whether this rank logs which tensors are converted.
 
     Raises:
