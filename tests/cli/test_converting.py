@@ -77,6 +77,12 @@ def test_what_nobody_can_tell_is_asked_for(cli, capsys, stock, file, tmp_path):
     assert cli("convert", str(stock), str(tmp_path / "v1.5"), "--to", "torch", "-q") == 0
     assert is_the_state(torch.load(tmp_path / "v1.5"))
     assert cli("convert", str(file), str(tmp_path / "other.pt"), "--to", "torch") == 2
+    model = tmp_path / "model.safetensors"
+    assert cli("convert", str(file), str(model)) == 2
+    assert "export that" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert not model.exists()
+    assert cli("convert", str(file), str(model), "--to", "dcp", "-q") == 0
+    assert cloudckpt.exists(model)
 
 
 def test_what_is_there_stays_unless_it_may_be_overwritten(cli, capsys, stock, file, tmp_path):
@@ -137,5 +143,7 @@ def test_a_checkpoint_is_exported_as_a_model_and_imported_again(cli, capsys, sto
     assert cli("export", str(stock), model, "-q", "--overwrite", "--dtype", "int8") == 2
     assert cli("export", str(tmp_path / "nothing"), model, "-q", "--overwrite") == 3
     assert cli("export", str(stock), str(tmp_path / "other"), "--max-shard-size", "many") == 1
+    assert cli("export", str(stock), str(tmp_path / "model.safetensors")) == 1
+    assert "named like a file" in capsys.readouterr().err
     assert cli("export", str(stock), str(tmp_path / "other")) == 0
     assert "1 names were left out" in capsys.readouterr().out

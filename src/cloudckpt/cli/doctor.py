@@ -38,7 +38,7 @@ def doctor(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Try all that saving and loading take: credentials, connection, permissions, speed.
+    """Check all that saving and loading need: credentials, connection, permissions, speed.
 
     What it writes is named .cloudckpt-doctor.* and deleted again. No credentials are shown. The
     exit code is 1 if something does not work.

@@ -92,7 +92,7 @@ def diff(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show in what two checkpoints differ: names, shapes, types, and by checksums their content.
+    """Show how two checkpoints differ: in names, shapes, types and, by checksums, content.
 
     The exit code is 5 if they differ, and 1 if that can't be told without --read.
     """

@@ -129,17 +129,17 @@ def cp(
             if 0 < copied.by_store < copied.nbytes:
                 way = f"{as_size(copied.by_store)} by the store itself, the rest streamed"
             checkpoints = "checkpoint" if copied.checkpoints == 1 else "checkpoints"
-            print(
-                f"{safe(target)}: copied {copied.checkpoints} {checkpoints} "
-                f"({copied.objects} objects, {as_size(copied.nbytes)}, {way}){there}"
-            )
+            what = f" ({copied.objects} objects, {as_size(copied.nbytes)}, {way})"
+            if not copied.checkpoints:
+                what = ""
+            print(f"{safe(target)}: copied {copied.checkpoints} {checkpoints}{what}{there}")
 
 
 @app.command(rich_help_panel="Checkpoints")
 def detach(
     checkpoint: Checkpoint, ranks: Together = None, as_json: Json = False, quiet: Quiet = False
 ) -> None:
-    """Make a checkpoint stand alone that shares bytes with others of its run.
+    """Make a checkpoint self-contained that shares bytes with others of its run.
 
     What it shares is copied into its own folder. Started by torchrun, the ranks divide the work.
     """

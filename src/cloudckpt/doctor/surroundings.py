@@ -106,7 +106,7 @@ def names(route: Route) -> Finding:
         )
     addresses = sorted({str(address[0]) for *_, address in found})
     if addresses == [host]:
-        return ok(f"{what} is an address itself", values={"host": host, "addresses": 1})
+        return ok(f"{what} is an address already", values={"host": host, "addresses": 1})
     return ok(
         f"{what} is {', '.join(addresses[:4])}", values={"host": host, "addresses": len(addresses)}
     )

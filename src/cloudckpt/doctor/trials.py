@@ -246,7 +246,7 @@ class Trials:
         if rules.ends_uploads is not None:
             found.append(f"it ends uploads that nobody completes after {rules.ends_uploads} days")
         elif not rules.unread:
-            found.append("it ends no uploads that nobody completes")
+            found.append("no rule ends uploads that nobody completes")
             advice.append("set a rule that ends them after a week, or run `cloudckpt sweep`")
         days: Values = {"ends_uploads_after_days": rules.ends_uploads}
         verdict = warning if advice else ok

@@ -40,7 +40,7 @@ from cloudckpt.hf.layout import (
     plan_work,
 )
 from cloudckpt.hf.sending import FileUpload, send_work
-from cloudckpt.hf.writer import bytes_of_size
+from cloudckpt.hf.writer import bytes_of_size, model_location
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.group import TaskGroup
@@ -102,6 +102,7 @@ def export_checkpoint(
         config: Options, for both sides.
 
     Raises:
+        InvalidURIError: If ``target`` is the location of a single file, or of the checkpoint.
         CheckpointNotFoundError: If there is no checkpoint, or none of its tensors is left.
         CheckpointExistsError: If there is a model and ``overwrite`` is off.
         CheckpointCorruptError: If bytes of the checkpoint are missing or damaged.
@@ -110,7 +111,7 @@ def export_checkpoint(
         CloudCheckpointError: As :func:`save`.
     """
     config = config if config is not None else Config()
-    stored, uri = CheckpointURI.parse(source), CheckpointURI.parse(target)
+    stored, uri = CheckpointURI.parse(source), model_location(target)
     if stored == uri:
         raise InvalidURIError(f"{uri} is both the checkpoint and the model to be written")
     found = _Source(stored, config, key_mapping, dtype)

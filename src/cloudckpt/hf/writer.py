@@ -48,7 +48,7 @@ from cloudckpt.transfer.retry import open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["SafetensorsWriter", "bytes_of_size"]
+__all__ = ["SafetensorsWriter", "bytes_of_size", "model_location"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -71,6 +71,21 @@ def bytes_of_size(size: int | str) -> int:
     found = whole_number(size)
     if found is None or found < 1:
         raise ConfigError(f"max_shard_size={size!r}: at least 1 byte is needed")
+    return found
+
+
+def model_location(uri: URILike) -> CheckpointURI:
+    """Where a model is to be written.
+
+    Raises:
+        InvalidURIError: If it is not a valid location, or that of a single file.
+    """
+    found = CheckpointURI.parse(uri)
+    if found.prefix.endswith(SUFFIX):
+        raise InvalidURIError(
+            f"{found} is named like a file, and a model is written to a folder, which may get "
+            "several files: give the folder"
+        )
     return found
 
 
@@ -156,12 +171,7 @@ class SafetensorsWriter(OurWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Starts over, at another location if one is given."""
         if checkpoint_id:
-            uri = CheckpointURI.parse(checkpoint_id)
-            if uri.prefix.endswith(SUFFIX):
-                raise InvalidURIError(
-                    f"{uri} is a file; a model is written to a folder, which may get several"
-                )
-            self.uri = uri
+            self.uri = model_location(checkpoint_id)
         self._under_construction = None
 
     def storage_meta(self) -> None:

@@ -312,7 +312,7 @@ def fetching(
             text = f"the {whose} credentials can't be fetched for now"
             error = ConnectionLostError(text, uri=uri, cause=said(exc), certain=True)
         else:
-            text = f"the {whose} credentials can't be used; renew them, or sign in again"
+            text = f"the {whose} credentials can't be used; correct or renew them"
             error = CredentialsError(text, uri=uri, cause=said(exc), certain=True)
         raise_alone(error)
 
