@@ -91,7 +91,9 @@ def open_group(
             f"the ranks {list(ranks)} did not all make a group for their saves within "
             f"{patience:g} s. Check whether one has ended. All of them must make this call, and "
             "if they are not all ranks of the job, each must have made the same number of "
-            "groups before",
+            "groups before. If torchrun has restarted them, its store may still have the "
+            "addresses of those before: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with "
+            "--standalone or --rdzv-backend c10d",
             cause=exc,
         ) from exc
     with _lock:
