@@ -88,6 +88,27 @@ def test_a_conversion_is_said_once_with_what_to_write_instead(tmp_path, caplog):
     assert "model.to(torch.float32)" in line
 
 
+@pytest.mark.parametrize("is_fresh", [True, False])
+@pytest.mark.parametrize("names", ["model and optimizer", "optimizer", "none"])
+def test_an_optimizer_that_has_no_place_for_its_state_is_told_of(tmp_path, caplog, is_fresh, names):
+    def training(steps: int):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+        if names == "none":
+            return optimizer.state_dict()
+        alone = {"optimizer": optimizer}
+        return alone if names == "optimizer" else {"model": model, **alone}
+
+    cloudckpt.save(training(1), checkpoint_id=tmp_path)
+    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+        cloudckpt.load(training(0 if is_fresh else 1), checkpoint_id=tmp_path)
+    told = [one.getMessage() for one in caplog.records if one.name == "cloudckpt"]
+    assert ["get_state_dict(model, optimizer)" in text for text in told] == [True] * is_fresh
+
+
 def test_a_tensor_whose_place_another_value_takes_is_named(tmp_path, caplog):
     cloudckpt.save({"step": 5, "w": torch.ones(3)}, checkpoint_id=tmp_path)
     state = {"step": torch.zeros(()), "w": torch.zeros(3)}

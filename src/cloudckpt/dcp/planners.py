@@ -30,7 +30,13 @@ from cloudckpt.checkpoint.torch_private import (
     flatten_state_dict,
     traverse_state_dict,
 )
-from cloudckpt.dcp.load_plan import check_types, plan_reads, saved_types, tell_replaced
+from cloudckpt.dcp.load_plan import (
+    check_types,
+    plan_reads,
+    saved_types,
+    tell_fresh_optimizers,
+    tell_replaced,
+)
 from cloudckpt.errors import MissingKeyError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.gc_pause import paused_gc
 
@@ -264,6 +270,7 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         check_types(self.state_dict, dtype_of, self._uri, logs=self.is_coordinator)
         if self.is_coordinator:
             tell_replaced(self.state_dict, self.metadata, self._uri)
+            tell_fresh_optimizers(self.state_dict, self.metadata, self._uri)
         return plan
 
     def _explain(self, exc: Exception) -> None:
