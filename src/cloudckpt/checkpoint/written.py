@@ -11,14 +11,12 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from cloudckpt.checkpoint.columns import (
-    Inflating,
     column_of,
     deflated,
+    inflated,
     numbers_in,
-    packed_column,
     raw_bytes,
     unfilled,
-    unpack_column,
 )
 from cloudckpt.checkpoint.objects import WrittenObject, pack_objects, unpack_objects
 from cloudckpt.checkpoint.structure import Structure
@@ -99,16 +97,15 @@ class Extents:
 
     def __reduce__(self) -> tuple[object, ...]:
         # a pickled tensor takes a thousand bytes
-        columns = self.all_columns
-        packed = b"".join(map(packed_column, columns))
-        return _extents, (len(columns), len(self), len(packed), deflated(packed))
+        packed = self.pack()
+        return _extents, (deflated(packed), len(packed), len(self.all_columns))
 
     def pack(self) -> bytes:
         """All columns, one after the other, as little-endian 64-bit integers."""
         return b"".join(map(raw_bytes, self.all_columns))
 
     @classmethod
-    def unpack(cls, packed: bytes, columns: int) -> Extents:
+    def unpack(cls, packed: bytes | bytearray, columns: int) -> Extents:
         """The reverse of :meth:`pack`; ``columns`` is how many there are."""
         numbers = numbers_in(bytearray(packed), torch.int64, len(packed) // 8)
         return cls(*numbers.view(columns, -1).unbind(0))
@@ -162,11 +159,8 @@ class Written:
         return _written, (self.uri, packed, *rest)
 
 
-def _extents(columns: int, count: int, size: int, packed: bytes) -> Extents:
-    found, data = unfilled(columns, count), Inflating(memoryview(packed), size)
-    for column in found.unbind(0):
-        unpack_column(data, column)
-    return Extents(*found.unbind(0))
+def _extents(packed: bytes, size: int, columns: int) -> Extents:
+    return Extents.unpack(inflated(memoryview(packed), size), columns)
 
 
 def _written(uri: str, packed: tuple[bytes, tuple[str, ...]], *fields: object) -> Written:
