@@ -192,7 +192,7 @@ class AsyncSaver:
         with self._lock:
             if self._closed:
                 raise ClosedError("the saver was closed")
-            self._under_way = [save for save in self._under_way if not save.written.done()]
+            self._under_way = self._unfinished
         if self._knows_no_ranks and _has_ranks():
             raise ConfigError(
                 "this saver was made before torch.distributed was initialized, and would save this "
@@ -257,7 +257,7 @@ class AsyncSaver:
             and self._options.outlive > 0
             and save.copy is not None
             and flags_of(save.planner) is not None  # other planners may take long
-            and [one for one in self._under_way if not one.written.done()] == [save]
+            and self._unfinished == [save]
         )
 
     def _submit(self, save: Save) -> BaseException | None:
@@ -332,7 +332,7 @@ class AsyncSaver:
             return self._meeting.hold(self._with_failure(status))
         deadline, process = self._deadline(), self._process
         while True:
-            before = [save for save in self._under_way if not save.written.done()]
+            before = self._unfinished
             said = self._with_failure(status)
             if before and said.failure is None and time.monotonic() > deadline:
                 said = replace(said, failure=self._late(before[0]))
@@ -444,7 +444,7 @@ class AsyncSaver:
         try:
             return self._own_stager.begin(state, self._options.patience)
         except StagingMemoryError:
-            others = [save for save in self._under_way if not save.written.done()]
+            others = self._unfinished
             if self._policy != "replace" or not others:
                 raise
         # no memory for a second copy: act as if only one were allowed
@@ -558,9 +558,13 @@ class AsyncSaver:
                 self._on_failure([failed.number], error)
 
     @property
+    def _unfinished(self) -> list[Save]:
+        return [save for save in self._under_way if not save.written.done()]
+
+    @property
     def is_idle(self) -> bool:
         """Whether no save is under way."""
-        return all(save.written.done() for save in self._under_way)
+        return not self._unfinished
 
     @property
     def belongs_here(self) -> bool:

@@ -154,22 +154,22 @@ def _taken_over(
         SaveProcessError: If this process can't map it.
     """
     try:
-        received = receive_descriptors(end, len(list(filter(None, sizes))))
+        received = receive_descriptors(end, sum(map(bool, sizes)))
     except (EOFError, OSError):
         return None
     with contextlib.ExitStack() as closed:
         for fd in received:
             closed.callback(os.close, fd)
         descriptors = iter(received)
-        return [held.enter_context(_mapped(next(descriptors) if n else -1, n)) for n in sizes]
+        return [
+            held.enter_context(_mapped(next(descriptors), size)) if size else memoryview(b"")
+            for size in sizes
+        ]
 
 
 @contextlib.contextmanager
 def _mapped(fd: int, size: int) -> Iterator[memoryview]:
-    """The first bytes of a file in memory; ``fd`` is not used if there are none."""
-    if not size:
-        yield memoryview(b"")
-        return
+    """The first bytes of a file in memory."""
     try:
         mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as exc:
