@@ -51,23 +51,20 @@ class Aftermath:
         if then == "copied" or (then == "copied by other tools" and not is_shared):
             by_others = then != "copied"
             self.is_littered = by_others  # what is kept for others is copied, too
-            target = self._beside(f"{'raw' if by_others else 'copy'}-{self._step}")
-            copy = self._copied_by_others if by_others else self._copied
-            return {target: held[place]}, lambda: copy(place, target)
+            target = self._root.at(f"{'raw' if by_others else 'copy'}-{self._step}")
+            if by_others:
+                return {target: held[place]}, lambda: place.copy_to(target)
+            return {target: held[place]}, lambda: cloudckpt.copy(
+                place.uri, target.uri, config=config
+            )
         if then in ("run copied", "run copied by others"):
             goal = dataclasses.replace(self._root, uri=f"{self._root.uri}-{self._step}")
             self.root, by_others = goal.uri, then != "run copied"
             there = {self._moved(one, goal): each for one, each in held.items()}
             if by_others:
-                return there, lambda: self._copied_by_others(self._root, goal)
+                return there, lambda: self._root.copy_to(goal)
             return there, lambda: self._runs_copied(goal)
         return {}, lambda: None
-
-    def _beside(self, name: str) -> Place:
-        """In the folder of what was saved; a run of steps keeps no others."""
-        if _is_step(self._place):
-            return self._root.at(name)
-        return dataclasses.replace(self._place, uri=f"{_run_of(self._place)}/{name}")
 
     def _moved(self, one: Place, goal: Place) -> Place:
         return dataclasses.replace(one, uri=goal.uri + one.uri.removeprefix(self._root.uri))
@@ -79,12 +76,6 @@ class Aftermath:
     def _sweep(self) -> None:
         for run in self._runs:
             cloudckpt.sweep(run, older_than=0.0, config=self._root.config)
-
-    def _copied(self, source: Place, target: Place) -> None:
-        cloudckpt.copy(source.uri, target.uri, config=source.config)
-
-    def _copied_by_others(self, source: Place, target: Place) -> None:
-        source.copy_to(target)
 
     def _runs_copied(self, goal: Place) -> None:
         for run in self._runs:

@@ -115,7 +115,6 @@ class Targets:
         self._planner = planner
         self._by_fqn: dict[str, list[_Target]] = {}
         shapes = {tensor.fqn: tensor.shape for tensor in tensors}
-        found: dict[str, torch.Tensor] = {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 continue
@@ -126,7 +125,7 @@ class Targets:
             target = _Target(item, settled(planner.resolve_tensor(item)).detach(), offsets)
             self._check(fqn, shapes[fqn], target, uri)
             self._by_fqn.setdefault(fqn, []).append(target)
-            found[fqn] = target.tensor
+        found = {fqn: targets[0].tensor for fqn, targets in self._by_fqn.items()}
         check_types(found, {one.fqn: one.dtype for one in tensors}.get, uri, logs=logs)
 
     def _check(self, fqn: str, stored: tuple[int, ...], target: _Target, uri: str) -> None:
