@@ -87,18 +87,18 @@ def _wanted(found: "Kind", target: str, to: Optional[To]) -> "Kind":  # noqa: UP
     Raises:
         typer.BadParameter: If nobody can tell.
     """
-    if found == "torch" and to is To.torch:
-        raise typer.BadParameter("SOURCE is a file of torch.save already: copy it")
+    suffix = PurePosixPath(target).suffix.lower()
+    if found == "torch":
+        if to is To.torch:
+            raise typer.BadParameter("SOURCE is a file of torch.save already: copy it")
+        if to is None and suffix == ".safetensors":
+            raise typer.BadParameter(
+                "a file of torch.save becomes a checkpoint; for a model, then export that "
+                "(cloudckpt export), or give --to dcp"
+            )
+        return "dcp"
     if to is not None:
         return to.value
-    suffix = PurePosixPath(target).suffix.lower()
-    if found == "torch" and suffix == ".safetensors":
-        raise typer.BadParameter(
-            "a file of torch.save becomes a checkpoint; for a model, then export that (cloudckpt "
-            "export), or give --to dcp"
-        )
-    if found == "torch":
-        return "dcp"
     if suffix in _FILES:
         return "torch"
     if suffix:

@@ -129,9 +129,9 @@ def cp(
             if 0 < copied.by_store < copied.nbytes:
                 way = f"{as_size(copied.by_store)} by the store itself, the rest streamed"
             checkpoints = "checkpoint" if copied.checkpoints == 1 else "checkpoints"
-            what = f" ({copied.objects} objects, {as_size(copied.nbytes)}, {way})"
-            if not copied.checkpoints:
-                what = ""
+            what = ""
+            if copied.checkpoints:
+                what = f" ({copied.objects} objects, {as_size(copied.nbytes)}, {way})"
             print(f"{safe(target)}: copied {copied.checkpoints} {checkpoints}{what}{there}")
 
 
