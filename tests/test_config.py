@@ -45,6 +45,20 @@ def test_a_variable_is_named_with_what_to_write_there(monkeypatch):
         Config()
 
 
+def test_a_misspelt_variable_is_named_once_with_what_was_meant(monkeypatch, caplog):
+    monkeypatch.setenv("CLOUDCKPT_PARTSIZE", "64MiB")
+    monkeypatch.setenv("CLOUDCKPT_S3_REGION_OF_NOWHERE_AT_ALL", "x")
+    monkeypatch.setenv("CLOUDCKPT_TEST_S3_URI", "s3://bucket")
+    monkeypatch.setenv("CLOUDCKPT_VERIFY", "1")
+    Config()
+    Config()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2, told
+    assert "CLOUDCKPT_PARTSIZE is no option" in told[0]
+    assert "did you mean CLOUDCKPT_PART_SIZE?" in told[0]
+    assert "NOWHERE_AT_ALL is no option" in told[1]
+
+
 def test_the_defaults_suit_each_other():
     config = Config()
     assert config.retry == RetryPolicy()

@@ -67,7 +67,7 @@ def test_it_is_a_module_too():
         timeout=250,
         check=False,
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "nonsense" in ended.stderr
     assert "Traceback" not in ended.stderr
 

@@ -16,6 +16,18 @@ from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.memory import MemoryStore
 
 
+@pytest.mark.parametrize("name", ["run", "misspelt"])
+def test_ls_of_nothing_says_so(cli, capsys, tmp_path, name):
+    (tmp_path / "run").mkdir()
+    assert cli("ls", str(tmp_path / name)) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "there are no checkpoints in" in err
+    assert name in err
+    assert cli("ls", str(tmp_path / name), "--json") == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
 def test_ls_shows_steps_and_which_are_torn(cli, capsys, run):
     assert cli("ls", str(run)) == 0
     assert [(row[0], row[1], row[4].rpartition("/")[2]) for row in rows(capsys)] == [
@@ -224,7 +236,7 @@ def test_latest_of_a_thousand_takes_three_requests(cli, capsys, long_run):
 
 
 def test_no_option_deletes_all_checkpoints_of_a_run(cli, capsys, run):
-    assert cli("prune", str(run), "--max-to-keep", "0", "--yes") == 1
+    assert cli("prune", str(run), "--max-to-keep", "0", "--yes") == 2
     assert "max_to_keep=0" in capsys.readouterr().err
 
 

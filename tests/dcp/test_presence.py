@@ -159,6 +159,12 @@ def test_what_lies_beside_is_not_beneath(place):
     assert "interrupted" in not_found(place.at("step-1"))
 
 
+def test_a_file_is_told_from_nothing(place):
+    uri = CheckpointURI.parse(place.uri)
+    open_store(uri, place.config).put(uri.key("model.pt"), [memoryview(b"of torch.save")], checksum=0)
+    assert "It is a file; if torch.save" in not_found(place.at("model.pt"))
+
+
 def test_a_long_listing_is_not_read_to_its_end(local, monkeypatch):
     monkeypatch.setattr(objects, "_MOST_KEYS", 5)
     for step in range(10):

@@ -7,7 +7,7 @@ import pytest
 
 from cloudckpt.checksum import CRC32C
 from cloudckpt.config import Config, S3Options
-from cloudckpt.errors import ConnectionLostError, CredentialsError, StoreError
+from cloudckpt.errors import ConnectionLostError, CredentialsError, StoreError, TransientStoreError
 from cloudckpt.stores import azure_errors, gcs_errors, s3_errors
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3_access import BucketAccess
@@ -108,6 +108,21 @@ def test_what_a_gateway_may_have_said_or_has_begun_is_not_certain(read, status, 
     error = read(status, headers, body, "PUT", "x://bucket/key")
     assert not error.certain
     assert not pickle.loads(pickle.dumps(error)).certain
+
+
+@pytest.mark.parametrize("read", [S3, GCS, AZURE])
+@pytest.mark.parametrize("status", [408, 421, 425, 499, 500, 502, 504])
+def test_what_a_gateway_says_of_its_own_troubles_is_tried_again(read, status):
+    error = read(status, {}, HTML, "PUT", "s3://bucket/key")
+    assert isinstance(error, TransientStoreError)
+    assert not error.certain
+
+
+@pytest.mark.parametrize("read", [S3, GCS, AZURE])
+def test_a_proxy_that_asks_for_a_password_is_named(read):
+    error = read(407, {}, HTML, "PUT", "s3://bucket/key")
+    assert not isinstance(error, TransientStoreError)
+    assert "a proxy on the way asks for a user" in str(error)
 
 
 def test_an_error_is_not_certain_unless_it_says_so():

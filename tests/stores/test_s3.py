@@ -1136,6 +1136,26 @@ def test_a_listing_is_known_by_its_root_wherever_that_is(store, server, head):
     assert list(store.list("run/")) == []
 
 
+@pytest.mark.parametrize(
+    ("verb", "root", "entry"),
+    [
+        ("list", "ListBucketResult", "<Contents><Key>run/a</Key></Contents>"),
+        ("list", "ListBucketResult", "<Contents><Size>1</Size></Contents>"),
+        ("list", "ListBucketResult", "<Contents><Key>run/a</Key><Size>many</Size></Contents>"),
+        ("list_level", "ListBucketResult", "<CommonPrefixes></CommonPrefixes>"),
+        ("list_uploads", "ListMultipartUploadsResult", "<Upload><Key>run/a</Key></Upload>"),
+        ("list_uploads", "ListMultipartUploadsResult", "<Upload><UploadId>1</UploadId></Upload>"),
+    ],
+)
+def test_an_entry_of_a_listing_that_lacks_a_field_is_an_unreadable_answer(
+    store, server, verb, root, entry
+):
+    server.answer(body=f"<{root}><IsTruncated>false</IsTruncated>{entry}</{root}>".encode())
+    with pytest.raises(ServerError, match="not what it should be") as caught:
+        list(getattr(store, verb)("run/"))
+    assert caught.value.uri == "s3://bucket/run/"
+
+
 @pytest.mark.parametrize("token", ["", "<NextContinuationToken/>"])
 def test_a_listing_that_goes_on_nowhere_is_ended(store, server, token):
     page = f"<ListBucketResult><IsTruncated>true</IsTruncated>{token}</ListBucketResult>"

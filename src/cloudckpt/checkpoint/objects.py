@@ -294,9 +294,10 @@ def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bo
 
 
 def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
-    """Lists the checkpoints beneath a location, for the message of another error.
+    """Says what is at a location where no checkpoint is, for the message of another error.
 
-    Empty if a short listing shows none, or if it fails; it is not retried.
+    These are the checkpoints beneath it, or a file. Empty if a short listing shows none, or if it
+    fails; it is not retried.
     """
     found: set[str] = set()
     seen, top = 0, uri.key("")
@@ -306,6 +307,12 @@ def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
             folder, _, name = listed.key.rpartition("/")
             if name == METADATA and len(folder) >= len(top):
                 found.add(store.uri(folder))
+        if not seen and uri.prefix:
+            store.head(uri.prefix)
+            return (
+                "It is a file; if torch.save has written it, 'cloudckpt convert' makes a "
+                "checkpoint of it"
+            )
     except CloudCheckpointError:
         return ""
     if not found:

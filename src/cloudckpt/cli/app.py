@@ -26,9 +26,16 @@ from rich.progress import (
 )
 
 from cloudckpt._version import __version__
-from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CloudCheckpointError,
+    ConfigError,
+    InvalidURIError,
+)
 
-FAILED, NOTHING_THERE, DAMAGED, DIFFERENT = 1, 3, 4, 5  # 2 and 130 are typer's: arguments, Ctrl-C
+FAILED, WRONG, NOTHING_THERE, DAMAGED, DIFFERENT = 1, 2, 3, 4, 5
+"""Exit codes; `WRONG` is also typer's for wrong arguments, and 130 is its for Ctrl-C."""
 
 _BETWEEN_LINES = 10.0  # seconds between two lines about progress
 
@@ -36,8 +43,8 @@ app = typer.Typer(
     name="cloudckpt",
     help="Look at checkpoints in object stores, verify, compare, copy and delete them. Options "
     "come from the environment, as everywhere in cloudckpt. The exit code is 0, or 1 for a "
-    "failure, 2 for wrong arguments, 3 if there is no checkpoint, 4 if one is damaged, 5 if two "
-    "differ, 130 after Ctrl-C.",
+    "failure, 2 for wrong arguments or options, 3 if there is no checkpoint, 4 if one is damaged, "
+    "5 if two differ, 130 after Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -85,9 +92,13 @@ def say(error: object) -> None:
 
 def code_of(error: CloudCheckpointError) -> int:
     """The exit code of a command that has failed."""
-    if isinstance(error, CheckpointCorruptError):
-        return DAMAGED
-    return NOTHING_THERE if isinstance(error, CheckpointNotFoundError) else FAILED
+    codes = {
+        CheckpointCorruptError: DAMAGED,
+        CheckpointNotFoundError: NOTHING_THERE,
+        ConfigError: WRONG,
+        InvalidURIError: WRONG,
+    }
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), FAILED)
 
 
 def _show_version(wanted: bool) -> None:

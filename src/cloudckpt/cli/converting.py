@@ -5,7 +5,7 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import PurePosixPath
@@ -15,7 +15,7 @@ import typer
 from rich.filesize import decimal as as_size
 
 from cloudckpt import events
-from cloudckpt.cli.app import Json, Quiet, app, print_json
+from cloudckpt.cli.app import Json, Quiet, app, print_json, safe
 from cloudckpt.config import Config
 
 if TYPE_CHECKING:
@@ -159,9 +159,9 @@ def export(
         print_json({"checkpoint": checkpoint, "target": target, **dataclasses.asdict(done)})
     elif not quiet:
         print(
-            f"{checkpoint} is now the model {target}: {len(done.files)} files of "
-            f"{as_size(done.nbytes)}, of which {as_size(done.moved)} went through here"
-            + (f"; {len(done.left_out)} names were left out" if done.left_out else "")
+            f"{checkpoint} is now the model {target}: {as_size(done.nbytes)} in "
+            f"{len(done.files)} {'file' if len(done.files) == 1 else 'files'}, of which "
+            f"{as_size(done.moved)} went through here" + _left_out(done.left_out)
         )
 
 
@@ -192,6 +192,13 @@ def import_(
         print_json({"source": source, "checkpoint": checkpoint, "tensors": count})
     elif not quiet:
         print(f"{source} is now the checkpoint {checkpoint}, of {count} tensors")
+
+
+def _left_out(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"; left out: {', '.join(map(safe, names[:3]))}{more}"
 
 
 @contextmanager

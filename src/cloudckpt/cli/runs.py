@@ -25,6 +25,7 @@ from cloudckpt.cli.app import (
     print_json,
     print_rows,
     safe,
+    say,
 )
 from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from cloudckpt.runs.steps import DEFAULT_PATTERN
@@ -73,6 +74,8 @@ def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -
     columns = ["step", "state", "size", *(["shared"] if shared else []), "age", "checkpoint"]
     right = {0, *range(2, len(columns) - 1)}
     print_rows(columns, rows, right=right, styles={"torn": "yellow", "pending": "yellow"})
+    if not found:
+        say(f"there are no checkpoints in {run} whose names are like {step_name!r}")
 
 
 def _state(one: cloudckpt.runs.CheckpointSummary) -> str:

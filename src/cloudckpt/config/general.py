@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 from dataclasses import dataclass, field
+from functools import cache
 from typing import ClassVar, Literal
 
 from cloudckpt.config.clouds import AzureOptions, GCSOptions, S3Options
-from cloudckpt.config.options import GIB, MIB, Bytes, Options, Switch, option, require, timeout
+from cloudckpt.config.options import (
+    GIB,
+    MIB,
+    Bytes,
+    Options,
+    Switch,
+    documented_options,
+    option,
+    require,
+    timeout,
+)
 
 __all__ = ["MOST_ON_A_MACHINE", "BackgroundOptions", "Config", "RetryPolicy"]
 
@@ -16,6 +29,8 @@ MOST_ON_A_MACHINE = 64
 to S3 they fill 45 Gb/s."""
 
 _SMALL_REQUESTS = 16
+
+logger = logging.getLogger("cloudckpt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +144,11 @@ class Config(Options):
     azure: AzureOptions = field(default_factory=AzureOptions)
     background: BackgroundOptions = field(default_factory=BackgroundOptions)
 
+    def _check(self) -> None:
+        given = {name for name in os.environ if name.startswith(Config.variables)}
+        if strangers := given - _variables():
+            _tell(frozenset(strangers))
+
     @property
     def most_connections(self) -> int:
         """How many connections a transfer of this rank may open."""
@@ -149,3 +169,23 @@ def _ranks_here() -> int:
         if text.isdigit() and int(text):
             return int(text)
     return 1
+
+
+@cache
+def _variables() -> frozenset[str]:
+    """The names of all variables that options come from."""
+    classes = Config, RetryPolicy, S3Options, GCSOptions, AzureOptions, BackgroundOptions
+    return frozenset(variable for cls in classes for _, variable, _, _ in documented_options(cls))
+
+
+@cache
+def _tell(strangers: frozenset[str]) -> None:
+    """Warns, once in a process, of variables that no option comes from; misspelt, as a rule."""
+    for name in sorted(strangers):
+        if not name.startswith("CLOUDCKPT_TEST_"):  # which say where tests find a store
+            near = difflib.get_close_matches(name, _variables(), n=1)
+            logger.warning(
+                "the environment variable %s is no option of cloudckpt, and has no effect%s",
+                name,
+                f"; did you mean {near[0]}?" if near else "",
+            )

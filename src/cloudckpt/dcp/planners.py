@@ -230,11 +230,13 @@ class CloudLoadPlanner(KeepingKeysPlanner):
 
     Args:
         uri: The checkpoint, for messages.
+        tells: Whether what may not be meant is logged, such as converted tensors.
     """
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, *, tells: bool = True) -> None:
         super().__init__()
         self._uri = uri
+        self._tells = tells
 
     @classmethod
     def like(cls, planner: DefaultLoadPlanner, uri: str) -> CloudLoadPlanner:
@@ -267,8 +269,9 @@ class CloudLoadPlanner(KeepingKeysPlanner):
             self._explain(exc)
             raise
         dtype_of = saved_types(self.metadata)
-        check_types(self.state_dict, dtype_of, self._uri, logs=self.is_coordinator)
-        if self.is_coordinator:
+        logs = self._tells and self.is_coordinator
+        check_types(self.state_dict, dtype_of, self._uri, logs=logs)
+        if logs:
             tell_replaced(self.state_dict, self.metadata, self._uri)
             tell_fresh_optimizers(self.state_dict, self.metadata, self._uri)
         return plan

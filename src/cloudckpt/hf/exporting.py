@@ -233,7 +233,7 @@ class _Source:
             for tensor in tensors
         }
         reader = CloudStorageReader(self.uri, config=self._config)
-        planner = CloudLoadPlanner(reader.checkpoint_id)
+        planner = CloudLoadPlanner(reader.checkpoint_id, tells=False)
         load_prepared(state, lambda: ToLoad(reader, planner), no_dist=True)
         return {tensor.name: state[self.names[tensor.name]] for tensor in tensors}
 

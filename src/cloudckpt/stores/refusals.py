@@ -56,15 +56,20 @@ _BY_STATUS: Mapping[int, type[StoreError]] = {
     401: CredentialsError,
     403: AccessDeniedError,
     404: ObjectNotFoundError,
+    407: InvalidRequestError,
     408: ServerError,
     409: ServerError,  # another operation on the same object is under way
     412: PreconditionFailedError,
     416: RangeNotSatisfiableError,
+    421: ServerError,  # of a connection that leads to another host
+    425: ServerError,  # sent too early within a connection
     429: ThrottledError,
+    499: ServerError,  # a gateway for which this side has gone away
     501: InvalidRequestError,
     503: ThrottledError,
     507: StorageFullError,
 }
+_OF_A_PROXY = "a proxy on the way asks for a user and a password; write them into its URL"
 
 
 def by_code(table: Mapping[type[StoreError], Mapping[str, str]]) -> dict[str, Meaning]:
@@ -88,7 +93,7 @@ def by_code(table: Mapping[type[StoreError], Mapping[str, str]]) -> dict[str, Me
 def by_status(status: int) -> Meaning:
     """What an HTTP status says where the store's own code says nothing."""
     kind = _BY_STATUS.get(status, ServerError if status >= 500 else InvalidRequestError)
-    return kind, _TEXTS[kind]
+    return kind, _OF_A_PROXY if status == 407 else _TEXTS[kind]
 
 
 def refusal(
@@ -161,7 +166,7 @@ def _is_certain(code: str, status: int, known: Meaning | None) -> bool:
         return False
     if known is not None and known[0] is not ServerError:
         return True
-    return 300 <= status < 500
+    return 300 <= status < 499
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

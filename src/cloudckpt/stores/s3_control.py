@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote_plus
 
@@ -29,6 +29,9 @@ _LISTINGS = {
     "ListMultipartUploads": "ListMultipartUploadsResult",
 }
 """The roots of answers that botocore takes for empty if they are no such answers."""
+
+_Page = tuple[list[ObjectInfo], list[str]]
+"""The objects and the names of folders that a page of a listing has."""
 
 
 class Control:
@@ -75,10 +78,10 @@ class Control:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """The objects whose key begins with ``prefix``, in order; page by page, if possible."""
         if self._any_prefix:
-            for page in self._pages(prefix):
-                yield from objects_in(page)
+            for objects, _ in self._pages(prefix):
+                yield from objects
             return
-        found = [info for page in self._pages(_folder_of(prefix)) for info in objects_in(page)]
+        found = [info for objects, _ in self._pages(_folder_of(prefix)) for info in objects]
         yield from sorted(
             (info for info in found if info.key.startswith(prefix)), key=lambda info: info.key
         )
@@ -87,26 +90,27 @@ class Control:
         """The objects and the folders directly beneath ``prefix``; page by page, if possible."""
         pages = self._pages(prefix, Delimiter="/")
         if self._any_prefix:
-            for page in pages:
-                yield from objects_in(page)
-                yield from folders_in(page, prefix)
+            for objects, folders in pages:
+                yield from objects
+                yield from folders
             return
-        objects, folders = list[ObjectInfo](), set[str]()
-        for page in pages:
-            objects += objects_in(page)
-            folders.update(folders_in(page, prefix))
-        yield from sorted(objects, key=lambda info: info.key)
-        yield from sorted(folders)
+        all_objects, all_folders = list[ObjectInfo](), set[str]()
+        for objects, folders in pages:
+            all_objects += objects
+            all_folders.update(folders)
+        yield from sorted(all_objects, key=lambda info: info.key)
+        yield from sorted(all_folders)
 
-    def _pages(self, prefix: str, **wanted: str) -> Iterator[dict[str, Any]]:
-        def ask(marks: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...] | None]:
+    def _pages(self, prefix: str, **wanted: str) -> Iterator[_Page]:
+        def ask(marks: tuple[str, ...]) -> tuple[_Page, tuple[str, ...] | None]:
             more = {"ContinuationToken": marks[0]} if marks else {}
             with self._calls.about(prefix):
-                page: dict[str, Any] = self._client.list_objects_v2(
+                page = self._client.list_objects_v2(
                     Bucket=self._access.bucket, Prefix=prefix, **wanted, **more
                 )
+                found = objects_in(page), folders_in(page, prefix)
             follows = page.get("IsTruncated", False)
-            return page, (page.get("NextContinuationToken", ""),) if follows else None
+            return found, (page.get("NextContinuationToken", ""),) if follows else None
 
         return all_pages(self._store.uri(prefix), ask)
 
@@ -114,25 +118,23 @@ class Control:
         """The uploads under ``prefix`` that are open, page by page."""
         asked = prefix if self._any_prefix else _folder_of(prefix)
 
-        def ask(marks: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...] | None]:
+        def ask(marks: tuple[str, ...]) -> tuple[Sequence[Upload], tuple[str, ...] | None]:
             named = zip(("KeyMarker", "UploadIdMarker"), marks, strict=False)
             # directory buckets have no markers by uploads
             more = {name: mark for name, mark in named if mark or self._any_prefix}
             with self._calls.about(prefix):
-                page: dict[str, Any] = self._client.list_multipart_uploads(
+                page = self._client.list_multipart_uploads(
                     Bucket=self._access.bucket, Prefix=asked, EncodingType="url", **more
                 )
+                found = _uploads_in(page)
             following = (
                 _key(page, page.get("NextKeyMarker", "")),
                 page.get("NextUploadIdMarker", ""),
             )
-            return page, following if page.get("IsTruncated") else None
+            return found, following if page.get("IsTruncated") else None
 
-        for page in all_pages(self._store.uri(prefix), ask):
-            for entry in page.get("Uploads", ()):
-                key, began = _key(page, entry["Key"]), iso_date(entry.get("Initiated", ""))
-                if key.startswith(prefix):
-                    yield Upload(key, entry["UploadId"], 0, began)
+        for uploads in all_pages(self._store.uri(prefix), ask):
+            yield from (upload for upload in uploads if upload.key.startswith(prefix))
 
     def delete(self, key: str, tag: str | None) -> None:
         """Removes an object; on the condition that it has an ETag, if one is given."""
@@ -261,17 +263,32 @@ def _key(page: Mapping[str, Any], key: str) -> str:
     return unquote_plus(key) if page.get("EncodingType") == "url" else key
 
 
-def objects_in(page: Mapping[str, Any]) -> Iterator[ObjectInfo]:
-    """The objects that a page of a listing names."""
-    for entry in page.get("Contents", ()):
-        tag, modified = entry.get("ETag", ""), iso_date(entry.get("LastModified", ""))
-        yield ObjectInfo(entry["Key"], entry["Size"], tag, modified=modified)
+def objects_in(page: Mapping[str, Any]) -> list[ObjectInfo]:
+    """The objects that a page of a listing names; KeyError if it does not say what they are."""
+    return [
+        ObjectInfo(
+            entry["Key"],
+            entry["Size"],
+            entry.get("ETag", ""),
+            modified=iso_date(entry.get("LastModified", "")),
+        )
+        for entry in page.get("Contents", ())
+    ]
 
 
-def folders_in(page: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """The names beneath a prefix that a page of a listing has."""
-    for folder in page.get("CommonPrefixes", ()):
-        yield folder["Prefix"].removeprefix(prefix).rstrip("/")
+def folders_in(page: Mapping[str, Any], prefix: str) -> list[str]:
+    """The names beneath a prefix that a page of a listing has; KeyError as `objects_in`."""
+    return [
+        folder["Prefix"].removeprefix(prefix).rstrip("/")
+        for folder in page.get("CommonPrefixes", ())
+    ]
+
+
+def _uploads_in(page: Mapping[str, Any]) -> list[Upload]:
+    return [
+        Upload(_key(page, entry["Key"]), entry["UploadId"], 0, iso_date(entry.get("Initiated", "")))
+        for entry in page.get("Uploads", ())
+    ]
 
 
 def _source(source: BucketAccess, found: ObjectInfo) -> dict[str, Any]:
