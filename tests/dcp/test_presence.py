@@ -161,7 +161,9 @@ def test_what_lies_beside_is_not_beneath(place):
 
 def test_a_file_is_told_from_nothing(place):
     uri = CheckpointURI.parse(place.uri)
-    open_store(uri, place.config).put(uri.key("model.pt"), [memoryview(b"of torch.save")], checksum=0)
+    open_store(uri, place.config).put(
+        uri.key("model.pt"), [memoryview(b"of torch.save")], checksum=0
+    )
     assert "It is a file; if torch.save" in not_found(place.at("model.pt"))
 
 
