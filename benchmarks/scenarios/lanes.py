@@ -38,7 +38,7 @@ def measure(bench: Bench) -> list[Row]:
     ``"auto"`` that is judged, which begins with what the first has found. That first one stands
     beside it.
     """
-    spec = mixed(bench.sized(512 * MIB, 256 * MIB))
+    spec = mixed(256 * MIB)
     links = LINKS[:1] if bench.quick else LINKS
     rows: list[Row] = []
     for name in bench.taking_part(OURS, PEER):
