@@ -23,7 +23,7 @@ from cloudckpt.background.async_save import close_async_savers
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.background.stager import Stager
-from cloudckpt.config import Config
+from cloudckpt.config import Config, chosen
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.planners import (
     CloudLoadPlanner,
@@ -82,13 +82,14 @@ def checked(given: object) -> CheckpointerConfig:
     """The configuration of a checkpointer.
 
     Raises:
-        ConfigError: If it is something else.
+        ConfigError: If it is something else, or if its options are.
     """
     if not isinstance(given, CheckpointerConfig):
         raise ConfigError(
             f"a CheckpointerConfig is needed here, not a {type(given).__name__}: write "
             "CheckpointerConfig(config=...)"
         )
+    chosen(given.config)
     return given
 
 

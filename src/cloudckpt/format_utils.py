@@ -14,7 +14,7 @@ from cloudckpt.api import ToLoad, exists, load_prepared, save
 from cloudckpt.checkpoint.metadata import add_safe_metadata_globals
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import beneath, is_committed
-from cloudckpt.config import Config
+from cloudckpt.config import Config, chosen
 from cloudckpt.dcp.planners import DynamicMetaLoadPlanner, EverythingPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
@@ -58,7 +58,7 @@ def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:
         InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
-    config = config if config is not None else Config()
+    config = chosen(config)
     location, retrier = CheckpointURI.parse(uri), Retrier(config.retry)
     store = open_store(location, config)
     if is_committed(store, location, retrier):
@@ -107,7 +107,7 @@ def dcp_to_torch_save(
         InvalidURIError: If a location can't be what it is given for.
         StoreError: If a store refuses or stays unreachable, or the disk is full.
     """
-    config = config if config is not None else Config()
+    config = chosen(config)
     file = CheckpointURI.parse(target)
     if file == CheckpointURI.parse(source):
         raise InvalidURIError(f"{file} is both the checkpoint and the file to be written")
@@ -148,7 +148,7 @@ def dcp_to_dcp(
         InvalidURIError: If a location can't be what it is given for.
         StoreError: If a store refuses or stays unreachable, or the disk is full.
     """
-    config = config if config is not None else Config()
+    config = chosen(config)
     uri, to = _both_ends(source, target, config)
     reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
     state = _content_of(reader)
@@ -214,7 +214,7 @@ def torch_save_to_dcp(
         InvalidURIError: If a location can't be what it is given for.
         StoreError: If a store refuses or stays unreachable, or the disk is full.
     """
-    config = config if config is not None else Config()
+    config = chosen(config)
     uri, location = _both_ends(source, target, config)
     state = retry_if_replaced(lambda: _load_file(uri, config, trust_pickle))
     if not isinstance(state, dict):

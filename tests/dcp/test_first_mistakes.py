@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
+from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.errors import (
     ConfigError,
     IncompleteSaveError,
@@ -17,6 +18,38 @@ from cloudckpt.errors import (
     UnsupportedTensorError,
     UnsupportedValueError,
 )
+from cloudckpt.files import save_file
+
+WITH_OPTIONS = {
+    "save": lambda place, **given: cloudckpt.save({}, checkpoint_id=place, **given),
+    "async_save": lambda place, **given: cloudckpt.async_save({}, checkpoint_id=place, **given),
+    "load": lambda place, **given: cloudckpt.load({}, checkpoint_id=place, **given),
+    "exists": cloudckpt.exists,
+    "writer": cloudckpt.CloudStorageWriter,
+    "reader": cloudckpt.CloudStorageReader,
+    "manager": cloudckpt.CheckpointManager,
+    "checkpointer": lambda _, **given: make_sync_checkpointer(CheckpointerConfig(**given)),
+    "install": lambda _, **given: cloudckpt.install(**given),
+    "latest": cloudckpt.latest,
+    "verify": cloudckpt.verify,
+    "copy": lambda place, **given: cloudckpt.copy(place, f"{place}-copy", **given),
+    "sweep": cloudckpt.sweep,
+    "hf.save": lambda place, **given: cloudckpt.hf.save({}, place, **given),
+    "save_file": lambda place, **given: save_file(str(place), b"", **given),
+}
+
+
+@pytest.mark.parametrize("config", [{}, {"connections": 4}])
+@pytest.mark.parametrize("act", WITH_OPTIONS.values(), ids=WITH_OPTIONS.keys())
+def test_a_dict_in_place_of_options_is_named(tmp_path, act, config):
+    with pytest.raises(ConfigError, match=r"config is a dict: give a cloudckpt.Config"):
+        act(tmp_path / "step-1", config=config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_function_in_place_of_a_hook_is_named_before_anything_is_sent(tmp_path):
+    with pytest.raises(ConfigError, match="derive a class from CommitHook"):
+        cloudckpt.CloudStorageWriter(tmp_path, commit_hook=print)
 
 
 @pytest.mark.parametrize("act", [cloudckpt.save, cloudckpt.load])

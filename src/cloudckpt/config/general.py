@@ -22,7 +22,7 @@ from cloudckpt.config.options import (
     timeout,
 )
 
-__all__ = ["MOST_ON_A_MACHINE", "BackgroundOptions", "Config", "RetryPolicy"]
+__all__ = ["MOST_ON_A_MACHINE", "BackgroundOptions", "Config", "RetryPolicy", "chosen"]
 
 MOST_ON_A_MACHINE = 64
 """Connections that the ranks of a machine open together by default. At the 90 MB/s of a connection
@@ -160,6 +160,19 @@ class Config(Options):
         """How many requests without much data, such as deletions, are sent at a time."""
         most = self.most_connections
         return min(_SMALL_REQUESTS, most) if self.connections == "auto" else most
+
+
+def chosen(config: Config | None) -> Config:
+    """The options that the caller has given, else those of the environment.
+
+    Raises:
+        ConfigError: If they are something else, such as a dict.
+    """
+    if config is None:
+        return Config()
+    shown = f"config is a {type(config).__name__}: give a cloudckpt.Config(...)"
+    require(isinstance(config, Config), shown)
+    return config
 
 
 def _ranks_here() -> int:

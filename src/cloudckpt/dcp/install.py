@@ -37,7 +37,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from cloudckpt.config import Config
+from cloudckpt.config import Config, chosen
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader
@@ -111,9 +111,12 @@ def install(
         more: Further changes, from packages above this one.
 
     Raises:
+        ConfigError: If the options are something else.
         InstallError: If the running torch does not look as expected; nothing is changed then.
     """
     global _chosen
+    if config is not None:
+        chosen(config)
     with _lock:
         changes = [] if _replaced else [*_changes(), *more()]
         _chosen = _Options(config, trust_pickle)
@@ -475,7 +478,7 @@ def _counterparts(kind: Any, given: Mapping[str, Any], config: Config | None) ->
             )
     if "overwrite" not in given:
         return {}
-    return {"config": dataclasses.replace(config or Config(), overwrite=bool(given["overwrite"]))}
+    return {"config": dataclasses.replace(chosen(config), overwrite=bool(given["overwrite"]))}
 
 
 def _begin_installed(options: _Options, begin: Callable[..., None], *args: Any) -> None:

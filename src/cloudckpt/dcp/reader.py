@@ -22,7 +22,7 @@ from cloudckpt.checkpoint.model_folder import KeyMapping, ModelFolder, ModelPlac
 from cloudckpt.checkpoint.objects import METADATA, PART, beneath
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.config import Config
+from cloudckpt.config import Config, chosen
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.loading import Load
 from cloudckpt.errors import (
@@ -91,7 +91,7 @@ class CloudStorageReader(OurReader):
         """
         super().__init__()
         self.uri = CheckpointURI.parse(checkpoint_id)
-        self.config = config if config is not None else Config()
+        self.config = chosen(config)
         self.trust_pickle = trust_pickle
         self.key_mapping = key_mapping
         self.reset()

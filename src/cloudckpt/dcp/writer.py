@@ -29,7 +29,7 @@ from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned
 from cloudckpt.checkpoint.written import Written
 from cloudckpt.checksum import ChecksumAlgorithm
-from cloudckpt.config import Config
+from cloudckpt.config import Config, chosen
 from cloudckpt.dcp.failures import portable, portable_errors
 from cloudckpt.dcp.incremental import Contents, newest_beside
 from cloudckpt.dcp.meeting import check_together
@@ -38,6 +38,7 @@ from cloudckpt.dcp.saving import CachedLayout, Leave, expected_size, send
 from cloudckpt.errors import (
     CloudCheckpointError,
     CommitUnknownError,
+    ConfigError,
     IncompleteSaveError,
     UnsupportedTensorError,
 )
@@ -133,12 +134,17 @@ class CloudStorageWriter(OurWriter):
                 ``save`` sends everything, unless :func:`cloudckpt.install` was called.
 
         Raises:
-            ConfigError: If the notes can't be kept.
+            ConfigError: If the notes can't be kept, or options or hook are something else.
             InvalidURIError: If ``checkpoint_id`` is not a valid checkpoint location.
         """
         super().__init__()
+        if not isinstance(commit_hook, (CommitHook, type(None))):
+            raise ConfigError(
+                f"commit_hook is a {type(commit_hook).__name__}: derive a class from CommitHook, "
+                "and give an object of it"
+            )
         self.uri = checkpoint_location(checkpoint_id)
-        self.config = config if config is not None else Config()
+        self.config = chosen(config)
         self.commit_hook = commit_hook
         self.notes = notes
         self.base = None if base is None else checkpoint_location(base)

@@ -29,7 +29,7 @@ from cloudckpt.checkpoint.base import Digest
 from cloudckpt.checkpoint.columns import counted
 from cloudckpt.checkpoint.values import load_item
 from cloudckpt.checksum import ChecksumAlgorithm
-from cloudckpt.config import Config
+from cloudckpt.config import Config, chosen
 from cloudckpt.dcp.loading import Load
 from cloudckpt.errors import CloudCheckpointError
 from cloudckpt.runs.contents import CheckpointPart, StoredItem, parts
@@ -126,7 +126,7 @@ def diff(
         CheckpointCorruptError: If metadata, or what is read, is damaged.
         StoreError: If a store refuses or stays unreachable.
     """
-    config = config if config is not None else Config()
+    config = chosen(config)
     here, there = CheckpointURI.parse(first), CheckpointURI.parse(second)
     ours, theirs = _entries(here, pattern, config), _entries(there, pattern, config)
     items = {
