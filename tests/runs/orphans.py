@@ -28,11 +28,12 @@ ROWS = 12  # which 1, 2, 3 and 4 ranks divide
 class Killing(CommitHook):
     """Kills its trainer before the commit of a step: all was sent, and nobody knows of it."""
 
-    def __init__(self, step: int) -> None:
-        self._end = f"step-{step}"
+    def __init__(self, step: int, mark: Path) -> None:
+        self._end, self._mark = f"step-{step}", mark
 
     def before_commit(self, uri: str, metadata: object) -> None:
         if uri.endswith(self._end):
+            self._mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -112,7 +113,8 @@ def _rank(
         for name, value in values_at(0).items()
     }
     own = state.pop(f"of-{rank}-of-{world}")
-    hook = Killing(dies_at) if dies_at is not None and how == "at its commit" else None
+    mark = Path(folder, f"{family}-commits")
+    hook = Killing(dies_at, mark) if dies_at is not None and how == "at its commit" else None
     with CheckpointManager(
         run,
         preemption=Preemption(signals=()),
@@ -134,10 +136,9 @@ def _rank(
                     state[name] = value
             manager.save(step, state | {f"of-{rank}-of-{world}": own})
             if step == dies_at:
-                if how == "at its commit" and rank == 0:
-                    time.sleep(60)
                 if how == "at its commit":
-                    time.sleep(0.5)
+                    assert eventually(mark.exists)
+                    time.sleep(60 if rank == 0 else 0.5)
                 os.kill(os.getpid(), signal.SIGKILL)
             manager.wait_until_finished()
     return restored, is_right

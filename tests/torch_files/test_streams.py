@@ -8,6 +8,7 @@ import uuid
 import pytest
 import torch
 
+from background.waiting import eventually
 from cloudckpt.config import MIB, Config, RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -135,12 +136,12 @@ def test_a_writer_that_fails_leaves_what_was_there(store, error):
 
     def chunks():
         yield from [bytes(MIB)] * 20
+        assert eventually(lambda: store.calls["put_part"] > 0)
         raise error
 
     with pytest.raises(error):
         send(store, chunks())
     assert held(store) == ({KEY: b"old"}, [])
-    assert store.calls["put_part"] > 0
     assert store.calls["delete"] == 0
 
 
