@@ -97,7 +97,7 @@ def clean_environment(variables: Mapping[str, str]) -> dict[str, str]:
         if chosen(cloud)[0] not in REAL
         for prefix in prefixes
     )
-    kept = ("CLOUDCKPT_TEST_", "CLOUDCKPT_AZURITE", *(p for ps in _MINE.values() for p in ps))
+    kept = ("CLOUDCKPT_TEST_", *(p for ps in _MINE.values() for p in ps))
     return {
         name: value
         for name, value in variables.items()

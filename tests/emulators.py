@@ -168,7 +168,7 @@ def azurite_server(
     """Runs Azurite's blob service in memory; yields how to reach it.
 
     Args:
-        executable: ``azurite-blob``; by default ``CLOUDCKPT_AZURITE``, then the one that
+        executable: ``azurite-blob``; by default ``CLOUDCKPT_TEST_AZURITE``, then the one that
             ``npm ci --prefix integration`` installs, then that on ``PATH``.
         log: Where its output goes.
     """
@@ -204,7 +204,7 @@ def gcs_emulator(log: Path | None = None) -> Iterator[str]:
 
 
 def _find_azurite() -> str:
-    given = os.environ.get("CLOUDCKPT_AZURITE")
+    given = os.environ.get("CLOUDCKPT_TEST_AZURITE")
     if given:
         return given
     clone = Path(__file__).parents[1] / "integration" / "node_modules" / ".bin" / "azurite-blob"
@@ -212,7 +212,7 @@ def _find_azurite() -> str:
     if found is None:
         raise RuntimeError(
             "there is no azurite-blob: run `npm ci --prefix integration`, "
-            "or name it in CLOUDCKPT_AZURITE"
+            "or name it in CLOUDCKPT_TEST_AZURITE"
         )
     return found
 

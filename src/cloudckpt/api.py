@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.objects import is_committed
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.failures import is_of_group
 from cloudckpt.dcp.load_loop import load_together
@@ -296,7 +296,7 @@ def exists(uri: URILike, *, config: Config | None = None) -> bool:
         StoreError: If the store refuses or stays unreachable.
     """
     location = CheckpointURI.parse(uri)
-    config = chosen(config)
+    config = config_or_default(config)
     return is_committed(open_store(location, config), location, Retrier(config.retry))
 
 

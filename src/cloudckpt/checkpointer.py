@@ -23,7 +23,7 @@ from cloudckpt.background.async_save import close_async_savers
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.background.stager import Stager
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.planners import (
     CloudLoadPlanner,
@@ -89,7 +89,7 @@ def checked(given: object) -> CheckpointerConfig:
             f"a CheckpointerConfig is needed here, not a {type(given).__name__}: write "
             "CheckpointerConfig(config=...)"
         )
-    chosen(given.config)
+    config_or_default(given.config)
     return given
 
 

@@ -14,7 +14,7 @@ import torch
 
 from cloudckpt.checkpoint.commit import conditions_work
 from cloudckpt.checkpoint.objects import trial_name
-from cloudckpt.config import MIB, Config, chosen
+from cloudckpt.config import MIB, Config, config_or_default
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -100,7 +100,7 @@ def save_file(
         TypeError: If ``data`` is a string, or anything else not listed above.
         StoreError: If the store refuses or stays unreachable.
     """
-    location, config = CheckpointURI.parse(uri), chosen(config)
+    location, config = CheckpointURI.parse(uri), config_or_default(config)
     if if_absent and if_version is not None:
         raise ConfigError("if_absent and if_version exclude each other: give one of them")
     store, key = object_at(location, config)
@@ -160,7 +160,7 @@ def load_file(
         CheckpointReplacedError: If the object was replaced during each of several tries.
         StoreError: If the store refuses or stays unreachable.
     """
-    location, config = CheckpointURI.parse(uri), chosen(config)
+    location, config = CheckpointURI.parse(uri), config_or_default(config)
     store, key = object_at(location, config)
     return retry_if_replaced(lambda: _load(store, key, if_version, config))
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from cloudckpt.api import ToLoad, exists, load_prepared, save
 from cloudckpt.checkpoint.metadata import add_safe_metadata_globals
 from cloudckpt.checkpoint.notes import Notes
-from cloudckpt.checkpoint.objects import beneath, is_committed
-from cloudckpt.config import Config, chosen
+from cloudckpt.checkpoint.objects import beneath, is_committed, is_file
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.planners import DynamicMetaLoadPlanner, EverythingPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
@@ -23,7 +23,6 @@ from cloudckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     InvalidURIError,
-    ObjectNotFoundError,
 )
 from cloudckpt.events import Span, Transferred
 from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader
@@ -58,17 +57,13 @@ def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:
         InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
-    config = chosen(config)
+    config = config_or_default(config)
     location, retrier = CheckpointURI.parse(uri), Retrier(config.retry)
     store = open_store(location, config)
     if is_committed(store, location, retrier):
         return "dcp"
-    try:
-        if location.prefix:
-            retrier.call(lambda: store.head(location.prefix))
-            return "torch"
-    except ObjectNotFoundError:
-        pass
+    if is_file(lambda key: retrier.call(lambda: store.head(key)), location):
+        return "torch"
     hint = beneath(store, location) or "Check the location"
     raise CheckpointNotFoundError(
         f"there is neither a committed checkpoint nor a file here. {hint}", uri=str(location)
@@ -107,7 +102,7 @@ def dcp_to_torch_save(
         InvalidURIError: If a location can't be what it is given for.
         StoreError: If a store refuses or stays unreachable, or the disk is full.
     """
-    config = chosen(config)
+    config = config_or_default(config)
     file = CheckpointURI.parse(target)
     if file == CheckpointURI.parse(source):
         raise InvalidURIError(f"{file} is both the checkpoint and the file to be written")
@@ -148,7 +143,7 @@ def dcp_to_dcp(
         InvalidURIError: If a location can't be what it is given for.
         StoreError: If a store refuses or stays unreachable, or the disk is full.
     """
-    config = chosen(config)
+    config = config_or_default(config)
     uri, to = _both_ends(source, target, config)
     reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
     state = _content_of(reader)
@@ -214,7 +209,7 @@ def torch_save_to_dcp(
         InvalidURIError: If a location can't be what it is given for.
         StoreError: If a store refuses or stays unreachable, or the disk is full.
     """
-    config = chosen(config)
+    config = config_or_default(config)
     uri, location = _both_ends(source, target, config)
     state = retry_if_replaced(lambda: _load_file(uri, config, trust_pickle))
     if not isinstance(state, dict):

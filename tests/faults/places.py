@@ -20,7 +20,7 @@ from wire.proxy import FaultyProxy
 
 BUCKET = "faults"
 AZURITE = os.environ.get(
-    "CLOUDCKPT_AZURITE"
+    "CLOUDCKPT_TEST_AZURITE"
 )  # before the tests are given surroundings of their own
 
 

@@ -353,9 +353,9 @@ OPTIONS = {
 @pytest.mark.parametrize(
     ("cloud", "case"),
     [
-        pytest.param("aws", "aws"),
-        pytest.param("aws", "aws tags"),
-        pytest.param("azure", "azure", marks=pytest.mark.azurite),
+        pytest.param(cloud, case, marks=[pytest.mark.azurite] if cloud == "azure" else [])
+        for case in OPTIONS
+        for cloud in case.split()[:1]
     ],
     indirect=["cloud"],
 )

@@ -142,6 +142,7 @@ def test_a_writer_that_fails_leaves_what_was_there(store, error):
     with pytest.raises(error):
         send(store, chunks())
     assert held(store) == ({KEY: b"old"}, [])
+    assert store.calls["put_part"] > 0
     assert store.calls["delete"] == 0
 
 

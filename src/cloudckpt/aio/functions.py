@@ -10,7 +10,7 @@ from typing import Literal
 from cloudckpt import files
 from cloudckpt.aio.threads import asked, in_thread
 from cloudckpt.checkpoint.objects import find_commit
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import TransferCancelledError
 from cloudckpt.runs import contents, verifying
 from cloudckpt.runs.catalog import CheckpointSummary, Run, latest_step, summaries
@@ -27,7 +27,7 @@ __all__ = ["exists", "inspect", "latest", "list_checkpoints", "load_file", "veri
 async def exists(uri: URILike, *, config: Config | None = None) -> bool:
     """As :func:`cloudckpt.exists`."""
     location = CheckpointURI.parse(uri)
-    view = View(location, chosen(config))
+    view = View(location, config_or_default(config))
     return await asked(view, lambda view: find_commit(view.look, location)) is not None
 
 

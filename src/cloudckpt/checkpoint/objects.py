@@ -41,6 +41,7 @@ __all__ = [
     "keeps_in",
     "is_committed",
     "is_drawn_name",
+    "is_file",
     "is_keep_name",
     "is_pending_name",
     "look_for",
@@ -293,11 +294,18 @@ def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bo
     return find_commit(look, uri) is not None
 
 
-def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
-    """Says what is at a location where no checkpoint is, for the message of another error.
+def is_file(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> bool:
+    """Whether a location is itself the name of an object; arguments and errors as `find_commit`."""
+    try:
+        return bool(uri.prefix and look(uri.prefix))
+    except ObjectNotFoundError:
+        return False
 
-    These are the checkpoints beneath it, or a file. Empty if a short listing shows none, or if it
-    fails; it is not retried.
+
+def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
+    """Lists the checkpoints beneath a location, for the message of another error.
+
+    Empty if a short listing shows none, or if it fails; it is not retried.
     """
     found: set[str] = set()
     seen, top = 0, uri.key("")
@@ -307,12 +315,6 @@ def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
             folder, _, name = listed.key.rpartition("/")
             if name == METADATA and len(folder) >= len(top):
                 found.add(store.uri(folder))
-        if not seen and uri.prefix:
-            store.head(uri.prefix)
-            return (
-                "It is a file; if torch.save has written it, 'cloudckpt convert' makes a "
-                "checkpoint of it"
-            )
     except CloudCheckpointError:
         return ""
     if not found:

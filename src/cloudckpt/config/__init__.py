@@ -5,7 +5,7 @@ variable over the default. Sizes are in bytes (variables also accept ``64MiB``),
 """
 
 from cloudckpt.config.clouds import AzureOptions, GCSOptions, S3Options
-from cloudckpt.config.general import BackgroundOptions, Config, RetryPolicy, chosen
+from cloudckpt.config.general import BackgroundOptions, Config, RetryPolicy, config_or_default
 from cloudckpt.config.options import MIB, Switch, documented_options, whole_number
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "RetryPolicy",
     "S3Options",
     "Switch",
-    "chosen",
+    "config_or_default",
     "documented_options",
     "whole_number",
 ]

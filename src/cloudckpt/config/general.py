@@ -22,7 +22,7 @@ from cloudckpt.config.options import (
     timeout,
 )
 
-__all__ = ["MOST_ON_A_MACHINE", "BackgroundOptions", "Config", "RetryPolicy", "chosen"]
+__all__ = ["MOST_ON_A_MACHINE", "BackgroundOptions", "Config", "RetryPolicy", "config_or_default"]
 
 MOST_ON_A_MACHINE = 64
 """Connections that the ranks of a machine open together by default. At the 90 MB/s of a connection
@@ -145,9 +145,9 @@ class Config(Options):
     background: BackgroundOptions = field(default_factory=BackgroundOptions)
 
     def _check(self) -> None:
-        given = {name for name in os.environ if name.startswith(Config.variables)}
+        given = frozenset(name for name in os.environ if name.startswith(Config.variables))
         if strangers := given - _variables():
-            _tell(frozenset(strangers))
+            _tell(strangers)
 
     @property
     def most_connections(self) -> int:
@@ -162,7 +162,7 @@ class Config(Options):
         return min(_SMALL_REQUESTS, most) if self.connections == "auto" else most
 
 
-def chosen(config: Config | None) -> Config:
+def config_or_default(config: Config | None) -> Config:
     """The options that the caller has given, else those of the environment.
 
     Raises:

@@ -37,7 +37,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader
@@ -116,7 +116,7 @@ def install(
     """
     global _chosen
     if config is not None:
-        chosen(config)
+        config_or_default(config)
     with _lock:
         changes = [] if _replaced else [*_changes(), *more()]
         _chosen = _Options(config, trust_pickle)
@@ -478,7 +478,9 @@ def _counterparts(kind: Any, given: Mapping[str, Any], config: Config | None) ->
             )
     if "overwrite" not in given:
         return {}
-    return {"config": dataclasses.replace(chosen(config), overwrite=bool(given["overwrite"]))}
+    return {
+        "config": dataclasses.replace(config_or_default(config), overwrite=bool(given["overwrite"]))
+    }
 
 
 def _begin_installed(options: _Options, begin: Callable[..., None], *args: Any) -> None:

@@ -19,10 +19,10 @@ from torch.futures import Future
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, read_commit
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.model_folder import KeyMapping, ModelFolder, ModelPlaces
-from cloudckpt.checkpoint.objects import METADATA, PART, beneath
+from cloudckpt.checkpoint.objects import METADATA, PART, beneath, is_file
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.loading import Load
 from cloudckpt.errors import (
@@ -91,7 +91,7 @@ class CloudStorageReader(OurReader):
         """
         super().__init__()
         self.uri = CheckpointURI.parse(checkpoint_id)
-        self.config = chosen(config)
+        self.config = config_or_default(config)
         self.trust_pickle = trust_pickle
         self.key_mapping = key_mapping
         self.reset()
@@ -187,14 +187,24 @@ class CloudStorageReader(OurReader):
                     model if self.key_mapping is None else model.renamed(self.key_mapping)
                 )
             self._refuse_parts()
-            found = beneath(self._store(), self.uri)
             raise CheckpointNotFoundError(
                 "there is no committed checkpoint here: neither .metadata, nor a model in "
-                "safetensors files. "
-                + (found or "Check the location; a save that was interrupted leaves none"),
+                "safetensors files. " + self._what_is_there(),
                 uri=str(self.uri),
             ) from error
         return self._taken(commit, fetched)
+
+    def _what_is_there(self) -> str:
+        """What a message says of a location without a checkpoint; it is not retried."""
+        if found := beneath(self._store(), self.uri):
+            return found
+        with contextlib.suppress(CloudCheckpointError):
+            if is_file(self._store().head, self.uri):
+                return (
+                    "It is a file; if torch.save has written it, 'cloudckpt convert' makes a "
+                    "checkpoint of it"
+                )
+        return "Check the location; a save that was interrupted leaves none"
 
     def _refuse_parts(self) -> None:
         """Raises if torch has saved here with ``use_collectives=False``."""

@@ -29,7 +29,7 @@ from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned
 from cloudckpt.checkpoint.written import Written
 from cloudckpt.checksum import ChecksumAlgorithm
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable, portable_errors
 from cloudckpt.dcp.incremental import Contents, newest_beside
 from cloudckpt.dcp.meeting import check_together
@@ -144,7 +144,7 @@ class CloudStorageWriter(OurWriter):
                 "and give an object of it"
             )
         self.uri = checkpoint_location(checkpoint_id)
-        self.config = chosen(config)
+        self.config = config_or_default(config)
         self.commit_hook = commit_hook
         self.notes = notes
         self.base = None if base is None else checkpoint_location(base)

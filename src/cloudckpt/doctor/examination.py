@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.doctor import surroundings
 from cloudckpt.doctor.findings import Checks, Finding, Look, failed, ok, skipped, warning
 from cloudckpt.doctor.trials import NEEDS, Trials
@@ -57,7 +57,7 @@ def examine(
     try:
         uri = checkpoint_location(location)
         check = "options"
-        config = chosen(config)
+        config = config_or_default(config)
     except (InvalidURIError, ConfigError) as error:
         checks.add(check, failed(str(error)))
         return checks.findings

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from cloudckpt.api import ToLoad, load_prepared
 from cloudckpt.checkpoint.archives import StoredTensor
 from cloudckpt.checkpoint.model_folder import KeyMapping
-from cloudckpt.config import MIB, Config, chosen
+from cloudckpt.config import MIB, Config, config_or_default
 from cloudckpt.dcp.planners import CloudLoadPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.errors import (
@@ -110,7 +110,7 @@ def export_checkpoint(
         KeyCollisionError: If ``key_mapping`` gives two tensors the same name.
         CloudCheckpointError: As :func:`save`.
     """
-    config = chosen(config)
+    config = config_or_default(config)
     stored, uri = CheckpointURI.parse(source), model_location(target)
     if stored == uri:
         raise InvalidURIError(f"{uri} is both the checkpoint and the model to be written")

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from cloudckpt.checkpoint.safetensors import SUFFIX, type_name
 from cloudckpt.checkpoint.shard import check_supported
-from cloudckpt.config import Config, chosen, whole_number
+from cloudckpt.config import Config, config_or_default, whole_number
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.meeting import Meeting, RankStatus, check_together
 from cloudckpt.dcp.writer import OurWriter
@@ -146,7 +146,7 @@ class SafetensorsWriter(OurWriter):
             UnsupportedTensorError: If safetensors files can't hold ``dtype``.
         """
         super().__init__()
-        self.config = chosen(config)
+        self.config = config_or_default(config)
         self.max_shard_size = bytes_of_size(max_shard_size)
         self.dtype = dtype
         if dtype is not None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import default_store
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import ConfigError, InvalidURIError, MissingDependencyError
 from cloudckpt.integrations.file_folders import FileFolders
 from cloudckpt.integrations.recorded_file import tensors_last
@@ -128,7 +128,7 @@ class CloudStorage(Storage):  # type: ignore[misc]
         Raises:
             InvalidURIError: If it is not a path in a store.
         """
-        uri, config = _uri(path), chosen(self._config.config)
+        uri, config = _uri(path), config_or_default(self._config.config)
         bucket = (os.getpid(), uri.scheme, uri.bucket, uri.account)
         if bucket not in self._folders:
             self._folders[bucket] = FileFolders(

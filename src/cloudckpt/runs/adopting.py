@@ -38,7 +38,7 @@ from cloudckpt.checkpoint.objects import (
 from cloudckpt.checkpoint.pending import MOST_BYTES, Pending
 from cloudckpt.checkpoint.record import Record, bound
 from cloudckpt.checkpoint.written import Extents, Written
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.global_plan import plan_together
 from cloudckpt.dcp.writer import CommitHook, run_after
 from cloudckpt.errors import (
@@ -95,7 +95,7 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
         InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
-    location, config = CheckpointURI.parse(uri), chosen(config)
+    location, config = CheckpointURI.parse(uri), config_or_default(config)
     try:
         adopt_pending(location, config, until=time.monotonic() + wait)
     except IncompleteSaveError as error:

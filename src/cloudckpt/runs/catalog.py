@@ -20,7 +20,7 @@ from cloudckpt.checkpoint.objects import (
     is_keep_name,
     is_pending_name,
 )
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -200,7 +200,7 @@ class Run:
     ) -> None:
         self.root = CheckpointURI.parse(run)
         self.names = StepNames(step_name)
-        self.config = chosen(config)
+        self.config = config_or_default(config)
         self.retrier = Retrier(self.config.retry)
 
     @property

@@ -29,7 +29,7 @@ from cloudckpt.checkpoint.base import Digest
 from cloudckpt.checkpoint.columns import counted
 from cloudckpt.checkpoint.values import load_item
 from cloudckpt.checksum import ChecksumAlgorithm
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.loading import Load
 from cloudckpt.errors import CloudCheckpointError
 from cloudckpt.runs.contents import CheckpointPart, StoredItem, parts
@@ -126,7 +126,7 @@ def diff(
         CheckpointCorruptError: If metadata, or what is read, is damaged.
         StoreError: If a store refuses or stays unreachable.
     """
-    config = chosen(config)
+    config = config_or_default(config)
     here, there = CheckpointURI.parse(first), CheckpointURI.parse(second)
     ours, theirs = _entries(here, pattern, config), _entries(there, pattern, config)
     items = {

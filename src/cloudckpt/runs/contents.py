@@ -14,7 +14,7 @@ from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.checkpoint.places import Places
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
@@ -83,7 +83,7 @@ def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents
         StoreError: If the store refuses or stays unreachable.
     """
     location = CheckpointURI.parse(uri)
-    config = chosen(config)
+    config = config_or_default(config)
     items: dict[str, StoredItem] = {}
     has_checksums = True
     notes = Notes()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from cloudckpt.checkpoint.objects import is_committed
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError
@@ -91,7 +91,7 @@ def copy(
     """
 
     def prepare() -> tuple[Place, Place]:
-        options = replace(chosen(config), verify=True)
+        options = replace(config_or_default(config), verify=True)
         return (
             Place(CheckpointURI.parse(source), options),
             Place(checkpoint_location(target), options if target_config is None else target_config),
@@ -162,7 +162,7 @@ def detach(
     """
 
     def prepare() -> Place:
-        options = replace(chosen(config), verify=True)
+        options = replace(config_or_default(config), verify=True)
         return Place(CheckpointURI.parse(checkpoint_id), options)
 
     meeting = Meeting(process_group)

@@ -10,7 +10,7 @@ from typing import Literal
 from cloudckpt.checkpoint.commit import no_longer_needed, trusted
 from cloudckpt.checkpoint.committed import CommitObject, fetch
 from cloudckpt.checkpoint.objects import METADATA
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -52,7 +52,7 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
         StoreError: If the store refuses or stays unreachable.
     """
     location = CheckpointURI.parse(uri)
-    config = chosen(config)
+    config = config_or_default(config)
     store, retrier = open_store(location, config), Retrier(config.retry)
     commit = location.key(METADATA)
     try:

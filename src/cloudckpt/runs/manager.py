@@ -28,7 +28,7 @@ from cloudckpt.checkpointer import (
     checked,
     make_sync_checkpointer,
 )
-from cloudckpt.config import Config, whole_number
+from cloudckpt.config import Config, config_or_default, whole_number
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import (
@@ -174,8 +174,7 @@ class CheckpointManager(ClosedAtExit):
             options = checkpointer if checkpointer is not None else CheckpointerConfig()
             options = options if config is None else dataclasses.replace(options, config=config)
             if incremental:
-                made = options.config if options.config is not None else Config()
-                made = dataclasses.replace(made, incremental=True)
+                made = dataclasses.replace(config_or_default(options.config), incremental=True)
                 options = dataclasses.replace(options, config=made)
             options = dataclasses.replace(options, commit_hook=self._hook)
             found = Run(run, step_name=step_name, config=options.config)

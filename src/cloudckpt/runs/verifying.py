@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cloudckpt.checkpoint.agreement import contradictions
 from cloudckpt.checkpoint.committed import CommitObject
-from cloudckpt.config import MIB, Config, chosen
+from cloudckpt.config import MIB, Config, config_or_default
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import CheckpointCorruptError, Damage, ObjectNotFoundError
@@ -95,7 +95,7 @@ def verify(
     meeting = Meeting(process_group)
 
     def prepare() -> tuple[CheckpointURI, Config]:
-        options = chosen(config)
+        options = config_or_default(config)
         return CheckpointURI.parse(uri), dataclasses.replace(options, verify=True)
 
     location, options = meeting.begin(prepare, lambda made: RankStatus(location=str(made[0])))

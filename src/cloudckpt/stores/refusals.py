@@ -51,12 +51,15 @@ _TEXTS: Mapping[type[StoreError], str] = {
     ThrottledError: "the store is overloaded or unavailable for the moment",
     WrongRegionError: "the bucket is in another region",
 }
-_BY_STATUS: Mapping[int, type[StoreError]] = {
+_BY_STATUS: Mapping[int, type[StoreError] | Meaning] = {
     200: ServerError,  # an error in the body of a success
     401: CredentialsError,
     403: AccessDeniedError,
     404: ObjectNotFoundError,
-    407: InvalidRequestError,
+    407: (
+        InvalidRequestError,
+        "a proxy on the way asks for a user and a password; write them into its URL",
+    ),
     408: ServerError,
     409: ServerError,  # another operation on the same object is under way
     412: PreconditionFailedError,
@@ -69,7 +72,6 @@ _BY_STATUS: Mapping[int, type[StoreError]] = {
     503: ThrottledError,
     507: StorageFullError,
 }
-_OF_A_PROXY = "a proxy on the way asks for a user and a password; write them into its URL"
 
 
 def by_code(table: Mapping[type[StoreError], Mapping[str, str]]) -> dict[str, Meaning]:
@@ -93,7 +95,7 @@ def by_code(table: Mapping[type[StoreError], Mapping[str, str]]) -> dict[str, Me
 def by_status(status: int) -> Meaning:
     """What an HTTP status says where the store's own code says nothing."""
     kind = _BY_STATUS.get(status, ServerError if status >= 500 else InvalidRequestError)
-    return kind, _OF_A_PROXY if status == 407 else _TEXTS[kind]
+    return kind if isinstance(kind, tuple) else (kind, _TEXTS[kind])
 
 
 def refusal(
@@ -166,7 +168,7 @@ def _is_certain(code: str, status: int, known: Meaning | None) -> bool:
         return False
     if known is not None and known[0] is not ServerError:
         return True
-    return 300 <= status < 499
+    return 300 <= status < 499  # which is a gateway's
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

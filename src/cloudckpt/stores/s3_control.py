@@ -21,7 +21,7 @@ from cloudckpt.stores.s3_access import BucketAccess
 from cloudckpt.stores.sdk import SdkCalls
 from cloudckpt.stores.xml_api import check_root, error_fields
 
-__all__ = ["Control", "folders_in", "objects_in"]
+__all__ = ["Control"]
 
 _BEGINNING = 64 * 1024  # bytes; white space comes before what is told late
 _LISTINGS = {
@@ -108,7 +108,7 @@ class Control:
                 page = self._client.list_objects_v2(
                     Bucket=self._access.bucket, Prefix=prefix, **wanted, **more
                 )
-                found = objects_in(page), folders_in(page, prefix)
+                found = _objects_in(page), _folders_in(page, prefix)
             follows = page.get("IsTruncated", False)
             return found, (page.get("NextContinuationToken", ""),) if follows else None
 
@@ -263,7 +263,7 @@ def _key(page: Mapping[str, Any], key: str) -> str:
     return unquote_plus(key) if page.get("EncodingType") == "url" else key
 
 
-def objects_in(page: Mapping[str, Any]) -> list[ObjectInfo]:
+def _objects_in(page: Mapping[str, Any]) -> list[ObjectInfo]:
     """The objects that a page of a listing names; KeyError if it does not say what they are."""
     return [
         ObjectInfo(
@@ -276,8 +276,8 @@ def objects_in(page: Mapping[str, Any]) -> list[ObjectInfo]:
     ]
 
 
-def folders_in(page: Mapping[str, Any], prefix: str) -> list[str]:
-    """The names beneath a prefix that a page of a listing has; KeyError as `objects_in`."""
+def _folders_in(page: Mapping[str, Any], prefix: str) -> list[str]:
+    """The names beneath a prefix that a page of a listing has; KeyError as `_objects_in`."""
     return [
         folder["Prefix"].removeprefix(prefix).rstrip("/")
         for folder in page.get("CommonPrefixes", ())

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from cloudckpt.checkpoint.torch_private import device_for_collectives
-from cloudckpt.config import Config, chosen
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.reader import OurReader
 from cloudckpt.errors import ConfigError, InvalidURIError
@@ -97,7 +97,7 @@ class BroadcastingTorchSaveReader(OurReader):
         """
         super().__init__()
         self.coordinator_rank = coordinator_rank
-        self.config = chosen(config)
+        self.config = config_or_default(config)
         self.trust_pickle = trust_pickle
         self.transferred: Transferred | None = None
         self._group = process_group
