@@ -34,7 +34,7 @@ COMMANDS = {
     "detach": ("detach {run}/changes/step-2", 0, r"step-2 stands alone: [0-9.]+ kB were copied"),
     "doctor": ("doctor {run} --size 1", 0, r"ok\tmultipart\t(.*\n)*ok\tclean-up\t"),
     "convert": ("convert {run}/step-2 {local}/model.pt", 0, r"file of torch.save"),
-    "export": ("export {run}/step-2 {run}/made", 0, r"is now the model {run}/made: 1 files"),
+    "export": ("export {run}/step-2 {run}/made", 0, r"is now the model {run}/made: .* in 1 file,"),
     "import": ("import {run}/model {local}/new", 0, r"is now the checkpoint {local}/new, of 1 "),
     "rm": ("rm {run}/step-1 {run}/step-2 --yes", 0, r"deleted {run}/step-1\ndeleted"),
     "prune": ("prune {run} --max-to-keep 1 --yes", 0, r"deleted {run}/step-1\n"),
