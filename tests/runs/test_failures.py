@@ -27,6 +27,9 @@ class Refusing(CommitHook):
         if int(uri.rpartition("-")[2]) in self._steps:
             raise self._error("come back later", uri=uri)
 
+    def refuse(self, *steps: int) -> None:
+        self._steps = steps
+
 
 def managed(run, hook, **options) -> CheckpointManager:
     made = CheckpointerConfig(kind=AsyncCheckpointerType.THREAD, commit_hook=hook)
@@ -98,6 +101,29 @@ def test_failures_at_the_very_end_count(tmp_path) -> None:
     manager.save(2, state(2))
     with pytest.raises(ThrottledError):
         manager.close()
+
+
+def _save_again(run: str, on_failure: str) -> tuple[bool, list[int]]:
+    """Whether a step whose save failed is saved when it is asked for once more, without force."""
+    hook = Refusing({2})
+    with managed(run, hook, on_failure=on_failure) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2))
+        if on_failure == "raise":
+            with pytest.raises(ThrottledError):
+                manager.wait_until_finished()
+        else:
+            manager.wait_until_finished()
+        hook.refuse()
+        assert not manager.should_save(1)
+        is_saved = manager.should_save(2) and manager.save(2, state(2))
+        manager.wait_until_finished()
+        return is_saved, manager.all_steps()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "log"])
+def test_a_step_whose_save_failed_can_be_saved_again(tmp_path, ranks, on_failure) -> None:
+    assert ranks(2, _save_again, str(tmp_path), on_failure) == [(True, [1, 2])] * 2
 
 
 def test_a_failure_is_an_event(tmp_path) -> None:

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -58,6 +58,14 @@ __all__ = ["CheckpointManager"]
 logger = logging.getLogger("cloudckpt")
 
 _LOOKS = 3  # for the best step, while steps are deleted between listing and reading them
+
+
+class _Asked(NamedTuple):
+    """A save in the background."""
+
+    number: int  # among those requested of the manager
+    step: int
+    newest: int | None  # the newest step before it
 
 
 class CheckpointManager(ClosedAtExit):
@@ -147,7 +155,7 @@ class CheckpointManager(ClosedAtExit):
         self._newest: int | None = None  # the newest step that was saved or restored here
         self._in_use = StepsInUse()
         self._saves = 0  # requested so far, the same on all ranks
-        self._asked: dict[int, tuple[int, int]] = {}  # checkpointer's number: our number, the step
+        self._asked: dict[int, _Asked] = {}  # by the checkpointer's numbers
         self._under_way: list[int] = []
         self._committed: tuple[int, float | None] | None = None  # the newest step, and when
         self._scores: dict[int, float] = {}
@@ -194,9 +202,8 @@ class CheckpointManager(ClosedAtExit):
             self._direct = make_sync_checkpointer(options)
             self._checkpointer: Checkpointer = self._direct
             if asynchronous:
-                told = self._failed_earlier if self._failures.logs else None
                 self._checkpointer = AsyncCheckpointer(
-                    options, on_failure=told, when_busy="replace"
+                    options, on_failure=self._failed_earlier, when_busy="replace"
                 )
                 undo.callback(self._checkpointer.close)
             self._agreement = Agreement(self._meeting.group)
@@ -253,7 +260,8 @@ class CheckpointManager(ClosedAtExit):
         """Whether :meth:`save` would save this step without being forced.
 
         That is: it is the step's turn, and the step is newer than what was saved or restored here;
-        or the job is about to be ended, and has not been saved since it learned so.
+        or the job is about to be ended, and has not been saved since it learned so. A step whose
+        save failed in the background counts as saved until that failure is reported.
 
         Raises:
             ConfigError: If it is not a valid step.
@@ -374,7 +382,7 @@ class CheckpointManager(ClosedAtExit):
                 return False
             self._under_way.append(step)
             written.add_done_callback(functools.partial(self._note_end, number, step))
-            self._asked[written.number] = number, step
+            self._asked[written.number] = _Asked(number, step, self._newest)
         self._newest = step
         if self._is_first:
             kept = noted().metrics
@@ -568,11 +576,12 @@ class CheckpointManager(ClosedAtExit):
 
     def _failed_earlier(self, saves: Collection[int], error: CloudCheckpointError) -> None:
         """Records failures of earlier saves, given by the checkpointer's numbers."""
-        goes_on = True
-        for save in sorted(saves):
-            if (known := self._asked.pop(save, None)) is not None:
-                goes_on &= self._goes_on(*known, error)
-        if not goes_on:
+        failed = [self._asked.pop(save) for save in sorted(saves) if save in self._asked]
+        for asked in reversed(failed):
+            if self._newest == asked.step:
+                self._newest = asked.newest  # so that the step can be saved again
+        goes_on = [self._goes_on(asked.number, asked.step, error) for asked in failed]
+        if not all(goes_on):
             raise error
 
     def _goes_on(self, number: int, step: int, error: CloudCheckpointError) -> bool:
