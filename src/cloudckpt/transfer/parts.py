@@ -175,9 +175,8 @@ class PartCutter:
         return done
 
     def finish(self) -> PartPlan | None:
-        """The last part, if anything is left for it."""
-        part, self._part = self._part, PartPlan(self._part.number + 1)
-        return part if part.size else None
+        """The last part, if anything is left for it; nothing may be pushed after this."""
+        return self._part if self._part.size else None
 
 
 def even_share(nbytes: int, connections: int, *, each: int = 4) -> int:
