@@ -53,7 +53,7 @@ COMPOSE := docker compose --file integration/compose.yaml
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo $(if $(URI),--uri $(URI)) $(ARGS)
 
-PARALLEL = -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 1
+PARALLEL = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 test: $(VENV)/.test
 	$(WORKER) $(BIN)/python -m pytest -m "not azurite" $(COV) $(PARALLEL)

@@ -14,6 +14,7 @@ from dcp.places import boto_client
 from economy import (  # noqa: F401 - fixtures, a hook
     cheap_sessions_of_boto,
     one_thread_of_torch,
+    pytest_collection_modifyitems,
     pytest_runtestloop,
 )
 from emulators import DUMMY_AWS, moto_server

@@ -14,10 +14,35 @@ import botocore.session
 import pytest
 import torch
 
-__all__ = ["cheap_sessions_of_boto", "one_thread_of_torch", "pytest_runtestloop"]
+__all__ = [
+    "cheap_sessions_of_boto",
+    "one_thread_of_torch",
+    "pytest_collection_modifyitems",
+    "pytest_runtestloop",
+]
 
+# files that wait for most of a minute or more: begun first, others run beside them; begun last, one
+# of them would keep a single worker busy while the other cores have nothing to do
+_LONG = (
+    "faults/test_hangs.py",
+    "faults/test_slow_links.py",
+    "doctor/test_examination.py",
+    "background/test_trainers.py",
+    "background/test_process.py",
+    "cli/test_moving.py",
+    "faults/test_load.py",
+    "runs/test_adopting.py",
+)
 
 gc.disable()  # until all is collected: nearly all that is made until then stays
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def turn(item: pytest.Item) -> int:
+        path = item.path.as_posix()
+        return next((turn for turn, name in enumerate(_LONG) if path.endswith(name)), len(_LONG))
+
+    items.sort(key=turn)
 
 
 @pytest.hookimpl(tryfirst=True)
