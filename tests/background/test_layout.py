@@ -81,13 +81,19 @@ def test_a_view_that_shows_other_values_than_its_memory_is_copied_as_it_is_seen(
     assert not staged.is_neg()
 
 
-def test_parameters_and_buffers_are_copied_as_plain_tensors(stager):
+def test_parameters_stay_parameters_also_within_objects_that_hold_them(stager):
     module = torch.nn.Linear(3, 5)
     module.register_buffer("seen", torch.arange(4))
+    module.bias.requires_grad_(False)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    staged = stager.stage(state)
-    assert {type(value) for value in staged.values()} == {torch.Tensor}
-    assert not any(value.requires_grad for value in staged.values())
+    staged = stager.stage({**state, "pair": (module.weight, module.bias), "module": module})
+    copied = staged.pop("module")
+    assert staged.pop("pair") == (staged["weight"], staged["bias"])
+    assert dict(copied.named_parameters()).keys() == {"weight", "bias"}
+    for name in ("weight", "bias"):
+        assert type(staged[name]) is torch.nn.Parameter
+        assert getattr(copied, name) is staged[name]
+        assert staged[name].requires_grad == state[name].requires_grad
     assert_same(staged, state)
 
 

@@ -556,6 +556,16 @@ def test_a_target_with_many_elements_in_one_place_is_refused(layout, load, local
     assert not row.any()
 
 
+@pytest.mark.parametrize("strides", [(0, 1), (1, 1), (2, 1), (3, 0), (1, 3)], ids=str)
+def test_a_target_whose_rows_overlap_is_refused(strides, local):
+    """Each row would be overwritten by the next one."""
+    cloudckpt.save({"t": numbered(4, 3, first=1)}, checkpoint_id=local.uri)
+    memory = torch.zeros(20)
+    with pytest.raises(UnsupportedTensorError, match=r"t can't be .* place"):
+        cloudckpt.load({"t": memory.as_strided((4, 3), strides)}, checkpoint_id=local.uri)
+    assert not memory.any()
+
+
 def test_a_sparse_target_is_refused_by_name(local):
     cloudckpt.save({"t": torch.eye(3)}, checkpoint_id=local.uri)
     with pytest.raises(UnsupportedTensorError, match=r"t can't be .* layout torch.sparse_coo"):

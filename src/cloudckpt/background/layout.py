@@ -196,7 +196,10 @@ class Layout:
             StagingError: If a value can't be copied.
         """
         # for objects that the copier does not enter: deepcopy finds these tensors
-        memo: dict[int, Any] = {key: self._staged(shown) for key, shown in self._planned.items()}
+        memo: dict[int, Any] = {
+            key: _of_kind(self._staged(shown), self._seen[key])
+            for key, shown in self._planned.items()
+        }
         return _Copier(self._wrapped).mapping(state_dict, memo)
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -215,6 +218,13 @@ class Layout:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _of_kind(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """What a pickle notes of a tensor besides its elements."""
+    if isinstance(original, torch.nn.Parameter):
+        return torch.nn.Parameter(made, original.requires_grad)
+    return made.requires_grad_(original.requires_grad)
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,10 +77,18 @@ def why_not_filled(tensor: torch.Tensor) -> str:
         return "it is a meta tensor, without memory: call model.to_empty(device=...) first"
     if not has_memory(tensor):
         return "the memory of its tensor was freed, or never was"
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    if tensor.numel() and any(size > 1 and not stride for size, stride in sizes):
+    if not tensor.is_contiguous() and _may_overlap(tensor.shape, tensor.stride()):
         return "many elements of its tensor are in one place: load into tensor.contiguous()"
     return ""
+
+
+def _may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements share memory, or might: no step is beyond all that smaller steps reach."""
+    steps = sorted((s, size) for s, size in zip(strides, shape, strict=True) if size > 1)
+    return any(
+        step < reach([size for _, size in steps[:n]], [s for s, _ in steps[:n]])
+        for n, (step, _) in enumerate(steps)
+    )
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
