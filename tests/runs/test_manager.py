@@ -261,7 +261,7 @@ def test_a_job_that_another_one_has_taken_over_from_deletes_nothing(run, caplog)
         first.save(1, state(1))
         first.wait_until_finished()
         let_go = threading.Event()
-        first._cleaner.submit(let_go.wait, 60)  # as an earlier deletion that is tried again
+        first._pruner._thread.submit(let_go.wait, 60)  # as an earlier deletion that is tried again
         for step in (2, 3):
             first.save(step, state(step))
         second.restore(state(), step=1)
@@ -703,11 +703,13 @@ def test_a_step_that_is_being_restored_is_not_deleted_beside(run) -> None:
     with managed(run, max_to_keep=1) as manager:
 
         def prune() -> None:
-            manager._on_end(2, {}, None)
+            manager._pruner.after(2, {})
+            manager.wait_until_finished()
             assert manager.all_steps() == [1, 2]
 
         assert manager.restore(Watched(state(), prune), step=1) == 1
-        manager._on_end(2, {}, None)
+        manager._pruner.after(2, {})
+        manager.wait_until_finished()
         assert manager.all_steps() == [2]
 
 

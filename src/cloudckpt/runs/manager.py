@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -12,7 +11,6 @@ import numbers
 import os
 import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -33,7 +31,6 @@ from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import (
     AccessDeniedError,
-    CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ClosedError,
@@ -41,23 +38,20 @@ from cloudckpt.errors import (
     ConfigError,
     IncompleteSaveError,
     SaveInProgressError,
-    StoreError,
 )
 from cloudckpt.runs import verifying
 from cloudckpt.runs.adopting import adopt_pending
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import Claim, ClaimHook
-from cloudckpt.runs.deleting import delete
 from cloudckpt.runs.failures import FailureBudget, OnFailure, RunStatus
 from cloudckpt.runs.preemption import Agreement, Preemption
-from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, StepsInUse, check_step
+from cloudckpt.runs.pruning import Pruner
+from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, check_step
 from cloudckpt.uri import URILike
 
 __all__ = ["CheckpointManager"]
 
 logger = logging.getLogger("cloudckpt")
-
-_LOOKS = 3  # for the best step, while steps are deleted between listing and reading them
 
 
 class _Asked(NamedTuple):
@@ -153,16 +147,10 @@ class CheckpointManager(ClosedAtExit):
         self._reached: tuple[int, bool] | None = None
         self._has_saved_last = False  # whether the final save, before the job is ended, was made
         self._newest: int | None = None  # the newest step that was saved or restored here
-        self._in_use = StepsInUse()
         self._saves = 0  # requested so far, the same on all ranks
         self._asked: dict[int, _Asked] = {}  # by the checkpointer's numbers
         self._under_way: list[int] = []
         self._committed: tuple[int, float | None] | None = None  # the newest step, and when
-        self._scores: dict[int, float] = {}
-        # of the deleting thread: the committed steps, once it has listed them
-        self._steps: set[int] | None = None
-        self._unread: set[int] = set()  # those without a score, as logged
-        self._has_told_loss = False  # of the run, to another job
 
         def prepare() -> tuple[Run, Retention, CheckpointerConfig]:
             self._failures = FailureBudget(on_failure, max_failures)
@@ -198,7 +186,10 @@ class CheckpointManager(ClosedAtExit):
             return RankStatus(location=str(made[0].root), options=told)
 
         with contextlib.ExitStack() as undo:  # undoes what was begun here if another rank fails
-            self._run, self._retention, options = self._meeting.begin(prepare, alike)
+            self._run, retention, options = self._meeting.begin(prepare, alike)
+            self._pruner = Pruner(self._run, retention, best_metric, self._hook)
+            self._in_use = self._pruner.in_use
+            undo.callback(self._pruner.close, wait=False)
             self._direct = make_sync_checkpointer(options)
             self._checkpointer: Checkpointer = self._direct
             if asynchronous:
@@ -207,7 +198,6 @@ class CheckpointManager(ClosedAtExit):
                 )
                 undo.callback(self._checkpointer.close)
             self._agreement = Agreement(self._meeting.group)
-            self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-prune")
             undo.pop_all()
 
     def uri(self, step: int) -> str:
@@ -236,7 +226,7 @@ class CheckpointManager(ClosedAtExit):
         """
         if self._best_metric is None:
             raise ConfigError("best_step() needs best_metric=, the metric to compare")
-        return self._meeting.broadcast_from_first(self._best)
+        return self._meeting.broadcast_from_first(self._pruner.best)
 
     @collective("CheckpointManager.metrics")
     def metrics(self, step: int) -> dict[str, float]:
@@ -393,7 +383,7 @@ class CheckpointManager(ClosedAtExit):
                     step,
                     self._best_metric,
                 )
-            self._cleaner.submit(self._on_end, step, kept, written)
+            self._pruner.after(step, kept, written)
         self._has_saved_last = self._has_saved_last or is_last
         return True
 
@@ -472,9 +462,7 @@ class CheckpointManager(ClosedAtExit):
         """
         step = check_step(step)
         self._check_open()
-        self._meeting.broadcast_from_first(
-            lambda: self._cleaner.submit(self._delete, step).result()
-        )
+        self._meeting.broadcast_from_first(lambda: self._pruner.delete(step))
 
     def wait_until_finished(self) -> None:
         """Waits until saves are committed and steps no longer kept are deleted.
@@ -484,7 +472,7 @@ class CheckpointManager(ClosedAtExit):
         """
         self._check_open()
         self._checkpointer.wait()
-        self._cleaner.submit(lambda: None).result()
+        self._pruner.wait()
 
     def status(self) -> RunStatus:
         """What this rank knows of the run's saves, without asking the store or other ranks."""
@@ -517,7 +505,7 @@ class CheckpointManager(ClosedAtExit):
             has_ended = False
             raise
         finally:
-            self._cleaner.shutdown(wait=has_ended)
+            self._pruner.close(wait=has_ended)
             self._agreement.close()
 
     def _notes(self, step: int) -> Notes:
@@ -613,110 +601,6 @@ class CheckpointManager(ClosedAtExit):
                 )
             )
         return goes_on
-
-    def _on_end(self, step: int, metrics: Mapping[str, float], written: SaveFuture | None) -> None:
-        """Deletes the steps no longer kept, if the save of this step succeeds.
-
-        It runs on one dedicated thread, so deletions follow the order of the saves. Later steps
-        belong to a training that was given up when this one resumed from an earlier step: they will
-        be saved again, and until then are left alone. So is everything once another job has claimed
-        the run, which may have saved the same steps anew.
-        """
-        if written is not None:
-            concurrent.futures.wait([written])
-            if written.exception() is not None or written.skipped:
-                return
-        if self._best_metric is not None:
-            self._scores[step] = metrics.get(self._best_metric, math.nan)
-        if self._retention.max_to_keep is None:
-            return
-        try:
-            if self._steps is None:
-                self._steps = set(self._run.committed())
-            self._steps.add(step)
-            known = [one for one in self._steps if one <= step]
-            scores = None if self._best_metric is None else self._compared(known)
-            for one in self._retention.unneeded(known if scores is None else [*scores], scores):
-                self._prune(one)
-        except CheckpointConflictError as error:
-            if not self._has_told_loss:  # several steps may have been committed before the loss
-                logger.error(
-                    "%s: no old checkpoints are deleted any more: %s", self._run.root, error
-                )
-            self._has_told_loss = True
-        except CloudCheckpointError as error:
-            logger.error("%s: old checkpoints could not be deleted: %s", self._run.root, error)
-        except Exception:
-            logger.exception("%s: old checkpoints could not be deleted", self._run.root)
-
-    def _prune(self, step: int) -> None:
-        with self._in_use.deleted(step) as is_free:
-            if not is_free:
-                return
-            try:
-                self._delete(step)
-            except CheckpointConflictError:
-                raise  # the other steps are not this job's either
-            except CheckpointNotFoundError:
-                pass  # another process has deleted it
-            except CloudCheckpointError as error:
-                logger.error(
-                    "step %d could not be deleted and stays until the next save: %s", step, error
-                )
-
-    def _delete(self, step: int) -> None:
-        if self._hook.claim is not None:
-            self._hook.claim.check()
-        try:
-            delete(self._run.uri(step), config=self._run.config)
-        except CheckpointNotFoundError:
-            self._forget(step)
-            raise
-        self._forget(step)
-
-    def _forget(self, step: int) -> None:
-        if self._steps is not None:
-            self._steps.discard(step)
-        self._scores.pop(step, None)
-
-    def _best(self) -> int | None:
-        """See :meth:`best_step`; on the first rank."""
-        for _ in range(_LOOKS):
-            steps = self._run.committed()
-            scores, unread = self._known_scores(steps)
-            for error in unread.values():
-                if isinstance(error, StoreError):
-                    raise error
-            if len(scores) + len(unread) == len(steps):
-                break  # otherwise some were deleted meanwhile, perhaps for newer ones
-        self._run.log_unread(unread)
-        return self._retention.best(scores)
-
-    def _compared(self, steps: list[int]) -> dict[int, float]:
-        """The scores of those steps that can be compared; on the deleting thread.
-
-        What is left out is not deleted in this round: a step may be unreadable for a moment only.
-        It does not matter for the others: none that is unneeded beside some is needed beside more.
-        """
-        scores, unread = self._known_scores(steps)
-        for step in set(steps) - scores.keys() - unread.keys():  # another process has deleted it
-            self._forget(step)
-        if unread.keys() != self._unread:
-            self._run.log_unread(unread)
-            self._unread = set(unread)
-        return scores
-
-    def _known_scores(
-        self, steps: list[int]
-    ) -> tuple[dict[int, float], dict[int, CloudCheckpointError]]:
-        """As :meth:`Run.scores`; asks the store only for what is not known here."""
-        known = dict(self._scores)  # a snapshot: the deleting thread removes entries
-        new = [step for step in steps if step not in known]
-        found, unread = self._run.scores(new, str(self._best_metric))
-        for step, score in found.items():
-            self._scores.setdefault(step, score)  # unless the step was saved anew meanwhile
-        known.update(found)
-        return {step: known[step] for step in steps if step in known}, unread
 
     @property
     def _belongs_here(self) -> bool:

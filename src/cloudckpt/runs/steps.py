@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-import threading
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from string import Formatter
 from typing import Literal
@@ -15,7 +12,7 @@ from typing import Literal
 from cloudckpt.config import whole_number
 from cloudckpt.errors import ConfigError
 
-__all__ = ["DEFAULT_PATTERN", "Retention", "StepNames", "StepsInUse", "check_step"]
+__all__ = ["DEFAULT_PATTERN", "Retention", "StepNames", "check_step"]
 
 DEFAULT_PATTERN = "step-{step}"
 """The same names as torchtitan's."""
@@ -153,51 +150,3 @@ class Retention:
         if score is None or math.isnan(score):
             return True, 0.0
         return False, score if self.best_mode == "min" else -score
-
-
-class StepsInUse:
-    """The steps that a job is saving or loading, which are not deleted meanwhile.
-
-    A deletion during a save of the same step would make that save fail, because the checkpoint that
-    it replaces would be gone; during a load it would remove what is being read.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._used: Counter[int] = Counter()
-        self._deleted: set[int] = set()
-
-    def begin(self, step: int) -> None:
-        """Marks a step as saved or loaded from now on, once any deletion of it has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: step not in self._deleted)
-            self._used[step] += 1
-
-    def end(self, step: int) -> None:
-        """Ends that."""
-        with self._changed:
-            self._used[step] -= 1
-
-    @contextlib.contextmanager
-    def kept(self, step: int) -> Iterator[None]:
-        """Calls both, around a ``with`` block."""
-        self.begin(step)
-        try:
-            yield
-        finally:
-            self.end(step)
-
-    @contextlib.contextmanager
-    def deleted(self, step: int) -> Iterator[bool]:
-        """Whether a step is unused; if so, no use of it begins until the block ends."""
-        with self._changed:
-            is_free = not self._used[step]
-            if is_free:
-                self._deleted.add(step)
-        try:
-            yield is_free
-        finally:
-            if is_free:
-                with self._changed:
-                    self._deleted.remove(step)
-                    self._changed.notify_all()
