@@ -451,6 +451,9 @@ GOOD = drawn_up(*example())
         {"paths": [["w", [-1]]]},
         {"paths": 7},
         {"structure": 7},
+        {"whole": [-1]},
+        {"whole": [2]},
+        {"whole": [True]},
     ],
     ids=str,
 )

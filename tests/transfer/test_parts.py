@@ -166,6 +166,8 @@ def test_the_automatic_part_size_fits_the_object_into_the_upload(nbytes, connect
     assert 16 * MIB <= size <= 5 * 1024 * MIB
     assert size % MIB == 0
     assert size * 10_000 >= min(nbytes, 10_000 * 5 * 1024 * MIB)
+    if size < 5 * 1024 * MIB:
+        assert (size + 1) * 9_000 >= nbytes  # there is room if it was underestimated
     if size > 64 * MIB:
         assert nbytes > 9_000 * (size - MIB)  # larger than useful only because there is no choice
 
