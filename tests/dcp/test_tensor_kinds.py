@@ -454,6 +454,8 @@ UNSUPPORTED = {
     "quantized": lambda: torch.quantize_per_tensor(numbered(3), 0.1, 0, torch.qint8),
     "sparse": lambda: numbered(3, 3).to_sparse(),
     "meta": lambda: torch.empty(3, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([numbered(2), numbered(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([numbered(2), numbered(3)], layout=torch.jagged),
     **{
         name: functools.partial(torch.empty, 16, dtype=getattr(torch, name))
         for name in ("int1", "int7", "uint1", "uint4", "bits1x8", "bits2x4", "bits8", "bits16")
@@ -463,6 +465,7 @@ UNSUPPORTED = {
 
 @pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*quantiz.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_what_has_no_plain_bytes_is_refused_by_name_and_nothing_stays(kind, place):
     state = {"before": numbered(10), "odd": UNSUPPORTED[kind](), "z behind": numbered(10)}

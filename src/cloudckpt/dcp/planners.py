@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
 from cloudckpt.checkpoint.lazy import inventory_behind
+from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.checkpoint.structure import KeyNames, Structure, find_collision
 from cloudckpt.checkpoint.torch_private import (
     create_chunk_list,
@@ -91,6 +92,14 @@ class CloudSavePlanner(DefaultSavePlanner):
                 self.structure = Structure.of(state_dict, None if uri is None else str(uri))
 
     def create_local_plan(self) -> SavePlan:
+        """As torch's.
+
+        Raises:
+            UnsupportedTensorError: If a tensor is a nested one, which has no size to plan for.
+        """
+        for name, value in self.state_dict.items():
+            if isinstance(value, torch.Tensor) and value.is_nested:
+                check_supported(value, name)
         with paused_gc():
             return super().create_local_plan()
 
