@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.checkpoint.lazy import inventory_behind
 from cloudckpt.checkpoint.shard import check_supported
@@ -98,7 +99,9 @@ class CloudSavePlanner(DefaultSavePlanner):
             UnsupportedTensorError: If a tensor is a nested one, which has no size to plan for.
         """
         for name, value in self.state_dict.items():
-            if isinstance(value, torch.Tensor) and value.is_nested:
+            # torch's ShardedTensor can't be asked, and others may not be able to say either
+            is_asked = type(value) is torch.Tensor or is_traceable_wrapper_subclass(value)
+            if is_asked and value.is_nested:
                 check_supported(value, name)
         with paused_gc():
             return super().create_local_plan()
