@@ -10,7 +10,9 @@ from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
+    CheckpointReplacedError,
     ConnectionLostError,
+    DifferentCheckpointsError,
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -18,8 +20,10 @@ from cloudckpt.errors import (
     ThrottledError,
     TransferCancelledError,
 )
+from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.transfer import retry
 from cloudckpt.transfer.group import Cancellation
-from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.retry import Retrier, check_unchanged, retry_if_replaced
 
 PASSING = [ThrottledError, ServerError, ConnectionLostError]
 
@@ -259,7 +263,86 @@ def test_cleaning_up_does_not_delay_the_error_for_long():
 
     with pytest.raises(ServerError):
         Retrier.for_cleanup(policy).call(fail)
-    assert len(calls) <= 5
+    assert len(calls) == 3
+    assert Retrier.for_cleanup(policy).policy.deadline == 10
+    assert Retrier.for_cleanup(RetryPolicy(attempts=2, deadline=3)).policy.deadline == 3
+
+
+# a load whose checkpoint is replaced meanwhile
+
+
+class Loading:
+    """A load that fails with these errors, and then returns; and the pauses before it goes on."""
+
+    def __init__(self, monkeypatch, *errors):
+        self.errors, self.pauses = list(errors), []
+        monkeypatch.setattr(retry.time, "sleep", self.pauses.append)
+
+    def __call__(self):
+        if self.errors:
+            raise self.errors.pop(0)
+        return "loaded"
+
+
+def replaced(**context):
+    return CheckpointReplacedError("replaced", uri="s3://bucket/run", **context)
+
+
+def test_a_load_that_is_overtaken_begins_anew_after_longer_and_longer_pauses(monkeypatch):
+    loading = Loading(monkeypatch, *(replaced() for _ in range(4)))
+    assert retry_if_replaced(loading) == "loaded"
+    assert loading.pauses == [0.1, 0.2, 0.4, 0.8]
+
+
+def test_a_load_that_is_always_overtaken_gives_up(monkeypatch):
+    loading = Loading(monkeypatch, *(replaced() for _ in range(9)))
+    with pytest.raises(CheckpointReplacedError, match="5 times") as caught:
+        retry_if_replaced(loading)
+    assert (caught.value.times, caught.value.uri) == (5, "s3://bucket/run")
+    assert len(loading.pauses) == 4
+
+
+def test_a_part_of_a_load_that_has_given_up_is_not_tried_again(monkeypatch):
+    loading = Loading(monkeypatch, replaced(times=2))
+    with pytest.raises(CheckpointReplacedError):
+        retry_if_replaced(loading)
+    assert loading.pauses == []
+
+
+def test_ranks_that_read_the_same_two_saves_again_are_on_two_stores(monkeypatch):
+    one, other = ("a", "b"), ("a", "c")
+    loading = Loading(monkeypatch, *(replaced(saves=saves) for saves in (one, other, one, None)))
+    assert retry_if_replaced(loading) == "loaded"
+    loading = Loading(monkeypatch, replaced(saves=one), replaced(saves=one))
+    with pytest.raises(DifferentCheckpointsError, match="endpoint_url"):
+        retry_if_replaced(loading)
+
+
+class Holding:
+    """A store with one object, or none."""
+
+    def __init__(self, version):
+        self._version = version
+
+    def head(self, key):
+        if self._version is None:
+            raise ObjectNotFoundError("it is not there")
+        return ObjectInfo(key, 1, self._version)
+
+
+@pytest.mark.parametrize("version", ["2", None])
+@pytest.mark.parametrize("told", ["1", None])
+def test_a_failure_beside_a_replacement_is_one_of_it(version, told):
+    read, failure = ObjectInfo("run/.metadata", 1, "1"), ObjectNotFoundError("gone")
+    with pytest.raises(CheckpointReplacedError) as caught:
+        check_unchanged(Holding(version), read, "uri", RetryPolicy(), failure, told=told)
+    assert caught.value.saves == (None if told is None else ("1", version))
+    assert caught.value.__cause__ is failure
+
+
+def test_a_failure_without_a_replacement_is_none_of_it():
+    read = ObjectInfo("run/.metadata", 1, "1")
+    check_unchanged(Holding("1"), read, "uri", RetryPolicy(), ObjectNotFoundError("gone"))
 
 
 def test_what_a_retrier_calls_may_call_it_again():
