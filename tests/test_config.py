@@ -54,9 +54,9 @@ def test_a_misspelt_variable_is_named_once_with_what_was_meant(monkeypatch, capl
     Config()
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2, told
-    assert "CLOUDCKPT_PARTSIZE is no option" in told[0]
+    assert "CLOUDCKPT_PARTSIZE is not an option" in told[0]
     assert "did you mean CLOUDCKPT_PART_SIZE?" in told[0]
-    assert "NOWHERE_AT_ALL is no option" in told[1]
+    assert "NOWHERE_AT_ALL is not an option" in told[1]
 
 
 def test_the_defaults_suit_each_other():

@@ -89,7 +89,7 @@ def test_a_line_says_what_fails_where_why_how_often_since_when_and_until_when(
     assert "PUT got no answer" in line
     assert URI in line
     assert "refused" in line
-    assert "since <0>; tries that failed: 11; tried until <300>" in line
+    assert "failed tries: 11, since <0>; tried until <300>" in line
 
 
 def test_a_moment_is_that_of_the_machine():

@@ -278,7 +278,7 @@ class Timeline:
         if not self.events:
             return "nothing was recorded"
         first = min(event.began for event in self.events)
-        lines = [f"{'phase':<9} {'begin s':>9} {'took s':>9} {'MiB':>10} {'rank':>5}  uri"]
+        lines = [f"{'phase':<9} {'start s':>9} {'seconds':>9} {'MiB':>10} {'rank':>5}  uri"]
         for event in sorted(self.events, key=lambda event: event.began):
             note = " FAILED" if event.failed else ""
             note += f" ({event.detail})" if event.detail else ""

@@ -105,10 +105,10 @@ class Waiting:
             end = _moment(self._until - now)
         more = f"; {others} other operations wait, too" if others else ""
         logger.warning(
-            "still waiting for the store: %s (since %s; tries that failed: %d; tried until %s%s)",
+            "still waiting for the store: %s (failed tries: %d, since %s; tried until %s%s)",
             why,
-            _moment(self._began - now),
             self._failures,
+            _moment(self._began - now),
             end,
             more,
         )

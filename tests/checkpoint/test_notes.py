@@ -76,7 +76,7 @@ def test_the_most_notes_are_read_and_more_are_refused(uri) -> None:
     most = Notes(user={"text": "x" * (64 * 1024 - frame)})
     store = put(uri, framed(METADATA, most.to_json()))
     assert read_notes(store, uri, RETRIER) == most
-    with pytest.raises(ConfigError, match="65537 bytes"):
+    with pytest.raises(ConfigError, match="65,537 bytes"):
         Notes(user={"text": "x" * (64 * 1024 - frame + 1)}).to_json()
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
+from cloudckpt.dcp import meeting
 from cloudckpt.errors import (
     ConfigError,
     IncompleteSaveError,
@@ -106,6 +107,20 @@ def _lines(caplog):
     return [r.getMessage() for r in caplog.records if "converted" in r.getMessage()]
 
 
+def test_processes_that_do_not_know_each_other_are_told_once(tmp_path, caplog, monkeypatch):
+    """As by torchrun, with a script that forgets init_process_group."""
+    meeting._warn_of_others.cache_clear()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    state = {"w": torch.ones(2)}
+    cloudckpt.save(state, checkpoint_id=tmp_path, no_dist=True)
+    assert "WORLD_SIZE" not in caplog.text
+    for _ in range(2):
+        cloudckpt.save(state, checkpoint_id=tmp_path)
+    assert caplog.text.count("this is one of 2 processes (WORLD_SIZE)") == 1
+    meeting._warn_of_others.cache_clear()
+
+
 def test_a_conversion_is_said_once_with_what_to_write_instead(tmp_path, caplog):
     model = torch.nn.Linear(2, 2)
     cloudckpt.save({"model": model}, checkpoint_id=tmp_path)
@@ -116,8 +131,8 @@ def test_a_conversion_is_said_once_with_what_to_write_instead(tmp_path, caplog):
         cloudckpt.load({"model": half}, checkpoint_id=tmp_path)
     assert torch.equal(half.weight, model.weight.bfloat16())
     [line] = _lines(caplog)
-    assert "2 tensors are converted" in line
-    assert "model.weight from torch.float32 to torch.bfloat16" in line or "model.bias" in line
+    assert "tensors converted while they are loaded: 2, the first" in line
+    assert "model.weight, from torch.float32 to torch.bfloat16" in line or "model.bias" in line
     assert "model.to(torch.float32)" in line
 
 
@@ -150,9 +165,7 @@ def test_a_tensor_whose_place_another_value_takes_is_named(tmp_path, caplog):
         assert "take their places" not in caplog.text
         cloudckpt.load(state, checkpoint_id=tmp_path)
     assert state["step"] == 5
-    assert "1 tensors of the state dict are no tensors in the checkpoint, the first: step" in (
-        caplog.text
-    )
+    assert "that are other values in the checkpoint: 1, the first of them step" in (caplog.text)
 
 
 KINDS = {

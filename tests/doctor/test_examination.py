@@ -293,6 +293,10 @@ def test_reading_only_writes_nothing(end, bucket, s3_client) -> None:
     empty = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
     assert outcomes(empty, "skipped") == ["read", "speed"]
     s3_client.put_object(Bucket=bucket, Key="run/somebody's", Body=b"x" * 10_000)
+    small = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
+    assert outcomes(small, "skipped") == ["speed"]
+    assert "run/somebody's" in small["read"].found
+    s3_client.put_object(Bucket=bucket, Key="run/somebody's", Body=bytes(MIB))
     found = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
     assert outcomes(found, "failed") == []
     assert "run/somebody's" in found["read"].found

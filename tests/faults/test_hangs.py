@@ -124,7 +124,7 @@ class TestWaiting:
             assert load_step(uri, direct, SMALL) == 2
         assert f" {uri}/" in found[0]
         assert "no byte has moved" in found[0]
-        assert "tries that failed: 0" in found[0]
+        assert "failed tries: 0" in found[0]
 
 
 class TestSilence:

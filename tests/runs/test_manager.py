@@ -35,6 +35,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs import catalog
 from cloudckpt.runs.catalog import Run
+from cloudckpt.runs.deleting import unneeded
 from cloudckpt.runs.manager import CheckpointManager
 from cloudckpt.runs.preemption import Preemption
 from cloudckpt.transfer.retry import open_store
@@ -451,6 +452,16 @@ def test_a_best_metric_that_is_not_a_number_is_told_and_never_the_best(run, nan,
         manager.wait_until_finished()
         assert "step 2: its metric loss is not a number (NaN)" in caplog.text
         assert manager.best_step() == 1
+
+
+def test_a_best_metric_that_no_step_has_is_told_with_what_there_is(run, caplog) -> None:
+    with managed(run, best_metric="los") as manager:
+        manager.save(1, state(1), metrics={"loss": 0.1})
+        manager.wait_until_finished()
+    assert "step 1: its metric los is missing (it has: loss)" in caplog.text
+    with pytest.raises(ConfigError, match="the metric 'los'"):
+        unneeded(run, max_to_keep=1, best_metric="los")
+    assert unneeded(run, max_to_keep=1, best_metric="loss") == []
 
 
 def test_a_manager_takes_its_options_by_config(run) -> None:

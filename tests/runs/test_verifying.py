@@ -106,7 +106,7 @@ def test_all_damages_are_told_and_not_only_the_first(tmp_path) -> None:
     for at in (0.1, 0.11, 0.6):
         content[int(len(content) * at)] ^= 1
     data.write_bytes(content)
-    with pytest.raises(CheckpointCorruptError, match="2 other blocks") as caught:
+    with pytest.raises(CheckpointCorruptError, match="and of 2 more") as caught:
         verify(tmp_path)
     damages = caught.value.damages
     assert [damage.item for damage in damages] == ["a", "a", "c"]

@@ -250,6 +250,15 @@ def test_an_anonymous_store_sends_no_credentials_though_there_are_some(open_azur
         assert "sig=" not in request.target
 
 
+def test_a_wrong_key_is_no_missing_role_whatever_its_code(store, server):
+    """Azurite has the code of a missing permission for it."""
+    told = "Server failed to authenticate the request. Make sure that the signature is right."
+    for _ in range(2):  # the key is looked for anew once
+        server.answer(status=403, body=error_xml("AuthorizationFailure", told))
+    with pytest.raises(CredentialsError, match="does not accept the credentials"):
+        list(store.list("run/"))
+
+
 # where credentials are found
 
 CONNECTION = f"DefaultEndpointsProtocol=https;AccountName={ACCOUNT};AccountKey={KEY};"

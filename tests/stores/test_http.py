@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import random
+import re
 import select
 import socket
 import ssl
@@ -643,7 +644,9 @@ def test_nobody_there_is_a_lost_connection(client):
         client.send("GET", f"http://127.0.0.1:{free_port()}/key?X-Secret=1", {}),
     ):
         pass
+    assert re.search(r"GET found no connection to 127.0.0.1:\d+ ", str(caught.value))
     assert "refused" in str(caught.value)
+    assert "host=" not in str(caught.value)
     assert "X-Secret" not in str(caught.value)
     assert " at 0x" not in str(caught.value)
 

@@ -77,7 +77,9 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
         ) from None
     except Exception as exc:  # the user's classes, or any where all are trusted, may raise anything
         raise CheckpointCorruptError(
-            "the metadata can't be read: it is damaged or no checkpoint's", uri=uri, cause=exc
+            "the metadata can't be read: it is damaged, or not that of a checkpoint",
+            uri=uri,
+            cause=exc,
         ) from exc
     if not isinstance(metadata, Metadata):
         raise CheckpointCorruptError(

@@ -77,8 +77,8 @@ class Notes:
             ) from exc
         if len(data) > MOST_NOTES:
             raise ConfigError(
-                f"notes of {len(data)} bytes: {MOST_NOTES} are the most; what is larger belongs "
-                "into the state dict"
+                f"these notes take {len(data):,} bytes, and the limit is {MOST_NOTES:,}: what is "
+                "larger belongs into the state dict"
             )
         return data
 

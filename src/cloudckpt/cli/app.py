@@ -127,7 +127,7 @@ def confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise typer.BadParameter("can't ask for confirmation here: give --yes")
+        raise typer.BadParameter("this is not a terminal, so nothing was deleted: give --yes")
     if not typer.confirm(question):
         raise typer.Exit(FAILED)
 

@@ -25,7 +25,7 @@ _FILES = frozenset({".bin", ".ckpt", ".pt", ".pth"})  # what files of torch.save
 _NAMES: dict["Kind", str] = {"dcp": "checkpoint", "torch": "file of torch.save"}
 
 
-_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at TARGET.")]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
 class To(str, Enum):
@@ -60,7 +60,7 @@ def convert(
 ) -> None:
     """Turn a file of torch.save into a checkpoint, or a checkpoint into a file or a new checkpoint.
 
-    What SOURCE is, is found by looking at it. It takes one copy of the state in memory. TARGET
+    Which of them SOURCE is, is told by its content. One copy of the state is held in memory. TARGET
     appears when it is complete.
     """
     from cloudckpt import format_utils

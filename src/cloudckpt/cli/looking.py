@@ -3,6 +3,7 @@
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
 import dataclasses
+import json
 from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Annotated, Optional
@@ -72,13 +73,15 @@ def inspect(
     print_rows(["name", "type", "shape", "size", "chunks"], rows, right={3, 4})
     print(f"{len(items)} entries, {as_size(sum(item.nbytes for item in items))}")
     for uri, nbytes in found.shared.items():
-        print(f"{as_size(nbytes)} of it are shared with {safe(uri)}, which has to stay beside it.")
+        print(f"{as_size(nbytes)} of it is shared with {safe(uri)}, which has to stay beside it.")
     if not found.has_checksums:
         print("It has no checksums: only checkpoints written by cloudckpt have them.")
     if found.notes.step is not None:
         print(f"step {found.notes.step}")
     for name, value in found.notes.metrics.items():
         print(f"{safe(name)} = {value:g}")
+    for name, kept in found.notes.user.items():
+        print(f"{safe(name)}: {safe(json.dumps(kept, ensure_ascii=False))}")
 
 
 @app.command(rich_help_panel="Checkpoints")

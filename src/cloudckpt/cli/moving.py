@@ -40,8 +40,8 @@ def verify(
 ) -> None:
     """Read all of a checkpoint and compare each block with its checksum.
 
-    All that is damaged is listed: item, object, first byte and the one behind the last, and what is
-    wrong. Started by torchrun, the ranks divide the work.
+    All that is damaged is listed: item, object, the first byte and the one after the last, and what
+    is wrong. Started by torchrun, the ranks divide the work.
     """
     with together(ranks) as joined:
         shown = joined.speaks and not (quiet or as_json)
@@ -154,5 +154,7 @@ def detach(
         if as_json:
             print_json({"checkpoint": checkpoint, **dataclasses.asdict(copied)})
         elif not quiet:
-            what = f"{as_size(copied.nbytes)} were copied" if copied.checkpoints else "as before"
+            what = (
+                f"{as_size(copied.nbytes)} were copied" if copied.checkpoints else "it already did"
+            )
             print(f"{safe(checkpoint)} stands alone: {what}")

@@ -48,9 +48,9 @@ class Mode(str, Enum):
 def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -> None:
     """List the checkpoints of a run: step, age, size, and whether each is committed.
 
-    Others are torn, or pending: their trainers were killed, and their saving processes send the
-    rest, which the next job commits, or `cloudckpt adopt`. What is kept was deleted, but for data
-    that later steps share; of a run that has such steps, the metadata of each are read.
+    Torn: an interrupted save left it. Pending: its trainers were killed and their saving processes
+    send the rest, which the next job or `cloudckpt adopt` commits. Kept: deleted, except for data
+    that later steps share; in a run that has such steps, the metadata of every step is read.
     """
     found = cloudckpt.list_checkpoints(run, step_name=step_name)
     shared: dict[str, int | None] = {}
@@ -197,7 +197,7 @@ def sweep(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Delete what saves that were killed have left: data of no checkpoint, and open uploads."""
+    """Delete what killed saves have left: data of no checkpoint, and unfinished uploads."""
     from cloudckpt.runs.sweeping import Sweep
 
     sweep = Sweep(run, older_than=older_than * 3600)
@@ -213,12 +213,16 @@ def sweep(
         found = sweep.carried_out()
     if as_json:
         print_json({"dry_run": dry_run, **dataclasses.asdict(found)})
+    elif not (found.objects or found.uploads):
+        if not quiet:
+            print("nothing is left over")
     elif dry_run:
-        for uri in (*found.objects, *found.uploads):
+        for uri in found.objects:
             print(f"would delete {safe(uri)}")
+        for uri in found.uploads:
+            print(f"would abort the upload of {safe(uri)}")
     elif not quiet:
-        is_clean = not (found.objects or found.uploads)
-        print("nothing is left over" if is_clean else f"deleted {_told(found)}")
+        print(f"deleted {_told(found)}")
 
 
 def _delete(checkpoints: Sequence[str], as_json: bool, quiet: bool) -> None:

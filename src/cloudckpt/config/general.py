@@ -44,10 +44,12 @@ class RetryPolicy(Options):
     variables: ClassVar[str] = "CLOUDCKPT_RETRY_"
 
     deadline: float = option(
-        300.0, "seconds after its first failure in which a request is tried again", least=0
+        300.0, "for how many seconds after its first failure a request is retried", least=0
     )
     attempts: int | None = option(
-        None, "most tries of a request; default: as many as the deadline allows", least=1
+        None,
+        "the maximum number of tries of a request; default: as many as the deadline allows",
+        least=1,
     )
     base: float = option(0.1, "shortest pause in seconds")
     cap: float = option(8.0, "longest pause in seconds, unless the store asks for more")
@@ -198,7 +200,7 @@ def _tell(strangers: frozenset[str]) -> None:
         if not name.startswith("CLOUDCKPT_TEST_"):  # which say where tests find a store
             near = difflib.get_close_matches(name, _variables(), n=1)
             logger.warning(
-                "the environment variable %s is no option of cloudckpt, and has no effect%s",
+                "the environment variable %s is not an option of cloudckpt and has no effect%s",
                 name,
                 f"; did you mean {near[0]}?" if near else "",
             )

@@ -131,8 +131,8 @@ class _Wait:
         have = "has" if len(others) == 1 else "have"
         return (
             f"{self._call} has waited on rank {own} for {waited:.0f} s: {_listed(others)} {have} "
-            "not called it. All ranks of the process group must call it; does it stand behind an "
-            "`if rank == 0:`? It goes on when they come, and fails at the time limit of the group"
+            "not called it. All ranks of the process group must call it; is the call inside an "
+            "`if rank == 0:`? It continues when they arrive, and fails at the group's time limit"
         )
 
 

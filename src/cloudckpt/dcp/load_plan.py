@@ -160,8 +160,8 @@ def check_types(
     if converted and logs:
         name, saved, wanted = converted[0]
         logger.warning(
-            "%s: %d tensors are converted while they are loaded, the first: %s from %s to %s. To "
-            "load what was saved, give tensors of that type, for example of model.to(%s)",
+            "%s: tensors converted while they are loaded: %d, the first of them %s, from %s to %s. "
+            "To load what was saved, load into tensors of that type, for example by model.to(%s)",
             uri,
             len(converted),
             name,
@@ -189,9 +189,9 @@ def tell_replaced(state_dict: Mapping[str, Any], metadata: Metadata, uri: str) -
     ]
     if replaced:
         logger.warning(
-            "%s: %d tensors of the state dict are no tensors in the checkpoint, the first: %s. The "
-            "loaded values take their places in the state dict; the tensors themselves stay as "
-            "they are. Pass the loaded state dict to load_state_dict",
+            "%s: tensors of the state dict that are other values in the checkpoint: %d, the "
+            "first of them %s. The loaded values take their places in the state dict; the tensors "
+            "themselves stay as they are. Pass the loaded state dict to load_state_dict",
             uri,
             len(replaced),
             replaced[0],

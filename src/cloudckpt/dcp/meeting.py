@@ -9,7 +9,10 @@ if a rank objects, or two name different locations, do they exchange their full 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -41,6 +44,8 @@ __all__ = [
     "check_together",
     "one_error",
 ]
+
+logger = logging.getLogger("cloudckpt")
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -182,6 +187,19 @@ def _no_objection(made: object) -> RankStatus:
     return RankStatus()
 
 
+@functools.cache
+def _warn_of_others() -> None:
+    """Says once that this process is one of several, each of which would save by itself."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and count.isdecimal() and int(count) > 1:
+        logger.warning(
+            "this is one of %s processes (WORLD_SIZE), but torch.distributed is not initialized: "
+            "each saves and loads by itself, and saves to one location replace each other. Call "
+            "torch.distributed.init_process_group() first; no_dist=True says that it is meant",
+            count,
+        )
+
+
 class Meeting:
     """Lets the ranks of a group begin something together.
 
@@ -211,7 +229,10 @@ class Meeting:
         Raises:
             ConfigError: If this rank is not in the group.
         """
-        if no_dist or not (dist.is_available() and dist.is_initialized()):
+        if not (no_dist or (dist.is_available() and dist.is_initialized())):
+            _warn_of_others()
+            return cls(None)
+        if no_dist:
             return cls(None)
         group = process_group if process_group is not None else dist.group.WORLD
         return cls(None if dist.get_world_size(group) == 1 else group)

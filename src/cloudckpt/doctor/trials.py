@@ -16,6 +16,7 @@ from cloudckpt.doctor.findings import Finding, Values, failed, ok, skipped, warn
 from cloudckpt.errors import (
     AccessDeniedError,
     ConnectionLostError,
+    InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
@@ -162,7 +163,9 @@ class Trials:
         except StoreError as error:
             if sent or isinstance(error, _NO_WORD):
                 raise
-            return ok(f"{kind} is not sent, and the store does not take it: {error.message}")
+            if not isinstance(error, InvalidRequestError):
+                return skipped(f"{kind} is not sent, and could not be tried: {error.message}")
+            return ok(f"{kind} is not sent, and this store refuses it: {error.message}")
         values: Values = {"checksum": kind, "sent": "yes" if sent else "no"}
         if not taken:
             unset = f"; it is not sent by default here, {_switch(self._uri)}=on does"
@@ -246,7 +249,7 @@ class Trials:
         if rules.ends_uploads is not None:
             found.append(f"it ends uploads that nobody completes after {rules.ends_uploads} days")
         elif not rules.unread:
-            found.append("no rule ends uploads that nobody completes")
+            found.append("no lifecycle rule removes unfinished uploads")
             advice.append("set a rule that ends them after a week, or run `cloudckpt sweep`")
         days: Values = {"ends_uploads_after_days": rules.ends_uploads}
         verdict = warning if advice else ok
@@ -270,8 +273,8 @@ class Trials:
     def download_speed(self, retrier: Retrier) -> Finding:
         """The download speed only, from an existing object."""
         found = retrier.call(self._first)
-        if found is None or not found.size:
-            return skipped("there is nothing to read")
+        if found is None or found.size < _MIB:
+            return skipped("the first object here is too small to measure with")
         nbytes = min(found.size, self._size)
         return self._told(nbytes, None, self._read_speed(retrier, found.key, nbytes))
 

@@ -180,7 +180,7 @@ class _Source:
             entries[wanted], self.names[wanted] = entry, name
         if not entries:
             raise CheckpointNotFoundError(
-                "no tensor is left to be exported: see what `cloudckpt inspect` shows",
+                "the name of no tensor matches what is to be exported: see `cloudckpt inspect`",
                 uri=str(uri),
             )
         for name in sorted(entries, key=natural):

@@ -105,7 +105,7 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
             return
         if not view.level(location.key("")):
             raise CheckpointNotFoundError(
-                "there is no checkpoint to commit, nor anything else: check the location",
+                "there is no checkpoint, nor anything else: check the location",
                 uri=str(location),
             ) from error
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from functools import partial
 from typing import Literal
@@ -15,6 +16,7 @@ from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
+    ConfigError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
@@ -59,7 +61,9 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
         found = retrier.call(partial(fetch, store, commit))
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(
-            "there is no committed checkpoint to delete", uri=str(location)
+            "there is no committed checkpoint to delete; what an interrupted save has left there "
+            "is deleted by sweep",
+            uri=str(location),
         ) from error
     gone = trusted(found, store.uri(commit))
     try:
@@ -115,7 +119,7 @@ def unneeded(
 
     Raises:
         CheckpointCorruptError: If the metadata of the newest is not readable.
-        ConfigError: If an option is invalid.
+        ConfigError: If an option is invalid, or no checkpoint has the metric.
         InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
@@ -129,6 +133,12 @@ def unneeded(
             if isinstance(error, StoreError):
                 raise error
         found.log_unread(unread)
+        if scores and all(map(math.isnan, scores.values())):
+            raise ConfigError(
+                f"no checkpoint of this run has the metric {best_metric!r}, so none is the best: "
+                "cloudckpt inspect shows what they have",
+                uri=str(found.root),
+            )
         compared, steps = [*scores], sorted(scores | unread)
     unneeded = [str(found.uri(step)) for step in kept.unneeded(compared, scores)]
     if unneeded:

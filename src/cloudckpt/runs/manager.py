@@ -300,8 +300,8 @@ class CheckpointManager(ClosedAtExit):
             step: The step.
             state: What to save, as for :func:`cloudckpt.save`.
             metrics: Numbers to keep with the checkpoint; those of the first rank count. If
-                ``best_metric`` is not a number there (NaN), the checkpoint counts as worse than all
-                that have one, which is logged.
+                ``best_metric`` is missing there or is not a number (NaN), the checkpoint counts as
+                worse than all that have one, which is logged.
             notes: Other values to keep with it, of types that JSON can hold.
             force: Whether to save the step even if it is not its turn.
 
@@ -376,12 +376,15 @@ class CheckpointManager(ClosedAtExit):
         self._newest = step
         if self._is_first:
             kept = noted().metrics
-            if self._best_metric is not None and math.isnan(kept.get(self._best_metric, 0.0)):
+            if self._best_metric is not None and math.isnan(kept.get(self._best_metric, math.nan)):
                 logger.warning(
-                    "step %d: its metric %s is not a number (NaN), so the step counts as worse "
-                    "than all that have one",
+                    "step %d: its metric %s is %s, so the step counts as worse than all that have "
+                    "one",
                     step,
                     self._best_metric,
+                    "not a number (NaN)"
+                    if self._best_metric in kept
+                    else f"missing (it has: {', '.join(kept) or 'none'})",
                 )
             self._pruner.after(step, kept, written)
         self._has_saved_last = self._has_saved_last or is_last

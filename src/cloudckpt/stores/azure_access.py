@@ -359,7 +359,7 @@ def _locate(host: str, config: Config, given: _Given, uri: str) -> _Place:
         )
     if not re.fullmatch(r"[a-z0-9]{3,24}", account):
         raise ConfigError(
-            f"{account!r} is no name of a storage account: 3 to 24 small letters and digits",
+            f"{account!r} is no storage account's name: 3 to 24 lowercase letters and digits",
             uri=uri,
         )
     return _Place(f"https://{account}.blob.core.windows.net", account)

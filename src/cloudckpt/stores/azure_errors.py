@@ -172,6 +172,8 @@ def from_answer(
     fields = error_fields(body)
     code = given.get("x-ms-error-code") or fields.get("Code", "")
     known, own = _documented(code, status), _BY_STATUS
+    if known is None and "failed to authenticate" in fields.get("Message", ""):
+        known = _REFUSED  # Azurite has another code for it
     if refused is not None:
         known, own = refused if known is _REFUSED else known, {**own, 401: refused}
     named = fields.get("HeaderName") or fields.get("QueryParameterName") or ""

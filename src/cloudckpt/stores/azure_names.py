@@ -57,7 +57,7 @@ def check_location(uri: CheckpointURI, *, is_checkpoint: bool) -> None:
     if len(uri.bucket) > 63 or not _CONTAINER.fullmatch(uri.bucket):
         raise InvalidURIError(
             f"{str(uri)!r}: Azure has no container of this name; it is made of 3 to 63 "
-            "small letters, digits and single hyphens between them"
+            "lowercase letters, digits and single hyphens between them"
         )
     beneath = (_BENEATH, 1) if is_checkpoint else (0, 0)
     why = _why_unfit(uri.prefix, longest=_LONGEST - beneath[0], deepest=_DEEPEST - beneath[1])

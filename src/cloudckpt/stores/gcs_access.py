@@ -119,7 +119,7 @@ class _NoToken:
         return ()
 
     def origin(self) -> Origin:
-        return Origin(source="none are sent: anonymous=True, or the endpoint is no https")
+        return Origin(source="none are sent: anonymous=True, or the endpoint is not https")
 
 
 def _universe() -> str:

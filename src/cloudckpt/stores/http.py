@@ -331,8 +331,10 @@ class HttpClient:
                 lasting = lasting_failure(exc, host, bundle=options.ca_bundle)
                 if lasting is not None:
                     raise lasting from exc
+                unsent = _never_connected(exc)
+                why = f"found no connection to {host}" if unsent else "got no answer"
                 raise ConnectionLostError(
-                    f"{method} got no answer", cause=_plain(exc), certain=_never_connected(exc)
+                    f"{method} {why}", cause=_plain(exc), certain=unsent
                 ) from exc
             connection: object = response.connection
             if not isinstance(connection, _Ours) or connection.raw_response is None:
@@ -427,5 +429,5 @@ def _plain(exc: BaseException) -> str:
             return str(inner)
     reason = getattr(exc, "reason", None)
     inner = reason if isinstance(reason, BaseException) else exc
-    text = str(inner).rpartition(">: ")[2] or str(inner)
+    text = re.sub(r"^\w+\(host=.*?\): ", "", str(inner).rpartition(">: ")[2] or str(inner))
     return f"{type(inner).__name__}: {masked(text)}"

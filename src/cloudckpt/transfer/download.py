@@ -206,7 +206,7 @@ class Download:
         logger.warning("%s: fetched again after a wrong checksum of %s", uri, bad[0].item)
         self._receive(request, views)
         if bad := self._bad(landing):
-            first, others = bad[0], f", and {len(bad) - 1} other blocks," if bad[1:] else ""
+            first, others = bad[0], f" (and of {len(bad) - 1} more)" if bad[1:] else ""
             raise CheckpointCorruptError(
                 f"bytes {first.start} to {first.stop} of the object{others} do not match their "
                 "checksum, twice: the object is damaged; restore it or load an older checkpoint",
