@@ -1,10 +1,13 @@
 """The tensors of a staged copy: bit by bit, of all kinds, sharing memory as they did."""
 
+import collections
 import copy
 import io
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator
+import threading
+from collections import Counter, OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -414,3 +417,79 @@ def _plain(tree):
     if isinstance(tree, (list, tuple)):
         return type(tree)(_plain(value) for value in tree)
     return tree
+
+
+class Computed(Mapping):
+    """Makes its entries whenever somebody asks, from what the training goes on to change."""
+
+    def __init__(self, weights, made):
+        self._weights, self._made = weights, made
+        self._lock = threading.Lock()  # so that it can't be copied as a whole
+
+    def __getitem__(self, name):
+        return self._made(self._weights[name])
+
+    def __iter__(self):
+        return iter(self._weights)
+
+    def __len__(self):
+        return len(self._weights)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda w: w * 2, lambda w: [w * 2], lambda w: ((w * 2).tolist(),)]
+)
+@pytest.mark.parametrize("wrap", [lambda mapping: mapping, MappingProxyType])
+def test_entries_that_are_made_when_asked_for_are_copied_each_at_once(stager, made, wrap):
+    weights = {str(n): torch.full((2,), float(n)) for n in range(20)}
+    expected = {name: made(weight) for name, weight in weights.items()}
+    staged = stager.stage({"m": wrap(Computed(weights, made))})
+    for weight in weights.values():
+        weight.fill_(-1)
+    assert_same(dict(staged["m"]), expected)
+
+
+class OfOne(collections.namedtuple("OfOne", "a b")):
+    """Has attributes, and is made from one argument."""
+
+    def __new__(cls, both):
+        return super().__new__(cls, *both)
+
+    def __getnewargs__(self):
+        return (tuple(self),)
+
+
+class Number(int):
+    """Has attributes."""
+
+
+class Stream(io.BytesIO):
+    """Has a class of its own."""
+
+
+def test_values_of_derived_classes_keep_class_and_attributes_and_are_copies(stager):
+    state = {"tuple": OfOne(([1], 2)), "number": Number(5), "stream": Stream(b"data")}
+    for value in state.values():
+        value.more = [1]
+    staged = stager.stage(state)
+    state["tuple"][0].append(2)
+    for name, value in state.items():
+        value.more.append(2)
+        assert type(staged[name]) is type(value)
+        assert staged[name].more == [1]
+    assert (staged["tuple"], staged["number"]) == (([1], 2), 5)
+    assert staged["stream"].getvalue() == b"data"
+
+
+def test_mappings_within_what_is_pickled_keep_their_class(stager):
+    staged = stager.stage({"pair": (UserDict(a=1), [{"b": UserDict(c=2)}])})
+    assert type(staged["pair"][0]) is UserDict
+    assert type(staged["pair"][1][0]["b"]) is UserDict
+
+
+def test_an_object_that_holds_a_tensor_amid_a_graph_is_copied(stager):
+    loss = torch.ones(3, requires_grad=True) * 2
+    staged = stager.stage({"recent": collections.deque([loss])})
+    with torch.no_grad():
+        loss.fill_(7)
+    assert_same(staged["recent"][0].detach(), torch.full((3,), 2.0))

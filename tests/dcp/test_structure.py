@@ -1,9 +1,14 @@
 """What is loaded without a state dict equals what was saved, whichever way it was saved."""
 
+import contextlib
 import copy
 import io
 import logging
+from collections import UserDict
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, format_utils
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
@@ -20,7 +25,7 @@ from cloudckpt.checkpointer import (
     make_async_checkpointer,
     make_sync_checkpointer,
 )
-from cloudckpt.errors import KeyCollisionError
+from cloudckpt.errors import KeyCollisionError, MissingKeyError
 from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from .places import Place
@@ -398,3 +403,77 @@ def leaves(value, name=""):
         yield f"{name}.{key}", entry
         if isinstance(entry, (dict, list)):
             yield from leaves(entry, f"{name}.{key}")
+
+
+class Settings(dict):
+    """Attributes are entries, as many projects have it."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+def keeps():
+    """Values of which a checkpoint has none."""
+    return {
+        "dtype": torch.bfloat16,
+        "path": Path("/a"),
+        "number": np.float32(3),
+        "set": {1, 2},
+        "pair": Pair(1, 2),
+        "list": [Pair(3, 4), {"deep": frozenset((5,))}],
+        "mapping": UserDict(a=complex(1, 2)),
+        "tensor": numbered(2),
+    }
+
+
+@pytest.mark.parametrize("ends", ["partial", "missing"])
+@pytest.mark.parametrize("many", [False, True], ids=["alone", "a group"])
+def test_values_that_nothing_is_loaded_into_stay_as_they_are(ends, many, tmp_path):
+    cloudckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    state = {"w": torch.zeros(2), "settings": Settings(keeps())}
+    planner = DefaultLoadPlanner(allow_partial_load=ends == "partial")
+    with contextlib.ExitStack() as stack:
+        if many:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            stack.callback(dist.destroy_process_group)
+        if ends == "missing":
+            stack.enter_context(pytest.raises(MissingKeyError))
+        cloudckpt.load(state, checkpoint_id=tmp_path, planner=planner)
+    assert type(state["settings"]) is Settings
+    assert_same(dict(state["settings"]), keeps())
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_containers_that_were_saved_whole_are_loaded_whole(is_partial, tmp_path):
+    """As stock torch does it, from a save that flattened nothing."""
+
+    def made(last):
+        return {
+            "w": torch.full((2,), float(last)),
+            "settings": {"lr": last, "deep": {"c": last}},
+            "empty": {"k": last} if last else {},
+            "list": [{"a": last}, {"b": [last]}],
+            "alone": last,
+        }
+
+    cloudckpt.save(
+        made(5), checkpoint_id=tmp_path, planner=DefaultSavePlanner(flatten_state_dict=False)
+    )
+    for load in (cloudckpt.load, dcp.load):
+        state = made(0)
+        planner = DefaultLoadPlanner(allow_partial_load=is_partial)
+        load(state, checkpoint_id=tmp_path, planner=planner)
+        assert_same(state, made(5))
+
+
+def test_dicts_with_entries_as_attributes_are_saved_like_dicts(tmp_path):
+    state = {"m": torch.ones(1), "s": Settings(lr=0.1), "list": [Settings(deep=Settings(a=1))]}
+    cloudckpt.save(state, checkpoint_id=tmp_path)
+    loaded = {"m": torch.zeros(1), "s": Settings(lr=0), "list": [Settings(deep=Settings(a=0))]}
+    cloudckpt.load(loaded, checkpoint_id=tmp_path)
+    assert_same(loaded, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from collections import Counter, OrderedDict, defaultdict
@@ -29,7 +30,9 @@ from cloudckpt.transfer.memory import (
 __all__ = ["Layout", "Region"]
 
 _WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
-_ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_ATOMIC = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+)
 
 
 @dataclass(slots=True)
@@ -131,7 +134,7 @@ class Layout:
 
     def _walk(self, value: Any) -> None:
         """Finds the tensors that have bytes in memory."""
-        if isinstance(value, _ATOMIC) or id(value) in self._seen:
+        if type(value) in _ATOMIC or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
@@ -250,8 +253,12 @@ class _Copier:
 
     def __init__(self, wrapped: dict[int, _Wrapped]) -> None:
         self._wrapped = wrapped
+        # what a mapping makes when it is asked: another value would get its id otherwise
+        self._kept: list[Any] = []
 
-    def mapping(self, value: Mapping[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+    def mapping(
+        self, value: Mapping[Any, Any], memo: dict[int, Any], *, is_pickled: bool = False
+    ) -> dict[Any, Any]:
         made: dict[Any, Any] = {}
         kind: Any = type(value)
         if isinstance(value, defaultdict):
@@ -259,35 +266,43 @@ class _Copier:
         elif kind in (OrderedDict, Counter):
             made = kind()
         memo[id(value)] = made
+        self._kept.append(value)
         for key, entry in value.items():
             try:
-                made[key] = self.value(entry, memo)
+                made[key] = self.value(entry, memo, is_pickled=is_pickled)
             except StagingError as error:
                 error.item = str(key) if error.item is None else f"{key}.{error.item}"
                 raise
         return made
 
-    def value(self, value: Any, memo: dict[int, Any]) -> Any:
-        if isinstance(value, _ATOMIC):
+    def value(self, value: Any, memo: dict[int, Any], *, is_pickled: bool = False) -> Any:
+        """A copy; ``is_pickled``: torch does not flatten what it is in, so its class counts."""
+        kind = type(value)
+        if kind in _ATOMIC:
             return value
         if id(value) in memo:
             return memo[id(value)]
-        kind = type(value)
+        self._kept.append(value)
         if isinstance(value, torch.Tensor):
             made: Any = self._tensor(value, memo)
         elif kind in (dict, OrderedDict, defaultdict, Counter, MappingProxyType):
-            return self.mapping(value, memo)
+            return self.mapping(value, memo, is_pickled=is_pickled)
         elif isinstance(value, Mapping):
+            # one that is no dict may compute its entries from what the training changes
+            if not (is_pickled or isinstance(value, dict)):
+                return self.mapping(value, memo)
             made = self._of_its_class(value, memo)
         elif kind is list:
             made = memo[id(value)] = []
-            made.extend(self.value(entry, memo) for entry in value)
+            made.extend(self.value(entry, memo, is_pickled=is_pickled) for entry in value)
             return made
         elif kind is tuple:
-            made = tuple(self.value(entry, memo) for entry in value)
+            made = tuple(self.value(entry, memo, is_pickled=True) for entry in value)
         elif isinstance(value, tuple) and hasattr(value, "_fields"):
-            made = kind(*(self.value(entry, memo) for entry in value))
-        elif isinstance(value, io.BytesIO):
+            made = tuple.__new__(kind, [self.value(one, memo, is_pickled=True) for one in value])
+            if hasattr(value, "__dict__"):
+                vars(made).update(self.mapping(vars(value), memo, is_pickled=True))
+        elif kind is io.BytesIO:
             made = io.BytesIO(value.getvalue())
             made.seek(value.tell())
         else:
@@ -343,6 +358,10 @@ def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
     except Exception as exc:
+        with contextlib.suppress(Exception):  # torch copies no tensor amid a graph, but saves it
+            torch.save(value, saved := io.BytesIO())
+            saved.seek(0)
+            return torch.load(saved, weights_only=False)
         raise StagingError(
             f"a value of type {type(value).__name__} can't be copied, and an asynchronous save "
             "needs a copy; leave it out of the state dict",

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
+from torch.distributed.checkpoint.planner_helpers import _init_state_dict as init_state_dict
 from torch.distributed.checkpoint.utils import _DistWrapper as Collectives
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -56,6 +57,7 @@ __all__ = [
     "flatten_sharded_tensors",
     "flatten_state_dict",
     "forget_plans",
+    "init_state_dict",
     "load_with",
     "meta_reads_no_data",
     "set_group_timeout",

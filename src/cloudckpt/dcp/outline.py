@@ -121,9 +121,8 @@ class Outline:
         elif kind is DTensor:
             told = self._dtensor(value)
         elif (
-            isinstance(value, torch.Tensor)
+            isinstance(value, (torch.Tensor, Mapping))  # of which some have any attribute
             or hasattr(value, "__create_write_items__")
-            or isinstance(value, Mapping)
         ):
             raise _UnknownError
         else:

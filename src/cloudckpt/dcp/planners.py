@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from cloudckpt.checkpoint.inventory import Entry
 from cloudckpt.checkpoint.lazy import inventory_behind
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.checkpoint.structure import KeyNames, Structure, find_collision
@@ -30,6 +31,7 @@ from cloudckpt.checkpoint.torch_private import (
     create_chunk_list,
     flatten_sharded_tensors,
     flatten_state_dict,
+    init_state_dict,
     traverse_state_dict,
 )
 from cloudckpt.dcp.load_plan import (
@@ -143,7 +145,14 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
         """
         if not (dist.is_available() and dist.is_initialized()):  # else torch allocates them
             _refuse_meta(state_dict)
-        DefaultLoadPlanner.set_up_planner(self, state_dict, metadata, is_coordinator)
+        # torch's own also makes None of each value that is neither a number nor a string
+        self.original_state_dict = _ready_to_load(state_dict)
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+        if self.flatten_sharded_tensors:
+            state_dict = flatten_sharded_tensors(state_dict)
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten_state_dict(state_dict)
+        self.state_dict = state_dict
         if self.flatten_state_dict:
             with paused_gc():
                 self._names = names = KeyNames(self.original_state_dict)
@@ -176,6 +185,23 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
         container[names.name(path[:-1], path[-1])] = value
 
 
+def _ready_to_load(value: Any) -> Any:
+    """A state dict with memory for its meta tensors; its lists are copies, as torch's planner does.
+
+    Dicts are changed in place. All other values stay, also where nothing is loaded in their place.
+    """
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if isinstance(entry, (dict, list, torch.Tensor)):
+                value[key] = _ready_to_load(entry)
+    elif type(value) is list:
+        return list(map(_ready_to_load, value))
+    elif isinstance(value, torch.Tensor) and getattr(value, "device", None) == _META:
+        init_state_dict(alone := {"tensor": value})
+        return alone["tensor"]
+    return value
+
+
 def _refuse_meta(state_dict: dict[str, Any]) -> None:
     """Refuses meta tensors, which have no memory.
 
@@ -202,6 +228,7 @@ def _refuse_meta(state_dict: dict[str, Any]) -> None:
     )
 
 
+_META = torch.device("meta")
 _WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile"}
 """Prefixes that model wrappers put into parameter names."""
 
@@ -275,6 +302,8 @@ class CloudLoadPlanner(KeepingKeysPlanner):
                 if inventory is None:
                     plan = super().create_local_plan()
                 else:
+                    if self.flatten_state_dict:
+                        self._take_whole(inventory.entries)
                     strict = not self.allow_partial_load
                     plan = plan_reads(self.state_dict, inventory, strict=strict)
         except (RuntimeError, TypeError, ValueError) as exc:
@@ -287,6 +316,17 @@ class CloudLoadPlanner(KeepingKeysPlanner):
             tell_replaced(self.state_dict, self.metadata, self._uri)
             tell_fresh_optimizers(self.state_dict, self.metadata, self._uri)
         return plan
+
+    def _take_whole(self, entries: Mapping[str, Entry]) -> None:
+        """Asks for dicts and lists as values where they were saved as such, without flattening."""
+        missing = [self.mappings[name] for name in self.state_dict if name not in entries]
+        for path in (*missing, *self._names.empty):
+            for depth in range(1, len(path) + 1):
+                whole = ".".join(map(str, path[:depth]))
+                if whole in entries and entries[whole].shape is None:
+                    self.state_dict.pop(".".join(map(str, path)), None)
+                    self.state_dict[whole], self.mappings[whole] = None, path[:depth]
+                    break
 
     def _explain(self, exc: Exception) -> None:
         assert self.metadata is not None
