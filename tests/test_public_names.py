@@ -154,6 +154,7 @@ PUBLIC = {
         "verify",
         "watch",
     },
+    "cloudckpt.doctor": {"Finding", "examine"},
     "cloudckpt.uri": {"CheckpointURI", "URILike"},
     "cloudckpt.integrations": set(),
 }

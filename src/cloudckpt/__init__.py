@@ -13,6 +13,7 @@ Public are the names in ``__all__`` of this package, and those in ``__all__`` of
 - :mod:`cloudckpt.files`: single files of any kind
 - :mod:`cloudckpt.format_utils`: conversion from and to files of ``torch.save``
 - :mod:`cloudckpt.experimental`: torch's experimental checkpointers on URIs
+- :mod:`cloudckpt.doctor`: what may keep a location from being saved to
 - :mod:`cloudckpt.events`: what is told while something is saved or loaded
 - :mod:`cloudckpt.aio`: coroutines
 - :mod:`cloudckpt.uri`: locations, parsed

@@ -690,7 +690,7 @@ def test_a_conversion_to_another_type_is_said(local, caplog):
     with caplog.at_level("WARNING", "cloudckpt"):
         cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
     assert torch.equal(state["t"], numbered(4, 5).double())
-    assert "t from torch.float32 to torch.float64" in caplog.text
+    assert "t, from torch.float32 to torch.float64" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["truncated", "legacy", "missing"])
