@@ -964,3 +964,25 @@ def test_a_state_is_as_it_was_if_nothing_that_is_verified_is_whole(run) -> None:
     with managed(run) as manager, pytest.raises(CheckpointCorruptError, match="step-2"):
         manager.restore(found, verify=True)
     assert value(found) == 9
+
+
+@pytest.mark.parametrize("how", ["flipped", "gone"])
+def test_no_save_refers_to_what_a_restore_found_damaged(run, how) -> None:
+    """The bytes of the next saves are those that the damaged step had."""
+    with managed(run, incremental=True, asynchronous=False) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    [data] = (run / "step-2").glob("*.distcp")
+    if how == "gone":
+        data.unlink()
+    else:
+        content = bytearray(data.read_bytes())
+        content[content.index(state(2)["model"]["w"].numpy().tobytes())] ^= 1
+        data.write_bytes(content)
+    with managed(run, incremental=True, asynchronous=False) as manager:
+        assert manager.restore(state()) == 1
+        for step in (2, 3):
+            manager.save(step, state(2))
+            found = state()
+            cloudckpt.load(found, checkpoint_id=manager.uri(step))
+            assert value(found) == 2

@@ -68,6 +68,7 @@ __all__ = [
     "check_beside",
     "commit_at",
     "data_keys",
+    "distrust",
     "look_for_shared",
     "protected",
     "release",
@@ -224,12 +225,20 @@ def _check_readable(
             ) from exc
 
 
-_gone: set[str] = set()  # objects of bases that saves of this process have missed
+_gone: set[str] = set()  # objects that this process has missed, or found damaged
 _lock = module_lock()
 
 
+def distrust(error: CheckpointCorruptError) -> None:
+    """Has no later save of this process refer to what a load or a verification found damaged."""
+    with _lock:
+        _gone.update(damage.object for damage in error.damages)
+        if error.uri is not None:
+            _gone.add(error.uri)
+
+
 def _check_whole(store: ObjectStore, base: CheckpointURI, said: CommitObject) -> None:
-    """Checks that no earlier save has missed an object of a base.
+    """Checks that this process knows of no damage to an object of a base.
 
     Otherwise each save would find the same bytes in the same object, and fail.
 
@@ -240,7 +249,8 @@ def _check_whole(store: ObjectStore, base: CheckpointURI, said: CommitObject) ->
         gone = _gone.intersection(store.uri(base.key(one.name)) for one in said.objects)
     if gone:
         raise CheckpointCorruptError(
-            f"{len(gone)} of its objects are gone, of which one is {min(gone)}", uri=str(base)
+            f"{len(gone)} of its objects are gone or damaged, of which one is {min(gone)}",
+            uri=str(base),
         )
 
 

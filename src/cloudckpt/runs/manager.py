@@ -18,6 +18,7 @@ import torch.distributed as dist
 from cloudckpt import events
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.checkpoint.notes import Notes, metrics_of
+from cloudckpt.checkpoint.references import distrust
 from cloudckpt.checkpointer import (
     AsyncCheckpointer,
     Checkpointer,
@@ -442,6 +443,8 @@ class CheckpointManager(ClosedAtExit):
                 self._load(state, found, verify)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 damage = damage or error
+                if isinstance(error, CheckpointCorruptError):
+                    distrust(error)
                 logger.error(
                     "step %d can't be restored, so an older one is tried: %s", found, error
                 )
