@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, format_utils
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -378,6 +378,7 @@ NESTED = st.recursive(
 
 @settings(max_examples=40)
 @given(content=st.dictionaries(KEYS, NESTED, max_size=4))
+@example(content={".": {}, "": {"": None}})  # one flat name, and two places
 @pytest.mark.parametrize("save", [by_save, by_stock], ids=lambda save: save.__name__)
 def test_any_state_comes_back_or_is_refused(local, save, content):
     try:

@@ -319,11 +319,17 @@ class CloudLoadPlanner(KeepingKeysPlanner):
 
     def _take_whole(self, entries: Mapping[str, Entry]) -> None:
         """Asks for dicts and lists as values where they were saved as such, without flattening."""
+        assert self.metadata is not None
+        stored = self.metadata.planner_data or {}
         missing = [self.mappings[name] for name in self.state_dict if name not in entries]
         for path in (*missing, *self._names.empty):
             for depth in range(1, len(path) + 1):
                 whole = ".".join(map(str, path[:depth]))
-                if whole in entries and entries[whole].shape is None:
+                if (
+                    whole in entries
+                    and entries[whole].shape is None
+                    and stored.get(whole, (whole,)) == path[:depth]  # a key may have dots
+                ):
                     self.state_dict.pop(".".join(map(str, path)), None)
                     self.state_dict[whole], self.mappings[whole] = None, path[:depth]
                     break
