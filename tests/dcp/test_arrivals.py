@@ -1,10 +1,12 @@
 """Ranks that call what others do not call: whoever waits says for whom, and how to mend it."""
 
 import contextlib
+import gc
 import logging
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -192,6 +194,27 @@ call()
 def test_an_interpreter_may_end_while_the_store_is_asked():
     ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, timeout=250)
     assert (ended.returncode, b"terminate called" in ended.stderr) == (0, False), ended.stderr
+
+
+def _is_freed(folder):
+    """Whether a group is freed when it is destroyed, right after the ranks have saved with it."""
+    group = dist.new_group()
+    config = cloudckpt.Config(incremental=True)
+    for step in (1, 2):
+        state = {"weight": torch.arange(4.0) + step}
+        where = f"{folder}/step-{step}"
+        cloudckpt.save(state, checkpoint_id=where, process_group=group, config=config)
+    dist.barrier(group)
+    kept = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return kept() is None
+
+
+def test_a_group_is_freed_when_it_is_destroyed(ranks, tmp_path):
+    """Its end may take long: no thread of ours may have to wait for it, nor hold a lock then."""
+    assert ranks(2, _is_freed, tmp_path) == [True, True]
 
 
 def _stores_asked(folder):

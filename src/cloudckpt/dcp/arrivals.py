@@ -19,6 +19,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
@@ -93,17 +94,17 @@ class _Wait:
 
     def __init__(self, group: dist.ProcessGroup, call: str) -> None:
         self.is_marked = False
-        self._group = group
+        self._group = weakref.ref(group)  # it may be destroyed once the wait is over
         self._call = call
         self._began = time.monotonic()
         self._due = FIRST_LINE
 
     def look(self) -> None:
         """Marks this rank as waiting and, if that lasts, logs for which ranks; on the watcher."""
-        waited = time.monotonic() - self._began
-        if waited < _TICK or (store := store_of_group(self._group)) is None:
+        waited, group = time.monotonic() - self._began, self._group()
+        if waited < _TICK or group is None or (store := store_of_group(group)) is None:
             return
-        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
         if not self.is_marked:
             store.set(self._key(rank), "waits")
             self.is_marked = True
@@ -113,21 +114,22 @@ class _Wait:
         if size > _MOST_LOOKS and store.add(self._key("looks"), 1) > _MOST_LOOKS:
             return  # enough other ranks log it
         if missing := _missing(store, [self._key(rank) for rank in range(size)], 0):
-            logger.warning("%s", self._message(waited, missing))
+            logger.warning("%s", self._message(group, waited, missing))
 
     def forget(self) -> None:
         """Takes the mark away."""
-        if (store := store_of_group(self._group)) is not None:
-            store.delete_key(self._key(dist.get_rank(self._group)))
-            if dist.get_world_size(self._group) > _MOST_LOOKS:
+        group = self._group()
+        if group is not None and (store := store_of_group(group)) is not None:
+            store.delete_key(self._key(dist.get_rank(group)))
+            if dist.get_world_size(group) > _MOST_LOOKS:
                 store.delete_key(self._key("looks"))
 
     def _key(self, rank: int | str) -> str:
         return f"cloudckpt/{self._call}/{rank}"
 
-    def _message(self, waited: float, missing: Sequence[int]) -> str:
-        own = dist.get_global_rank(self._group, dist.get_rank(self._group))
-        others = sorted(dist.get_global_rank(self._group, rank) for rank in missing)
+    def _message(self, group: dist.ProcessGroup, waited: float, missing: Sequence[int]) -> str:
+        own = dist.get_global_rank(group, dist.get_rank(group))
+        others = sorted(dist.get_global_rank(group, rank) for rank in missing)
         have = "has" if len(others) == 1 else "have"
         return (
             f"{self._call} has waited on rank {own} for {waited:.0f} s: {_listed(others)} {have} "
@@ -203,29 +205,32 @@ class _Watcher:
         with self._lock:
             self._closing.set()
             ends = list(self._ends) if self._pid == os.getpid() else []
-        for ended in ends:  # a thread that is about to end has references to groups, too
+        for ended in ends:
             ended.wait(_LAST_CALL)
-        with self._lock:  # a group still referenced at exit aborts the process
+        with self._lock:
             self._waits, self._over = [], []
 
     def _run(self, ended: threading.Event) -> None:
         try:
-            self._look()
+            while not self._closing.wait(_TICK) and self._look():
+                pass
         finally:
             ended.set()
 
-    def _look(self) -> None:
-        while not self._closing.wait(_TICK):
-            with self._lock:
-                waits = list(self._waits)
-                over, self._over = [wait for wait in self._over if wait.is_marked], []
-                if not waits and not over:
-                    self._is_looking = False
-                    return
-            for act in [*(wait.forget for wait in over), *(wait.look for wait in waits)]:
-                # the store is gone when the job ends; the job itself reports its failures
-                with contextlib.suppress(RuntimeError, ValueError, KeyError):
-                    act()
+    def _look(self) -> bool:
+        """Looks at all waits; returns whether to look again."""
+        with self._lock:
+            waits = list(self._waits)
+            over, self._over = self._over, []
+            if not waits and not any(wait.is_marked for wait in over):
+                self._is_looking = False
+                return False
+        marked = [wait.forget for wait in over if wait.is_marked]
+        for act in [*marked, *(wait.look for wait in waits)]:
+            # the store is gone when the job ends; the job itself reports its failures
+            with contextlib.suppress(RuntimeError, ValueError, KeyError):
+                act()
+        return True
 
 
 _watcher = _Watcher()

@@ -24,6 +24,7 @@ from cloudckpt.checkpoint.torch_private import Collectives
 from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.config import Config
+from cloudckpt.dcp.plan_cache import GroupRef, ref_to
 from cloudckpt.errors import ObjectNotFoundError
 from cloudckpt.fork import module_lock
 from cloudckpt.stores.base import ObjectStore
@@ -176,7 +177,7 @@ def agree_on_base(
     return cast("Base | None", base)
 
 
-_bases: dict[tuple[dist.ProcessGroup | None, CheckpointURI], tuple[CheckpointURI, Base]] = {}
+_bases: dict[tuple[GroupRef, CheckpointURI], tuple[CheckpointURI, Base]] = {}
 _lock = module_lock()
 
 
@@ -195,7 +196,7 @@ def remember(
         return
     base = Base.of(attempt, uri.folder, written.objects, written.extents)
     with _lock:
-        key = members, uri.parent
+        key = ref_to(members), uri.parent
         _bases.pop(key, None)
         _bases[key] = uri, base
         while len(_bases) > _MOST:
@@ -207,7 +208,7 @@ def _remembered(
 ) -> tuple[CheckpointURI, Base] | None:
     """The last checkpoint beside ``uri`` that these ranks have saved incrementally."""
     with _lock:
-        return _bases.get((members, uri.parent))
+        return _bases.get((ref_to(members), uri.parent))
 
 
 def newest_beside(store: ObjectStore, uri: CheckpointURI, config: Config) -> CheckpointURI | None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -28,6 +29,7 @@ from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.fork import module_lock
 
 __all__ = [
+    "GroupRef",
     "KnownPlan",
     "OfAllRanks",
     "digest_of",
@@ -36,11 +38,19 @@ __all__ = [
     "flags_of",
     "forget",
     "new_number",
+    "ref_to",
     "remember",
 ]
 
 _MOST = 4
 """Entries that are kept: for example, a model and its averages, or the state of two engines."""
+
+GroupRef: TypeAlias = "weakref.ref[dist.ProcessGroup] | None"
+
+
+def ref_to(group: dist.ProcessGroup | None) -> GroupRef:
+    """What stands for a group in a cache, without keeping it: None for a process alone."""
+    return None if group is None else weakref.ref(group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +74,7 @@ class KnownPlan:
 
     Attributes:
         number: The plan's number, the same on all ranks.
-        group: The ranks; None for a process alone.
+        group: The ranks, as :func:`ref_to` has it, so that a destroyed group is freed.
         flags: Of the planner, see :func:`flags_of`, and the algorithm of the store's checksums.
         outline: Of this rank's state dict, without its values.
         names: The flat names of its values, in the outline's order.
@@ -83,7 +93,7 @@ class KnownPlan:
     """
 
     number: int
-    group: dist.ProcessGroup | None
+    group: GroupRef
     flags: tuple[Any, ...]
     outline: Outline
     names: tuple[str, ...]
@@ -110,7 +120,7 @@ def find(
     """The entry for a state dict of this outline; None if there is none."""
     with _lock:
         for entry in _entries:
-            if entry.group is group and entry.flags == flags and entry.outline == outline:
+            if entry.group == ref_to(group) and entry.flags == flags and entry.outline == outline:
                 return entry
     return None
 
@@ -138,7 +148,7 @@ def forget() -> None:
 
 
 def _is_for_the_same(one: KnownPlan, other: KnownPlan) -> bool:
-    return one.group is other.group and one.flags == other.flags and one.outline == other.outline
+    return one.group == other.group and one.flags == other.flags and one.outline == other.outline
 
 
 def flags_of(planner: object) -> tuple[Any, ...] | None:

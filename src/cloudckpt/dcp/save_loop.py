@@ -373,7 +373,7 @@ class SaveLoop:
         numbers = {name: number for number, name in enumerate(values)}
         return KnownPlan(
             number=planned.number,
-            group=self._group,
+            group=plan_cache.ref_to(self._group),
             flags=self._flags,
             outline=outline.without_leaves(),
             names=tuple(values),
