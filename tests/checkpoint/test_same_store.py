@@ -1,9 +1,11 @@
 """What other ranks have written is seen before it is promised, in few requests."""
 
+import functools
 import uuid
 
 import pytest
 
+from cloudckpt.checkpoint.commit import _elsewhere
 from cloudckpt.checkpoint.objects import ObjectRecord, data_name, look_for
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
@@ -47,7 +49,8 @@ def written(store, uri):
 def look(store, uri, records, *, width=4):
     group = TaskGroup(width)
     retrier = Retrier(RetryPolicy(attempts=3, base=0.0, cap=0.0), group.cancellation)
-    group.run(lambda: look_for(store, uri, records, group, retrier))
+    wrong = functools.partial(_elsewhere, uri)
+    group.run(lambda: look_for(store, uri, records, group, retrier, wrong))
 
 
 def test_nothing_is_asked_if_nobody_else_has_written(store, uri):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,6 +26,7 @@ from cloudckpt.checkpoint.written import Extents
 from cloudckpt.checksum import CRC32C, CRC64NVME
 from cloudckpt.dcp.incremental import Contents
 from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.writer import CommitHook
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
@@ -222,18 +224,69 @@ def _remove(place: Place, name: str) -> None:
     store.delete(place.writer().uri.key(name))
 
 
-def test_an_object_of_the_base_that_is_gone_is_named_and_the_next_save_sends_all(place) -> None:
+def test_a_base_that_has_lost_an_object_is_named_and_everything_is_sent(place, caplog) -> None:
     for step in (1, 2):
         first = saved(place, step)
     for name in place.at("step-1").data():
         _remove(place.at("step-1"), name)
-    with pytest.raises(CheckpointCorruptError, match=r"is gone: nothing .*step-1/__0_\d"):
-        saved(place, 3)
-    assert not place.at("step-3").names()
-    assert saved(place, 4) > 4 * FROZEN > 10 * first
+    assert saved(place, 3) > 4 * FROZEN > 10 * first
+    assert re.search(r"step-2 is no base for it.*step-1/__0_0\S* is not there", caplog.text)
+    assert is_at(loaded(place.at("step-3")), 3)
+    assert saved(place, 4) < 10 * first
     assert is_at(loaded(place.at("step-4")), 4)
-    assert saved(place, 5) < 10 * first
-    assert is_at(loaded(place.at("step-5")), 5)
+
+
+class Losing(CommitHook):
+    """Loses the objects of a checkpoint just before the commit of another one."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def before_commit(self, uri: str, metadata: Metadata) -> None:
+        for name in self._place.data():
+            _remove(self._place, name)
+
+
+def test_an_object_of_the_base_that_is_lost_meanwhile_is_named(place) -> None:
+    first = saved(place, 1)
+    with pytest.raises(CheckpointCorruptError, match=r"is not there: nothing .*step-1/__0_\d"):
+        saved(place, 2, commit_hook=Losing(place.at("step-1")))
+    assert not place.at("step-2").names()
+    assert saved(place, 3) == first
+    assert is_at(loaded(place.at("step-3")), 3)
+
+
+@pytest.mark.parametrize("between", [(), (2,)], ids=["itself", "one behind it"])
+def test_a_step_that_is_saved_again_names_only_what_is_elsewhere(place, between) -> None:
+    """It would break when its folder is renamed, if it named that."""
+    first = saved(place, 1)
+    for step in (*between, 1):
+        assert saved(place, step) < first / 10
+    assert not cloudckpt.inspect(place.at("step-1").uri, config=place.config).shared
+    assert not [name for name in marks(place.at("step-1")) if not between]
+    assert is_at(loaded(place.at("step-1")), 1)
+    for step in between:
+        assert is_at(loaded(place.at(f"step-{step}")), step)
+
+
+@on_disk
+def test_a_step_that_is_saved_again_may_be_renamed(place) -> None:
+    for step in (1, 2, 1):
+        saved(place, step)
+    os.rename(place.at("step-1").path, place.at("renamed").path)
+    assert is_at(loaded(place.at("renamed")), 1)
+
+
+def test_a_save_over_its_own_base_that_fails_leaves_it_whole(place, monkeypatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AccessDeniedError("not on a Friday")
+
+    saved(place, 1)
+    monkeypatch.setattr("cloudckpt.checkpoint.commit.commit", refuse)
+    with pytest.raises(AccessDeniedError):
+        saved(place, 1)
+    assert is_at(loaded(place.at("step-1")), 1)
+    cloudckpt.verify(place.at("step-1").uri, config=place.config)
 
 
 @on_disk

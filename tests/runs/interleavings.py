@@ -40,7 +40,7 @@ from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.written import Extents, Written
+from cloudckpt.checkpoint.written import Extents, Written, earlier_objects
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -291,6 +291,7 @@ class World:
                 uri=str(uri),
             )
             objects = [ObjectRecord(one.name, one.size, one.checksum) for one in draft.objects]
+            earlier = earlier_objects(written, uri.folder)
             publish(
                 store,
                 uri,
@@ -298,8 +299,9 @@ class World:
                 baseline=baseline,
                 attempt=attempt,
                 objects=objects,
-                own=[one.name for one in objects if not one.name.startswith("../")],
+                own=[one.name for one in objects if one.name not in earlier],
                 data=lambda: draft.data(b""),
+                kept=earlier,
             )
             if hold is not None:
                 hold.let_go({one.folder for one in draft.objects} - {uri.folder})

@@ -50,17 +50,20 @@ from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch
 from cloudckpt.checkpoint.objects import (
     ObjectRecord,
     look_for,
+    rank_of,
     trial_name,
 )
-from cloudckpt.checkpoint.references import look_for_shared, release
+from cloudckpt.checkpoint.references import release
 from cloudckpt.config import Config, Switch
 from cloudckpt.errors import (
     CheckpointConflictError,
+    CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointReplacedError,
     CloudCheckpointError,
     CommitUnknownError,
     ConfigError,
+    DifferentCheckpointsError,
     IncompleteSaveError,
     InvalidRequestError,
     ObjectNotFoundError,
@@ -374,6 +377,33 @@ def no_longer_needed(
     return sorted({uri.key(name) for name in names} - set(needed))
 
 
+def _elsewhere(uri: CheckpointURI, record: ObjectRecord, what: str) -> DifferentCheckpointsError:
+    """The error when another rank's object is not there as that rank wrote it.
+
+    The same URI may lead ranks to different stores: another AWS_ENDPOINT_URL on one node, or a
+    local path on the disks of two nodes. Each upload then succeeds, and no store would have the
+    whole checkpoint. Comparing how the ranks reach the store proves nothing, since each node may
+    have its own gateway. But an object with the random name and the size that a rank reports exists
+    only where that rank wrote it.
+    """
+    return DifferentCheckpointsError(
+        f"rank {rank_of(record.name)} has written {record.name} of {record.size} bytes, which "
+        f"{what} for the rank that commits: they write to different stores. Compare on all ranks "
+        "what leads to the store: endpoint_url of the options, AWS_ENDPOINT_URL and its like, the "
+        "account; for a path, what is mounted there. Nothing was committed",
+        uri=str(uri),
+    )
+
+
+def _gone(uri: CheckpointURI, record: ObjectRecord, what: str) -> CheckpointCorruptError:
+    """The error when an object that was there before the save is not there as it was written."""
+    return CheckpointCorruptError(
+        f"an object of an earlier save, which this checkpoint needs, {what}: nothing was "
+        "committed. If you save again, everything is sent. Verify the earlier checkpoints",
+        uri=uri.object(record.name),
+    )
+
+
 def publish(
     store: ObjectStore,
     uri: CheckpointURI,
@@ -398,42 +428,39 @@ def publish(
         own: The names of the objects that this rank itself wrote to ``store``; the others are
             looked up there.
         data: Makes the bytes of the commit object.
-        kept: The names of objects that were there before and stay if this fails.
+        kept: The names of objects that were there before; they stay if this fails.
 
     Raises:
         DifferentCheckpointsError: If another rank has written to another store.
-        CheckpointCorruptError: If an object of another checkpoint that it refers to is gone.
+        CheckpointCorruptError: If an object that was there before is gone, or of another size.
         CheckpointConflictError: If another writer has committed since the save began.
         CommitUnknownError: If the store's answers leave open whether the commit took place.
         StoreError: If the commit did not take place, and will not.
     """
     named = {uri.key(record.name) for record in objects}
-    sent = [
-        record.name
-        for record in objects
-        if record.name not in kept and not record.name.startswith("../")
-    ]
+    kept = set(kept)
+    sent = [record.name for record in objects if record.name not in kept]
 
     def delete(keys: Iterable[str]) -> None:
         delete_quietly(store, sorted(keys), config.retry, threads=config.requests_at_once)
 
     def discard() -> None:
-        delete(map(uri.key, sent))  # never objects that it only refers to
+        delete(map(uri.key, sent))
 
     retrier = Retrier(config.retry)
     try:
         body = data()
-        others = [record for record in objects if record.name not in own]
-        shared = [record for record in others if record.name.startswith("../")]
-        others = [record for record in others if not record.name.startswith("../")]
+        earlier = [record for record in objects if record.name in kept]
+        known = kept.union(own)
+        others = [record for record in objects if record.name not in known]
         group = TaskGroup(
             config.requests_at_once, name="cloudckpt-commit", interrupt=store.interrupt
         )
         look = Retrier(config.retry, group.cancellation)
 
         def look_for_others() -> None:
-            look_for(store, uri, others, group, look)
-            look_for_shared(store, uri, shared, group, look)
+            look_for(store, uri, others, group, look, functools.partial(_elsewhere, uri))
+            look_for(store, uri, earlier, group, look, functools.partial(_gone, uri))
 
         group.run(look_for_others)
         trial = uri.key(trial_name(attempt))

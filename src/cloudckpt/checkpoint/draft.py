@@ -38,6 +38,7 @@ from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.errors import DifferentCheckpointsError, IncompleteSaveError
 from cloudckpt.gc_pause import paused_gc
+from cloudckpt.uri import CheckpointURI
 
 __all__ = ["Draft", "Planned"]
 
@@ -93,6 +94,8 @@ class Draft:
                 rank's report is inconsistent.
         """
         _check_location(written, uri)
+        folder = CheckpointURI.parse(uri).folder
+        written = [one.seen_from(folder) for one in written]
         for rank, (count, one) in enumerate(zip(planned.counts, written, strict=True)):
             if count != len(one.extents):
                 raise IncompleteSaveError(

@@ -8,14 +8,13 @@ import itertools
 import logging
 import re
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CloudCheckpointError,
-    DifferentCheckpointsError,
     ObjectNotFoundError,
     StoreError,
     TransientStoreError,
@@ -205,6 +204,13 @@ class WrittenObject:
         name = data_name(self.rank, self.ordinal, self.attempt)
         return f"../{self.folder}/{name}" if self.folder else name
 
+    def seen_from(self, folder: str) -> WrittenObject:
+        """The same for the checkpoint in ``folder``, which must not name its own folder.
+
+        It would break when the folder is renamed.
+        """
+        return dataclasses.replace(self, folder="") if self.folder == folder else self
+
     def pack(self) -> bytes:
         """Packs it into 40 bytes, without the folder."""
         return RECORD.pack(
@@ -343,40 +349,49 @@ _MOST_SINGLE_LOOKS = 64
 def look_for(
     store: ObjectStore,
     uri: CheckpointURI,
-    objects: Collection[ObjectRecord],
+    objects: Iterable[ObjectRecord],
     group: TaskGroup,
     retrier: Retrier,
+    wrong: Callable[[ObjectRecord, str], CloudCheckpointError],
 ) -> None:
-    """Has ``group`` check that other ranks' objects are there as written; it fails if one is not.
-
-    The same URI may lead ranks to different stores: another AWS_ENDPOINT_URL on one node, or a
-    local path on the disks of two nodes. Each upload then succeeds, and no store would have the
-    whole checkpoint. Comparing how the ranks reach the store proves nothing, since each node may
-    have its own gateway. But an object with the random name and the size that a rank reports exists
-    only where that rank wrote it.
+    """Has ``group`` check that objects which this rank has not written are there as written.
 
     An object missing from a listing is requested individually before it counts as missing: listings
     may be refused, and network file systems may return stale ones.
 
-    Raises:
-        DifferentCheckpointsError: In the task, if an object is not there as it was written.
+    Args:
+        store: The store of ``uri``.
+        uri: The checkpoint that names them.
+        objects: The objects, also those of checkpoints beside it.
+        group: Where the requests run.
+        retrier: Retries transient failures.
+        wrong: Makes the error, in the task, from an object and what is wrong with it: that it is
+            not there, or how many bytes it has.
     """
-    missing = list(objects)
-    if len(missing) > _MOST_SINGLE_LOOKS:
-        seen = _listed(store, uri, missing, retrier)
-        missing = [record for record in missing if record.name not in seen]
-    for record in missing:
-        group.submit(functools.partial(_look_at, store, uri, record, retrier))
+    by_folder: dict[str, list[ObjectRecord]] = {}
+    for record in objects:
+        folder, slash, _ = uri.key(record.name).rpartition("/")
+        by_folder.setdefault(folder + slash, []).append(record)
+    for start, records in by_folder.items():
+        if len(records) > _MOST_SINGLE_LOOKS:
+            seen = _listed(store, uri, start, records, retrier)
+            records = [record for record in records if record.name not in seen]
+        for record in records:
+            group.submit(functools.partial(_look_at, store, uri, record, retrier, wrong))
 
 
 def _listed(
-    store: ObjectStore, uri: CheckpointURI, objects: Collection[ObjectRecord], retrier: Retrier
+    store: ObjectStore,
+    uri: CheckpointURI,
+    start: str,
+    objects: Collection[ObjectRecord],
+    retrier: Retrier,
 ) -> set[str]:
-    """The names of the objects that a listing shows as they were written."""
+    """The names of the objects that a listing of their folder shows as they were written."""
     names = {(uri.key(record.name), record.size): record.name for record in objects}
 
     def listed() -> set[str]:
-        shown = (names.get((info.key, info.size)) for info in store.list(uri.key(OF_RANKS)))
+        shown = (names.get((info.key, info.size)) for info in store.list(start + OF_RANKS))
         return set(itertools.islice(filter(None, shown), len(names)))
 
     try:
@@ -389,20 +404,15 @@ def _listed(
 
 
 def _look_at(
-    store: ObjectStore, uri: CheckpointURI, record: ObjectRecord, retrier: Retrier
+    store: ObjectStore,
+    uri: CheckpointURI,
+    record: ObjectRecord,
+    retrier: Retrier,
+    wrong: Callable[[ObjectRecord, str], CloudCheckpointError],
 ) -> None:
     try:
         found = retrier.call(lambda: store.head(uri.key(record.name))).size
     except ObjectNotFoundError:
-        seen = "is not there for"
-    else:
-        if found == record.size:
-            return
-        seen = f"has {found} bytes for"
-    raise DifferentCheckpointsError(
-        f"rank {rank_of(record.name)} has written {record.name} of {record.size} bytes, which "
-        f"{seen} the rank that commits: they write to different stores. Compare on all ranks what "
-        "leads to the store: endpoint_url of the options, AWS_ENDPOINT_URL and its like, the "
-        "account; for a path, what is mounted there. Nothing was committed",
-        uri=str(uri),
-    )
+        raise wrong(record, "is not there") from None
+    if found != record.size:
+        raise wrong(record, f"has {found} bytes in place of {record.size}")

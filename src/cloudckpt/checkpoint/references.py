@@ -41,7 +41,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from cloudckpt.checkpoint.base import Base
@@ -52,6 +52,7 @@ from cloudckpt.checkpoint.objects import (
     check_folder,
     keep_name,
     keeps_in,
+    look_for,
 )
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError, ConfigError, ObjectNotFoundError
@@ -69,7 +70,6 @@ __all__ = [
     "commit_at",
     "data_keys",
     "distrust",
-    "look_for_shared",
     "protected",
     "release",
 ]
@@ -122,7 +122,8 @@ class Hold:
         Raises:
             ConfigError: If the base is not in the same folder as ``uri``, or a checkpoint that
                 refers to its objects could not be read.
-            CheckpointCorruptError: If an earlier save has missed one of its objects.
+            CheckpointCorruptError: If one of its objects is gone, of another size, or was found
+                damaged by this process (:func:`distrust`).
             CloudCheckpointError: If it can't be read, or marks can't be written.
         """
         check_beside(uri, base)
@@ -134,7 +135,7 @@ class Hold:
             return None
         folders = frozenset({base.folder, *(one.folder or base.folder for one in said.objects)})
         _check_readable(store, base, said, folders)
-        _check_whole(store, base, said)
+        _check_trusted(store, base, said)
         made = cls(base, said, folders, store, uri, config, attempt)
         try:
             made._mark()
@@ -180,8 +181,15 @@ class Hold:
         def submit() -> None:
             for folder in sorted(self.folders):
                 group.submit(functools.partial(put, folder))
+            records = [ObjectRecord(o.name, o.size, o.checksum) for o in self.said.objects]
+            look_for(store, self.base, records, group, retrier, self._damaged)
 
         group.run(submit)
+
+    def _damaged(self, record: ObjectRecord, what: str) -> CheckpointCorruptError:
+        return CheckpointCorruptError(
+            f"its object {record.name} {what}: verify it", uri=str(self.base)
+        )
 
 
 def check_beside(uri: CheckpointURI, base: CheckpointURI) -> None:
@@ -225,69 +233,30 @@ def _check_readable(
             ) from exc
 
 
-_gone: set[str] = set()  # objects that this process has missed, or found damaged
+_damaged: set[str] = set()  # objects and commit objects
 _lock = module_lock()
 
 
 def distrust(error: CheckpointCorruptError) -> None:
     """Has no later save of this process refer to what a load or a verification found damaged."""
     with _lock:
-        _gone.update(damage.object for damage in error.damages)
+        _damaged.update(damage.object for damage in error.damages)
         if error.uri is not None:
-            _gone.add(error.uri)
+            _damaged.add(error.uri)
 
 
-def _check_whole(store: ObjectStore, base: CheckpointURI, said: CommitObject) -> None:
+def _check_trusted(store: ObjectStore, base: CheckpointURI, said: CommitObject) -> None:
     """Checks that this process knows of no damage to an object of a base.
 
-    Otherwise each save would find the same bytes in the same object, and fail.
-
     Raises:
-        CheckpointCorruptError: If one has.
+        CheckpointCorruptError: If it does.
     """
     with _lock:
-        gone = _gone.intersection(store.uri(base.key(one.name)) for one in said.objects)
-    if gone:
+        found = _damaged.intersection(store.uri(base.key(one.name)) for one in said.objects)
+    if found:
         raise CheckpointCorruptError(
-            f"{len(gone)} of its objects are gone or damaged, of which one is {min(gone)}",
-            uri=str(base),
+            f"{len(found)} of its objects are damaged, of which one is {min(found)}", uri=str(base)
         )
-
-
-def look_for_shared(
-    store: ObjectStore,
-    uri: CheckpointURI,
-    objects: Iterable[ObjectRecord],
-    group: TaskGroup,
-    retrier: Retrier,
-) -> None:
-    """Has ``group`` check that the objects of other checkpoints that a save refers to are there.
-
-    Raises:
-        CheckpointCorruptError: In the task, if one is not there as it was written. The next saves
-            of this process do not refer to the checkpoints that have it.
-    """
-
-    def look(record: ObjectRecord) -> None:
-        key = uri.key(record.name)
-        try:
-            found = retrier.call(lambda: store.head(key)).size
-        except ObjectNotFoundError:
-            seen = "is gone"
-        else:
-            if found == record.size:
-                return
-            seen = f"has {found} bytes in place of {record.size}"
-        with _lock:
-            _gone.add(store.uri(key))
-        raise CheckpointCorruptError(
-            f"an object of an earlier checkpoint, to which this save refers, {seen}: nothing was "
-            "committed. Save again: everything is sent then. Verify the earlier checkpoints",
-            uri=store.uri(key),
-        )
-
-    for record in objects:
-        group.submit(functools.partial(look, record))
 
 
 def _mark_in(uri: CheckpointURI, folder: str, attempt: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,7 @@ from cloudckpt.checkpoint.objects import WrittenObject, pack_objects, unpack_obj
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.timing import RankTiming
 
-__all__ = ["Extents", "Written"]
+__all__ = ["Extents", "Written", "earlier_objects"]
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,7 @@ class Written:
 
     Attributes:
         uri: The checkpoint.
-        objects: Its objects, by ordinal, then those of other checkpoints that hold some of its
-            items.
+        objects: Its objects, by ordinal, then those of earlier saves that hold some of its items.
         extents: Where the items of its plan are, in their order.
         unmoved: The digest of the extents if they are those of the rank's previous save; then
             ``extents`` is empty.
@@ -134,6 +133,13 @@ class Written:
     structure: Structure = field(default_factory=Structure)
     indices: tuple[MetadataIndex, ...] | None = None
     timing: RankTiming | None = None
+
+    def seen_from(self, folder: str) -> Written:
+        """The same for the checkpoint in ``folder``: see :meth:`WrittenObject.seen_from`."""
+        if all(one.folder != folder for one in self.objects):
+            return self
+        objects = tuple(one.seen_from(folder) for one in self.objects)
+        return dataclasses.replace(self, objects=objects)
 
     def without(self, earlier: Extents) -> Written:
         """A copy without the extents if they equal ``earlier``."""
@@ -157,6 +163,13 @@ class Written:
         packed = pack_objects(self.objects)
         rest = (self.extents, self.unmoved, self.structure, self.indices, self.timing)
         return _written, (self.uri, packed, *rest)
+
+
+def earlier_objects(written: Iterable[Written], folder: str) -> set[str]:
+    """The names of the objects of earlier saves that the checkpoint in ``folder`` will name."""
+    return {
+        one.seen_from(folder).name for of_rank in written for one in of_rank.objects if one.folder
+    }
 
 
 def _extents(packed: bytes, size: int, columns: int) -> Extents:

@@ -27,7 +27,7 @@ from cloudckpt.checkpoint.sending import Destination, Sender, send_here
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned
-from cloudckpt.checkpoint.written import Written
+from cloudckpt.checkpoint.written import Written, earlier_objects
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable, portable_errors
@@ -424,6 +424,7 @@ class CloudStorageWriter(OurWriter):
                     attempt=self.attempt,
                     objects=[ObjectRecord(o.name, o.size, o.checksum) for o in draft.objects],
                     own=self._written,
+                    kept=earlier_objects(written, self.uri.folder),
                     data=lambda: draft.data(
                         with_timing(self.noted, SaveTiming.of(timings, time.time()))
                     ),
