@@ -64,12 +64,16 @@ class Child:
         os.kill(self.pid, number)
 
     def wait(self) -> tuple[int, Any]:
-        """Its exit code, negative if a signal ended it, and what the job returned."""
+        """Its exit code, negative if a signal ended it, and what the job returned.
+
+        The result is None if the job raised, whose traceback is printed, or was ended by a signal.
+        """
         try:
-            result = pickle.loads(self._pipe.recv_bytes())
+            trace, result = pickle.loads(self._pipe.recv_bytes())
         except EOFError:
-            result = None
+            trace, result = "", None
         self._process.join()
+        print(trace, end="")
         return self._process.exitcode, result
 
 
@@ -116,8 +120,8 @@ def _carry_out(
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     try:
-        pipe.send_bytes(pickle.dumps(job(**arguments)))
+        pipe.send_bytes(pickle.dumps(("", job(**arguments))))
     except BaseException:  # noqa: BLE001 - told by the exit code
-        traceback.print_exc()
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
         os._exit(1)
     os._exit(0)  # a group whose other rank was killed can't be destroyed in an orderly way

@@ -301,6 +301,7 @@ class TestInterrupts:
                 if isinstance(fault, Late):
                     fault.interrupted.set()
                 status, outcome = running.wait()
+            assert outcome is not None, f"the child ended with {status}"
             assert proxy.wait_idle(), proxy.under_way
             return status, outcome, uri
 
