@@ -164,6 +164,31 @@ def test_names_shapes_types_and_kinds_are_compared(save) -> None:
     assert diff(found.first, found.second, pattern="e*").are_same is True
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "moved"),
+    [
+        ({"a": {0: 1.5}}, {"a": {"0": 1.5}}, ["a.0"]),
+        ({"a": {1: torch.ones(2)}}, {"a": {True: torch.ones(2)}}, []),  # another name: 1, True
+        ({"a": [torch.ones(2)]}, {"a": {0: torch.ones(2)}}, ["a.0"]),
+        ({"a": {"b": 1}}, {"a.b": 1}, ["a.b"]),
+        ({"a": {"b": 1}, "c": [2]}, {"c": [2], "a": {"b": 1}}, []),
+    ],
+    ids=["a string", "a bool", "a list", "a key with a dot", "another order"],
+)
+def test_what_is_nested_in_another_way_is_moved(save, first, second, moved) -> None:
+    found = diff(save(first, "a"), save(second, "b"))
+    assert [name for name, verdict in verdicts(found).items() if verdict == "moved"] == moved
+    assert found.are_same is (not verdicts(found))
+
+
+def test_empty_dicts_in_only_one_are_named(save) -> None:
+    first = save({"a": {}, "b": {"c": {}}, "w": 1}, "a")
+    second = save({"a": {}, "b": {"d": {}}, "w": 1}, "b")
+    found = diff(first, second)
+    assert (found.empty_dicts, found.are_same) == (("b.c", "b.d"), False)
+    assert diff(first, second, pattern="w").are_same is True
+
+
 def test_tensors_in_other_rows_are_compared_by_joined_checksums(save, nothing_is_read) -> None:
     changed = state()
     changed["weight"][-1, -1] += 1
@@ -197,6 +222,12 @@ def test_checkpoints_of_torch_are_read_to_be_compared(save, tmp_path) -> None:
     found = diff(ours, tmp_path / "torch")
     assert set(verdicts(found).values()) == {"unknown"}
     assert verdicts(diff(ours, tmp_path / "torch", read=True)) == {"name": "changed"}
+
+
+def test_of_a_checkpoint_of_torch_types_of_keys_and_empty_dicts_are_unknown(save, tmp_path) -> None:
+    nested = {"a": {0: torch.ones(2), "b": {}}, "c": [torch.ones(2)]}
+    dcp.save(nested, checkpoint_id=str(tmp_path / "torch"))
+    assert diff(save(nested, "ours"), tmp_path / "torch", read=True).are_same is True
 
 
 def test_other_kinds_of_checksums_are_read_to_be_compared(save, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import uuid
 from pathlib import Path
@@ -161,6 +162,15 @@ def test_checkpoints_of_torch_are_copied_as_they_are(cloud, tmp_path) -> None:
     blank = {"model": {"large": torch.zeros(6_000_000)}}
     dcp.load(blank, checkpoint_id=str(tmp_path / "back"))
     assert torch.equal(blank["model"]["large"], a_state()["model"]["large"])
+
+
+def test_a_checkpoint_of_torch_that_was_cut_off_is_damaged(cloud, tmp_path) -> None:
+    dcp.save(a_state(), checkpoint_id=str(tmp_path / "of torch"))
+    [data] = (tmp_path / "of torch").glob("*.distcp")
+    os.truncate(data, data.stat().st_size - 1)
+    with pytest.raises(CheckpointCorruptError, match="was cut off"):
+        copy(tmp_path / "of torch", "memory://there/b", config=CONFIG)
+    assert cloud.keys("there") == []
 
 
 def test_of_a_checkpoint_of_torch_what_the_store_says_of_its_bytes_is_compared(cloud, tmp_path):
@@ -459,6 +469,17 @@ def test_another_checkpoint_of_the_same_name_is_not_replaced(run, tmp_path) -> N
     state = {"w": torch.zeros(500)}
     cloudckpt.load(state, checkpoint_id=tmp_path / "copy" / "step-3")
     assert state["w"].unique().item() == 3.0
+
+
+def test_damaged_metadata_at_the_target_are_replaced_on_demand(run, tmp_path, caplog) -> None:
+    copy(run, tmp_path / "copy")
+    os.truncate(tmp_path / "copy" / "step-3" / ".metadata", 100)
+    with pytest.raises(CheckpointExistsError):
+        copy(run, tmp_path / "copy")
+    assert "what is at the target of the copy is damaged" in caplog.text
+    copied = copy(run, tmp_path / "copy", overwrite=True)
+    assert (copied.checkpoints, copied.already_there) == (1, 3)
+    cloudckpt.verify(tmp_path / "copy" / "step-3")
 
 
 def test_a_damaged_checkpoint_of_a_run_does_not_keep_the_others(run, tmp_path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 import time
 import types
 import uuid
@@ -62,6 +64,17 @@ def test_what_is_young_may_be_of_a_save_under_way(run) -> None:
     put(uri, config, f"step-2/{OLD}")
     assert sweep(uri, config=config).objects == ()
     assert find_leftovers(uri, older_than=-10, config=config).objects == (f"{uri}/step-2/{OLD}",)
+
+
+def test_a_file_is_as_young_as_its_place_whatever_time_a_copy_has_kept(tmp_path) -> None:
+    """As ``cp -a`` copies a checkpoint: first the data, later what names them."""
+    cloudckpt.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "run" / "step-1")
+    [data] = (tmp_path / "run" / "step-1").glob("*.distcp")
+    os.utime(data, (0, 0))
+    (tmp_path / "copy" / "step-1").mkdir(parents=True)
+    shutil.copy2(data, tmp_path / "copy" / "step-1")
+    assert sweep(tmp_path / "copy").objects == ()
+    assert sweep(tmp_path / "copy", older_than=0).objects != ()
 
 
 def test_what_others_have_written_stays(run) -> None:

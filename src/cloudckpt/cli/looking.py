@@ -95,7 +95,7 @@ def diff(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show how two checkpoints differ: in names, shapes, types and, by checksums, content.
+    """Show how two checkpoints differ: in names, nesting, shapes, types and, by checksums, content.
 
     The exit code is 5 if they differ, and 1 if that can't be told without --read.
     """
@@ -123,6 +123,8 @@ def diff(
             print(
                 ", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts)) or "empty"
             )
+        if found.empty_dicts:
+            print(f"empty dicts in only one of them: {', '.join(map(safe, found.empty_dicts))}")
     if found.are_same is None:
         fail(f"{counts['unknown']} entries can't be compared without reading: give --read", FAILED)
     if not found.are_same:

@@ -226,17 +226,29 @@ def sweep(
 
 
 def _delete(checkpoints: Sequence[str], as_json: bool, quiet: bool) -> None:
-    """Deletes checkpoints, and tells of each that was deleted, even if the next one can't be."""
-    deleted = []
+    """Deletes checkpoints, and tells of each that was deleted; one that isn't there stops no other.
+
+    Raises:
+        CheckpointNotFoundError: At the end, for the first that is not there.
+    """
+    deleted, missing = [], list[CheckpointNotFoundError]()
     try:
         for checkpoint in checkpoints:
-            cloudckpt.delete(checkpoint)
+            try:
+                cloudckpt.delete(checkpoint)
+            except CheckpointNotFoundError as error:
+                missing.append(error)
+                continue
             deleted.append(checkpoint)
             if not (quiet or as_json):
                 print(f"deleted {safe(checkpoint)}")
     finally:
         if as_json:
             print_json({"dry_run": False, "checkpoints": deleted})
+    for other in missing[1:]:
+        say(other)
+    if missing:
+        raise missing[0]
 
 
 def _told(found: "cloudckpt.runs.Leftovers") -> str:

@@ -293,10 +293,19 @@ class CheckpointCopy:
                 for one in part.said.objects
                 if one.folder or not self._is_detached
             ]
-        entries = (part.metadata.storage_data or {}).values()
-        names = dict.fromkeys(checked(entry.relative_path, str(uri)) for entry in entries)
+        needed: dict[str, int] = {}  # by key, the bytes that must be there
+        for entry in (part.metadata.storage_data or {}).values():
+            key = uri.key(checked(entry.relative_path, str(uri)))
+            needed[key] = max(needed.get(key, 0), entry.offset + entry.length)
         kind = self._source.store.capabilities.checksum
-        infos = self._source.heads([uri.key(name) for name in names])
+        infos = self._source.heads(list(needed))
+        for info in infos:
+            if info.size < needed[info.key]:
+                raise CheckpointCorruptError(
+                    f"an object has {info.size} bytes, and the checkpoint needs the first "
+                    f"{needed[info.key]}: it was cut off",
+                    uri=self._source.store.uri(info.key),
+                )
         return [CopyTask(info.key, "", info.size, info.checksum, kind) for info in infos]
 
     def _send(self, share: Sequence[CopyTask], commits: Sequence[ObjectInfo]) -> int:
@@ -474,6 +483,9 @@ def _has_the_same(target: Place, found: Sequence[CheckpointPart], source: Place)
             if ours.said.notes != theirs.said.notes or _content(ours) != _content(theirs):
                 return False
     except (CheckpointNotFoundError, CheckpointReplacedError):
+        return False
+    except CheckpointCorruptError as error:
+        logger.warning("what is at the target of the copy is damaged: %s", error)
         return False
     store, objects = target.store, [one for part in there for one in part.said.objects]
     sizes: dict[str, int] = {}

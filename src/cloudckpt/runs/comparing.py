@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, TypeVar, cast
@@ -45,7 +45,7 @@ __all__ = ["ComparedItem", "Comparison", "diff"]
 _Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a chunk in its tensor."""
 
-Verdict = Literal["same", "changed", "reshaped", "removed", "added", "unknown"]
+Verdict = Literal["same", "changed", "reshaped", "moved", "removed", "added", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,9 @@ class ComparedItem:
     Attributes:
         name: Its fully qualified name.
         verdict: ``same``; ``changed``: other content; ``reshaped``: another shape or element type,
-            or a tensor in only one of them; ``removed`` and ``added``: only in the first, or only
-            in the second; ``unknown``: their checksums can't be compared, so the entries have to be
+            or a tensor in only one of them; ``moved``: the same, but under keys of another type, or
+            in a list in only one of them; ``removed`` and ``added``: only in the first, or only in
+            the second; ``unknown``: their checksums can't be compared, so the entries have to be
             read.
         first: The entry in the first checkpoint, if it is there.
         second: The entry in the second checkpoint, if it is there.
@@ -80,17 +81,19 @@ class Comparison:
         first: The location of the first.
         second: The location of the second.
         items: The entries of both, by name.
+        empty_dicts: The empty dicts in only one of them, by name.
     """
 
     first: str
     second: str
     items: tuple[ComparedItem, ...]
+    empty_dicts: tuple[str, ...] = ()
 
     @property
     def are_same(self) -> bool | None:
         """Whether all entries are the same; None if that is not known without reading."""
         verdicts = {item.verdict for item in self.items}
-        if verdicts <= {"same", "unknown"}:
+        if verdicts <= {"same", "unknown"} and not self.empty_dicts:
             return None if "unknown" in verdicts else True
         return False
 
@@ -128,7 +131,8 @@ def diff(
     """
     config = config_or_default(config)
     here, there = CheckpointURI.parse(first), CheckpointURI.parse(second)
-    ours, theirs = _entries(here, pattern, config), _entries(there, pattern, config)
+    first_parts, second_parts = list(parts(here, config)), list(parts(there, config))
+    ours, theirs = _entries(first_parts, pattern), _entries(second_parts, pattern)
     items = {
         name: _compared(name, ours.get(name), theirs.get(name))
         for name in sorted(ours.keys() | theirs.keys())
@@ -149,7 +153,15 @@ def diff(
             items[name] = dataclasses.replace(
                 items[name], verdict="changed" if count else "same", differing=count or None
             )
-    return Comparison(first=str(here), second=str(there), items=tuple(items.values()))
+    for name, item in items.items():
+        if item.verdict == "same" and _are_moved(ours[name], theirs[name]):
+            items[name] = dataclasses.replace(item, verdict="moved")
+    return Comparison(
+        first=str(here),
+        second=str(there),
+        items=tuple(items.values()),
+        empty_dicts=tuple(sorted(_empty_dicts(first_parts, second_parts, pattern))),
+    )
 
 
 @dataclass(frozen=True)
@@ -199,18 +211,51 @@ class _Entry:
             for place, digest in zip(_boxes_of(tensor), digests, strict=True)
         }
 
+    def path(self, *, restored: bool) -> list[tuple[type, str]]:
+        """Its keys in the nested state dict, where 0 is not "0", nor an entry of a list.
+
+        Args:
+            restored: Whether keys are those of the state dict; torch's paths have them as strings.
+        """
+        paths, keys = self.part.metadata.planner_data, self.part.said.structure.keys
+        found = paths.get(self.name) if isinstance(paths, Mapping) else None
+        path = found if isinstance(found, tuple) else (self.name,)
+        return [
+            (type(one), repr(keys.get(path[:depth], {}).get(one, one) if restored else one))
+            for depth, one in enumerate(path)
+        ]
+
 
 def _boxes_of(tensor: TensorStorageMetadata) -> list[_Place]:
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
 
 
-def _entries(uri: CheckpointURI, pattern: str, config: Config) -> dict[str, _Entry]:
-    found: dict[str, _Entry] = {}
-    for part in parts(uri, config):
-        for name in part.metadata.state_dict_metadata:
-            if fnmatchcase(name, pattern):
-                found[name] = _Entry(part, name)
-    return found
+def _entries(found: Sequence[CheckpointPart], pattern: str) -> dict[str, _Entry]:
+    return {
+        name: _Entry(part, name)
+        for part in found
+        for name in part.metadata.state_dict_metadata
+        if fnmatchcase(name, pattern)
+    }
+
+
+def _are_moved(one: _Entry, other: _Entry) -> bool:
+    """Whether state dicts that are loaded from both have an entry in different places."""
+    restored = one.part.said.record is not None and other.part.said.record is not None
+    return one.path(restored=restored) != other.path(restored=restored)
+
+
+def _empty_dicts(
+    first: Sequence[CheckpointPart], second: Sequence[CheckpointPart], pattern: str
+) -> set[str]:
+    """The empty dicts in only one of two checkpoints; none if one is another writer's."""
+    if any(part.said.record is None for part in (*first, *second)):
+        return set()
+    ours, theirs = (
+        {".".join(map(str, path)) for part in one for path in part.said.structure.empty}
+        for one in (first, second)
+    )
+    return {name for name in ours ^ theirs if fnmatchcase(name, pattern)}
 
 
 def _read_indexes(entries: Sequence[_Entry], uri: CheckpointURI, config: Config) -> None:
