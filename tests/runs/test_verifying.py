@@ -210,6 +210,28 @@ def test_a_damaged_index_hides_no_other_damage(saved) -> None:
     }
 
 
+def test_damage_around_what_is_shared_is_damage_to_what_shares_it(tmp_path) -> None:
+    """Readers other than cloudckpt need the archives around tensors."""
+    state, config = {name: torch.ones(50) * ord(name) for name in "abc"}, Config(incremental=True)
+    for step in (1, 2):
+        cloudckpt.save(state, checkpoint_id=tmp_path / f"step-{step}", config=config)
+        state["b"] = state["b"] + 0.5
+    verify(tmp_path / "step-2")
+    places = dcp.FileSystemReader(tmp_path / "step-1").read_metadata().storage_data
+    taken = {index.fqn: range(at.offset, at.offset + at.length) for index, at in places.items()}
+    [data] = (tmp_path / "step-1").glob("*.distcp")
+    content = data.read_bytes()
+    for place in range(0, max(one.stop for one in taken.values()), 37):
+        data.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        owner = next((name for name, one in taken.items() if place in one), None)
+        if owner in ("a", "c"):
+            with pytest.raises(CheckpointCorruptError) as caught:
+                verify(tmp_path / "step-2")
+            assert {one.item for one in caught.value.damages} == {owner}
+        else:  # it does not refer to what is there
+            verify(tmp_path / "step-2")
+
+
 def test_an_object_that_is_gone_hides_no_other_damage(saved) -> None:
     [large] = saved.glob("__0_0.*.distcp")
     [small] = saved.glob("__0_1.*.distcp")

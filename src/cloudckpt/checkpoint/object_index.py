@@ -244,15 +244,61 @@ class ObjectIndex:
             if not following or (len(around.head), len(around.tail)) != (head, behind):
                 return []
             total = add(tail + bytes(start - at - len(tail)) + around.head, following)
-            sums, size = self._sums_of(first, stop), block_size_for(raw)
-            lengths = [min(size, raw - begin) for begin in range(0, raw, size)]
-            whole = algorithm.combine(zip(sums, lengths, strict=True))
-            total = algorithm.joined(total, whole, raw)
+            total = algorithm.joined(total, self._of_payload(first, stop, raw), raw)
             at, first, tail, name = start + head + raw, stop, around.tail, following
         end = self._record.size - self._record.index_size
         total = add(tail + bytes(end - at - len(tail)), "the index")
         total = algorithm.joined(total, algorithm.of(self._data), len(self._data))
         return made if total == self._record.checksum else []
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The bytes before, between and behind the payloads, each by its first byte and its end.
+
+        The one before a payload ends with the beginning of its envelope; the next one begins with
+        the rest of it.
+        """
+        found, at = [], 0
+        columns = (self._starts, self._heads, self._raws)
+        for start, head, raw in zip(*(column.tolist() for column in columns), strict=True):
+            found.append((at, start + head))
+            at = start + head + raw
+        return [*found, (at, self._record.size - self._record.index_size)]
+
+    def unlike(
+        self, read: Sequence[bytes], items: Mapping[int, tuple[str, tuple[int, ...]]]
+    ) -> tuple[set[int], bool]:
+        """Which items' envelopes are not what follows from their element types and shapes.
+
+        Args:
+            read: What the object has in its gaps.
+            items: As of :meth:`between`.
+
+        Returns:
+            The first bytes of these items. Whether all gaps are as they were written, so that such
+            an envelope is another version's, and not damaged.
+        """
+        algorithm, found, total, first = self._algorithm, set[int](), 0, 0
+        columns = (self._starts, self._heads, self._raws, self._tails, self._blocks)
+        for number, (start, head, raw, tail, stop) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        ):
+            total = algorithm.joined(total, algorithm.of(read[number]), len(read[number]))
+            total = algorithm.joined(total, self._of_payload(first, stop, raw), raw)
+            first = stop
+            if start in items and head + raw + tail:
+                around = envelope(_TYPES[self._codes[number]], items[start][1])
+                before, behind = read[number][-head:] if head else b"", read[number + 1][:tail]
+                if (before, behind) != (around.head, around.tail):
+                    found.add(start)
+        total = algorithm.joined(total, algorithm.of(read[-1]), len(read[-1]))
+        total = algorithm.joined(total, algorithm.of(self._data), len(self._data))
+        return found, total == self._record.checksum
+
+    def _of_payload(self, first: int, stop: int, nbytes: int) -> int:
+        """The checksum of a payload whose blocks have these numbers."""
+        size = block_size_for(nbytes)
+        lengths = [min(size, nbytes - begin) for begin in range(0, nbytes, size)]
+        return self._algorithm.combine(zip(self._sums_of(first, stop), lengths, strict=True))
 
     def _sums_of(self, first: int, stop: int) -> tuple[int, ...]:
         """The checksums of blocks."""

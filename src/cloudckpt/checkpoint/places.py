@@ -198,7 +198,7 @@ class Places:
             for item, place in zip(items, places, strict=True)
             if place.tensor is not None and not known[item.name]
         ]
-        if unknown:
+        if unknown := self._look_between(unknown, store, config, damaged):
             self._compare_archives(unknown, store, config, damaged)
         around = [
             StoredBytes(
@@ -258,6 +258,64 @@ class Places:
             name: index.between(of_object) if (index := self._indexes.get(name)) else []
             for name, of_object in objects.items()
         }
+
+    def _look_between(
+        self,
+        tensors: Sequence[tuple[_Item, StoredTensor]],
+        store: RangeReader,
+        config: Config,
+        damaged: Callable[[CheckpointCorruptError], None],
+    ) -> list[tuple[_Item, StoredTensor]]:
+        """Reads what stands around the payloads of tensors where that is not known.
+
+        It is not known of an object of another checkpoint that holds more than this one refers to.
+
+        Returns:
+            Those whose envelopes are not what this version writes, and can't be compared.
+        """
+        others = [pair for pair in tensors if not self._indexes.get(pair[0].name)]
+        for index, numbers in self._by_index([item for item, _ in tensors]):
+            of_object = [tensors[number] for number in numbers]
+            if (read := self._read_gaps(index, of_object[0][0], store, config)) is None:
+                continue
+            shapes = {item.whole.offset: (item.whole.item, item.shape) for item, _ in of_object}
+            unlike, is_whole = index.unlike(read, shapes)
+            for item, tensor in of_object:
+                if item.whole.offset not in unlike:
+                    continue
+                if is_whole:
+                    others.append((item, tensor))
+                else:
+                    damaged(self._damaged_around(item))
+        return others
+
+    def _read_gaps(
+        self, index: ObjectIndex, item: _Item, store: RangeReader, config: Config
+    ) -> list[bytes] | None:
+        """What an object has around its payloads; None if it is not there, which is told later."""
+        key, size, lost = item.whole.key, item.whole.object_size, list[CheckpointCorruptError]()
+        gaps = index.gaps()
+        sinks = [BytesSink(stop - start) for start, stop in gaps]
+        wanted = [
+            Wanted(
+                StoredBytes(key, start, stop - start, None, size, item.whole.item),
+                0, stop - start, sink, True,
+            )
+            for (start, stop), sink in zip(gaps, sinks, strict=True)
+            if start < stop
+        ]  # fmt: skip
+        download(store, wanted, config, TransferStats(str(self._uri)), damaged=lost.append)
+        return None if lost else [bytes(sink.data) for sink in sinks]
+
+    def _damaged_around(self, item: _Item) -> CheckpointCorruptError:
+        uri, whole = self._uri.object(item.name), item.whole
+        what = "the archive around it is not as it was written"
+        return CheckpointCorruptError(
+            f"{what}: readers other than cloudckpt can't read it",
+            uri=uri,
+            item=whole.item,
+            damages=[Damage(uri, whole.item, what, whole.offset, whole.offset + whole.nbytes)],
+        )
 
     def _compare_archives(
         self,
