@@ -48,6 +48,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # which joins the lines of a paragraph
 )
 
 Run = Annotated[str, typer.Argument(help="The folder of a run, e.g. s3://bucket/run.")]

@@ -60,8 +60,8 @@ def convert(
 ) -> None:
     """Turn a file of torch.save into a checkpoint, or a checkpoint into a file or a new checkpoint.
 
-    Which of them SOURCE is, is told by its content. One copy of the state is held in memory. TARGET
-    appears when it is complete.
+    The content of SOURCE tells which of them it is. This needs memory for one copy of the state.
+    TARGET appears when it is complete.
     """
     from cloudckpt import format_utils
 
@@ -177,7 +177,7 @@ def import_(
 ) -> None:
     """Save a model in safetensors files as a checkpoint.
 
-    It takes one copy of the model in memory. The checkpoint appears when it is complete.
+    This needs memory for one copy of the model. The checkpoint appears when it is complete.
     """
     from cloudckpt.api import exists
     from cloudckpt.format_utils import dcp_to_dcp
