@@ -7,8 +7,8 @@ transactions. So there are *marks*: a save puts a small object ``.cloudckpt-keep
 its own random name, into each folder that it may refer to.
 
 **Holding a base** (:class:`Hold`). The save reads the base's commit object, puts its marks into the
-base's folder and into all folders that the base refers to, and checks that the commit object is
-still the one it read. Only then does it refer to anything. After its commit it removes the marks
+base's folder and into all folders that the base refers to, looks whether all objects are there, and
+checks that the commit object is still the one it read. Only then does it refer to anything. After its commit it removes the marks
 that it does not need, and leaves the others until it is itself deleted or replaced.
 
 **Deleting** (:func:`release`). The checkpoint's commit object has been deleted or replaced
