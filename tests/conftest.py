@@ -13,6 +13,7 @@ from cloudckpt.transfer import parts
 from dcp.places import boto_client
 from economy import (  # noqa: F401 - fixtures, a hook
     cheap_sessions_of_boto,
+    memory_is_given_back,
     one_thread_of_torch,
     pytest_collection_modifyitems,
     pytest_runtestloop,

@@ -14,8 +14,11 @@ import botocore.session
 import pytest
 import torch
 
+from cloudckpt.stores import memory
+
 __all__ = [
     "cheap_sessions_of_boto",
+    "memory_is_given_back",
     "one_thread_of_torch",
     "pytest_collection_modifyitems",
     "pytest_runtestloop",
@@ -61,6 +64,15 @@ def one_thread_of_torch() -> None:
     """
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def memory_is_given_back() -> Iterator[None]:
+    """What a test has put into a store in memory goes with it: together it is gigabytes."""
+    before = set(memory._buckets)
+    yield
+    for name in memory._buckets.keys() - before:
+        memory._buckets.pop(name).objects.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -379,6 +379,7 @@ NESTED = st.recursive(
 @settings(max_examples=40)
 @given(content=st.dictionaries(KEYS, NESTED, max_size=4))
 @example(content={".": {}, "": {"": None}})  # one flat name, and two places
+@example(content={".": [None, {}], "": {"": torch.ones(3)}})  # a list that is none without the dict
 @pytest.mark.parametrize("save", [by_save, by_stock], ids=lambda save: save.__name__)
 def test_any_state_comes_back_or_is_refused(local, save, content):
     try:

@@ -198,8 +198,8 @@ class Places:
             for item, place in zip(items, places, strict=True)
             if place.tensor is not None and not known[item.name]
         ]
-        if unknown := self._look_between(unknown, store, config, damaged):
-            self._compare_archives(unknown, store, config, damaged)
+        if unlike := self._look_between(unknown, store, config):
+            self._compare_archives(unlike, store, config, damaged)
         around = [
             StoredBytes(
                 self._uri.key(name), start, blocks.size, blocks, self._objects[name].size, what
@@ -239,9 +239,12 @@ class Places:
         return [(index, numbers) for index, numbers in pairs if index is not None]
 
     def _contradictory(self, item: _Item, what: str) -> CheckpointCorruptError:
+        return self._damaged(item, f"index and metadata contradict each other: {what}", what)
+
+    def _damaged(self, item: _Item, message: str, what: str) -> CheckpointCorruptError:
         uri, whole = self._uri.object(item.name), item.whole
         return CheckpointCorruptError(
-            f"index and metadata contradict each other: {what}",
+            message,
             uri=uri,
             item=whole.item,
             damages=[Damage(uri, whole.item, what, whole.offset, whole.offset + whole.nbytes)],
@@ -264,30 +267,28 @@ class Places:
         tensors: Sequence[tuple[_Item, StoredTensor]],
         store: RangeReader,
         config: Config,
-        damaged: Callable[[CheckpointCorruptError], None],
-    ) -> list[tuple[_Item, StoredTensor]]:
+    ) -> list[tuple[_Item, StoredTensor, bool]]:
         """Reads what stands around the payloads of tensors where that is not known.
 
         It is not known of an object of another checkpoint that holds more than this one refers to.
 
         Returns:
-            Those whose envelopes are not what this version writes, and can't be compared.
+            Those whose envelopes are not what this version writes, and whether they are not what
+            was written either.
         """
-        others = [pair for pair in tensors if not self._indexes.get(pair[0].name)]
+        unlike = [(*pair, False) for pair in tensors if not self._indexes.get(pair[0].name)]
         for index, numbers in self._by_index([item for item, _ in tensors]):
             of_object = [tensors[number] for number in numbers]
             if (read := self._read_gaps(index, of_object[0][0], store, config)) is None:
                 continue
             shapes = {item.whole.offset: (item.whole.item, item.shape) for item, _ in of_object}
-            unlike, is_whole = index.unlike(read, shapes)
-            for item, tensor in of_object:
-                if item.whole.offset not in unlike:
-                    continue
-                if is_whole:
-                    others.append((item, tensor))
-                else:
-                    damaged(self._damaged_around(item))
-        return others
+            found, is_whole = index.unlike(read, shapes)
+            unlike += [
+                (item, tensor, not is_whole)
+                for item, tensor in of_object
+                if item.whole.offset in found
+            ]
+        return unlike
 
     def _read_gaps(
         self, index: ObjectIndex, item: _Item, store: RangeReader, config: Config
@@ -307,35 +308,28 @@ class Places:
         download(store, wanted, config, TransferStats(str(self._uri)), damaged=lost.append)
         return None if lost else [bytes(sink.data) for sink in sinks]
 
-    def _damaged_around(self, item: _Item) -> CheckpointCorruptError:
-        uri, whole = self._uri.object(item.name), item.whole
-        what = "the archive around it is not as it was written"
-        return CheckpointCorruptError(
-            f"{what}: readers other than cloudckpt can't read it",
-            uri=uri,
-            item=whole.item,
-            damages=[Damage(uri, whole.item, what, whole.offset, whole.offset + whole.nbytes)],
-        )
-
     def _compare_archives(
         self,
-        tensors: Sequence[tuple[_Item, StoredTensor]],
+        tensors: Sequence[tuple[_Item, StoredTensor, bool]],
         store: RangeReader,
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None],
     ) -> None:
         """Compares the archives' descriptions of tensors with the indexes.
 
-        An unreadable archive is ignored here; a missing one is reported by the read itself.
+        A missing archive is reported by the read itself. An unreadable one is ignored unless it is
+        known that it is not what was written.
         """
         stats = TransferStats(str(self._uri))
-        edges = [item.whole for item, _ in tensors]
+        edges = [item.whole for item, _, _ in tensors]
         found = locate(store, edges, config, stats, damaged=lambda error: None)
-        for item, ours in tensors:
-            if (its := found[item.whole]) is None or _said(its) == _said(ours):
-                continue
-            what = f"{_said(its)} by the archive around it, {_said(ours)} by the index"
-            damaged(self._contradictory(item, what))
+        for item, ours, is_damaged in tensors:
+            if (its := found[item.whole]) is not None and _said(its) != _said(ours):
+                what = f"{_said(its)} by the archive around it, {_said(ours)} by the index"
+                damaged(self._contradictory(item, what))
+            elif is_damaged:
+                what = "the archive around it, which other readers need, is not as it was written"
+                damaged(self._damaged(item, what, what))
 
     def _located(
         self,

@@ -8,8 +8,9 @@ its own random name, into each folder that it may refer to.
 
 **Holding a base** (:class:`Hold`). The save reads the base's commit object, puts its marks into the
 base's folder and into all folders that the base refers to, looks whether all objects are there, and
-checks that the commit object is still the one it read. Only then does it refer to anything. After its commit it removes the marks
-that it does not need, and leaves the others until it is itself deleted or replaced.
+checks that the commit object is still the one it read. Only then does it refer to anything. After
+its commit it removes the marks that it does not need, and leaves the others until it is itself
+deleted or replaced.
 
 **Deleting** (:func:`release`). The checkpoint's commit object has been deleted or replaced
 *before*. Then its marks in other folders are deleted, if they name its folder. Then, for each

@@ -148,26 +148,18 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
         # torch's own also makes None of each value that is neither a number nor a string
         self.original_state_dict = _ready_to_load(state_dict)
         self.metadata, self.is_coordinator = metadata, is_coordinator
-        if self.flatten_sharded_tensors:
-            state_dict = flatten_sharded_tensors(state_dict)
-        if self.flatten_state_dict:
-            state_dict, self.mappings = flatten_state_dict(state_dict)
-        self.state_dict = state_dict
         if self.flatten_state_dict:
             with paused_gc():
-                self._names = names = KeyNames(self.original_state_dict)
-                if any(isinstance(element, int) for path in names.empty for element in path):
-                    self._flatten_as_saved()
-        else:
+                self._names = KeyNames(self.original_state_dict)
+            # as a save does; torch's load copies all containers first, and loses what is empty
+            state_dict, self.mappings = flatten_state_dict(self.original_state_dict)
+        if self.flatten_sharded_tensors:
+            state_dict = flatten_sharded_tensors(state_dict)
+        self.state_dict = state_dict
+        if not self.flatten_state_dict:
             for name, value in self.original_state_dict.items():
                 if not isinstance(value, torch.Tensor):  # a rank may have no shard of a tensor
                     self.state_dict[name] = value
-
-    def _flatten_as_saved(self) -> None:
-        """Flattens as a save does, before torch has copied all containers and not after."""
-        self.state_dict, self.mappings = flatten_state_dict(self.original_state_dict)
-        if self.flatten_sharded_tensors:
-            self.state_dict = flatten_sharded_tensors(self.state_dict)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.put(read_item, torch.load(value, map_location=self.map_location, weights_only=False))
