@@ -234,7 +234,7 @@ def _check_readable(
             ) from exc
 
 
-_damaged: set[str] = set()  # objects and commit objects
+_damaged: set[str] = set()  # objects that were found damaged
 _lock = module_lock()
 
 
