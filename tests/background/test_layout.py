@@ -487,6 +487,35 @@ def test_mappings_within_what_is_pickled_keep_their_class(stager):
     assert type(staged["pair"][1][0]["b"]) is UserDict
 
 
+def test_a_mapping_keeps_its_class_where_it_is_pickled_and_is_a_dict_where_it_is_not(stager):
+    mapping, entries = UserDict(a=[1]), [UserDict(b=2)]
+    state = {"m": mapping, "l": entries, "pair": (mapping, entries), "m again": mapping}
+    staged = stager.stage(state)
+    assert staged["pair"] == (mapping, entries)
+    assert type(staged["pair"][0]) is type(staged["pair"][1][0]) is UserDict
+    for name in ("m", "m again"):
+        assert type(staged[name]) is dict
+        assert staged[name] == {"a": [1]}
+    assert type(staged["l"][0]) is dict
+    mapping["a"].append(2)
+    assert staged["m"] == staged["pair"][0] == {"a": [1]}
+
+
+def test_a_mapping_that_is_pickled_amid_a_graph_keeps_its_class(stager):
+    loss = torch.ones(3, requires_grad=True) * 2
+    staged = stager.stage({"pair": (Attributes(recent=collections.deque([loss])),)})
+    assert type(staged["pair"][0]) is Attributes
+    assert_same(staged["pair"][0]["recent"][0].detach(), torch.full((3,), 2.0))
+
+
+def test_what_a_pickle_notes_of_tensors_is_the_same_within_a_mapping_of_another_class(stager):
+    weight = torch.nn.Parameter(torch.ones(3))
+    made = UserDict(pair=(weight, weight * 2, torch.nn.Parameter(torch.ones(2), False)))
+    first, second, third = stager.stage({"m": made})["m"]["pair"]
+    assert type(first) is type(third) is torch.nn.Parameter
+    assert (first.requires_grad, second.requires_grad, third.requires_grad) == (True, True, False)
+
+
 def test_an_object_that_holds_a_tensor_amid_a_graph_is_copied(stager):
     loss = torch.ones(3, requires_grad=True) * 2
     staged = stager.stage({"recent": collections.deque([loss])})

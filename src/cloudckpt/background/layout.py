@@ -253,6 +253,10 @@ class _Copier:
 
     def __init__(self, wrapped: dict[int, _Wrapped]) -> None:
         self._wrapped = wrapped
+        # by id: copies with dicts in place of other mappings, where torch flattens them; where it
+        # pickles the same values, classes count
+        self._flattened: dict[int, Any] = {}
+        self._replaced = 0  # mappings that have become dicts
         # what a mapping makes when it is asked: another value would get its id otherwise
         self._kept: list[Any] = []
 
@@ -280,8 +284,19 @@ class _Copier:
         kind = type(value)
         if kind in _ATOMIC:
             return value
+        if not is_pickled and id(value) in self._flattened:
+            return self._flattened[id(value)]
         if id(value) in memo:
             return memo[id(value)]
+        replaced = self._replaced
+        made = self._copied(value, memo, is_pickled=is_pickled)
+        if self._replaced > replaced and not is_pickled:
+            self._flattened[id(value)] = memo.pop(id(value))
+        return made
+
+    def _copied(self, value: Any, memo: dict[int, Any], *, is_pickled: bool) -> Any:
+        """A copy of what is not in the memo, which has it then."""
+        kind = type(value)
         self._kept.append(value)
         if isinstance(value, torch.Tensor):
             made: Any = self._tensor(value, memo)
@@ -290,8 +305,9 @@ class _Copier:
         elif isinstance(value, Mapping):
             # one that is no dict may compute its entries from what the training changes
             if not (is_pickled or isinstance(value, dict)):
+                self._replaced += 1
                 return self.mapping(value, memo)
-            made = self._of_its_class(value, memo)
+            made = self._of_its_class(value, memo, is_pickled=is_pickled)
         elif kind is list:
             made = memo[id(value)] = []
             made.extend(self.value(entry, memo, is_pickled=is_pickled) for entry in value)
@@ -310,13 +326,19 @@ class _Copier:
         memo[id(value)] = made
         return made
 
-    def _of_its_class(self, value: Mapping[Any, Any], memo: dict[int, Any]) -> Any:
-        """A mapping of any other class; a dict if that can't be copied: torch saves both alike."""
+    def _of_its_class(
+        self, value: Mapping[Any, Any], memo: dict[int, Any], *, is_pickled: bool
+    ) -> Any:
+        """A mapping of any other class; a dict if that can't be copied and torch flattens it."""
         tried = dict(memo)  # a copy that fails leaves half of it there
         try:
-            made = copy.deepcopy(value, tried)
-        except Exception:  # noqa: BLE001 - an entry that is the cause fails again, by its name
-            return self.mapping(value, memo)
+            made = _deep_copy(value, tried) if is_pickled else copy.deepcopy(value, tried)
+        except Exception:  # an entry that is the cause fails again, by its name
+            made = self.mapping(value, memo, is_pickled=is_pickled)
+            if is_pickled:
+                raise
+            self._replaced += 1
+            return made
         kept = tried.pop(id(tried), [])  # what deepcopy keeps alive, for the sake of its id
         memo.setdefault(id(memo), []).extend(kept)
         memo.update(tried)
@@ -330,7 +352,7 @@ class _Copier:
                     "the memory of a tensor was freed or shrunk, so that there is nothing to copy; "
                     "gather it again before the save, or leave it out of the state dict"
                 )
-            return _own_copy(tensor.detach(), memo)
+            return _own_copy(tensor, memo)
         inner = {
             # DTensor's mesh is not a tensor, and is kept as it is
             name: self.value(part, memo) if isinstance(part, torch.Tensor) else part
@@ -345,13 +367,14 @@ class _Copier:
 
 def _own_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     """A copy beside the arena; torch itself copies no subclass that lacks a ``new_empty``."""
+    alone = tensor if tensor.is_leaf else tensor.detach()
     try:
-        made: torch.Tensor = _deep_copy(tensor, memo)
+        made: torch.Tensor = _deep_copy(alone, memo)
     except StagingError:
         if tensor.layout != torch.strided or not has_memory(tensor):
             raise
-        made = tensor.as_subclass(torch.Tensor).clone().as_subclass(type(tensor))
-    return made
+        made = alone.as_subclass(torch.Tensor).clone().as_subclass(type(tensor))
+    return made.requires_grad_() if tensor.requires_grad else made
 
 
 def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
