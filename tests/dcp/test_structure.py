@@ -473,6 +473,43 @@ def test_containers_that_were_saved_whole_are_loaded_whole(is_partial, tmp_path)
         assert_same(state, made(5))
 
 
+@pytest.mark.parametrize("value", [None, 3, "text", np.float32(1)])
+def test_a_value_that_is_no_container_does_not_stand_for_the_keys_of_one(value, tmp_path):
+    cloudckpt.save({"w": torch.ones(2), "average": value}, checkpoint_id=tmp_path)
+    state = {"w": torch.zeros(2), "average": {"w": torch.zeros(2), "n": 7}}
+    with pytest.raises(MissingKeyError, match=r"2 keys are .*'average\.w', 'average\.n'"):
+        cloudckpt.load(state, checkpoint_id=tmp_path)
+    state["w"].zero_()
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    cloudckpt.load(state, checkpoint_id=tmp_path, planner=planner)
+    assert_same(state, {"w": torch.ones(2), "average": {"w": torch.zeros(2), "n": 7}})
+
+
+NAMED_ALIKE = [  # what is saved, loaded into, and then there
+    ({"a": 5, "a.b": 7}, {"a": {"b": {}}, "a.b": 0}, {"a": 5, "a.b": 7}),
+    ({"a": {"b": 5}}, {"a": {"b": {}}, "a.b": 0}, {"a": {"b": {}}, "a.b": 5}),
+]
+
+
+@pytest.mark.parametrize(("content", "state", "expected"), NAMED_ALIKE)
+def test_a_container_and_a_value_whose_names_are_alike_are_kept_apart(
+    content, state, expected, tmp_path
+):
+    cloudckpt.save(content, checkpoint_id=tmp_path)
+    state = copy.deepcopy(state)
+    cloudckpt.load(state, checkpoint_id=tmp_path)
+    assert_same(state, expected)
+
+
+def test_tensors_beneath_a_container_that_is_loaded_as_a_value_are_told(tmp_path, caplog):
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    cloudckpt.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path, planner=planner)
+    state = {"model": {"w": torch.zeros(2)}}
+    cloudckpt.load(state, checkpoint_id=tmp_path)
+    assert_same(state, {"model": {"w": torch.ones(2)}})
+    assert "1, the first of them model.w" in caplog.text
+
+
 def test_dicts_with_entries_as_attributes_are_saved_like_dicts(tmp_path):
     state = {"m": torch.ones(1), "s": Settings(lr=0.1), "list": [Settings(deep=Settings(a=1))]}
     cloudckpt.save(state, checkpoint_id=tmp_path)

@@ -171,7 +171,9 @@ def check_types(
         )
 
 
-def tell_replaced(state_dict: Mapping[str, Any], metadata: Metadata, uri: str) -> None:
+def tell_replaced(
+    state_dict: Mapping[str, Any], metadata: Metadata, uri: str, left: Sequence[str] = ()
+) -> None:
     """Logs tensors whose content stays, since the checkpoint has values for them that are none.
 
     As in torch, such a value takes the tensor's place in the state dict.
@@ -180,6 +182,7 @@ def tell_replaced(state_dict: Mapping[str, Any], metadata: Metadata, uri: str) -
         state_dict: What to load, by flat names.
         metadata: What there is.
         uri: The checkpoint.
+        left: Further tensors, which lie in containers that are loaded as values.
     """
     dtype_of, stored = saved_types(metadata), metadata.state_dict_metadata
     replaced = [
@@ -187,6 +190,7 @@ def tell_replaced(state_dict: Mapping[str, Any], metadata: Metadata, uri: str) -
         for name, value in state_dict.items()
         if isinstance(value, torch.Tensor) and dtype_of(name) is None and name in stored
     ]
+    replaced += left
     if replaced:
         logger.warning(
             "%s: tensors of the state dict that are other values in the checkpoint: %d, the "

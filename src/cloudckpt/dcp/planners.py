@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -268,6 +268,7 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         super().__init__()
         self._uri = uri
         self._tells = tells
+        self._whole: dict[str, list[str]] = {}  # by what is loaded: the missing keys that it is for
 
     @classmethod
     def like(cls, planner: DefaultLoadPlanner, uri: str) -> CloudLoadPlanner:
@@ -289,13 +290,13 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         """
         assert self.metadata is not None
         inventory = inventory_behind(self.metadata)
+        left: list[str] = []
         try:
             with paused_gc():
                 if inventory is None:
                     plan = super().create_local_plan()
                 else:
-                    if self.flatten_state_dict:
-                        self._take_whole(inventory.entries)
+                    left = self._take_whole(inventory.entries) if self.flatten_state_dict else []
                     strict = not self.allow_partial_load
                     plan = plan_reads(self.state_dict, inventory, strict=strict)
         except (RuntimeError, TypeError, ValueError) as exc:
@@ -305,15 +306,33 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         logs = self._tells and self.is_coordinator
         check_types(self.state_dict, dtype_of, self._uri, logs=logs)
         if logs:
-            tell_replaced(self.state_dict, self.metadata, self._uri)
+            tell_replaced(self.state_dict, self.metadata, self._uri, left)
             tell_fresh_optimizers(self.state_dict, self.metadata, self._uri)
         return plan
 
-    def _take_whole(self, entries: Mapping[str, Entry]) -> None:
-        """Asks for dicts and lists as values where they were saved as such, without flattening."""
+    def put(self, read_item: ReadItem, value: Any) -> None:
+        """As ever; what is no container does not stand for the keys of one.
+
+        Raises:
+            MissingKeyError: If keys are missing, since the checkpoint has such a value there.
+        """
+        missing = self._whole.get(read_item.dest_index.fqn)
+        if not missing or isinstance(value, (Mapping, list, tuple)):
+            super().put(read_item, value)
+        elif not self.allow_partial_load:
+            raise self._missing(missing)
+
+    def _take_whole(self, entries: Mapping[str, Entry]) -> list[str]:
+        """Asks for dicts and lists as values where they were saved as such, without flattening.
+
+        Returns:
+            The tensors in whose place they are loaded.
+        """
         assert self.metadata is not None
         stored = self.metadata.planner_data or {}
         missing = [self.mappings[name] for name in self.state_dict if name not in entries]
+        self._whole = {}
+        left: list[str] = []
         for path in (*missing, *self._names.empty):
             for depth in range(1, len(path) + 1):
                 whole = ".".join(map(str, path[:depth]))
@@ -321,23 +340,23 @@ class CloudLoadPlanner(KeepingKeysPlanner):
                     whole in entries
                     and entries[whole].shape is None
                     and stored.get(whole, (whole,)) == path[:depth]  # a key may have dots
+                    and self.mappings.get(whole, path[:depth]) == path[:depth]
                 ):
-                    self.state_dict.pop(".".join(map(str, path)), None)
+                    name = ".".join(map(str, path))
+                    if path not in self._names.empty:
+                        self._whole.setdefault(whole, []).append(name)
+                        if isinstance(self.state_dict.pop(name), torch.Tensor):
+                            left.append(name)
                     self.state_dict[whole], self.mappings[whole] = None, path[:depth]
                     break
+        return left
 
     def _explain(self, exc: Exception) -> None:
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         missing = [fqn for fqn in self.state_dict if fqn not in stored]
         if missing and not self.allow_partial_load:
-            count = "1 key is" if len(missing) == 1 else f"{len(missing)} keys are"
-            raise MissingKeyError(
-                f"{count} not in the checkpoint, the first: {missing[:5]}"
-                f"{_hint(missing[0], stored)}",
-                uri=self._uri,
-                item=missing[0],
-            ) from exc
+            raise self._missing(missing) from exc
         for fqn, value in self.state_dict.items():
             entry = stored.get(fqn)
             if not isinstance(entry, TensorStorageMetadata):
@@ -358,6 +377,17 @@ class CloudLoadPlanner(KeepingKeysPlanner):
                         uri=self._uri,
                         item=fqn,
                     ) from exc
+
+
+    def _missing(self, names: Sequence[str]) -> MissingKeyError:
+        assert self.metadata is not None
+        count = "1 key is" if len(names) == 1 else f"{len(names)} keys are"
+        return MissingKeyError(
+            f"{count} not in the checkpoint, the first: {list(names[:5])}"
+            f"{_hint(names[0], self.metadata.state_dict_metadata)}",
+            uri=self._uri,
+            item=names[0],
+        )
 
 
 class PartialPlanner(CloudLoadPlanner):
