@@ -4,7 +4,7 @@ import contextlib
 import copy
 import io
 import logging
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from cloudckpt.checkpointer import (
     make_async_checkpointer,
     make_sync_checkpointer,
 )
+from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.errors import KeyCollisionError, MissingKeyError
 from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
@@ -264,6 +265,21 @@ def test_a_planner_that_does_not_flatten_keeps_everything(local):
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.save(content, storage_writer=local.writer(), planner=planner)
     assert_same(loaded(local), content)
+
+
+@pytest.mark.parametrize("kind", [DefaultSavePlanner, CloudSavePlanner])
+def test_containers_are_saved_whole_as_they_are(kind, local):
+    state = {0: {"step": 1, "exp_avg": numbered(2)}, "0": 2}
+    content = {"o": OrderedDict(state=state, e={}), "none": {}, "list": [{}, 1], "t": numbered(3)}
+    cloudckpt.save(
+        content,
+        checkpoint_id=local.uri,
+        config=local.config,
+        planner=kind(flatten_state_dict=False),
+    )
+    found = loaded(local)
+    assert_same(found, content)
+    assert type(found["o"]) is OrderedDict
 
 
 # ---- what can't be

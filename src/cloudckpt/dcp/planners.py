@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import (
     DynamicMetaLoadPlanner as TorchDynamicMetaLoadPlanner,
@@ -51,6 +52,7 @@ __all__ = [
     "EverythingPlanner",
     "KeepingKeysPlanner",
     "PartialPlanner",
+    "keep_containers",
     "lost_by_flattening",
 ]
 
@@ -93,6 +95,7 @@ class CloudSavePlanner(DefaultSavePlanner):
         if self.flatten_state_dict:
             with paused_gc():
                 self.structure = Structure.of(state_dict, None if uri is None else str(uri))
+        keep_containers(self, state_dict)
 
     def create_local_plan(self) -> SavePlan:
         """As torch's.
@@ -115,6 +118,31 @@ class CloudSavePlanner(DefaultSavePlanner):
     def forget_others(self) -> None:
         """Drops the plans of all ranks and what was made of them, once they have been passed on."""
         self.global_plan, self.metadata = [], Metadata({})
+
+
+def keep_containers(planner: DefaultSavePlanner, state_dict: Mapping[str, Any]) -> None:
+    """Lets a planner that does not flatten save containers as they are.
+
+    torch rebuilds them to flatten sharded tensors within: keys become strings, of two with the same
+    string one is lost, and so is what is empty. It stays so for those with sharded tensors.
+    """
+    if planner.flatten_state_dict or not planner.flatten_sharded_tensors:
+        return
+    rebuilt, planner.state_dict = planner.state_dict, {}
+    for key, value in state_dict.items():
+        is_container = isinstance(value, (Mapping, list))
+        if is_container and not _has_sharded_tensors(value):
+            planner.state_dict[key] = value
+        elif str(key) in rebuilt:  # a rank may have no shard of a tensor
+            planner.state_dict[str(key)] = rebuilt[str(key)]
+
+
+def _has_sharded_tensors(container: Any) -> bool:
+    found: list[bool] = []
+    traverse_state_dict(
+        {"": container}, lambda path, value: found.append(isinstance(value, ShardedTensor))
+    )
+    return any(found)
 
 
 class KeepingKeysPlanner(DefaultLoadPlanner):
@@ -377,7 +405,6 @@ class CloudLoadPlanner(KeepingKeysPlanner):
                         uri=self._uri,
                         item=fqn,
                     ) from exc
-
 
     def _missing(self, names: Sequence[str]) -> MissingKeyError:
         assert self.metadata is not None

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -25,7 +26,7 @@ from cloudckpt.checkpoint.written import Written
 from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.failures import is_of_group, portable_errors
 from cloudckpt.dcp.incremental import Contents, agree_on_base, remember
-from cloudckpt.dcp.planners import lost_by_flattening
+from cloudckpt.dcp.planners import keep_containers, lost_by_flattening
 from cloudckpt.dcp.torch_log import logged_by_torch
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, committing
 from cloudckpt.errors import CommitUnknownError
@@ -63,6 +64,8 @@ def save_by_steps(
         if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
             told["storage_meta"] = writer.storage_meta()
         planner.set_up_planner(**told)
+        if type(planner) is DefaultSavePlanner:
+            keep_containers(planner, state_dict)
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank)
         if isinstance(writer, CloudStorageWriter):
             writer.note_structure(lost_by_flattening(state_dict, planner, where))
