@@ -282,6 +282,22 @@ def test_containers_are_saved_whole_as_they_are(kind, local):
     assert type(found["o"]) is OrderedDict
 
 
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+def test_mappings_that_are_saved_whole_in_the_background_keep_their_class(kind, local):
+    content = {"m": UserDict(a=[1], deep=[UserDict()]), "t": numbered(3)}
+    cloudckpt.async_save(
+        content,
+        checkpoint_id=local.uri,
+        config=local.config,
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+        async_checkpointer_type=kind,
+    ).result()
+    with make_sync_checkpointer(CheckpointerConfig(trust_pickle=True)) as checkpointer:
+        found = checkpointer.load(local.uri)
+    assert type(found["m"]) is type(found["m"]["deep"][0]) is UserDict
+    assert_same(dict(found["m"]), {"a": [1], "deep": [UserDict()]})
+
+
 # ---- what can't be
 
 

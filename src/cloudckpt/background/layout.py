@@ -192,8 +192,12 @@ class Layout:
         kinds: set[type] = {type(self._seen[key]) for key in self._wrapped}
         return not kinds <= {DTensor, AsyncCollectiveTensor}
 
-    def rebuild(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def rebuild(self, state_dict: dict[str, Any], *, is_pickled: bool = False) -> dict[str, Any]:
         """Rebuilds the state dict as an independent structure, with tensors on the copied regions.
+
+        Args:
+            state_dict: The original.
+            is_pickled: Whether its containers will be pickled, not flattened.
 
         Raises:
             StagingError: If a value can't be copied.
@@ -203,7 +207,7 @@ class Layout:
             key: _of_kind(self._staged(shown), self._seen[key])
             for key, shown in self._planned.items()
         }
-        return _Copier(self._wrapped).mapping(state_dict, memo)
+        return _Copier(self._wrapped).mapping(state_dict, memo, is_pickled=is_pickled)
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy of a planned tensor."""

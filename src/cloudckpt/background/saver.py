@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
+import functools
 import os
 import sys
 import threading
@@ -433,23 +434,31 @@ class AsyncSaver:
         """Copies a state, or begins to."""
         if stager is None:
             assert self._own_stager is not None
-            save.copy, copied = self._begun_copy(state)
+            save.copy, copied = self._begun_copy(state, save.planner)
             copied.result()
             save.staged.set_result(None)
             return
         save.stage(stager.stage(state))
 
-    def _begun_copy(self, state: dict[str, Any]) -> tuple[StagedState, Future[None]]:
+    def _begun_copy(
+        self, state: dict[str, Any], planner: SavePlanner
+    ) -> tuple[StagedState, Future[None]]:
         assert self._own_stager is not None
+        begin = functools.partial(
+            self._own_stager.begin,
+            state,
+            self._options.patience,
+            is_pickled=not getattr(planner, "flatten_state_dict", True),
+        )
         try:
-            return self._own_stager.begin(state, self._options.patience)
+            return begin()
         except StagingMemoryError:
             others = self._unfinished
             if self._policy != "replace" or not others:
                 raise
         # no memory for a second copy: act as if only one were allowed
         self._wait_for(others, self._deadline())
-        return self._own_stager.begin(state, self._options.patience)
+        return begin()
 
     def _carry_out(self, save: Save) -> Metadata:
         """Saves a copy; runs in the thread."""

@@ -171,13 +171,14 @@ class Stager(AsyncStager):
         return done
 
     def begin(
-        self, state_dict: dict[str, Any], patience: float
+        self, state_dict: dict[str, Any], patience: float, *, is_pickled: bool = False
     ) -> tuple[StagedState, Future[None]]:
         """Begins a copy, which is complete when the future is done.
 
         Args:
             state_dict: What to copy.
             patience: Seconds to wait for a free buffer; 0 for not at all.
+            is_pickled: Whether its containers will be pickled, not flattened: their classes count.
         """
         if self._closed:
             raise ClosedError("the stager was closed")
@@ -188,10 +189,10 @@ class Stager(AsyncStager):
             )
         # copies made in inference mode could not be read outside it
         with torch.inference_mode(False), torch.no_grad():
-            return self._begin(state_dict, patience)
+            return self._begin(state_dict, patience, is_pickled)
 
     def _begin(
-        self, state_dict: dict[str, Any], patience: float
+        self, state_dict: dict[str, Any], patience: float, is_pickled: bool
     ) -> tuple[StagedState, Future[None]]:
         with paused_gc():
             layout = Layout.of(state_dict)
@@ -214,7 +215,7 @@ class Stager(AsyncStager):
             if layout.is_read_when_rebuilt:
                 copied.result()
             with paused_gc():
-                content = layout.rebuild(state_dict)
+                content = layout.rebuild(state_dict, is_pickled=is_pickled)
         except BaseException:
             for stream in self._streams.values():
                 stream.synchronize()  # an accelerator may still be copying into the buffer
