@@ -101,6 +101,14 @@ def test_structured_arrays_come_back(code):
     assert_same(loaded(saved(array.dtype)), array.dtype)
 
 
+@pytest.mark.parametrize("code", [">f8", "M8[ns]", [("a", "i4")]], ids=str)
+def test_the_metadata_of_a_dtype_come_back(code):
+    kind = numpy.dtype(code, metadata={"unit": "m"})
+    for found in (loaded(saved([kind]))[0], loaded(saved(numpy.zeros(2, kind))).dtype):
+        assert found == kind
+        assert found.metadata == {"unit": "m"}
+
+
 def test_arrays_of_plain_objects_come_back():
     inner = numpy.array([numpy.arange(3), None, {"a": [numpy.float32(2)]}], dtype=object)
     for array in (

@@ -119,7 +119,11 @@ def _dtype(arguments: Sequence[Any], state: Any) -> Any:
     usual = usual_code == code and usual_state[1:7] == state[1:7] and same_flags
     _expect(usual, f"the state {state[1:8]!r}")
     _expect(code[0] == "O" or not made.hasobject, "a dtype with objects in it")
-    return made
+    metadata = (state[8][0] if code[0] in "mM" else state[8]) if len(state) == 9 else None
+    if not metadata:
+        return made
+    _expect(type(metadata) is dict, "the metadata of a dtype")
+    return _numpy().dtype(made, metadata=metadata)
 
 
 def _made(code: Any, align: bool = False) -> Any:
