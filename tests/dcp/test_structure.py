@@ -394,6 +394,20 @@ def test_what_each_rank_saved_is_in_the_whole(ranks, s3, save):
         assert_same(dict(sorted(found.items())), dict(sorted(expected.items())))
 
 
+def _save_and_load_on_ranks(place: Place) -> dict:
+    state = {"mine": {} if dist.get_rank() else [3], "w": numbered(2)}
+    by_save(state, place)
+    state["w"].zero_()
+    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    return state
+
+
+def test_an_empty_dict_of_a_rank_stays_empty_where_another_rank_has_a_value(ranks, local):
+    first, second = ranks(2, _save_and_load_on_ranks, local)
+    assert_same(first, {"mine": [3], "w": numbered(2)})
+    assert_same(second, {"mine": {}, "w": numbered(2)})
+
+
 # ---- any state
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cloudckpt.checkpoint.inventory import Entry
+from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import inventory_behind
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.checkpoint.structure import KeyNames, Structure, find_collision
@@ -324,7 +324,7 @@ class CloudLoadPlanner(KeepingKeysPlanner):
                 if inventory is None:
                     plan = super().create_local_plan()
                 else:
-                    left = self._take_whole(inventory.entries) if self.flatten_state_dict else []
+                    left = self._take_whole(inventory) if self.flatten_state_dict else []
                     strict = not self.allow_partial_load
                     plan = plan_reads(self.state_dict, inventory, strict=strict)
         except (RuntimeError, TypeError, ValueError) as exc:
@@ -350,18 +350,23 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         elif not self.allow_partial_load:
             raise self._missing(missing)
 
-    def _take_whole(self, entries: Mapping[str, Entry]) -> list[str]:
+    def _take_whole(self, inventory: Inventory) -> list[str]:
         """Asks for dicts and lists as values where they were saved as such, without flattening.
+
+        Dicts that are empty in the state dict stay so where one was saved: another rank may have
+        saved a value there.
 
         Returns:
             The tensors in whose place they are loaded.
         """
         assert self.metadata is not None
         stored = self.metadata.planner_data or {}
+        entries, saved_empty = inventory.entries, inventory.structure.empty
         missing = [self.mappings[name] for name in self.state_dict if name not in entries]
         self._whole = {}
         left: list[str] = []
-        for path in (*missing, *self._names.empty):
+        empty = [path for path in self._names.empty if path not in saved_empty]
+        for path in (*missing, *empty):
             for depth in range(1, len(path) + 1):
                 whole = ".".join(map(str, path[:depth]))
                 if (
