@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import logging
+import re
 from collections import OrderedDict, UserDict
 from pathlib import Path
 from typing import NamedTuple
@@ -406,6 +407,18 @@ def test_an_empty_dict_of_a_rank_stays_empty_where_another_rank_has_a_value(rank
     first, second = ranks(2, _save_and_load_on_ranks, local)
     assert_same(first, {"mine": [3], "w": numbered(2)})
     assert_same(second, {"mine": {}, "w": numbered(2)})
+
+
+def _save_in_places(place: Place, save) -> None:
+    save([{"a": {"b": 1}}, {"a.b": 2}][dist.get_rank()], place)
+
+
+def test_two_places_of_one_name_on_two_ranks_are_refused(ranks, local):
+    errors = ranks.errors(2, _save_in_places, local, by_save)
+    assert [type(error) for error in errors] == [KeyCollisionError] * 2
+    named = r"state_dict\['a'\]\['b'\] on rank 0 and state_dict\['a.b'\] on rank 1"
+    assert all(re.search(named, str(error)) for error in errors)
+    assert ".metadata" not in local.names()
 
 
 # ---- any state

@@ -13,7 +13,7 @@ import io
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from cloudckpt.checkpoint.draft import Planned
 from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_plan
 from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, Paths
 from cloudckpt.checkpoint.record import Record
-from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.structure import Structure, shown
 from cloudckpt.checkpoint.torch_private import validate_global_plan
 from cloudckpt.checkpoint.written import Extents
 from cloudckpt.checksum import ChecksumAlgorithm
@@ -163,10 +163,22 @@ def refuse_contradictions(plans: Sequence[SavePlan], uri: str) -> None:
 
     Raises:
         KeyCollisionError: If ranks have tensors of different shapes or types, or one has a tensor
-            and another does not.
+            and another does not; or if what they have stands in different places.
     """
     known: dict[str, tuple[int, str]] = {}
+    places: dict[str, tuple[int, Any]] = {}
     for rank, plan in enumerate(plans):
+        paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+        for name, path in paths.items():
+            other, first = places.setdefault(name, (rank, path))
+            if first != path:
+                raise KeyCollisionError(
+                    f"{name} is state_dict{shown(first)} on rank {other} and state_dict"
+                    f"{shown(path)} on rank {rank}, of which only one would be saved: rename one "
+                    "of them",
+                    uri=uri,
+                    item=name,
+                )
         for item in plan.items:
             name, data = item.index.fqn, item.tensor_data
             said = "a value that is no tensor"
@@ -369,7 +381,11 @@ def _groups(
 
 
 def _merged(paths: Sequence[Paths]) -> Paths:
-    """All paths, as a ``ChainMap`` has them: in the order of the last rank's, with the first's."""
+    """All paths, as a ``ChainMap`` has them: in the order of the last rank's.
+
+    Raises:
+        NotInColumnsError: If ranks have different paths of one name.
+    """
     distinct = list({id(one): one for one in paths}.values())
     from_behind = {id(one): one for one in reversed(paths)}.values()
     made: dict[str, tuple[str | int, ...]] = {}
@@ -377,6 +393,8 @@ def _merged(paths: Sequence[Paths]) -> Paths:
         made.update(one)
     for one in reversed(distinct):
         made.update(one)
+    if any(made[name] != path for one in distinct[1:] for name, path in one.items()):
+        raise NotInColumnsError("ranks have different places of one name")
     return made
 
 
