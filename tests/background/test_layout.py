@@ -516,6 +516,25 @@ def test_what_a_pickle_notes_of_tensors_is_the_same_within_a_mapping_of_another_
     assert (first.requires_grad, second.requires_grad, third.requires_grad) == (True, True, False)
 
 
+def test_tensors_keep_their_attributes_where_they_are_pickled(stager):
+    weight, buffer = (
+        torch.nn.Parameter(torch.ones(3)),
+        torch.nn.Buffer(torch.ones(2), persistent=False),
+    )
+    weight.tags, weight.lock = ["decay"], threading.Lock()
+    stager.stage({"w": weight, "b": buffer})  # flattened, so that nothing but bytes counts
+    del weight.lock
+    staged = stager.stage({"w": weight, "pair": (weight, [weight, buffer])})
+    weight.tags.append("later")
+    first, (second, third) = staged["pair"]
+    assert first is second
+    assert type(first) is torch.nn.Parameter
+    assert (first.tags, first.requires_grad) == (["decay"], True)
+    assert first.data_ptr() == staged["w"].data_ptr()
+    assert isinstance(third, torch.nn.Buffer)
+    assert third.persistent is False
+
+
 def test_an_object_that_holds_a_tensor_amid_a_graph_is_copied(stager):
     loss = torch.ones(3, requires_grad=True) * 2
     staged = stager.stage({"recent": collections.deque([loss])})

@@ -261,6 +261,7 @@ class _Copier:
         # pickles the same values, classes count
         self._flattened: dict[int, Any] = {}
         self._replaced = 0  # mappings that have become dicts
+        self._with_attributes: dict[int, torch.Tensor] = {}  # by id; where they are pickled
         # what a mapping makes when it is asked: another value would get its id otherwise
         self._kept: list[Any] = []
 
@@ -291,12 +292,26 @@ class _Copier:
         if not is_pickled and id(value) in self._flattened:
             return self._flattened[id(value)]
         if id(value) in memo:
-            return memo[id(value)]
-        replaced = self._replaced
-        made = self._copied(value, memo, is_pickled=is_pickled)
-        if self._replaced > replaced and not is_pickled:
-            self._flattened[id(value)] = memo.pop(id(value))
+            made = memo[id(value)]
+        else:
+            replaced = self._replaced
+            made = self._copied(value, memo, is_pickled=is_pickled)
+            if self._replaced > replaced and not is_pickled:
+                self._flattened[id(value)] = memo.pop(id(value))
+        if is_pickled and type(value) in _PLAIN and vars(value):
+            return self._attributed(value, made, memo)
         return made
+
+    def _attributed(
+        self, original: torch.Tensor, made: torch.Tensor, memo: dict[int, Any]
+    ) -> torch.Tensor:
+        """The copy of a tensor, with its attributes: where torch pickles it, it saves them too."""
+        found = self._with_attributes.get(id(original))
+        if found is None:
+            found = _of_kind(made.detach(), original)
+            self._with_attributes[id(original)] = found
+            vars(found).update(self.mapping(vars(original), memo, is_pickled=True))
+        return found
 
     def _copied(self, value: Any, memo: dict[int, Any], *, is_pickled: bool) -> Any:
         """A copy of what is not in the memo, which has it then."""
