@@ -393,7 +393,7 @@ def _merged(paths: Sequence[Paths]) -> Paths:
         made.update(one)
     for one in reversed(distinct):
         made.update(one)
-    if any(made[name] != path for one in distinct[1:] for name, path in one.items()):
+    if not all(one.items() <= made.items() for one in distinct):
         raise NotInColumnsError("ranks have different places of one name")
     return made
 
