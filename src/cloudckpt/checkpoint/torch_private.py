@@ -15,6 +15,7 @@ from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -45,6 +46,7 @@ __all__ = [
     "Collectives",
     "ExtensionRegistry",
     "OldTensorProperties",
+    "ShardedTensor",
     "StorageInfo",
     "Store",
     "StreamTransformExtension",

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import (
     DynamicMetaLoadPlanner as TorchDynamicMetaLoadPlanner,
@@ -29,6 +28,7 @@ from cloudckpt.checkpoint.lazy import inventory_behind
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.checkpoint.structure import KeyNames, Structure, find_collision
 from cloudckpt.checkpoint.torch_private import (
+    ShardedTensor,
     create_chunk_list,
     flatten_sharded_tensors,
     flatten_state_dict,
