@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
 
 import pytest
 import torch
@@ -315,6 +316,42 @@ def _told_in_a_fork(stager: Stager) -> str:
     os.waitpid(child, 0)
     with os.fdopen(reader) as pipe:
         return pipe.read()
+
+
+class _Interrupt:
+    """Ctrl-C at one of the places where Python looks for it: as a call begins, or C returns."""
+
+    def __init__(self, place: int) -> None:
+        self._left = place
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if code.co_name in ("end", "give_back"):  # of a finalizer, in which an interrupt is lost
+            return
+        if event in ("call", "c_return") and code.co_filename == stagers.__file__:
+            self._left -= 1
+            if self._left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("buffers", "kept"), [(1, 1), (2, 1), (3, 3)])
+def test_no_interrupt_of_a_copy_loses_its_memory(buffers, kept):
+    with Stager(buffers=buffers, kept=kept, patience=0) as stager:
+        for place in range(1, 1000):
+            sys.setprofile(_Interrupt(place))
+            try:
+                stager.stage({"t": numbered(10)})
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+            finally:
+                sys.setprofile(None)
+            gc.collect()
+            held = [stager.stage({"t": numbered(10, first=n)}) for n in range(buffers)]
+            del held
+        assert place > 10
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

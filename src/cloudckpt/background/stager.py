@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -80,16 +81,42 @@ class StagedState:
 
 
 class _Lease:
-    """A buffer in use. It ends once: when it is released, or when its last tensor is gone."""
+    """A buffer in use. It ends once: when it is released, or when its last tensor is gone.
 
-    def __init__(self, buffer: _Buffer, free: queue.SimpleQueue[_Buffer]) -> None:
-        self._buffer = [buffer]
+    A buffer is moved from the free ones to the lease, or back, by one call into C, which an
+    interrupt can't come in the middle of: it is always at one of the two places.
+
+    Attributes:
+        held: The buffer; while one is being chosen, all that were free.
+    """
+
+    def __init__(self, free: queue.SimpleQueue[_Buffer]) -> None:
+        self.held: list[_Buffer] = []
         self._free = free
 
+    def take(self, seconds: float = 0) -> None:
+        """Takes a free buffer.
+
+        Raises:
+            queue.Empty: If none becomes free in that time.
+        """
+        self.held.extend(map(self._free.get, (seconds > 0,), (seconds,)))
+
+    def take_all(self) -> None:
+        """Takes all free buffers."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.take()
+
+    def give_back(self) -> None:
+        """Gives back the buffer that was taken last."""
+        collections.deque(map(self._free.put, map(self.held.pop, (-1,))), maxlen=0)
+
     def end(self) -> None:
-        # atomic, and without a lock: the garbage collector may call it in the middle of anything
+        # without a lock: the garbage collector may call it in the middle of anything
         with contextlib.suppress(IndexError):
-            self._free.put(self._buffer.pop())
+            while True:
+                self.give_back()
 
 
 class Stager(AsyncStager):
@@ -196,18 +223,18 @@ class Stager(AsyncStager):
     ) -> tuple[StagedState, Future[None]]:
         with paused_gc():
             layout = Layout.of(state_dict)
+        lease = _Lease(self._free)
         try:
-            buffer = self._taken(patience)
-        except queue.Empty:
-            raise SaveInProgressError(
-                f"an earlier save still reads the staged copy after {patience:g} s; wait for its "
-                "future, save less often, or allow for two copies"
-            ) from None
-        lease = _Lease(buffer, self._free)
-        try:
+            try:
+                self._take(lease, patience)
+            except queue.Empty:
+                raise SaveInProgressError(
+                    f"an earlier save still reads the staged copy after {patience:g} s; wait for "
+                    "its future, save less often, or allow for two copies"
+                ) from None
             if self._closed:
                 raise ClosedError("the stager was closed")
-            arena = self._fitting(buffer, layout)
+            arena = self._fitting(lease, layout)
             memory = arena.memory(lease.end)
             with paused_gc():
                 layout.place(memory)
@@ -223,22 +250,22 @@ class Stager(AsyncStager):
             raise
         return StagedState(content, arena, layout.size, lease, memory), copied
 
-    def _taken(self, patience: float) -> _Buffer:
-        """A free buffer, with memory if possible; the memory of others may be freed.
+    def _take(self, lease: _Lease, patience: float) -> None:
+        """Takes a free buffer, with memory if possible; the memory of others may be freed.
 
         Raises:
             queue.Empty: If none becomes free in time.
         """
-        free = [self._next_free(patience), *self._idle()]
-        free.sort(key=lambda buffer: buffer.arena is None)
-        for number, other in enumerate(free[1:], 1):
-            if number >= self._kept:
-                other.release()
-            self._free.put(other)
-        return free[0]
+        self._take_next(lease, patience)
+        lease.take_all()
+        lease.held.sort(key=lambda buffer: buffer.arena is None)
+        while len(lease.held) > 1:
+            if len(lease.held) > self._kept:
+                lease.held[-1].release()
+            lease.give_back()
 
-    def _next_free(self, patience: float) -> _Buffer:
-        """A free buffer; the garbage collector frees buffers held only by reference cycles.
+    def _take_next(self, lease: _Lease, patience: float) -> None:
+        """Takes a free buffer; the garbage collector frees buffers held only by reference cycles.
 
         torch 2.9's planners, and what torch 2.15 keeps of a save, leave such cycles. The collector
         runs after 0, 1, 3, 7, … seconds of waiting.
@@ -246,39 +273,31 @@ class Stager(AsyncStager):
         end, pause = time.monotonic() + patience, 1.0
         while True:
             try:
-                return self._free.get_nowait()
+                return lease.take()
             except queue.Empty:
                 if patience <= 0:
                     raise
             gc.collect()
             left = end - time.monotonic()
             try:
-                return self._free.get(timeout=max(0.001, min(left, pause)))
+                return lease.take(max(0.001, min(left, pause)))
             except queue.Empty:
                 if left <= pause:
                     raise
             pause *= 2
 
-    def _idle(self) -> list[_Buffer]:
-        """All other free buffers."""
-        found: list[_Buffer] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._free.get_nowait())
-        return found
-
-    def _fitting(self, buffer: _Buffer, layout: Layout) -> Arena:
+    def _fitting(self, lease: _Lease, layout: Layout) -> Arena:
         """An arena for a copy; other kept arenas that are not being read may be freed for it."""
-        pin = self._pin and _on_cuda(layout)
+        pin, buffer = self._pin and _on_cuda(layout), lease.held[0]
         try:
             return buffer.fit(layout.size, pin=pin)
         except StagingMemoryError:
-            idle = self._idle()
-            for other in idle:
-                other.release()
-                self._free.put(other)
-            if not idle:
+            lease.take_all()
+            if len(lease.held) == 1:
                 raise
+            while len(lease.held) > 1:
+                lease.held[-1].release()
+                lease.give_back()
         return buffer.fit(layout.size, pin=pin)
 
     def _copy(self, layout: Layout, memory: Memory) -> Future[None]:
