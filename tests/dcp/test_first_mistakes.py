@@ -1,13 +1,14 @@
 """What people do first, and what they are told to write instead."""
 
 import logging
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
@@ -201,3 +202,24 @@ def test_a_sharded_tensor_that_a_rank_lacks_is_named(ranks, tmp_path):
         assert error.item == "w"
         assert "same keys on all ranks" in str(error)
     assert not cloudckpt.exists(tmp_path)
+
+
+def _with_a_partial_placement(folder):
+    mesh = init_device_mesh("cpu", (2,))
+    partial = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    state = {"a": {"grad": partial}}
+    if os.path.exists(folder):
+        cloudckpt.load(state, checkpoint_id=folder)
+    else:
+        cloudckpt.save(state, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("act", ["save", "load"])
+def test_a_tensor_with_a_partial_placement_is_named(ranks, tmp_path, act):
+    folder = tmp_path / "step-1"
+    if act == "load":
+        cloudckpt.save({"a": {"grad": torch.ones(3)}}, checkpoint_id=folder)
+    for error in ranks.errors(2, _with_a_partial_placement, folder):
+        assert type(error) is UnsupportedTensorError
+        assert error.item == "a.grad"
+        assert "redistribute it" in str(error)

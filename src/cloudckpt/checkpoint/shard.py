@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.checkpoint.envelope import envelope, has_stored_form
@@ -29,6 +30,7 @@ __all__ = [
     "Place",
     "ShardWriter",
     "SmallForm",
+    "check_placements",
     "check_supported",
     "travels_as_bytes",
 ]
@@ -111,6 +113,20 @@ def check_supported(tensor: torch.Tensor, fqn: str) -> None:
         kind = "a tensor whose memory was freed, or that never had any"
     if kind is not None:
         raise UnsupportedTensorError(f"{fqn} is {kind}", item=fqn)
+
+
+def check_placements(tensor: DTensor, fqn: str) -> None:
+    """Refuses a DTensor whose values no rank has.
+
+    Raises:
+        UnsupportedTensorError: If a placement is partial.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UnsupportedTensorError(
+            f"{fqn} is a DTensor with a partial placement, which no rank has the values of: "
+            "redistribute it to Replicate() or Shard() before",
+            item=fqn,
+        )
 
 
 def travels_as_bytes(tensor: torch.Tensor) -> bool:

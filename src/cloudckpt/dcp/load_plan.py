@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt.checkpoint.columns import column_of
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import inventory_behind
+from cloudckpt.checkpoint.shard import check_placements
 from cloudckpt.checkpoint.torch_private import create_chunk_list
 from cloudckpt.dcp.outline import PLAIN
 from cloudckpt.errors import CheckpointCorruptError, UnsupportedTensorError
@@ -60,6 +61,7 @@ def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory, *, strict: b
         RuntimeError: If a name is missing.
         ValueError: If a tensor's shape differs from the checkpoint's, or the checkpoint has a
             tensor where the state dict has none.
+        UnsupportedTensorError: If a tensor has a partial placement.
     """
     items: list[ReadItem] = []
     for name, value in state_dict.items():
@@ -73,8 +75,10 @@ def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory, *, strict: b
             raise ValueError(
                 f"Size mismatch between saved {entry.shape} and current: {value.size()} for {name}"
             )
-        if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
-            continue  # this rank has no part of it
+        if isinstance(value, DTensor):
+            check_placements(value, name)
+            if value.device_mesh.get_coordinate() is None:
+                continue  # this rank has no part of it
         if entry.shape is None:
             index = MetadataIndex(name)
             items.append(ReadItem(LoadItemType.BYTE_IO, index, _NOTHING, index, _NOTHING, _NOTHING))

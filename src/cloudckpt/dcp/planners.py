@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import inventory_behind
-from cloudckpt.checkpoint.shard import check_supported
+from cloudckpt.checkpoint.shard import check_placements, check_supported
 from cloudckpt.checkpoint.structure import KeyNames, Structure, find_collision
 from cloudckpt.checkpoint.torch_private import (
     ShardedTensor,
@@ -101,9 +102,12 @@ class CloudSavePlanner(DefaultSavePlanner):
         """As torch's.
 
         Raises:
-            UnsupportedTensorError: If a tensor is a nested one, which has no size to plan for.
+            UnsupportedTensorError: If a tensor is a nested one, which has no size to plan for, or
+                has a partial placement.
         """
         for name, value in self.state_dict.items():
+            if isinstance(value, DTensor):
+                check_placements(value, name)
             # torch's ShardedTensor can't be asked, and others may not be able to say either
             is_asked = type(value) is torch.Tensor or is_traceable_wrapper_subclass(value)
             if is_asked and value.is_nested:
