@@ -1,7 +1,9 @@
 """The saving process of one trainer: used again and again, and replaced when it dies."""
 
 import contextlib
+import errno
 import logging
+import multiprocessing
 import os
 import resource
 import signal
@@ -396,6 +398,19 @@ def test_an_interpreter_that_is_not_there_is_told_by_name(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(SaveProcessError, match="can't be started by /nowhere/python"):
         saver()
+
+
+@pytest.mark.parametrize("step", ["Pipe", "dup"])
+def test_a_process_that_gets_no_descriptor_is_told_by_name(step, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing if step == "Pipe" else os, step, fail)
+        with pytest.raises(SaveProcessError, match=r"can't be started .* Too many open files"):
+            saver()
+    assert open_files() == before
 
 
 def test_a_process_that_ends_before_it_is_ready_fails_the_save(monkeypatch, local):

@@ -223,10 +223,12 @@ class _Worker:
         self.unsettled = threading.Event()
         self._ended_for = ""  # why this trainer has ended it
         self._ending = threading.Lock()
-        self._channel, theirs = multiprocessing.Pipe()
-        set_timeout(self._channel, _SIGN_OF_LIFE)
+        undo = contextlib.ExitStack()
         try:
+            self._channel, theirs = multiprocessing.Pipe()
+            undo.callback(self._channel.close)
             with theirs:
+                set_timeout(self._channel, _SIGN_OF_LIFE)
                 self._process = _start(theirs.fileno())
             self._channel.send(_paths())
             self._channel.send(
@@ -239,7 +241,7 @@ class _Worker:
                 )
             )
         except OSError as exc:
-            self._channel.close()
+            undo.close()
             raise SaveProcessError(
                 f"the saving process can't be started by {sys.executable}", cause=exc
             ) from exc
