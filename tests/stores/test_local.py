@@ -280,6 +280,13 @@ def test_the_errors_of_the_file_system_have_names(store, tmp_path, monkeypatch, 
     assert files_below(tmp_path) == []
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_too_many_open_files_are_said_with_their_limit(store, tmp_path, monkeypatch, number):
+    monkeypatch.setattr(os, "open", fail_with(number))
+    with pytest.raises(InvalidRequestError, match=r"may open \(ulimit -n\)"):
+        put(store, tmp_path / "object", b"data")
+
+
 def test_what_can_not_be_read_has_a_name(store, tmp_path, monkeypatch):
     put(store, tmp_path / "object", b"data")
     monkeypatch.setattr(os, "preadv", fail_with(errno.EACCES))

@@ -396,9 +396,11 @@ class LocalStore(ObjectStore):
                     cause=exc,
                     certain=True,
                 ) from exc
-            raise InvalidRequestError(
-                "the file system refused", uri=self.uri(key), cause=exc, certain=True
-            ) from exc
+            message = "the file system refused"
+            if exc.errno in (errno.EMFILE, errno.ENFILE):
+                message = "as many files are open as this process, or the machine, may open "
+                message += "(ulimit -n)"
+            raise InvalidRequestError(message, uri=self.uri(key), cause=exc, certain=True) from exc
 
 
 def _info(key: str, found: os.stat_result) -> ObjectInfo:
