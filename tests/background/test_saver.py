@@ -8,6 +8,7 @@ import threading
 import traceback
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -473,6 +474,21 @@ def test_a_copy_that_its_stager_cancels_fails_the_save_and_not_the_next(local):
         stager.copied.set_result(filled(4, SMALL))
         one.save({}, local.writer()).written.result(PATIENCE)
     assert step_at(local) == 4
+
+
+@pytest.mark.parametrize("is_future", [False, True])
+def test_a_stager_that_returns_no_state_dict_fails_the_save(local, is_future):
+    stager = Waiting()
+    stager.copied.set_result(None)
+    made = stager.copied if is_future else None
+    with (
+        mock.patch.object(stager, "stage", return_value=made),
+        AsyncSaver(no_dist=True, stager=stager) as one,
+    ):
+        error = one.save(filled(3, SMALL), local.writer()).written.exception(PATIENCE)
+    assert isinstance(error, StagingError)
+    assert "has returned a NoneType: return a copy" in str(error)
+    assert local.names() == []
 
 
 def test_an_interrupt_of_a_stager_fails_the_save(local):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -113,9 +113,13 @@ class Save:
         return ToSave(self.writer, self.planner)
 
     def stage(self, made: dict[str, Any] | Future[dict[str, Any]]) -> None:
-        """Takes the copy that a custom stager has made, or is making."""
+        """Takes the copy that a custom stager has made, or is making.
+
+        Raises:
+            StagingError: If it has made something else.
+        """
         if not isinstance(made, Future):
-            self.state = made
+            self.state = _checked(made)
             self.staged.set_result(None)
             return
         self.copying, self.is_staged_in_background = made, True
@@ -192,7 +196,7 @@ class Save:
             concurrent.futures.wait([self.staged])
             if self.copying is not None:
                 try:
-                    self.state = self.copying.result()
+                    self.state = _checked(self.copying.result())
                 except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
                     self.failure = as_ours(error, "")
             return carry_out(self), None
@@ -226,6 +230,16 @@ class Save:
         self.state = self.copying = None
         if self.copy is not None:
             self.copy.release()
+
+
+def _checked(made: object) -> dict[str, Any]:
+    """What a custom stager has made, if it is a state dict: without one, nothing would be saved."""
+    if not isinstance(made, Mapping):
+        raise StagingError(
+            f"stage() of the stager has returned a {type(made).__name__}: return a copy of the "
+            "state dict, or a future of one"
+        )
+    return cast(dict[str, Any], made)
 
 
 def as_ours(error: BaseException, where: str) -> CloudCheckpointError:
