@@ -287,6 +287,14 @@ def test_too_many_open_files_are_said_with_their_limit(store, tmp_path, monkeypa
         put(store, tmp_path / "object", b"data")
 
 
+@pytest.mark.parametrize("if_absent", [True, False])
+def test_a_folder_in_the_place_of_a_file_is_said(store, tmp_path, if_absent):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(InvalidRequestError, match="a folder is in the place of this file"):
+        put(store, tmp_path / "a", b"x", if_absent=if_absent)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_what_can_not_be_read_has_a_name(store, tmp_path, monkeypatch):
     put(store, tmp_path / "object", b"data")
     monkeypatch.setattr(os, "preadv", fail_with(errno.EACCES))

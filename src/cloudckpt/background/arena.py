@@ -63,7 +63,8 @@ class Arena:
         except (OSError, ValueError, OverflowError) as exc:
             raise StagingMemoryError(
                 f"the staged copy needs {_mib(size)} of shared memory, which could not be "
-                "allocated; free memory, or save fewer bytes per rank",
+                "allocated; free memory, or save fewer bytes per rank; if the cause is a limit of "
+                "the process (ulimit -n, -f, -v), raise that",
                 cause=exc,
             ) from exc
         # runs when the last tensor in it is gone, which may outlive this object

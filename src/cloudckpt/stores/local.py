@@ -347,6 +347,13 @@ class LocalStore(ObjectStore):
                     cause=exc,
                     certain=True,
                 ) from exc
+            if os.path.isdir(key):
+                raise InvalidRequestError(
+                    "a folder is in the place of this file; choose another location",
+                    uri=self.uri(key),
+                    cause=exc,
+                    certain=True,
+                ) from exc
             if exc.errno in _NOT_TAKEN | _UNKNOWN_STEP:
                 raise
             with contextlib.suppress(OSError):
@@ -396,11 +403,15 @@ class LocalStore(ObjectStore):
                     cause=exc,
                     certain=True,
                 ) from exc
-            message = "the file system refused"
-            if exc.errno in (errno.EMFILE, errno.ENFILE):
-                message = "as many files are open as this process, or the machine, may open "
-                message += "(ulimit -n)"
-            raise InvalidRequestError(message, uri=self.uri(key), cause=exc, certain=True) from exc
+            has_limit = exc.errno in (errno.EMFILE, errno.ENFILE)
+            raise InvalidRequestError(
+                "as many files are open as this process, or the machine, may open (ulimit -n)"
+                if has_limit
+                else "the file system refused",
+                uri=self.uri(key),
+                cause=exc,
+                certain=True,
+            ) from exc
 
 
 def _info(key: str, found: os.stat_result) -> ObjectInfo:
