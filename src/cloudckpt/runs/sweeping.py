@@ -183,7 +183,7 @@ class Sweep:
         self._committed: dict[str, set[str] | None] = {}
         folders: dict[str, list[ObjectInfo]] = {}
         for info in listed:
-            if info.modified is not None and info.modified <= limit:  # clocks tell seconds
+            if _is_old(info, limit):
                 folders.setdefault(info.key.rpartition("/")[0], []).append(info)
         self._objects, self._unread = [], []
         around: dict[str, _Named] = {}
@@ -214,7 +214,7 @@ class Sweep:
         data = [info for info in left if info not in marks and info.key not in named.keys]
         if data:
             found = self._marks_in(folder)
-            if any(info.modified is None or info.modified > limit for info in found):
+            if not all(_is_old(info, limit) for info in found):
                 data = []
         return data + [info for info in marks if info.key not in named.marks]
 
@@ -341,6 +341,12 @@ def clock_of(store: ObjectStore, folder: CheckpointURI, config: Config) -> float
             uri=str(folder),
         )
     return listed[0].modified
+
+
+def _is_old(info: ObjectInfo, limit: float) -> bool:
+    """Whether an object was there at a time already; clocks tell seconds."""
+    times = [time for time in (info.modified, info.arrived) if time is not None]
+    return bool(times) and max(times) <= limit
 
 
 def _is_ours(key: str) -> bool:

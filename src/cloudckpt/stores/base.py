@@ -91,6 +91,8 @@ class ObjectInfo:
         modified: When it was written, in seconds since 1970 by the store's clock; set by listings.
         attempt: The name of the write that made it, see :meth:`ObjectStore.put`; set by ``head``.
             Empty if it has none, or the store keeps none.
+        arrived: When it came to its place, where that may be later than ``modified``: a copy of a
+            file may have the time of the original.
     """
 
     key: str
@@ -99,6 +101,7 @@ class ObjectInfo:
     checksum: int | None = field(default=None, compare=False)
     modified: float | None = field(default=None, compare=False)
     attempt: str = field(default="", compare=False)
+    arrived: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -416,9 +416,7 @@ class LocalStore(ObjectStore):
 
 def _info(key: str, found: os.stat_result) -> ObjectInfo:
     version = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
-    # a copy may have the time of the original, but not the time at which it became what it is
-    modified = max(found.st_mtime, found.st_ctime)
-    return ObjectInfo(key, found.st_size, version, modified=modified)
+    return ObjectInfo(key, found.st_size, version, modified=found.st_mtime, arrived=found.st_ctime)
 
 
 def _too_short(start: int, size: int, uri: str) -> RangeNotSatisfiableError:
