@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import os
 import socket
 import ssl
 import struct
@@ -10,8 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
+from dialects import AZURE_KEY
 
 from authority import usage
+from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
+from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.s3 import S3Store
+from cloudckpt.uri import CheckpointURI
 
 pytest.register_assert_rewrite("contract")
 
@@ -233,10 +240,17 @@ def stub_server():
     return run
 
 
+@pytest.fixture(scope="module")
+def stub(stub_server):
+    """One server for the module, since a store for each test takes its time to make."""
+    with stub_server() as stub:
+        yield stub
+
+
 @pytest.fixture
-def server(stub_server):
-    with stub_server() as server:
-        yield server
+def server(stub):
+    stub.reset_script()
+    return stub
 
 
 @pytest.fixture(scope="session")
@@ -276,9 +290,78 @@ def tls_files(tmp_path_factory):
     return str(folder / "cert.pem"), str(folder / "key.pem")
 
 
-@pytest.fixture
-def tls_server(stub_server, tls_files):
+@pytest.fixture(scope="session")
+def tls_context(tls_files):
+    """Of a server with this certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*tls_files)
-    with stub_server(context) as server:
+    return context
+
+
+@pytest.fixture(scope="module")
+def tls_stub(stub_server, tls_context):
+    with stub_server(tls_context) as server:
         yield server
+
+
+@pytest.fixture
+def tls_server(tls_stub):
+    tls_stub.reset_script()
+    return tls_stub
+
+
+# stores, which are closed at the end of the test
+
+
+@pytest.fixture
+def opened():
+    """Takes a store, and closes it."""
+    with contextlib.ExitStack() as stack:
+        yield lambda store: stack.enter_context(contextlib.closing(store))
+
+
+@pytest.fixture
+def open_s3(server, opened):
+    """Opens stores of S3: at the stub, unless another endpoint is given."""
+
+    def open_one(bucket="bucket", *, stall_timeout=30.0, **options):
+        if "endpoint_url" not in options:
+            options = {"endpoint_url": server.url, "addressing_style": "path", **options}
+        limits = {"connections": 2, "stall_timeout": stall_timeout}
+        return opened(S3Store(bucket, Config(s3=S3Options(**options), **limits)))
+
+    return open_one
+
+
+@pytest.fixture
+def open_gcs(server, opened):
+    """Opens stores of Google's: at the stub, unless another endpoint is given."""
+
+    def open_one(**options):
+        options = GCSOptions(**{"endpoint_url": server.url, **options})
+        return opened(GCSStore("bucket", Config(gcs=options, connections=2)))
+
+    return open_one
+
+
+@pytest.fixture
+def azure_key(monkeypatch):
+    """The key of an account, and no other credentials of Azure."""
+    for name in list(os.environ):
+        if name.startswith(("AZURE_", "IDENTITY_", "MSI_", "REQUESTS_CA_", "CURL_CA_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", AZURE_KEY)
+    return AZURE_KEY
+
+
+@pytest.fixture
+def open_azure(server, opened, azure_key):
+    """Opens stores of Azure: at the stub, unless another endpoint is given."""
+
+    def open_one(*, uri="az://container/run", **options):
+        place = CheckpointURI.parse(uri)
+        config = Config(azure=AzureOptions(**{"endpoint_url": server.url, **options}))
+        return opened(AzureStore(place.bucket, config, place.account, place.root))
+
+    return open_one

@@ -8,7 +8,6 @@
 
 import json
 import os
-import ssl
 import time
 from urllib.parse import parse_qs, urlsplit
 
@@ -50,11 +49,9 @@ def storage(tls_server, tls_files, monkeypatch):
 
 
 @pytest.fixture
-def store(storage):
+def store(storage, opened):
     options = AzureOptions(endpoint_url=storage.url, account="account")
-    store = AzureStore("container", Config(azure=options, connect_timeout=5.0))
-    yield store
-    store.close()
+    return opened(AzureStore("container", Config(azure=options, connect_timeout=5.0)))
 
 
 def found(storage):
@@ -86,34 +83,34 @@ def metadata(stub_server, monkeypatch):
         yield server
 
 
+def as_json(server, status=200, **fields):
+    headers = {"Content-Type": "application/json"}
+    return server.Answer(status, headers, json.dumps(fields).encode())
+
+
 def metadata_token(server, token, life=86399):
     """Numbers are strings here, and nothing says when to renew."""
-    fields = {
-        "access_token": token,
-        "client_id": TENANT,
-        "expires_in": f"{life}",
-        "expires_on": f"{int(time.time()) + life}",
-        "ext_expires_in": f"{life}",
-        "resource": "https://storage.azure.com",
-        "token_type": "Bearer",
-    }
-    return server.Answer(
-        headers={"Content-Type": "application/json"}, body=json.dumps(fields).encode()
+    return as_json(
+        server,
+        access_token=token,
+        client_id=TENANT,
+        expires_in=f"{life}",
+        expires_on=f"{int(time.time()) + life}",
+        ext_expires_in=f"{life}",
+        resource="https://storage.azure.com",
+        token_type="Bearer",
     )
 
 
-def json_error(server, status, error, description="words of the vendor", **headers):
-    body = json.dumps({"error": error, "error_description": description}).encode()
-    return server.Answer(status, {"Content-Type": "application/json", **headers}, body)
+def json_error(server, status, error, description="words of the vendor"):
+    return as_json(server, status, error=error, error_description=description)
 
 
 @pytest.fixture
-def entra(stub_server, tls_files, tmp_path, monkeypatch):
+def entra(stub_server, tls_context, tls_files, tmp_path, monkeypatch):
     """Microsoft Entra ID, which the pod of a Kubernetes service has a workload identity of."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*tls_files)
     (tmp_path / "federated").write_text("token-of-the-pod")
-    with stub_server(context) as server:
+    with stub_server(tls_context) as server:
         monkeypatch.setenv("AZURE_AUTHORITY_HOST", server.url)
         monkeypatch.setenv("AZURE_TENANT_ID", TENANT)
         monkeypatch.setenv("AZURE_CLIENT_ID", "client")
@@ -124,10 +121,7 @@ def entra(stub_server, tls_files, tmp_path, monkeypatch):
 
 
 def entra_token(server, token):
-    fields = {"token_type": "Bearer", "expires_in": 3599, "access_token": token}
-    return server.Answer(
-        headers={"Content-Type": "application/json"}, body=json.dumps(fields).encode()
-    )
+    return as_json(server, token_type="Bearer", expires_in=3599, access_token=token)
 
 
 @pytest.fixture

@@ -3,30 +3,22 @@
 import json
 
 import pytest
+from dialects import error_xml
 
-from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
-from cloudckpt.stores.azure import AzureStore
-from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.origins import BucketRules
-from cloudckpt.stores.s3 import S3Store
-
-
-def _s3_at(url: str) -> Config:
-    return Config(s3=S3Options(endpoint_url=url, addressing_style="path"))
 
 
 @pytest.fixture
-def s3(bucket, s3_config):
-    store = S3Store(bucket, s3_config)
-    yield store
-    store.close()
+def s3(s3_url, open_s3):
+    """Opens buckets of a server that has rules for them."""
+    return lambda bucket: open_s3(bucket, endpoint_url=s3_url, addressing_style="path")
 
 
-def test_a_plain_bucket_of_s3_keeps_nothing_and_ends_no_uploads(s3) -> None:
-    assert s3.rules("run/") == BucketRules()
+def test_a_plain_bucket_of_s3_keeps_nothing_and_ends_no_uploads(s3, bucket) -> None:
+    assert s3(bucket).rules("run/") == BucketRules()
 
 
-def test_versions_retention_and_rules_of_s3_are_read(s3_client, s3_config) -> None:
+def test_versions_retention_and_rules_of_s3_are_read(s3_client, s3) -> None:
     s3_client.create_bucket(Bucket="locked-bucket", ObjectLockEnabledForBucket=True)
     s3_client.put_object_lock_configuration(
         Bucket="locked-bucket",
@@ -47,25 +39,20 @@ def test_versions_retention_and_rules_of_s3_are_read(s3_client, s3_config) -> No
     s3_client.put_bucket_lifecycle_configuration(
         Bucket="locked-bucket", LifecycleConfiguration={"Rules": rules}
     )
-    store = S3Store("locked-bucket", s3_config)
+    store = s3("locked-bucket")
     found = store.rules("run/")
     assert found.keeps == ("older versions", "everything for 30 days (object lock, COMPLIANCE)")
     assert (found.ends_uploads, store.rules("elsewhere/").ends_uploads) == (3, 7)
-    store.close()
 
 
-def test_what_may_not_be_read_is_told_and_no_failure(server) -> None:
-    body = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
-    server.respond(lambda request: server.Answer(403, body=body))
-    store = S3Store("bucket", _s3_at(server.url))
-    assert store.rules("run/").unread == ("versioning", "object lock", "lifecycle rules")
-    store.close()
-    google = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=server.url)))
-    assert len(google.rules("run/").unread) == 1
-    google.close()
+def test_what_may_not_be_read_is_told_and_no_failure(server, open_s3, open_gcs) -> None:
+    server.respond(lambda request: server.Answer(403, body=error_xml("AccessDenied")))
+    unread = open_s3().rules("run/").unread
+    assert unread == ("versioning", "object lock", "lifecycle rules")
+    assert len(open_gcs().rules("run/").unread) == 1
 
 
-def test_versions_retention_and_rules_of_google_are_read(server) -> None:
+def test_versions_retention_and_rules_of_google_are_read(server, open_gcs) -> None:
     """https://cloud.google.com/storage/docs/json_api/v1/buckets"""
     resource = {
         "name": "bucket",
@@ -85,7 +72,7 @@ def test_versions_retention_and_rules_of_google_are_read(server) -> None:
     }
     headers = {"Content-Type": "application/json"}
     server.respond(lambda request: server.Answer(200, headers, json.dumps(resource).encode()))
-    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=server.url)))
+    store = open_gcs()
     found = store.rules("run/")
     assert found.keeps == (
         "older versions",
@@ -93,11 +80,9 @@ def test_versions_retention_and_rules_of_google_are_read(server) -> None:
         "what is deleted for 7 days (soft delete)",
     )
     assert (found.ends_uploads, store.rules("other/").ends_uploads) == (2, 9)
-    store.close()
 
 
-def test_holds_of_azure_are_read_and_its_blocks_end_after_a_week(server, monkeypatch) -> None:
-    monkeypatch.setenv("AZURE_STORAGE_KEY", "c2VjcmV0")
+def test_holds_of_azure_are_read_and_its_blocks_end_after_a_week(server, open_azure) -> None:
     headers = {
         "ETag": '"0x1"',
         "Last-Modified": "Sat, 01 Aug 2026 00:00:00 GMT",
@@ -105,10 +90,6 @@ def test_holds_of_azure_are_read_and_its_blocks_end_after_a_week(server, monkeyp
         "x-ms-has-legal-hold": "true",
     }
     server.respond(lambda request: server.Answer(200, headers))
-    store = AzureStore(
-        "container", Config(azure=AzureOptions(endpoint_url=server.url, account="account"))
-    )
-    found = store.rules("run/")
+    found = open_azure().rules("run/")
     assert [phrase.rpartition(" ")[2] for phrase in found.keeps] == ["policy", "hold"]
     assert found.ends_uploads == 7
-    store.close()

@@ -2,6 +2,7 @@
 
 import base64
 import gc
+import html
 import itertools
 import json
 import logging
@@ -17,6 +18,7 @@ import uuid
 import boto3
 import pytest
 import torch
+from dialects import AZURE_KEY, at_once, error_xml
 
 import cloudckpt
 from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
@@ -37,7 +39,6 @@ from cloudckpt.stores.s3 import S3Store
 from emulators import moto_server
 
 SECRET = "S3cr3t+Value/of=this-Test"
-KEY = base64.b64encode(b"SECRETKEYOFTHISTEST" * 2).decode()
 ONE_TRY = RetryPolicy(attempts=1, base=0.0, cap=0.0)
 
 
@@ -48,6 +49,29 @@ def _no_other_credentials(monkeypatch, tmp_path):
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
     monkeypatch.setenv("NO_GCE_CHECK", "true")
 
+
+# stores that the process keeps are known by their URL: each test has servers of its own
+
+
+@pytest.fixture
+def stub(stub_server):
+    with stub_server() as server:
+        yield server
+
+
+@pytest.fixture
+def tls_stub(stub_server, tls_context):
+    with stub_server(tls_context) as server:
+        yield server
+
+
+@pytest.fixture
+def no_aws_keys(monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+
+
+without_aws_keys = pytest.mark.usefixtures("no_aws_keys")
 
 # never shown
 
@@ -87,45 +111,40 @@ def assert_hidden(texts, *secrets):
                 assert form not in text, f"{form!r} in {text!r}"
 
 
-def attempt(root, config, caplog):
-    """Saves and loads, which fail; returns the texts of both failures."""
-    texts = []
-    state = {"w": torch.arange(8.0)}
-    for function in (cloudckpt.save, cloudckpt.load):
-        with caplog.at_level(logging.DEBUG), pytest.raises(CloudCheckpointError) as caught:
-            function(state, checkpoint_id=f"{root}/run", config=config)
-        texts += texts_of(caught.value, caplog)
-    return texts
-
-
-def echo(request):
-    """What a server that is too talkative says: all that it was sent, in its message."""
-    sent = json.dumps([request.target, *request.headers.items()])
-    for one, other in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
-        sent = sent.replace(one, other)
-    return sent
-
-
-def refusing(code, status=403):
-    def respond(request):
-        body = f"<Error><Code>{code}</Code><Message>{echo(request)}</Message></Error>"
-        answer = {"status": status, "headers": {"x-ms-error-code": code}, "body": body.encode()}
-        return request_server.Answer(**answer)
-
-    request_server = refusing.server
-    return respond
+CONFIGS = {
+    "s3://bucket": lambda url, **more: Config(
+        s3=S3Options(endpoint_url=url, addressing_style="path"), **more
+    ),
+    "gs://bucket": lambda url, **more: Config(gcs=GCSOptions(endpoint_url=url), **more),
+    "az://container": lambda url, **more: Config(azure=AzureOptions(endpoint_url=url), **more),
+}
+in_all_dialects = pytest.mark.parametrize("root", CONFIGS)
 
 
 @pytest.fixture
-def echoing(server):
-    """A server that refuses everything and repeats what it was sent."""
-    refusing.server = server
+def attempt(caplog):
+    """Saves and loads, which fail; returns the texts of both failures."""
 
-    def with_code(code, status=403):
-        server.respond(refusing(code, status))
-        return server
+    def run(root, url=None, retry=ONE_TRY):
+        texts, state = [], {"w": torch.arange(8.0)}
+        config = CONFIGS[root](url, retry=retry)
+        for function in (cloudckpt.save, cloudckpt.load):
+            with caplog.at_level(logging.DEBUG), pytest.raises(CloudCheckpointError) as caught:
+                function(state, checkpoint_id=f"{root}/run", config=config)
+            texts += texts_of(caught.value, caplog)
+        return texts
 
-    return with_code
+    return run
+
+
+def refuse_all(server, code):
+    """Answers as a server that is too talkative: with all that it was sent."""
+
+    def respond(request):
+        sent = html.escape(json.dumps([request.target, *request.headers.items()]), quote=False)
+        return server.Answer(403, {"x-ms-error-code": code}, error_xml(code, sent))
+
+    server.respond(respond)
 
 
 WEIRD = {
@@ -151,34 +170,30 @@ weird = pytest.mark.parametrize("kind", WEIRD)
 @pytest.mark.parametrize(
     "variable", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"]
 )
-def test_no_credential_of_aws_is_shown(echoing, monkeypatch, caplog, variable, kind):
-    server = echoing("InvalidAccessKeyId" if kind == "plain" else "AccessDenied")
+def test_no_credential_of_aws_is_shown(server, attempt, monkeypatch, variable, kind):
+    refuse_all(server, "InvalidAccessKeyId" if kind == "plain" else "AccessDenied")
     monkeypatch.setenv(variable, WEIRD[kind])
-    options = S3Options(endpoint_url=server.url, addressing_style="path")
-    texts = attempt("s3://bucket", Config(s3=options, retry=ONE_TRY), caplog)
+    texts = attempt("s3://bucket", server.url)
     assert_hidden(texts, WEIRD[kind])
     for request in server.requests:
         signature = request.headers["Authorization"].rpartition("Signature=")[2]
         assert_hidden(texts, signature)
 
 
+@without_aws_keys
 @pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize(
     "field", ["aws_access_key_id", "aws_secret_access_key", "aws_session_token"]
 )
-def test_no_credential_of_a_profile_is_shown(echoing, monkeypatch, caplog, tmp_path, field, kind):
-    server = echoing("InvalidAccessKeyId")
+def test_no_credential_of_a_profile_is_shown(server, attempt, monkeypatch, tmp_path, field, kind):
+    refuse_all(server, "InvalidAccessKeyId")
     values = {"aws_access_key_id": "AKIDTHISTEST", "aws_secret_access_key": "another-s3cr3t"}
     values[field] = WEIRD[kind].replace("\n", "\n  ")
     lines = "".join(f"{name} = {value}\n" for name, value in values.items())
     text = f"[default]\n{lines}".encode(errors="surrogateescape")
     (tmp_path / "credentials").write_bytes(text)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    options = S3Options(endpoint_url=server.url, addressing_style="path")
-    texts = attempt("s3://bucket", Config(s3=options, retry=ONE_TRY), caplog)
-    assert_hidden(texts, WEIRD[kind], "another-s3cr3t")
+    assert_hidden(attempt("s3://bucket", server.url), WEIRD[kind], "another-s3cr3t")
 
 
 @weird
@@ -195,15 +210,14 @@ def test_no_credential_of_a_profile_is_shown(echoing, monkeypatch, caplog, tmp_p
         ("AZURE_STORAGE_CONNECTION_STRING", "AccountName={};{}"),
     ],
 )
-def test_no_credential_of_azure_is_shown(echoing, monkeypatch, caplog, variable, form, kind):
-    server = echoing("AuthenticationFailed")
+def test_no_credential_of_azure_is_shown(server, attempt, monkeypatch, variable, form, kind):
+    refuse_all(server, "AuthenticationFailed")
     secret = WEIRD[kind]
     if form.endswith("{}") and "ey" in variable + form:
-        secret = secret.replace(SECRET, KEY)
+        secret = secret.replace(SECRET, AZURE_KEY)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
     monkeypatch.setenv(variable, form.replace("{}", secret))
-    options = AzureOptions(endpoint_url=server.url)
-    texts = attempt("az://container", Config(azure=options, retry=ONE_TRY), caplog)
+    texts = attempt("az://container", server.url)
     assert_hidden(texts, secret)
     for request in server.requests:
         query = urllib.parse.parse_qs(urllib.parse.urlsplit(request.target).query)
@@ -237,30 +251,25 @@ def google_files(tmp_path, monkeypatch, tls_files, stub_server):
 
 
 @weird
-def test_no_token_of_google_is_shown(tls_server, google_files, caplog, kind):
-    refusing.server = tls_server
-    tls_server.respond(refusing("AccessDenied"))
+def test_no_token_of_google_is_shown(tls_server, google_files, attempt, kind):
+    refuse_all(tls_server, "AccessDenied")
     google_files(WEIRD[kind])
-    options = GCSOptions(endpoint_url=tls_server.url)
-    texts = attempt("gs://bucket", Config(gcs=options, retry=ONE_TRY), caplog)
+    texts = attempt("gs://bucket", tls_server.url)
     assert_hidden(texts, WEIRD[kind], "subject-token-of-this-test")
 
 
 @weird
-def test_what_a_token_endpoint_repeats_is_not_shown(tls_server, google_files, caplog, kind):
-    refusing.server = tls_server
-    tls_server.respond(refusing("AccessDenied"))
+def test_what_a_token_endpoint_repeats_is_not_shown(tls_server, google_files, attempt, kind):
+    refuse_all(tls_server, "AccessDenied")
     server = google_files(subject=WEIRD[kind])
     told = {"error": "invalid_grant", "error_description": f"subject_token={SECRET}"}
     server.respond(lambda request: server.Answer(400, body=json.dumps(told).encode()))
-    options = GCSOptions(endpoint_url=tls_server.url)
-    texts = attempt("gs://bucket", Config(gcs=options, retry=ONE_TRY), caplog)
-    assert_hidden(texts, WEIRD[kind])
+    assert_hidden(attempt("gs://bucket", tls_server.url), WEIRD[kind])
 
 
 @weird
 def test_no_private_key_of_a_service_account_is_shown(
-    tls_server, google_files, caplog, monkeypatch, tmp_path, kind
+    tls_server, google_files, attempt, monkeypatch, tmp_path, kind
 ):
     google_files(
         type="service_account",
@@ -271,14 +280,12 @@ def test_no_private_key_of_a_service_account_is_shown(
     )
     monkeypatch.chdir(tmp_path)  # a short name: a text ends after some hundred characters
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "account.json")
-    options = GCSOptions(endpoint_url=tls_server.url)
     gc.collect()  # a session of google-auth can't be closed amid the recursion that reads a bad key
-    texts = attempt("gs://bucket", Config(gcs=options, retry=ONE_TRY), caplog)
-    assert_hidden(texts, WEIRD[kind])
+    assert_hidden(attempt("gs://bucket", tls_server.url), WEIRD[kind])
     assert tls_server.requests == []
 
 
-def test_a_header_that_googles_library_refuses_is_not_quoted(tls_server, google_files, caplog):
+def test_a_header_that_googles_library_refuses_is_not_quoted(tls_server, google_files, attempt):
     """Its exception has the value of the header in its text."""
     google_files(
         credential_source={
@@ -286,31 +293,13 @@ def test_a_header_that_googles_library_refuses_is_not_quoted(tls_server, google_
             "headers": {"Authorization": f"{SECRET}\n{SECRET}" + "x" * 400},
         }
     )
-    options = GCSOptions(endpoint_url=tls_server.url)
-    config = Config(gcs=options, retry=RetryPolicy(attempts=3, base=0.0, cap=0.0))
-    texts = attempt("gs://bucket", config, caplog)
-    assert_hidden(texts, SECRET)
-
-
-CONFIGS = {
-    "s3://bucket": lambda url: Config(
-        s3=S3Options(endpoint_url=url, addressing_style="path"), retry=ONE_TRY
-    ),
-    "gs://bucket": lambda url: Config(gcs=GCSOptions(endpoint_url=url), retry=ONE_TRY),
-    "az://container": lambda url: Config(azure=AzureOptions(endpoint_url=url), retry=ONE_TRY),
-}
-in_all_dialects = pytest.mark.parametrize("root", CONFIGS)
+    retry = RetryPolicy(attempts=3, base=0.0, cap=0.0)
+    assert_hidden(attempt("gs://bucket", tls_server.url, retry), SECRET)
 
 
 def new_host():
     """One that no store of another test was opened for."""
     return f"{uuid.uuid4().hex}.example"
-
-
-@pytest.fixture
-def azure_key(monkeypatch):
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
-    monkeypatch.setenv("AZURE_STORAGE_KEY", KEY)
 
 
 @pytest.mark.parametrize(
@@ -335,25 +324,25 @@ def azure_key(monkeypatch):
     ],
 )
 def test_no_password_of_a_proxy_is_shown(
-    azure_key, tls_files, google_files, monkeypatch, caplog, root, proxy, password
+    azure_key, tls_files, google_files, attempt, monkeypatch, root, proxy, password
 ):
     google_files()
     scheme = "https" if root.startswith("gs") else "http"
     for name in ("HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, proxy.format(password))
-    texts = attempt(root, CONFIGS[root](f"{scheme}://{new_host()}"), caplog)
+    texts = attempt(root, f"{scheme}://{new_host()}")
     assert_hidden(texts, password, urllib.parse.unquote(password))
     assert not any(f"{password}@" in text for text in texts)
 
 
 @in_all_dialects
 def test_a_proxy_is_given_any_password_as_it_is(
-    azure_key, server, google_files, monkeypatch, caplog, root
+    azure_key, server, google_files, attempt, monkeypatch, root
 ):
     proxy = server.url.replace("//", "//user:p%C3%A4ss%E2%80%A8@")
     monkeypatch.setenv("HTTP_PROXY", proxy)
     server.respond(lambda request: server.Answer(status=404))
-    attempt(root, CONFIGS[root](f"http://{new_host()}"), caplog)
+    attempt(root, f"http://{new_host()}")
     expected = base64.b64encode("user:päss\u2028".encode()).decode()
     assert server.requests[0].headers["Proxy-Authorization"] == f"Basic {expected}"
 
@@ -395,13 +384,13 @@ def test_an_endpoint_of_the_environment_that_can_not_be_used_is_named(
     assert_hidden(texts_of(caught.value, caplog), SECRET)
 
 
-def test_an_endpoint_of_a_profile_is_not_shown(monkeypatch, caplog, tmp_path):
+def test_an_endpoint_of_a_profile_is_not_shown(attempt, monkeypatch, tmp_path):
     (tmp_path / "config").write_text(f"[default]\nendpoint_url = http://user:{SECRET}@bad host\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    texts = attempt("s3://bucket", Config(retry=ONE_TRY), caplog)
-    assert_hidden(texts, SECRET)
+    assert_hidden(attempt("s3://bucket"), SECRET)
 
 
+@without_aws_keys
 @pytest.mark.parametrize(
     "program",
     [
@@ -411,22 +400,18 @@ def test_an_endpoint_of_a_profile_is_not_shown(monkeypatch, caplog, tmp_path):
     ],
 )
 def test_what_a_failing_credential_process_says_is_not_shown(
-    monkeypatch, caplog, tmp_path, program
+    attempt, monkeypatch, tmp_path, program
 ):
     script = tmp_path / "process.py"
     script.write_text(program)
     (tmp_path / "config").write_text(f"[default]\ncredential_process = {sys.executable} {script}\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    texts = attempt("s3://bucket", Config(retry=ONE_TRY), caplog)
-    assert_hidden(texts, SECRET)
+    assert_hidden(attempt("s3://bucket"), SECRET)
 
 
+@without_aws_keys
 @pytest.mark.parametrize("missing", ["credential_process", "web identity"])
 def test_a_source_of_credentials_that_is_not_there_is_named(monkeypatch, tmp_path, missing):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
     if missing == "web identity":
         monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/job")
         monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "nothing here"))
@@ -438,53 +423,43 @@ def test_a_source_of_credentials_that_is_not_there_is_named(monkeypatch, tmp_pat
         cloudckpt.save({"w": torch.ones(2)}, checkpoint_id="s3://bucket/run", config=config)
 
 
-def test_what_a_store_says_of_a_deletion_is_masked(server):
-    options = S3Options(endpoint_url=server.url, addressing_style="path")
-    store = S3Store("bucket", Config(s3=options))
-    error = f"<Error><Key>a</Key><Code>AccessDenied</Code><Message>sig={SECRET}</Message></Error>"
-    server.answer(status=403, body=error.encode())
+def test_what_a_store_says_of_a_deletion_is_masked(open_s3, server):
+    server.answer(status=403, body=error_xml("AccessDenied", f"sig={SECRET}", Key="a"))
     with pytest.raises(StoreError) as caught:
-        store.delete("a")
-    store.close()
+        open_s3().delete("a")
     assert_hidden([str(caught.value)], SECRET)
 
 
-def test_a_container_token_that_is_no_header_is_not_shown(monkeypatch, caplog):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
+@without_aws_keys
+def test_a_container_token_that_is_no_header_is_not_shown(attempt, monkeypatch):
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:9/credentials")
     monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", f"{SECRET}\n")
-    texts = attempt("s3://bucket", Config(retry=ONE_TRY), caplog)
-    assert_hidden(texts, SECRET)
+    assert_hidden(attempt("s3://bucket"), SECRET)
 
 
 @in_all_dialects
-def test_no_store_shows_what_it_holds(azure_key, google_files, tls_server, caplog, root):
+def test_no_store_shows_what_it_holds(azure_key, google_files, tls_server, opened, root):
     google_files()
     config = CONFIGS[root](tls_server.url)
     kinds = {"s3://bucket": S3Store, "gs://bucket": GCSStore, "az://container": AzureStore}
-    store = kinds[root](root.rpartition("/")[2], config)
+    store = opened(kinds[root](root.rpartition("/")[2], config))
     texts = [repr(store), repr(vars(store)), repr(store._access), repr(vars(store._access))]
     texts += [repr(store._credentials), repr(vars(store._credentials)), repr(config)]
     texts += [repr(store._credentials.current)]
     writer = cloudckpt.CloudStorageWriter(f"{root}/run", config=config)
     texts.append(pickle.dumps(writer).decode("latin-1"))
-    store.close()
-    assert_hidden(texts, KEY, SECRET)
+    assert_hidden(texts, AZURE_KEY, SECRET)
 
 
 @pytest.mark.parametrize("value", [SECRET + "\nX: y", SECRET + "\u2028", f"{SECRET}\r\n {SECRET}"])
-def test_a_header_that_can_not_be_sent_is_named_without_its_value(server, value):
-    options = HttpOptions(
-        connections=1, connect_timeout=5, read_timeout=5, stall_timeout=5, proxy=None
-    )
-    client = HttpClient(options)
+def test_a_header_that_can_not_be_sent_is_named_without_its_value(opened, server, value):
+    limits = {"connect_timeout": 5, "read_timeout": 5, "stall_timeout": 5}
+    client = opened(HttpClient(HttpOptions(connections=1, **limits)))
     with (
         pytest.raises(InvalidRequestError, match="x-token") as caught,
         client.send("GET", server.url, {"x-token": value}),
     ):
         pass
-    client.close()
     assert_hidden([repr(caught.value), repr(caught.value.__context__)], SECRET)
     assert server.requests == []
 
@@ -596,7 +571,7 @@ def test_white_space_around_what_leads_to_a_token_is_named(
 
 
 def test_white_space_within_a_connection_string_is_named(monkeypatch, server):
-    text = f"AccountName=account;AccountKey={KEY} ;EndpointSuffix=core.windows.net"
+    text = f"AccountName=account;AccountKey={AZURE_KEY} ;EndpointSuffix=core.windows.net"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
     with pytest.raises(
         CredentialsError, match="AccountKey in AZURE_STORAGE_CONNECTION_STRING ends"
@@ -604,7 +579,7 @@ def test_white_space_within_a_connection_string_is_named(monkeypatch, server):
         AzureStore("container", Config(azure=AzureOptions(endpoint_url=server.url)))
 
 
-@pytest.mark.parametrize("value", ["", SECRET, "AKIA0123456789", KEY, "with spaces inside"])
+@pytest.mark.parametrize("value", ["", SECRET, "AKIA0123456789", AZURE_KEY, "with spaces inside"])
 def test_a_usual_credential_is_no_problem(value):
     check_credential(value, "it")
 
@@ -696,7 +671,7 @@ def key_of(request):
 
 def letting_in(server, *keys, **answer):
     """Answers those who know one of the keys, and refuses all others."""
-    error = b"<Error><Code>InvalidAccessKeyId</Code><Message>unknown</Message></Error>"
+    error = error_xml("InvalidAccessKeyId")
 
     def respond(request):
         if key_of(request) in keys:
@@ -706,20 +681,6 @@ def letting_in(server, *keys, **answer):
     server.respond(respond)
 
 
-@pytest.fixture
-def open_s3(server):
-    opened = []
-
-    def open_one():
-        options = S3Options(endpoint_url=server.url, addressing_style="path")
-        opened.append(S3Store("bucket", Config(s3=options)))
-        return opened[-1]
-
-    yield open_one
-    for store in opened:
-        store.close()
-
-
 def test_many_threads_that_are_refused_at_once_look_once(open_s3, server, monkeypatch):
     store = open_s3()
     looks = []
@@ -727,19 +688,7 @@ def test_many_threads_that_are_refused_at_once_look_once(open_s3, server, monkey
     store._credentials._look = lambda: looks.append(None) or look()
     letting_in(server, "AKIDNEW", headers={"ETag": '"tag"'}, body=b"data")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDNEW")
-    everybody = threading.Barrier(8)
-    versions = []
-
-    def ask():
-        everybody.wait(30)
-        versions.append(store.get("run/object")[1].version)
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert versions == ['"tag"'] * 8
+    assert at_once(8, lambda: store.get("run/object")[1].version) == ['"tag"'] * 8
     assert len(looks) == 1
 
 
@@ -787,10 +736,10 @@ def test_an_empty_object_is_looked_at_with_the_new_key(open_s3, server, monkeypa
 
     def respond(request):
         if key_of(request) != "AKIDNEW":
-            error = b"<Error><Code>ExpiredToken</Code></Error>"
+            error = error_xml("ExpiredToken")
             return server.Answer(403, body=b"" if request.method == "HEAD" else error)
         if "Range" in request.headers:
-            return server.Answer(416, body=b"<Error><Code>InvalidRange</Code></Error>")
+            return server.Answer(416, body=error_xml("InvalidRange"))
         return server.Answer(headers={"ETag": '"tag"'}, size=0)
 
     server.respond(respond)
@@ -799,27 +748,25 @@ def test_an_empty_object_is_looked_at_with_the_new_key(open_s3, server, monkeypa
 
 
 def test_credentials_that_can_not_be_fetched_are_looked_for_by_the_next_request(
-    tls_server, google_files
+    tls_server, google_files, open_gcs
 ):
     tokens = google_files()
     tokens.respond(lambda request: tokens.Answer(400, body=b'{"error": "invalid_grant"}'))
-    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=tls_server.url)))
+    store = open_gcs(endpoint_url=tls_server.url)
     with pytest.raises(CredentialsError):
         store.head("run/object")
     google_files(token="another-token")  # the file is written anew
     body = b'{"size": "9", "generation": "1"}'
     tls_server.respond(lambda request: tls_server.Answer(body=body))
     assert store.head("run/object").size == 9
-    store.close()
-    assert [request.headers["Authorization"] for request in tls_server.requests] == [
-        "Bearer another-token"
-    ]
+    (request,) = tls_server.requests
+    assert request.headers["Authorization"] == "Bearer another-token"
 
 
-def test_a_signature_that_was_replaced_is_read_again(server, monkeypatch):
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+def test_a_signature_that_was_replaced_is_read_again(open_azure, server, monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=old")
-    store = AzureStore("container", Config(azure=AzureOptions(endpoint_url=server.url)))
+    store = open_azure()
 
     def respond(request):
         if request.target.endswith("sig=new"):
@@ -832,15 +779,15 @@ def test_a_signature_that_was_replaced_is_read_again(server, monkeypatch):
     assert len(server.requests) == 1
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=new")
     assert store.head("run/object").size == 9
-    store.close()
+
+
+class Key:
+    def secrets(self):
+        return ("one",)
 
 
 @pytest.mark.parametrize("failure", [CredentialsError("none"), ConnectionLostError("no answer")])
 def test_what_the_store_said_counts_unless_others_can_not_be_fetched_for_now(failure):
-    class Key:
-        def secrets(self):
-            return ("one",)
-
     found = iter([Key()])
 
     def look():
@@ -860,10 +807,6 @@ def test_many_threads_whose_credentials_failed_look_once():
     """One after the other, they would wait far beyond the deadline of their requests."""
     looks, may_end = [], threading.Event()
 
-    class Key:
-        def secrets(self):
-            return ("one",)
-
     def look():
         if not looks:
             looks.append("the first")
@@ -875,7 +818,6 @@ def test_many_threads_whose_credentials_failed_look_once():
     credentials = Credentials(look)
     credentials.used()
     credentials.failed(CredentialsError("expired"))
-    refused = []
 
     class Counted:
         """The lock, which lets the look end when all have asked."""
@@ -892,19 +834,9 @@ def test_many_threads_whose_credentials_failed_look_once():
 
     credentials._lock = Counted()
 
-    def ask():
-        try:
-            credentials.source()
-        except CredentialsError as error:
-            refused.append(error)
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    refused = at_once(8, credentials.source)
     assert len(looks) == 2
-    assert len({id(error) for error in refused}) == len(threads)
+    assert len({id(error) for error in refused}) == 8
     assert all(error.certain for error in refused)
     with pytest.raises(CredentialsError):  # who asks later looks again
         credentials.source()

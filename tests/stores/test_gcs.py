@@ -6,9 +6,24 @@ Who asks, and for what, is tested against the scripted stub of ``conftest.py``.
 
 import dataclasses
 import json
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pytest
+from dialects import (
+    CRC,
+    GOOGLE,
+    HASH,
+    KEYS,
+    NAMESPACE,
+    VERSION,
+    answers_of,
+    error_json,
+    inserted,
+    put,
+    query_of,
+    resource,
+    xml_of,
+)
 
 from cloudckpt import Config, GCSOptions, RetryPolicy
 from cloudckpt.checksum import CRC32C, to_base64
@@ -28,27 +43,12 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.stores.base import ObjectInfo, Part, Upload
+from cloudckpt.stores.base import ObjectInfo, Part
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs_errors import from_answer
 from cloudckpt.transfer.retry import Retrier
 
-UPLOAD = Upload("run/object", "id/with+odd=chars&more", 5 * 1024**2)
-CRC = CRC32C.of(b"data")
-HASH = f"crc32c={to_base64(CRC)}"
-VERSION = "1700000000000001"
-
-
-@pytest.fixture(scope="module")
-def stub(stub_server):
-    with stub_server() as stub:
-        yield stub
-
-
-@pytest.fixture
-def server(stub):
-    stub.reset_script()
-    return stub
+UPLOAD, VERBS, call = GOOGLE.upload, GOOGLE.verbs, GOOGLE.call
 
 
 @pytest.fixture(scope="module")
@@ -58,116 +58,12 @@ def store(stub):
     store.close()
 
 
-@pytest.fixture
-def open_gcs(server):
-    """Opens other stores on the stub, with options of Google's store."""
-    opened = []
-
-    def open_one(**options):
-        config = {"stall_timeout": options.pop("stall_timeout", 30.0), "connections": 2}
-        values = {"endpoint_url": server.url, **options}
-        opened.append(GCSStore("bucket", Config(gcs=GCSOptions(**values), **config)))
-        return opened[-1]
-
-    yield open_one
-    for store in opened:
-        store.close()
+def error_xml(code, message="no details", **more):
+    return xml_of("Error", NAMESPACE, Code=code, Message=message, **more)
 
 
-def resource(size=4, crc=CRC, **fields):
-    """An answer with an object's metadata, as the JSON API gives it."""
-    values = {"name": "run/object", "size": str(size), "generation": VERSION}
-    return json.dumps({**values, "crc32c": to_base64(crc), **fields}).encode()
-
-
-def xml_of(tag, **fields):
-    inner = "".join(f"<{name}>{value}</{name}>" for name, value in fields.items())
-    return f"<{tag} xmlns='http://s3.amazonaws.com/doc/2006-03-01/'>{inner}</{tag}>".encode()
-
-
-def error_json(status, reason, message="no details"):
-    errors = [{"domain": "global", "reason": reason, "message": message}]
-    return json.dumps({"error": {"code": status, "message": message, "errors": errors}}).encode()
-
-
-def error_xml(code, message="no details"):
-    return xml_of("Error", Code=code, Message=message)
-
-
-def put(store, key="run/object", data=b"data", **conditions):
-    return store.put(key, [memoryview(data)], checksum=CRC32C.of(data), **conditions)
-
-
-def get_range(store, key="run/object", start=0, size=4, **conditions):
-    memory = bytearray(size)
-    store.get_range(key, start, [memoryview(memory)], **conditions)
-    return bytes(memory)
-
-
-# how each verb reaches the store
-
-VERBS = {
-    "put": (put, {"body": resource()}),
-    "create_upload": (
-        lambda store: store.create_upload("run/object", 5 * 1024**2),
-        {"body": xml_of("InitiateMultipartUploadResult", UploadId="id")},
-    ),
-    "put_part": (
-        lambda store: store.put_part(UPLOAD, 3, [memoryview(b"data")], checksum=CRC),
-        {"headers": {"ETag": '"tag"'}},
-    ),
-    "complete_upload": (
-        lambda store: store.complete_upload(UPLOAD, [Part(1, 4, '"tag"', CRC)]),
-        {
-            "headers": {"x-goog-generation": VERSION, "x-goog-hash": HASH},
-            "body": xml_of("CompleteMultipartUploadResult", ETag='"tag"'),
-        },
-    ),
-    "abort_upload": (lambda store: store.abort_upload(UPLOAD), {"status": 204}),
-    "list_uploads": (
-        lambda store: list(store.list_uploads("run/")),
-        {"body": xml_of("ListMultipartUploadsResult", IsTruncated="false")},
-    ),
-    "get": (
-        lambda store: store.get("run/object"),
-        {"headers": {"x-goog-generation": VERSION}, "body": b"data"},
-    ),
-    "get_range": (
-        get_range,
-        {
-            "status": 206,
-            "headers": {"x-goog-generation": VERSION, "Content-Range": "bytes 0-3/9"},
-            "body": b"data",
-        },
-    ),
-    "head": (lambda store: store.head("run/object"), {"body": resource()}),
-    "list": (lambda store: list(store.list("run/")), {"body": b'{"kind": "storage#objects"}'}),
-    "delete": (lambda store: store.delete("run/object"), {"status": 204}),
-}
+NO_BUCKET = "The specified bucket does not exist."
 XML = ("create_upload", "put_part", "complete_upload", "abort_upload", "list_uploads")
-JSON = tuple(verb for verb in VERBS if verb not in XML)
-
-
-def call(store, server, verb):
-    """Carries out a verb against an answer that suits it; returns the request that was sent."""
-    function, answer = VERBS[verb]
-    server.answer(**answer)
-    function(store)
-    return server.requests[-1]
-
-
-def query_of(request):
-    found = parse_qs(urlsplit(request.target).query, keep_blank_values=True)
-    return {name: values[0] for name, values in found.items()}
-
-
-def inserted(request):
-    """The metadata and the bytes of an upload."""
-    boundary = request.headers["Content-Type"].partition("boundary=")[2].encode()
-    _, first, second, end = request.body.split(b"--" + boundary)
-    assert end == b"--\r\n"
-    metadata, data = first.partition(b"\r\n\r\n")[2], second.partition(b"\r\n\r\n")[2]
-    return json.loads(metadata), data.removesuffix(b"\r\n")
 
 
 # where requests go, and what they carry
@@ -194,19 +90,17 @@ def test_each_verb_has_its_request(store, server, verb, method, path):
     assert (request.method, urlsplit(request.target).path) == (method, path)
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["with spaces", "a+b", "100%", "a%2Fb", "a&b=c;d,e", "größe/重み", "#1", "a?b=c", "a//b", "x/"],
-)
+@pytest.mark.parametrize("key", [*KEYS, "x/", "back\\slash"])
 def test_a_key_is_one_segment_of_the_json_api_and_a_path_of_the_xml_api(store, server, key):
-    server.answer(**VERBS["head"][1])
-    store.head(key)
-    server.answer(**VERBS["put"][1])
-    put(store, key)
-    server.answer(**VERBS["put_part"][1])
-    store.put_part(dataclasses.replace(UPLOAD, key=key), 1, [memoryview(b"data")], checksum=CRC)
-    server.answer(status=204)
-    store.delete(key)
+    upload = dataclasses.replace(UPLOAD, key=key)
+    for verb, function in {
+        "head": lambda: store.head(key),
+        "put": lambda: put(store, key),
+        "put_part": lambda: store.put_part(upload, 1, [memoryview(b"data")], checksum=CRC),
+        "delete": lambda: store.delete(key),
+    }.items():
+        server.answer(**GOOGLE.answers[verb])
+        function()
     head, inserting, part, deletion = server.requests
     segment = urlsplit(head.target).path.removeprefix("/storage/v1/b/bucket/o/")
     assert (unquote(segment), "/" in segment) == (key, False)
@@ -242,20 +136,17 @@ def test_the_body_of_a_put_is_sent_with_its_metadata(store, server):
     ],
 )
 def test_conditions_are_generations(store, server, conditions, sent):
-    server.answer(**VERBS["put"][1])
-    put(store, **conditions)
-    assert query_of(server.requests[0]).get("ifGenerationMatch") == sent
+    assert query_of(call(store, server, "put", **conditions)).get("ifGenerationMatch") == sent
 
 
 def test_a_read_of_one_version_is_conditional(store, server):
-    server.answer(**VERBS["get_range"][1])
-    get_range(store, if_version=VERSION)
-    assert query_of(server.requests[0]) == {"alt": "media", "ifGenerationMatch": VERSION}
+    request = call(store, server, "get_range", if_version=VERSION)
+    assert query_of(request) == {"alt": "media", "ifGenerationMatch": VERSION}
 
 
 def test_the_latest_object_is_read_by_the_generation_that_its_metadata_tell(store, server):
     server.answer(body=resource())
-    server.answer(**VERBS["get_range"][1] | {"headers": pinned_range("0-3/4")})
+    server.answer(**GOOGLE.answers["get_range"] | {"headers": pinned_range("0-3/4")})
     data, info = store.get_latest("run/object")
     assert (bytes(data), info.version) == (b"data", VERSION)
     looked, read = server.requests
@@ -285,18 +176,8 @@ def pinned_range(span):
 
 
 def test_another_version_than_the_one_asked_for_is_refused(store, server):
-    server.answer(**VERBS["get_range"][1])
     with pytest.raises(PreconditionFailedError):
-        get_range(store, if_version="5")
-
-
-def test_a_range_is_asked_for_inclusively(store, server):
-    headers = {"x-goog-generation": VERSION, "Content-Range": "bytes 100-103/999"}
-    server.answer(status=206, headers=headers, body=b"data")
-    memory = bytearray(4)
-    info = store.get_range("run/object", 100, [memoryview(memory)[:1], memoryview(memory)[1:]])
-    assert server.requests[0].headers["Range"] == "bytes=100-103"
-    assert (bytes(memory), info.size, info.version) == (b"data", 999, VERSION)
+        call(store, server, "get_range", if_version="5")
 
 
 def test_an_emulator_that_names_no_version_is_asked_for_it(store, server):
@@ -333,9 +214,7 @@ def test_object_options_are_sent_with_every_new_object(open_gcs, server):
         storage_class="NEARLINE",
         metadata={"team": "n l&p=", "run": "7"},
     )
-    server.answer(body=resource())
-    put(store, attempt="0123456789abcdef")
-    request = server.requests[-1]
+    request = call(store, server, "put", attempt="0123456789abcdef")
     metadata, _ = inserted(request)
     assert metadata == {
         "contentType": "application/octet-stream",
@@ -411,7 +290,7 @@ def test_the_checksum_of_a_completed_object_is_compared_with_its_parts(store, se
 def test_what_the_answer_to_a_completion_lacks_is_asked_for(store, server):
     server.answer(body=xml_of("CompleteMultipartUploadResult", ETag='"x"'))
     server.answer(body=resource())  # encrypted with a key of the customer's: no hash above
-    info = VERBS["complete_upload"][0](store)
+    info = VERBS["complete_upload"](store)
     assert (info.size, info.version) == (4, VERSION)
     assert urlsplit(server.requests[1].target).path == "/storage/v1/b/bucket/o/run%2Fobject"
 
@@ -422,7 +301,7 @@ def test_an_object_that_was_put_together_wrongly_is_deleted(store, server, found
     server.answer(body=resource(**found))
     server.answer(status=204)
     with pytest.raises(StoreError, match="wrongly") as caught:
-        VERBS["complete_upload"][0](store)
+        VERBS["complete_upload"](store)
     assert not isinstance(caught.value, TransientStoreError)
     assert caught.value.uri == "gs://bucket/run/object"
     deletion = server.requests[-1]
@@ -441,17 +320,21 @@ def test_an_object_whose_checksum_is_not_told_is_read(store, server):
 
 def test_uploads_are_listed_page_by_page(store, server):
     server.answer(
-        body=b"<ListMultipartUploadsResult><EncodingType>url</EncodingType><IsTruncated>true</IsTruncated>"
-        b"<NextKeyMarker>run/a%2Bb</NextKeyMarker><NextUploadIdMarker>i+1</NextUploadIdMarker>"
-        b"<Upload><Key>run/a%2Bb</Key><UploadId>i+1</UploadId></Upload></ListMultipartUploadsResult>"
+        body=xml_of(
+            "ListMultipartUploadsResult",
+            EncodingType="url",
+            IsTruncated="true",
+            NextKeyMarker="run/a%2Bb",
+            NextUploadIdMarker="i+1",
+            Upload="<Key>run/a%2Bb</Key><UploadId>i+1</UploadId>",
+        )
     )
-    server.answer(
-        body=b"<ListMultipartUploadsResult><Upload><Key>run/c</Key><UploadId>2</UploadId></Upload></ListMultipartUploadsResult>"
-    )
+    last = "<Key>run/c</Key><UploadId>2</UploadId>"
+    server.answer(body=xml_of("ListMultipartUploadsResult", Upload=last))
     found = [(upload.key, upload.id) for upload in store.list_uploads("run/")]
     assert found == [("run/a+b", "i+1"), ("run/c", "2")]
-    assert query_of(server.requests[1])["key-marker"] == "run/a+b"
-    assert query_of(server.requests[1])["upload-id-marker"] == "i+1"
+    query = query_of(server.requests[1])
+    assert (query["key-marker"], query["upload-id-marker"]) == ("run/a+b", "i+1")
 
 
 # lists and deletions
@@ -471,37 +354,12 @@ def test_objects_are_listed_page_by_page(store, server):
     assert second["pageToken"] == "t/+="
 
 
-@pytest.mark.parametrize("verb", ["list", "list_level", "list_uploads"])
-def test_a_listing_that_is_none_is_a_broken_answer(store, server, verb):
-    server.answer(body=b"<html><p>sign in</p></html>")
-    with pytest.raises(ServerError, match="should be"):
-        list(getattr(store, verb)("run/"))
-
-
-def test_a_listing_that_leads_back_is_ended(store, server):
-    server.respond(lambda request: server.Answer(body=b'{"nextPageToken": "token"}'))
-    with pytest.raises(ServerError, match="does not end"):
-        list(store.list("run/"))
-    assert len(server.requests) == 2
-
-
-def test_an_object_that_is_gone_counts_as_deleted(store, server):
-    gone = error_json(404, "notFound", "No such object: bucket/run/a")
-    server.answer(status=404, body=gone)
-    store.delete("run/a")
-
-
 @pytest.mark.parametrize(
     ("status", "body", "expected"),
     [
-        (403, error_json(403, "forbidden"), AccessDeniedError),
         (429, error_json(429, "rateLimitExceeded"), ThrottledError),
         (503, b"", ThrottledError),
-        (
-            404,
-            error_json(404, "notFound", "The specified bucket does not exist."),
-            BucketNotFoundError,
-        ),
+        (404, error_json(404, "notFound", NO_BUCKET), BucketNotFoundError),
     ],
 )
 def test_an_object_that_could_not_be_deleted_is_named(store, server, status, body, expected):
@@ -552,46 +410,28 @@ CODES = {
 }
 
 
-def rows(table):
-    return [(answer, kind) for kind, answers in table.items() for answer in answers.split(", ")]
-
-
-def failure(store, status, body=b""):
-    return store.failure(int(status), {}, body, "PUT", "gs://bucket/run/object")
-
-
-@pytest.mark.parametrize(("answer", "expected"), rows(REASONS))
-def test_a_failure_of_the_json_api_has_a_name(store, answer, expected):
-    status, _, reason = answer.partition(" ")
-    error = failure(store, status, error_json(status, reason, "Google's words") if reason else b"")
+@pytest.mark.parametrize(
+    ("error_of", "status", "code", "expected"),
+    [
+        (error_of, *answer)
+        for error_of, table in ((error_json, REASONS), (error_xml, CODES))
+        for answer in answers_of(table)
+    ],
+)
+def test_a_failure_of_either_api_has_a_name(store, error_of, status, code, expected):
+    said = (status, code) if error_of is error_json else (code,)
+    body = error_of(*said, "Google's words") if code else b""
+    error = store.failure(status, {}, body, "PUT", "gs://bucket/run/object")
     assert type(error) is expected
-    for text in (f"HTTP {status}", reason, "Google's words" if reason else ""):
+    for text in (f"HTTP {status}", code, "Google's words" if code else ""):
         assert text in str(error)
-
-
-@pytest.mark.parametrize(("answer", "expected"), rows(CODES))
-def test_a_failure_of_the_xml_api_has_a_name(store, answer, expected):
-    status, _, code = answer.partition(" ")
-    error = failure(store, status, error_xml(code, "Google's words"))
-    assert type(error) is expected
-    for text in (f"HTTP {status}", code, "Google's words"):
-        assert text in str(error)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_request_that_is_refused_is_told_by_its_error(store, server, verb):
-    body = error_json(403, "forbidden") if verb in JSON else error_xml("AccessDenied")
-    server.respond(lambda request: server.Answer(403, body=body))
-    with pytest.raises(AccessDeniedError, match="HTTP 403") as caught:
-        VERBS[verb][0](store)
-    assert caught.value.uri.startswith("gs://bucket/run/")
 
 
 @pytest.mark.parametrize(
     ("status", "text", "expected"),
     [
         (404, "No such object: bucket/run/object", ObjectNotFoundError),
-        (404, "The specified bucket does not exist.", BucketNotFoundError),
+        (404, NO_BUCKET, BucketNotFoundError),
         (403, "x@y.com does not have storage.objects.get access to it", AccessDeniedError),
         (400, "Bucket is a requester pays bucket but no user project", InvalidRequestError),
     ],
@@ -603,26 +443,7 @@ def test_a_read_is_refused_in_plain_text(store, server, status, text, expected):
     assert text in str(caught.value)
 
 
-FOREIGN = [
-    b"default backend - 404",
-    b"404 page not found",
-    b'{"message": "no Route matched with those values"}',
-    b'{"code": 404, "message": "Path does not match any requirement URI template."}',
-    b"<html><body>Not Found</body></html>",
-    b"<Error><Message>Not Found</Message></Error>",
-]
-
-
-@pytest.mark.parametrize("page", FOREIGN)
-@pytest.mark.parametrize("verb", ["get", "get_range", "head", "delete", "abort_upload"])
-def test_the_page_of_a_gateway_does_not_say_that_there_is_no_object(store, server, verb, page):
-    """A training job would begin anew over its checkpoints."""
-    server.respond(lambda request: server.Answer(404, body=page))
-    with pytest.raises(ServerError, match="answered in its place"):
-        VERBS[verb][0](store)
-
-
-@pytest.mark.parametrize("body", [b"Not Found", FOREIGN[0]])
+@pytest.mark.parametrize("body", [b"Not Found", b"default backend - 404"])
 def test_google_itself_says_what_is_missing_in_its_own_words(body):
     assert type(from_answer(404, {}, body, "GET", "gs://bucket/run/object")) is ServerError
 
@@ -644,16 +465,8 @@ def test_what_emulators_say_of_a_missing_object_is_understood(store, server, ver
     body = body.encode() if isinstance(body, str) else body
     server.respond(lambda request: server.Answer(404, body=body))
     with pytest.raises(ObjectNotFoundError):
-        VERBS[verb][0](store)
+        VERBS[verb](store)
     store.delete("run/object")
-
-
-@pytest.mark.parametrize("verb", ["put", "head", "list"])
-def test_a_bucket_that_is_not_there_is_no_missing_object(store, server, verb):
-    body = error_json(404, "notFound", "The specified bucket does not exist.")
-    server.answer(status=404, body=body)
-    with pytest.raises(BucketNotFoundError):
-        VERBS[verb][0](store)
 
 
 def test_a_missing_permission_is_named(store, server):
@@ -661,10 +474,9 @@ def test_a_missing_permission_is_named(store, server):
     server.answer(status=403, body=error_json(403, "forbidden", text))
     with pytest.raises(AccessDeniedError, match=r"storage\.objects\.create"):
         put(store)
-    body = xml_of("Error", Code="AccessDenied", Message="Access denied.", Details=text)
-    server.answer(status=403, body=body)
+    server.answer(status=403, body=error_xml("AccessDenied", "Access denied.", Details=text))
     with pytest.raises(AccessDeniedError, match=r"storage\.objects\.create"):
-        VERBS["create_upload"][0](store)
+        VERBS["create_upload"](store)
 
 
 @pytest.mark.parametrize(
@@ -688,10 +500,10 @@ def test_bytes_that_arrived_damaged_are_sent_again(store, server):
 def test_a_part_that_arrived_damaged_is_sent_again_but_not_for_ever(store, server, code):
     server.answer(server.Answer(400, body=error_xml(code)), server.Answer(headers={"ETag": '"t"'}))
     retrier = Retrier(RetryPolicy(attempts=4, base=0.001, cap=0.001))
-    assert retrier.call(lambda: VERBS["put_part"][0](store)).tag == '"t"'
+    assert retrier.call(lambda: VERBS["put_part"](store)).tag == '"t"'
     server.respond(lambda request: server.Answer(400, body=error_xml(code)))
     with pytest.raises(ServerError, match="gave up after 4 tries"):
-        retrier.call(lambda: VERBS["put_part"][0](store))
+        retrier.call(lambda: VERBS["put_part"](store))
     assert len(server.requests) == 2 + 4
 
 
@@ -705,7 +517,7 @@ def test_requester_pays_says_what_to_set(store, server, verb):
     )
     server.answer(status=400, body=body)
     with pytest.raises(InvalidRequestError, match="user_project"):
-        VERBS[verb][0](store)
+        VERBS[verb](store)
 
 
 @pytest.mark.parametrize("verb", ["put", "head"])
@@ -715,7 +527,7 @@ def test_requester_pays_says_what_to_set(store, server, verb):
 def test_an_answer_without_a_version_is_a_broken_answer(store, server, verb, body):
     server.answer(body=body)
     with pytest.raises(TransientStoreError) as caught:
-        VERBS[verb][0](store)
+        VERBS[verb](store)
     assert caught.value.uri == "gs://bucket/run/object"
 
 

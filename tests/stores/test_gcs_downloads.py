@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
+from dialects import get_range, put
 
 import cloudckpt
 from cloudckpt import Config, GCSOptions, RetryPolicy
-from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     BucketNotFoundError,
     CheckpointNotFoundError,
@@ -19,7 +19,6 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores.gcs import GCSStore
 from stubs.gcs import GcsStub
 from stubs.gcs_answers import Answer
 
@@ -28,33 +27,13 @@ NO_OBJECT = b"No such object: bucket/run/object"
 NO_BUCKET = b"<Error><Code>NoSuchBucket</Code><Message>No such bucket.</Message></Error>"
 
 
-@pytest.fixture(scope="module")
-def stub(stub_server):
-    with stub_server() as stub:
-        yield stub
-
-
 @pytest.fixture
-def server(stub):
-    stub.reset_script()
-    return stub
-
-
-@pytest.fixture
-def store(server):
-    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=server.url)))
-    yield store
-    store.close()
+def store(open_gcs):
+    return open_gcs()
 
 
 def get(store):
     return bytes(store.get("run/object")[0])
-
-
-def get_range(store):
-    memory = bytearray(4)
-    store.get_range("run/object", 0, [memoryview(memory)])
-    return bytes(memory)
 
 
 reading = pytest.mark.parametrize("read", [get, get_range])
@@ -159,8 +138,8 @@ def test_what_an_endpoint_has_shown_to_know_is_not_doubted(store, server, read):
 
 
 @reading
-def test_google_is_asked_once_for_what_is_missing(monkeypatch, read):
-    store = GCSStore("bucket", Config(gcs=GCSOptions(anonymous=True)))
+def test_google_is_asked_once_for_what_is_missing(open_gcs, monkeypatch, read):
+    store = open_gcs(endpoint_url=None, anonymous=True)
     asked = []
 
     def send(method, url, *rest, **others):
@@ -170,7 +149,6 @@ def test_google_is_asked_once_for_what_is_missing(monkeypatch, read):
     monkeypatch.setattr(store._http, "send", send)
     with pytest.raises(ObjectNotFoundError):
         read(store)
-    store.close()
     (url,) = asked
     assert url.startswith("https://storage.googleapis.com/download/storage/v1/b/bucket/o/")
 
@@ -297,7 +275,7 @@ def test_a_refusal_that_comes_compressed_is_understood(store, server):
 
 def test_requests_that_read_no_content_accept_no_compression(store, server):
     server.respond(lambda request: server.Answer(body=b'{"size": "4", "generation": "1"}'))
-    store.put("run/object", [memoryview(b"data")], checksum=CRC32C.of(b"data"))
+    put(store)
     store.head("run/object")
     assert {request.headers.get("Accept-Encoding") for request in server.requests} <= {
         None,

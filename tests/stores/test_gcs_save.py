@@ -89,8 +89,8 @@ def test_of_two_writers_one_is_told(stub, config, monkeypatch):
     assert not stub.state.uploads
 
 
-def is_named(request, *ends):
-    return request.query.get("name", "").endswith(ends)
+def is_commit(request):
+    return request.query.get("name", "").endswith("/.metadata")
 
 
 BREAKS = {
@@ -98,8 +98,8 @@ BREAKS = {
     "beginning": lambda request: "uploads" in request.query,
     "part": lambda request: request.query.get("partNumber") == "2",
     "completion": lambda request: request.method == "POST" and "uploadId" in request.query,
-    "object": lambda request: is_named(request, ".distcp"),
-    "commit": lambda request: is_commit(request),
+    "object": lambda request: request.query.get("name", "").endswith(".distcp"),
+    "commit": is_commit,
     "read": lambda request: request.query.get("alt") == "media",
 }
 
@@ -152,10 +152,6 @@ def test_a_cached_checkpoint_of_torch_does_not_come_back(public, config, tmp_pat
         written_by_torch(public, tmp_path / str(first), state_of(first))
         for _ in range(2):
             assert_same(loaded(config), state_of(first))
-
-
-def is_commit(request):
-    return request.query.get("name", "").endswith("/.metadata")
 
 
 @pytest.mark.parametrize("written_by", ["us", "others"])
@@ -257,9 +253,7 @@ class Sparse(GcsStub):
         path, query = call.request.path, call.request.query
         if "uploads" in query:
             self.state.injected(call.request)
-            return RefusalError(
-                501, "notImplemented", "Not implemented", "NotImplemented"
-            ).as_json()
+            return NOT_THERE.as_json()
         if "range" in call.request.headers and self.ignores > 0:
             self.ignores -= 1
             call.request.headers.pop("range")

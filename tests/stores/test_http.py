@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import io
 import logging
+import operator
 import os
 import random
 import re
@@ -52,18 +53,19 @@ def options(**changes):
 
 
 @pytest.fixture
-def client():
-    client = HttpClient(options())
-    yield client
-    client.close()
+def open_client(opened):
+    return lambda **changes: opened(HttpClient(options(**changes)))
 
 
 @pytest.fixture
-def impatient():
+def client(open_client):
+    return open_client()
+
+
+@pytest.fixture
+def impatient(open_client):
     """A client that takes half a second without progress for a stall, and has time for the rest."""
-    client = HttpClient(options(read_timeout=3600.0, stall_timeout=0.5))
-    yield client
-    client.close()
+    return open_client(read_timeout=3600.0, stall_timeout=0.5)
 
 
 def put(client, url, views, progress=None):
@@ -78,6 +80,24 @@ def get(client, url, size, progress=None):
         assert reply.status == 200
         reply.read_into([memoryview(memory)], progress)
     return bytes(memory)
+
+
+def lost(client, url, size, match=None):
+    """How the connection of a body that is read ends, and what has come of it."""
+    memory = bytearray(size)
+    with (
+        client.send("GET", url, {}) as reply,
+        pytest.raises(ConnectionLostError, match=match) as caught,
+    ):
+        reply.read_into([memoryview(memory)[:100], memoryview(memory)[100:]])
+    return caught.value, bytes(memory[: caught.value.received])
+
+
+def failure(client, url, kind=ConnectionLostError, match=None, **more):
+    """Why no answer begins."""
+    with pytest.raises(kind, match=match) as caught, client.send("GET", url, {}, **more):
+        pass
+    return caught.value
 
 
 # sending
@@ -122,17 +142,24 @@ def test_a_large_view_is_sent_in_steps(server, client):
     assert max(moved) <= STEP
 
 
+@contextlib.contextmanager
+def little_memory():
+    """What happens within takes little, the stub's own buffers included."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * MIB
+
+
 def test_a_large_body_is_not_copied(server, client):
     server.keep_bodies = False
     server.answer(status=200)
     views = [memoryview(bytes(32 * MIB))]
-    tracemalloc.start()
-    try:
+    with little_memory():
         put(client, server.url, views)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 8 * MIB  # the stub's own buffers included
 
 
 def test_an_error_of_progress_comes_out_and_the_client_goes_on(server, client):
@@ -159,13 +186,11 @@ def refusal(client, url):
         return reply.status, reply.read()
 
 
-def test_a_server_that_does_not_read_is_given_up(server):
-    hour = 3600.0
-    client = HttpClient(options(connect_timeout=hour, read_timeout=hour, stall_timeout=0.5))
+def test_a_server_that_does_not_read_is_given_up(server, open_client):
+    client = open_client(connect_timeout=3600.0, read_timeout=3600.0, stall_timeout=0.5)
     server.answer(deaf=True)
     with pytest.raises(ConnectionLostError):
         put(client, server.url, [memoryview(bytes(64 * MIB))])
-    client.close()
 
 
 # receiving
@@ -190,48 +215,39 @@ def test_bytes_land_in_the_views_one_after_the_other(server, client):
 def test_a_large_answer_is_not_copied(server, client):
     server.answer(body=bytes(MIB), repeat=32)
     memory = bytearray(32 * MIB)
-    tracemalloc.start()
-    try:
-        with client.send("GET", server.url, {}) as reply:
-            reply.read_into([memoryview(memory)])
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 8 * MIB
+    with little_memory(), client.send("GET", server.url, {}) as reply:
+        reply.read_into([memoryview(memory)])
 
 
-def test_a_large_answer_is_received_in_one_call_for_each_step(server, client, monkeypatch):
-    """Each call gives the GIL away, and the kernel alone would end it with what it has."""
-    calls = []
-    receive = long_reads.LongReadSocket.recv_into
+@pytest.fixture
+def receptions(monkeypatch):
+    """What each call was asked to receive, and what it did."""
+    calls, receive = [], long_reads.LongReadSocket.recv_into
 
-    def counted(self, buffer, *others):
+    def noted(self, buffer, *others):
         count = receive(self, buffer, *others)
-        calls.append(count)
+        calls.append((memoryview(buffer).nbytes, count))
         return count
 
-    monkeypatch.setattr(long_reads.LongReadSocket, "recv_into", counted)
+    monkeypatch.setattr(long_reads.LongReadSocket, "recv_into", noted)
+    return calls
+
+
+def test_a_large_answer_is_received_in_one_call_for_each_step(server, client, receptions):
+    """Each call gives the GIL away, and the kernel alone would end it with what it has."""
     body = random.Random(9).randbytes(10 * STEP)
     server.answer(body=body)
     assert get(client, server.url, len(body)) == body
-    assert len([count for count in calls if count > 64 * 1024]) == 10
-    assert len(calls) <= 15  # the head of the answer may come in pieces
+    assert len([count for _, count in receptions if count > 64 * 1024]) == 10
+    assert len(receptions) <= 15  # the head of the answer may come in pieces
 
 
-def test_the_head_of_an_answer_is_no_long_read(server, client, monkeypatch):
+def test_the_head_of_an_answer_is_no_long_read(server, client, receptions):
     """From Python 3.14 on a file reads 128 KiB ahead: more than there is, and nothing follows."""
-    asked = []
-    receive = long_reads.LongReadSocket.recv_into
-
-    def noted(self, buffer, *others):
-        asked.append(memoryview(buffer).nbytes)
-        return receive(self, buffer, *others)
-
-    monkeypatch.setattr(long_reads.LongReadSocket, "recv_into", noted)
     server.answer(body=b"data")
     assert get(client, server.url, 4) == b"data"
-    assert asked
-    assert max(asked) <= long_reads._LONG
+    assert receptions
+    assert max(asked for asked, _ in receptions) <= long_reads._LONG
 
 
 def test_a_connection_that_is_watched_has_no_timeout_whatever_urllib3_sets(server, client):
@@ -284,28 +300,16 @@ def test_the_length_is_the_one_that_the_server_tells(server, client):
 def test_a_body_that_ends_early_tells_how_much_came(server, client, cut):
     data = random.Random(2).randbytes(3 * STEP)
     server.answer(body=data[:cut], size=len(data), hang_up=True)
-    memory = bytearray(len(data))
-    with (
-        client.send("GET", server.url, {}) as reply,
-        pytest.raises(ConnectionLostError) as caught,
-    ):
-        reply.read_into([memoryview(memory)[:100], memoryview(memory)[100:]])
-    assert caught.value.received == cut
-    assert memory[:cut] == data[:cut]
+    error, came = lost(client, server.url, len(data))
+    assert (error.received, came) == (cut, data[:cut])
 
 
 def test_a_connection_that_breaks_tells_what_certainly_came(server, client):
     data = random.Random(3).randbytes(3 * STEP)
     server.answer(body=data[: STEP + MIB], size=len(data), reset=True)
-    memory = bytearray(len(data))
-    with (
-        client.send("GET", server.url, {}) as reply,
-        pytest.raises(ConnectionLostError) as caught,
-    ):
-        reply.read_into([memoryview(memory)])
-    received = caught.value.received
-    assert received <= STEP + MIB
-    assert memory[:received] == data[:received]
+    error, came = lost(client, server.url, len(data))
+    assert error.received <= STEP + MIB
+    assert data.startswith(came)
 
 
 class Breaking(io.RawIOBase):
@@ -356,40 +360,25 @@ def test_an_error_of_progress_ends_a_download(server, client):
 def test_a_body_that_makes_no_progress_is_given_up(server, impatient, drip):
     body = b"x" * 100_000 if drip else b"x"  # at the stub's pace that takes half an hour
     server.answer(body=body, size=100_000, drip=drip)
-    with (
-        impatient.send("GET", server.url, {}) as reply,
-        pytest.raises(ConnectionLostError) as caught,
-    ):
-        reply.read_into([memoryview(bytearray(100_000))])
-    assert 1 <= caught.value.received < 1000
+    assert 1 <= lost(impatient, server.url, 100_000)[0].received < 1000
 
 
 def test_what_came_before_a_stall_is_not_forgotten(server, impatient):
     data = random.Random(4).randbytes(STEP)
     server.answer(body=data[:-1000], size=len(data))
-    memory = bytearray(len(data))
-    with (
-        impatient.send("GET", server.url, {}) as reply,
-        pytest.raises(ConnectionLostError, match="stalled") as caught,
-    ):
-        reply.read_into([memoryview(memory)])
-    assert caught.value.received == len(data) - 1000
-    assert memory[:-1000] == data[:-1000]
+    _, came = lost(impatient, server.url, len(data), "stalled")
+    assert came == data[:-1000]
 
 
 def test_after_a_stall_the_next_request_gets_a_new_connection(server, impatient):
     server.answer(server.Answer(size=100_000), server.Answer(body=b"data"))
-    with (
-        impatient.send("GET", server.url, {}) as reply,
-        pytest.raises(ConnectionLostError),
-    ):
-        reply.read_into([memoryview(bytearray(100_000))])
+    lost(impatient, server.url, 100_000)
     assert get(impatient, server.url, 4) == b"data"
     assert server.requests[0].port != server.requests[1].port
 
 
-def test_a_stalled_transfer_does_not_disturb_others(server):
-    client = HttpClient(options(connections=6, stall_timeout=2.0))
+def test_a_stalled_transfer_does_not_disturb_others(server, open_client):
+    client = open_client(connections=6, stall_timeout=2.0)
     body = random.Random(4).randbytes(8 * MIB)
     stalled = server.Answer(size=100_000)
     server.respond(
@@ -406,10 +395,9 @@ def test_a_stalled_transfer_does_not_disturb_others(server):
     with ThreadPoolExecutor(len(names)) as threads:
         found = list(threads.map(fetch, names))
     assert found == [None, body, body, None, body, body]
-    client.close()
 
 
-def test_a_slow_transfer_that_makes_progress_goes_on(server, monkeypatch):
+def test_a_slow_transfer_that_makes_progress_goes_on(server, open_client, monkeypatch):
     class Clock:
         now = 0.0
 
@@ -421,7 +409,7 @@ def test_a_slow_transfer_that_makes_progress_goes_on(server, monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(watch, "time", clock)
-    client = HttpClient(options(stall_timeout=30.0))
+    client = open_client(stall_timeout=30.0)
     body = random.Random(5).randbytes(4 * STEP)
     server.answer(body=body)
 
@@ -430,7 +418,6 @@ def test_a_slow_transfer_that_makes_progress_goes_on(server, monkeypatch):
 
     assert get(client, server.url, len(body), take_a_while) == body
     assert clock.now > 30.0
-    client.close()
 
 
 def read_all(client, url):
@@ -438,42 +425,37 @@ def read_all(client, url):
         return reply.read_all()
 
 
-def test_white_space_keeps_a_slow_answer_alive(server):
+def test_white_space_keeps_a_slow_answer_alive(server, open_client):
     """S3 sends it while it completes an upload."""
-    client = HttpClient(options(stall_timeout=2.0))
+    client = open_client(stall_timeout=2.0)
     body = b" " * 150 + b"<Done/>"  # at the stub's pace that takes three seconds
     server.answer(body=body, framing="chunked", drip=True)
     assert read_all(client, server.url) == body
     server.answer(body=bytes(300_000), framing="chunked")
     assert read_all(client, server.url) == bytes(300_000)
-    client.close()
     assert len({request.port for request in server.requests}) == 1
 
 
-def test_a_slow_answer_without_an_end_is_given_up(server):
-    client = HttpClient(options(completion_timeout=0.5))
-    server.answer(body=b" " * 100_000, framing="chunked", drip=True)
-    with pytest.raises(ConnectionLostError, match="did not end"):
-        read_all(client, server.url)
-    client.close()
-
-
-def test_a_slow_answer_that_falls_silent_is_given_up(server, impatient):
-    server.answer(body=b" ", framing="chunked", unfinished=True)
-    with pytest.raises(ConnectionLostError, match="stalled"):
-        read_all(impatient, server.url)
-
-
-def test_a_slow_answer_that_breaks_off_is_a_lost_connection(server, client):
-    server.answer(body=b" ", framing="chunked", unfinished=True, hang_up=True)
-    with pytest.raises(ConnectionLostError, match="broke after 1 bytes"):
-        read_all(client, server.url)
+@pytest.mark.parametrize(
+    ("limits", "answer", "told"),
+    [
+        ({"completion_timeout": 0.5}, {"body": b" " * 100_000, "drip": True}, "did not end"),
+        ({"stall_timeout": 0.5}, {"body": b" ", "unfinished": True}, "stalled"),
+        ({}, {"body": b" ", "unfinished": True, "hang_up": True}, "broke after 1 bytes"),
+    ],
+    ids=["without an end", "falls silent", "breaks off"],
+)
+def test_a_slow_answer_that_does_not_come_whole_is_given_up(
+    server, open_client, limits, answer, told
+):
+    server.answer(framing="chunked", **answer)
+    with pytest.raises(ConnectionLostError, match=told):
+        read_all(open_client(**limits), server.url)
 
 
 @pytest.mark.parametrize("stuck", ["silent", "body", "deaf"])
-def test_a_transfer_of_another_thread_can_be_broken_off(server, stuck):
-    hour = 3600.0
-    client = HttpClient(options(connect_timeout=hour, read_timeout=hour, stall_timeout=hour))
+def test_a_transfer_of_another_thread_can_be_broken_off(server, open_client, stuck):
+    client = open_client(connect_timeout=3600.0, read_timeout=3600.0, stall_timeout=3600.0)
     server.answer(silent=stuck == "silent", deaf=stuck == "deaf", size=100_000)
     begun, outcome = threading.Event(), []
 
@@ -493,7 +475,6 @@ def test_a_transfer_of_another_thread_can_be_broken_off(server, stuck):
     while thread.is_alive():  # as soon as it is on its way
         client.interrupt([thread.ident])
         thread.join(0.05)
-    client.close()
     assert len(outcome) == 1
 
 
@@ -524,32 +505,16 @@ def test_what_a_connection_moves_is_counted_amid_a_call(server, client):
     assert client.moved([this]) == [0]
 
 
-def test_an_answer_that_never_begins_is_given_up(server):
+def test_an_answer_that_never_begins_is_given_up(server, open_client):
     server.answer(silent=True)
-    client = HttpClient(options(read_timeout=0.3))
-    with (
-        pytest.raises(ConnectionLostError, match="GET got no answer"),
-        client.send("GET", server.url, {}),
-    ):
-        pass
-    client.close()
+    failure(open_client(read_timeout=0.3), server.url, match="GET got no answer")
 
 
-def test_an_answer_that_may_take_long_has_a_limit_of_its_own(server):
-    server.answer(silent=True)
-    client = HttpClient(options(read_timeout=0.01, completion_timeout=0.6))
-    with (
-        pytest.raises(ConnectionLostError, match=r"0\.6 s \(15 times read_timeout\)"),
-        client.send("POST", server.url, {}, is_long=True),
-    ):
-        pass
-    server.answer(silent=True)
-    with (
-        pytest.raises(ConnectionLostError, match=r"0\.01 s \(read_timeout\)"),
-        client.send("GET", server.url, {}),
-    ):
-        pass
-    client.close()
+def test_an_answer_that_may_take_long_has_a_limit_of_its_own(server, open_client):
+    client = open_client(read_timeout=0.01, completion_timeout=0.6)
+    server.answer(server.Answer(silent=True), server.Answer(silent=True))
+    failure(client, server.url, match=r"0\.6 s \(15 times read_timeout\)", is_long=True)
+    failure(client, server.url, match=r"0\.01 s \(read_timeout\)")
 
 
 def test_a_silent_connection_gives_signs_of_life(server, client):
@@ -624,11 +589,7 @@ def test_an_answer_that_closes_the_connection_is_read_whole(server, client):
 
 def test_a_stall_is_noticed_on_a_connection_that_is_to_close(server, impatient):
     server.answer(size=100_000, headers={"Connection": "close"})
-    with (
-        impatient.send("GET", server.url, {}) as reply,
-        pytest.raises(ConnectionLostError),
-    ):
-        reply.read_into([memoryview(bytearray(100_000))])
+    lost(impatient, server.url, 100_000)
 
 
 def test_an_idle_connection_that_was_closed_is_replaced(server, client):
@@ -639,35 +600,20 @@ def test_an_idle_connection_that_was_closed_is_replaced(server, client):
 
 
 def test_nobody_there_is_a_lost_connection(client):
-    with (
-        pytest.raises(ConnectionLostError) as caught,
-        client.send("GET", f"http://127.0.0.1:{free_port()}/key?X-Secret=1", {}),
-    ):
-        pass
-    assert re.search(r"GET found no connection to 127.0.0.1:\d+ ", str(caught.value))
-    assert "refused" in str(caught.value)
-    assert "host=" not in str(caught.value)
-    assert "X-Secret" not in str(caught.value)
-    assert " at 0x" not in str(caught.value)
+    text = str(failure(client, f"http://127.0.0.1:{free_port()}/key?X-Secret=1"))
+    assert re.search(r"GET found no connection to 127.0.0.1:\d+ .*refused", text)
+    for word in ("host=", "X-Secret", " at 0x"):
+        assert word not in text
 
 
-def test_a_transient_error_of_progress_is_not_taken_for_a_broken_connection(server, client):
+@pytest.mark.parametrize("kind", [ServerError, FileNotFoundError])
+def test_an_error_of_progress_is_not_taken_for_a_broken_connection(server, client, kind):
     server.answer(status=200)
 
     def stop(count):
-        raise ServerError("raised by progress")
+        raise kind("raised by progress")
 
-    with pytest.raises(ServerError, match="raised by progress"):
-        put(client, server.url, [memoryview(b"data")], stop)
-
-
-def test_an_os_error_of_progress_is_not_taken_for_a_broken_connection(server, client):
-    server.answer(status=200)
-
-    def stop(count):
-        raise FileNotFoundError("raised by progress")
-
-    with pytest.raises(FileNotFoundError, match="raised by progress"):
+    with pytest.raises(kind, match="raised by progress"):
         put(client, server.url, [memoryview(b"data")], stop)
 
 
@@ -689,33 +635,21 @@ def test_a_closed_client_leaves_no_thread_behind(server):
 # proxies and TLS
 
 
-def test_a_proxy_gets_the_request_with_its_whole_address(server):
+@pytest.mark.parametrize("scheme", ["http://", "", "//"])
+@pytest.mark.parametrize("user", ["", "user:pass%20word@"])
+def test_a_proxy_gets_the_request_with_its_whole_address_and_the_password_of_its_url(
+    server, open_client, scheme, user
+):
     server.answer(body=b"data")
-    client = HttpClient(options(proxy=server.url))
+    client = open_client(proxy=server.url.replace("http://", scheme + user))
     assert get(client, "http://bucket.example/key", 4) == b"data"
-    assert server.requests[0].target == "http://bucket.example/key"
-    assert server.requests[0].headers["Host"] == "bucket.example"
-    client.close()
-
-
-def test_a_proxy_is_told_the_password_of_its_url(server):
-    server.answer(body=b"data")
-    proxy = server.url.replace("://", "://user:pass%20word@")
-    client = HttpClient(options(proxy=proxy))
-    get(client, "http://bucket.example/key", 4)
-    client.close()
-    assert server.requests[0].headers["Proxy-Authorization"] == "Basic dXNlcjpwYXNzIHdvcmQ="
-
-
-@pytest.mark.parametrize("before", ["", "//", "user:pass%20word@"])
-def test_a_proxy_may_be_written_without_its_scheme(server, before):
-    server.answer(body=b"data")
-    proxy = before + server.url.removeprefix("http://")
-    client = HttpClient(options(proxy=proxy))
-    assert get(client, "http://bucket.example/key", 4) == b"data"
-    client.close()
-    authorization = "Basic dXNlcjpwYXNzIHdvcmQ=" if "user" in before else None
-    assert server.requests[0].headers["Proxy-Authorization"] == authorization
+    (request,) = server.requests
+    assert (request.target, request.headers["Host"]) == (
+        "http://bucket.example/key",
+        "bucket.example",
+    )
+    authorization = "Basic dXNlcjpwYXNzIHdvcmQ=" if user else None
+    assert request.headers["Proxy-Authorization"] == authorization
 
 
 @pytest.mark.parametrize(
@@ -732,125 +666,106 @@ def test_a_proxy_that_can_not_be_used_is_named_without_its_password(proxy):
     assert "SECRET" not in f"{caught.value!r} {caught.value} {caught.value.__cause__!r}"
 
 
-def test_the_password_of_a_proxy_is_in_no_message():
-    proxy = f"http://user:SECRET@127.0.0.1:{free_port()}"
-    client = HttpClient(options(proxy=proxy))
-    with (
-        pytest.raises(ConnectionLostError) as caught,
-        client.send("GET", "http://bucket.example/key", {}),
-    ):
-        pass
-    client.close()
-    assert "SECRET" not in str(caught.value)
+def test_the_password_of_a_proxy_is_in_no_message(open_client):
+    client = open_client(proxy=f"http://user:SECRET@127.0.0.1:{free_port()}")
+    assert "SECRET" not in str(failure(client, "http://bucket.example/key"))
 
 
-def test_a_proxy_that_drips_its_answer_is_given_up():
+@contextlib.contextmanager
+def listening(serve):
+    """The port of a server that does something with one connection, and has done so at the end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept():
+            connection, _ = listener.accept()
+            with connection:
+                serve(connection)
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_a_proxy_that_drips_its_answer_is_given_up(open_client):
     over = threading.Event()
 
-    def drip(listener):
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError):
+    def drip(connection):
+        with contextlib.suppress(OSError):
             while not over.wait(0.05):
                 connection.sendall(b"H")
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=drip, args=[listener])
-        thread.start()
-        proxy = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        client = HttpClient(options(proxy=proxy, connect_timeout=0.2))
-        with (
-            pytest.raises(ConnectionLostError, match="connect_timeout"),
-            client.send("GET", "https://bucket.example/key", {}),
-        ):
-            pass
-        client.close()
-        over.set()
-        thread.join(10)
+    with listening(drip) as port, contextlib.ExitStack() as stack:
+        stack.callback(over.set)
+        client = open_client(proxy=f"http://127.0.0.1:{port}", connect_timeout=0.2)
+        failure(client, "https://bucket.example/key", match="connect_timeout")
 
 
-def test_large_bodies_travel_by_tls(tls_server, tls_files):
-    certificate, _ = tls_files
+@pytest.fixture
+def trusting(open_client, tls_files):
+    """Opens clients that trust the server by TLS."""
+    return lambda **changes: open_client(ca_bundle=tls_files[0], **changes)
+
+
+def test_large_bodies_travel_by_tls(tls_server, trusting):
     body = random.Random(7).randbytes(5 * MIB)
     tls_server.answer(tls_server.Answer(200), tls_server.Answer(body=body))
-    client = HttpClient(options(ca_bundle=certificate))
+    client = trusting()
     put(client, tls_server.url, [memoryview(body), memoryview(b"end")])
     assert tls_server.requests[0].body == body + b"end"
     assert get(client, tls_server.url, len(body)) == body
     assert tls_server.requests[0].port == tls_server.requests[1].port
-    client.close()
 
 
-def test_an_answer_before_the_end_of_the_body_is_read_under_tls(tls_server, tls_files):
-    certificate, _ = tls_files
+def test_an_answer_before_the_end_of_the_body_is_read_under_tls(tls_server, trusting):
     tls_server.answer(status=412, body=b"too late", hasty=True)
-    client = HttpClient(options(ca_bundle=certificate))
-    assert refusal(client, tls_server.url) == (412, b"too late")
-    client.close()
+    assert refusal(trusting(), tls_server.url) == (412, b"too late")
 
 
-def test_a_stall_is_noticed_under_tls(tls_server, tls_files):
-    certificate, _ = tls_files
+def test_a_stall_is_noticed_under_tls(tls_server, trusting):
     tls_server.answer(body=b"x" * 100_000, drip=True)
-    client = HttpClient(options(ca_bundle=certificate, stall_timeout=1.0))
-    with (
-        client.send("GET", tls_server.url, {}) as reply,
-        pytest.raises(ConnectionLostError),
-    ):
-        reply.read_into([memoryview(bytearray(100_000))])
-    client.close()
+    lost(trusting(stall_timeout=1.0), tls_server.url, 100_000)
 
 
-def test_a_certificate_that_nobody_vouches_for_is_refused(tls_server):
-    client = HttpClient(options(ca_bundle=ssl.get_default_verify_paths().openssl_cafile))
-    with (
-        pytest.raises(TLSError, match="not trusted: self-signed certificate") as caught,
-        client.send("GET", tls_server.url, {}),
-    ):
-        pass
-    client.close()
+def test_a_certificate_that_nobody_vouches_for_is_refused(tls_server, open_client):
+    client = open_client(ca_bundle=ssl.get_default_verify_paths().openssl_cafile)
+    told = "not trusted: self-signed certificate.*AWS_CA_BUNDLE"
+    failure(client, tls_server.url, TLSError, told)
     assert tls_server.requests == []
-    assert "AWS_CA_BUNDLE" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "content", [None, b"", b"no certificate", b"-----BEGIN CERTIFICATE-----\nAAAA\n"]
 )
 def test_certificates_of_authorities_that_can_not_be_read_are_named_at_once(
-    tls_server, tmp_path, content
+    tls_server, open_client, tmp_path, content
 ):
     bundle = tmp_path / "bundle.pem"
     if content is not None:
         bundle.write_bytes(content)
-    client = HttpClient(options(ca_bundle=str(bundle)))
-    with (
-        pytest.raises(TLSError, match="AWS_CA_BUNDLE") as caught,
-        client.send("GET", tls_server.url, {}),
-    ):
-        pass
-    client.close()
-    assert caught.value.certain
-    assert str(bundle) in caught.value.message
+    client = open_client(ca_bundle=str(bundle))
+    error = failure(client, tls_server.url, TLSError, "AWS_CA_BUNDLE")
+    assert error.certain
+    assert str(bundle) in error.message
     assert tls_server.requests == []
 
 
-def test_certificates_of_authorities_may_lie_in_a_folder(tls_server, tls_files, tmp_path):
+def test_certificates_of_authorities_may_lie_in_a_folder(
+    tls_server, tls_files, open_client, tmp_path
+):
     """As ``REQUESTS_CA_BUNDLE=/etc/ssl/certs`` has them: by the digest of their subject."""
     certificate = Path(tls_files[0]).read_bytes()
     name = x509.load_pem_x509_certificate(certificate).subject.public_bytes()[2:]
     digest = int.from_bytes(hashlib.sha1(name).digest()[:4], "little")
     (tmp_path / f"{digest:08x}.0").write_bytes(certificate)
     tls_server.answer(body=b"data")
-    client = HttpClient(options(ca_bundle=str(tmp_path)))
-    assert get(client, tls_server.url, 4) == b"data"
-    client.close()
+    assert get(open_client(ca_bundle=str(tmp_path)), tls_server.url, 4) == b"data"
 
 
-def test_a_server_without_tls_is_told_from_one_that_is_lost(server):
-    client = HttpClient(options())
+def test_a_server_without_tls_is_told_from_one_that_is_lost(server, client):
     url = server.url.replace("http://", "https://")
-    with pytest.raises(TLSError, match="does not speak TLS"), client.send("GET", url, {}):
-        pass
-    client.close()
+    failure(client, url, TLSError, "does not speak TLS")
 
 
 # connections that failed: all are closed at once, and none is left to the garbage collector
@@ -865,63 +780,38 @@ def sockets() -> int:
     return sum(name.startswith("socket:") for name in names)
 
 
-@contextlib.contextmanager
-def listening(serve):
-    """The port of a server that does something with one connection, and has done so at the end."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def accept():
-            connection, _ = listener.accept()
-            with connection:
-                serve(connection)
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        yield listener.getsockname()[1]
-        thread.join(30)
-        assert not thread.is_alive()
+TWO_LENGTHS = b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n"
 
 
-def test_headers_that_are_cut_off_when_they_are_late_leave_no_connection_open():
+@pytest.mark.parametrize(
+    ("head", "told", "compare"),
+    [
+        # the sockets of an earlier test may have ended meanwhile
+        (b"HTTP/1.1 200 OK\r\nServer: slow", "no answer began", operator.le),
+        (TWO_LENGTHS, None, operator.eq),
+    ],
+    ids=["cut off and late", "without sense, and the end of its connection"],
+)
+def test_headers_that_no_answer_begins_with_leave_no_connection_open(
+    open_client, head, told, compare
+):
     def serve(connection):
         connection.recv(1000)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nServer: slow")
+        connection.sendall(head)
         while connection.recv(1000):
             pass
 
-    client, before = HttpClient(options(read_timeout=0.2)), sockets()
-    with (
-        listening(serve) as port,
-        pytest.raises(ConnectionLostError, match="no answer began") as caught,
-        client.send("GET", f"http://127.0.0.1:{port}/key", {}),
-    ):
-        pass
-    assert sockets() <= before  # those of an earlier test may have ended
-    assert caught.value.__cause__ is not None  # it still knows what failed
-    client.close()
-
-
-def test_an_answer_that_makes_no_sense_and_ends_its_connection_leaves_it_not_open():
-    def serve(connection):
-        connection.recv(1000)
-        connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n")
-        while connection.recv(1000):
-            pass
-
-    client, before = HttpClient(options()), sockets()
-    with (
-        listening(serve) as port,
-        pytest.raises(ConnectionLostError) as caught,
-        client.send("GET", f"http://127.0.0.1:{port}/key", {}),
-    ):
-        pass
-    assert sockets() == before
-    assert caught.value.__cause__ is not None
-    client.close()
+    client, before = open_client(read_timeout=0.2), sockets()
+    with listening(serve) as port:
+        error = failure(client, f"http://127.0.0.1:{port}/key", match=told)
+    assert compare(sockets(), before)
+    assert error.__cause__ is not None  # it still knows what failed
 
 
 @pytest.mark.parametrize("native_tls", [True, False])
-def test_a_connection_that_is_broken_before_tls_begins_is_not_left_open(native_tls, monkeypatch):
+def test_a_connection_that_is_broken_before_tls_begins_is_not_left_open(
+    open_client, native_tls, monkeypatch
+):
     connect, connected = urllib3.util.connection.create_connection, threading.Event()
 
     def reset(connection):
@@ -937,34 +827,26 @@ def test_a_connection_that_is_broken_before_tls_begins_is_not_left_open(native_t
         return made
 
     monkeypatch.setattr(urllib3.util.connection, "create_connection", connect_and_wait)
-    client, before = HttpClient(options(native_tls=native_tls)), sockets()
-    with (
-        listening(reset) as port,
-        pytest.raises(ConnectionLostError, match="broken before TLS") as caught,
-        client.send("GET", f"https://127.0.0.1:{port}/key", {}),
-    ):
-        pass
+    client, before = open_client(native_tls=native_tls), sockets()
+    with listening(reset) as port:
+        error = failure(client, f"https://127.0.0.1:{port}/key", match="broken before TLS")
     assert sockets() == before
-    assert caught.value.__cause__ is not None
-    client.close()
+    assert error.__cause__ is not None
 
 
 @pytest.mark.parametrize("native_tls", [True, False])
-def test_a_handshake_that_is_interrupted_leaves_no_connection_open(native_tls, monkeypatch):
+def test_a_handshake_that_is_interrupted_leaves_no_connection_open(
+    open_client, native_tls, monkeypatch
+):
     def interrupt(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ssl.SSLSocket, "do_handshake", interrupt)
-    client, before = HttpClient(options(native_tls=native_tls)), sockets()
-    with (
-        listening(lambda connection: connection.recv(1)) as port,
-        pytest.raises(KeyboardInterrupt) as caught,
-        client.send("GET", f"https://127.0.0.1:{port}/key", {}),
-    ):
-        pass
+    client, before = open_client(native_tls=native_tls), sockets()
+    with listening(lambda connection: connection.recv(1)) as port:
+        error = failure(client, f"https://127.0.0.1:{port}/key", KeyboardInterrupt)
     assert sockets() == before
-    assert caught.value.__traceback__ is not None
-    client.close()
+    assert error.__traceback__ is not None
 
 
 def test_signatures_are_not_in_the_log_of_what_is_sent(client, server, caplog):

@@ -182,6 +182,18 @@ def answering(body, size=None):
     return script
 
 
+def beginning(sent, then=lambda peer: None):
+    """A script: one request gets the beginning of ``BODY``, and what follows."""
+
+    def script(peer):
+        peer.request()
+        peer.promise(len(BODY))
+        peer.send(BODY[:sent])
+        then(peer)
+
+    return script
+
+
 def lost(client, url, size):
     """What had come of a body before its connection broke, and the error."""
     memory = bytearray(size)
@@ -191,6 +203,15 @@ def lost(client, url, size):
     ):
         reply.read_into([memoryview(memory)])
     return bytes(memory[: caught.value.received]), caught.value
+
+
+def read_whole(reply):
+    memory = bytearray(len(BODY))
+    reply.read_into([memoryview(memory)])
+    return memory
+
+
+needs_native = pytest.mark.skipif(not NATIVE, reason="OpenSSL is out of reach")
 
 
 def has_chain(reply):
@@ -204,7 +225,7 @@ def test_the_way_is_the_one_that_was_chosen(talk, native, caplog):
     caplog.set_level(logging.DEBUG, "cloudckpt")
     peer, client = talk(answering(BODY))
     with client.send("GET", peer.url, {}) as reply:
-        reply.read_into([memoryview(bytearray(len(BODY)))])
+        read_whole(reply)
         assert has_chain(reply) == (native and NATIVE)
     assert ("without the GIL" in caplog.text) == (native and NATIVE)
 
@@ -241,8 +262,8 @@ def test_records_of_any_sizes_are_put_together(talk, native):
                 at += size
 
     peer, client = talk(script)
-    assert get(client, peer.url, len(BODY)) == BODY
-    assert get(client, peer.url, len(BODY)) == BODY
+    for _ in range(2):
+        assert get(client, peer.url, len(BODY)) == BODY
 
 
 def libssl():
@@ -259,7 +280,7 @@ def ssl_of_server(sslobj):
     return ctypes.c_void_p(found)
 
 
-@pytest.mark.skipif(not NATIVE, reason="the peer's OpenSSL is out of reach")
+@needs_native
 @pytest.mark.parametrize("message", ["key update", "key update that is to be answered", "ticket"])
 def test_messages_of_tls_in_the_middle_of_a_body_are_no_part_of_it(talk, native, message):
     library = libssl()
@@ -277,12 +298,12 @@ def test_messages_of_tls_in_the_middle_of_a_body_are_no_part_of_it(talk, native,
                 peer.send(BODY[at : at + 100_000])
 
     peer, client = talk(script)
-    assert get(client, peer.url, len(BODY)) == BODY
-    assert get(client, peer.url, len(BODY)) == BODY
+    for _ in range(2):
+        assert get(client, peer.url, len(BODY)) == BODY
     assert peer.accepted == 1
 
 
-@pytest.mark.skipif(not NATIVE, reason="the peer's OpenSSL is out of reach")
+@needs_native
 def test_a_renegotiation_that_this_side_refuses_does_not_disturb_a_body(
     talk, authority, native, monkeypatch
 ):
@@ -318,32 +339,25 @@ def test_a_renegotiation_that_this_side_refuses_does_not_disturb_a_body(
     assert memory[:received] == BODY[:received]
 
 
-def test_what_comes_beyond_the_promise_is_not_taken_for_the_next_answer(talk, native):
-    forged = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
+FORGED = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
 
+
+# whole records, few enough for one call, before those beyond the promise
+@pytest.mark.parametrize(
+    ("size", "apart"), [(len(BODY), False), (MIB + 4 * 16_384, True)], ids=["bytes", "records"]
+)
+def test_what_comes_beyond_the_promise_is_not_taken_for_the_next_answer(talk, native, size, apart):
     def script(peer):
         while peer.request() is not None:
-            peer.promise(len(BODY))
-            peer.raw.sendall(peer.sealed(BODY + forged))
-
-    peer, client = talk(script)
-    for _ in range(3):
-        assert get(client, peer.url, len(BODY)) == BODY
-
-
-def test_records_beyond_the_promise_are_not_taken_for_the_next_answer(talk, native):
-    forged = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
-    size = 4 * 16_384  # whole records, and few enough for one call
-
-    def script(peer):
-        while peer.request() is not None:
-            peer.promise(size + MIB)
+            peer.promise(size)
             peer.send(BODY[:MIB])
-            peer.raw.sendall(peer.sealed(BODY[MIB : MIB + size]) + peer.sealed(forged))
+            rest = BODY[MIB:size]
+            both = peer.sealed(rest) + peer.sealed(FORGED) if apart else peer.sealed(rest + FORGED)
+            peer.raw.sendall(both)
 
     peer, client = talk(script)
     for _ in range(3):
-        assert get(client, peer.url, size + MIB) == BODY[: size + MIB]
+        assert get(client, peer.url, size) == BODY[:size]
 
 
 # what ends
@@ -352,17 +366,14 @@ def test_records_beyond_the_promise_are_not_taken_for_the_next_answer(talk, nati
 @pytest.mark.parametrize("end", ["goodbye", "no goodbye", "reset"])
 @pytest.mark.parametrize("sent", [0, 1, 70_000, STEP, 2 * STEP + 70_001])
 def test_a_body_that_ends_early_tells_how_much_came(talk, native, end, sent):
-    def script(peer):
-        peer.request()
-        peer.promise(len(BODY))
-        peer.send(BODY[:sent])
+    def hang_up(peer):
         if end == "goodbye":
             peer.say_goodbye()
         if end == "reset":
             linger = b"\1\0\0\0\0\0\0\0"
             peer.raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
-    peer, client = talk(script)
+    peer, client = talk(beginning(sent, hang_up))
     if end == "reset":  # which may overtake what was sent
         with contextlib.suppress(ConnectionLostError):
             data, _ = lost(client, peer.url, len(BODY))
@@ -373,28 +384,22 @@ def test_a_body_that_ends_early_tells_how_much_came(talk, native, end, sent):
 
 
 def test_a_record_cut_short_is_no_data(talk, native):
-    def script(peer):
-        peer.request()
-        peer.promise(len(BODY))
-        peer.send(BODY[:MIB])
+    def cut(peer):
         peer.raw.sendall(peer.sealed(BODY[MIB : MIB + 16_384])[:-1])
 
-    peer, client = talk(script)
+    peer, client = talk(beginning(MIB, cut))
     data, _ = lost(client, peer.url, len(BODY))
     assert data == BODY[:MIB]
 
 
 def test_a_record_that_was_changed_on_its_way_is_named_and_is_no_data(talk, native):
-    def script(peer):
-        peer.request()
-        peer.promise(len(BODY))
-        peer.send(BODY[:MIB])
+    def change(peer):
         record = bytearray(peer.sealed(BODY[MIB : MIB + 16_384]))
         record[1000] ^= 1
         peer.raw.sendall(record)
         peer.over.wait(20)
 
-    peer, client = talk(script)
+    peer, client = talk(beginning(MIB, change))
     data, error = lost(client, peer.url, len(BODY))
     assert BODY[:MIB].startswith(data)
     # OpenSSL 3.0 and 3.6
@@ -444,12 +449,7 @@ def test_a_body_goes_on_behind_the_last_byte_on_a_new_connection(talk, native):
 
 @pytest.mark.parametrize("sent", [0, 100_000, STEP + 1])
 def test_a_body_that_stalls_is_given_up(talk, native, sent):
-    def script(peer):
-        peer.request()
-        peer.promise(len(BODY))
-        peer.send(BODY[:sent])
-        peer.over.wait(60)
-
+    script = beginning(sent, lambda peer: peer.over.wait(60))
     peer, client = talk(script, stall_timeout=0.5)
     data, error = lost(client, peer.url, len(BODY))
     assert "stalled" in f"{error}{error.__cause__}"
@@ -457,37 +457,34 @@ def test_a_body_that_stalls_is_given_up(talk, native, sent):
     peer.over.set()
 
 
-def test_another_thread_can_break_a_read_off(talk, native):
-    def script(peer):
-        peer.request()
-        peer.promise(len(BODY))
-        peer.send(BODY[:MIB])
+@pytest.fixture
+def stuck(talk):
+    """A peer that has sent some of a body, and its client; and the event that it has."""
+    sent = threading.Event()
+
+    def wait(peer):
         sent.set()
         peer.over.wait(60)
 
-    sent, outcome = threading.Event(), []
-    peer, client = talk(script, stall_timeout=3600.0)
+    peer, client = talk(beginning(MIB, wait), stall_timeout=3600.0)
+    yield peer, client, sent
+    peer.over.set()
+
+
+def test_another_thread_can_break_a_read_off(stuck, native):
+    outcome, (peer, client, sent) = [], stuck
     thread = threading.Thread(target=lambda: outcome.append(lost(client, peer.url, len(BODY))))
     thread.start()
     assert sent.wait(20)
     while thread.is_alive():
         client.interrupt([thread.ident])
         thread.join(0.02)
-    peer.over.set()
     [(data, _)] = outcome
     assert BODY.startswith(data)
 
 
-def test_a_socket_that_another_thread_closes_under_a_read_ends_it(talk, native):
-    def script(peer):
-        peer.request()
-        peer.promise(len(BODY))
-        peer.send(BODY[:MIB])
-        sent.set()
-        peer.over.wait(60)
-
-    sent, outcome = threading.Event(), []
-    peer, client = talk(script, stall_timeout=3600.0)
+def test_a_socket_that_another_thread_closes_under_a_read_ends_it(stuck, native):
+    outcome, (peer, client, sent) = [], stuck
     begun, replies = threading.Event(), []
 
     def read():
@@ -495,7 +492,7 @@ def test_a_socket_that_another_thread_closes_under_a_read_ends_it(talk, native):
             replies.append(reply)
             begun.set()
             try:
-                reply.read_into([memoryview(bytearray(len(BODY)))])
+                read_whole(reply)
             except ConnectionLostError as error:
                 outcome.append(error)
 
@@ -509,13 +506,12 @@ def test_a_socket_that_another_thread_closes_under_a_read_ends_it(talk, native):
     gc.collect()
     thread.join(20)
     assert len(outcome) == 1
-    peer.over.set()
 
 
 def test_a_connection_that_closes_frees_what_it_had(talk, native):
     peer, client = talk(answering(BODY))
     with client.send("GET", peer.url, {}) as reply:
-        reply.read_into([memoryview(bytearray(len(BODY)))])
+        read_whole(reply)
         chain = reply._sock._chain if has_chain(reply) else None
         kept = weakref.ref(chain) if chain is not None else lambda: None
         sock = reply._sock
@@ -531,15 +527,12 @@ def test_a_connection_that_closes_frees_what_it_had(talk, native):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_that_drops_a_connection_does_not_end_it(talk, native):
-    def script(peer):
-        peer.request()
-        peer.promise(len(BODY))
-        peer.send(BODY[: 2 * STEP])
+    def go_on(peer):
         assert forked.wait(20)
         peer.send(BODY[2 * STEP :])
 
     forked = threading.Event()
-    peer, client = talk(script)
+    peer, client = talk(beginning(2 * STEP, go_on))
     memory = bytearray(len(BODY))
     with client.send("GET", peer.url, {}) as reply:
         reply.read_into([memoryview(memory)[: 2 * STEP]])
@@ -598,9 +591,8 @@ def test_a_body_comes_through_a_proxy(talk, authority, native, scheme):
 # the proof
 
 
+@needs_native
 def test_an_object_that_is_not_what_it_should_be_is_not_believed(talk, authority, native):
-    if not NATIVE:
-        pytest.skip("nothing is believed here")
     peer, client = talk(answering(BODY))
     library = long_reads._openssl().with_gil
     with client.send("GET", peer.url, {}) as reply:
@@ -625,10 +617,9 @@ def test_where_the_proof_fails_bodies_come_the_plain_way(talk, native, monkeypat
     assert ("record by record: another one" in caplog.text) == native
 
 
+@needs_native
 def test_no_pointer_is_followed_that_is_not_proven(talk, native, monkeypatch):
     """Each of these would end the interpreter if OpenSSL were asked about it."""
-    if not NATIVE:
-        pytest.skip("nothing is believed here")
     peer, client = talk(answering(BODY))
     library = long_reads._openssl().with_gil
     with client.send("GET", peer.url, {}) as reply:
@@ -665,10 +656,9 @@ def test_no_pointer_is_followed_that_is_not_proven(talk, native, monkeypatch):
             monkeypatch.undo()
 
 
+@needs_native
 def test_an_openssl_that_is_not_pythons_own_is_not_called(talk, native, monkeypatch):
     """As where Python's is linked in and hidden, and another one is loaded besides."""
-    if not NATIVE:
-        pytest.skip("nothing is believed here")
     peer, client = talk(answering(BODY))
     library = long_reads._openssl().with_gil
 
@@ -700,7 +690,7 @@ def test_a_version_that_nobody_knows_is_asked_for_the_same_proof(
     assert (long_reads.obstacle() is None) == NATIVE
     peer, client = talk(answering(BODY))
     with client.send("GET", peer.url, {}) as reply:
-        reply.read_into([memoryview(bytearray(len(BODY)))])
+        read_whole(reply)
         assert (reply.obstacle is None) == (native and NATIVE)
 
 
@@ -726,10 +716,8 @@ def test_interpreters_of_other_kinds_take_the_plain_way_and_name_it(
     assert why in found
     peer, client = talk(answering(BODY))
     with client.send("GET", peer.url, {}) as reply:
-        memory = bytearray(len(BODY))
-        reply.read_into([memoryview(memory)])
+        assert read_whole(reply) == BODY
         assert reply.obstacle == (found if native else "native_tls is off")
-    assert memory == BODY
     assert (f"record by record: {found}" in caplog.text) == native
 
 

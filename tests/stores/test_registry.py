@@ -11,7 +11,7 @@ import torch
 
 import cloudckpt
 from cloudckpt import Config, S3Options
-from cloudckpt.errors import CredentialsError
+from cloudckpt.errors import CredentialsError, MissingDependencyError
 from cloudckpt.stores import registry
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryStore
@@ -26,6 +26,23 @@ MEMORY = CheckpointURI.parse("memory://registry/run")
 )
 def test_the_scheme_chooses_the_store(location, kind):
     assert type(open_store(CheckpointURI.parse(location), Config())) is kind
+
+
+@pytest.mark.parametrize(
+    ("scheme", "extra", "module"),
+    [
+        ("s3", "s3", "boto3"),
+        ("gs", "gcs", "google.auth"),
+        ("az", "azure", "azure.storage.blob"),
+        ("az", "azure", "azure.identity"),
+    ],
+)
+def test_a_store_without_its_packages_says_what_to_install(monkeypatch, scheme, extra, module):
+    for name in [name for name in sys.modules if name.startswith(f"cloudckpt.stores.{extra}")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingDependencyError, match=rf"pip install 'cloudckpt\[{extra}\]'"):
+        open_store(CheckpointURI.parse(f"{scheme}://no-packages/run"), Config())
 
 
 def test_a_bucket_has_one_store_for_equal_options():
@@ -51,18 +68,37 @@ def test_options_with_tags_open_a_store():
     assert isinstance(open_store(MEMORY, config), MemoryStore)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_opens_its_own_store():
-    parents = open_store(MEMORY, Config())
+forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+
+def in_child(work):
+    """Does it in a forked child, and tells what failed there."""
+    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        shared = True
+        failed = 1
         try:
-            shared = open_store(MEMORY, Config()) is parents
+            work()
+            failed = 0
+        except BaseException:  # noqa: BLE001 - told to the parent
+            os.write(writing, traceback.format_exc().encode())
         finally:
-            os._exit(shared)
+            os._exit(failed)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        assert told.read() == ""
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+@forks
+def test_a_forked_child_opens_its_own_store():
+    parents = open_store(MEMORY, Config())
+
+    def work():
+        assert open_store(MEMORY, Config()) is not parents
+
+    in_child(work)
     assert open_store(MEMORY, Config()) is parents
 
 
@@ -131,31 +167,20 @@ def test_who_wants_a_store_that_is_being_opened_gets_that_one(opening, slow):
     assert mine == opened
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@forks
 def test_a_child_that_is_forked_while_credentials_are_fetched_can_save(opening, slow, s3_url):
     uri, config, _ = opening
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        failed = 1
-        try:
-            slow.release()
-            torch.set_num_threads(1)
-            state = {"w": torch.arange(1000.0)}
-            cloudckpt.save(state, checkpoint_id=f"{uri}/child", config=config, no_dist=True)
-            failed = 0
-        except BaseException:  # noqa: BLE001 - told to the parent
-            os.write(writing, traceback.format_exc().encode())
-        finally:
-            os._exit(failed)
-    os.close(writing)
-    with os.fdopen(reading) as told:
-        assert told.read() == ""
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def save():
+        slow.release()
+        torch.set_num_threads(1)
+        state = {"w": torch.arange(1000.0)}
+        cloudckpt.save(state, checkpoint_id=f"{uri}/child", config=config, no_dist=True)
+
+    in_child(save)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@forks
 def test_a_fork_waits_for_an_import_that_its_child_would_wait_for(monkeypatch):
     """The child of a fork amid an import would find the module half made, and locked for good."""
     importing, may_end = threading.Event(), threading.Event()
@@ -174,18 +199,14 @@ def test_a_fork_waits_for_an_import_that_its_child_would_wait_for(monkeypatch):
     ended = []
     timer = threading.Timer(0.2, lambda: (ended.append(True), may_end.set()))
     timer.start()
-    child = os.fork()
-    if child == 0:
-        failed = 1
-        try:
-            registry._OPENERS["memory"] = original
-            open_store(uri, Config())
-            failed = not ended
-        finally:
-            os._exit(failed)
-    _, status = os.waitpid(child, 0)
+
+    def work():
+        registry._OPENERS["memory"] = original
+        open_store(uri, Config())
+        assert ended
+
+    in_child(work)
     thread.join(30)
-    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_a_store_that_could_not_be_opened_is_tried_again(monkeypatch, bucket, s3_config):

@@ -10,9 +10,9 @@ import botocore.exceptions
 import botocore.session
 import botocore.utils
 import pytest
+from dialects import error_xml, put
 
 from cloudckpt import Config, RetryPolicy, S3Options
-from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     ConnectionLostError,
     CredentialsError,
@@ -20,7 +20,6 @@ from cloudckpt.errors import (
     TLSError,
 )
 from cloudckpt.stores import s3_access
-from cloudckpt.stores.s3 import S3Store
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.uri import CheckpointURI
 from emulators import free_port
@@ -81,25 +80,6 @@ def sso(services, monkeypatch, tmp_path):
     (tmp_path / f"{name}.json").write_text(json.dumps(token))
     monkeypatch.setenv("AWS_ENDPOINT_URL_SSO", services.url)
     return services
-
-
-@pytest.fixture
-def open_s3(services):
-    """Opens a store on the stub."""
-    opened = []
-
-    def open_one(**options):
-        values = {"endpoint_url": services.url, "addressing_style": "path", **options}
-        opened.append(S3Store("bucket", Config(s3=S3Options(**values), connections=2)))
-        return opened[-1]
-
-    yield open_one
-    for store in opened:
-        store.close()
-
-
-def put(store):
-    store.put("run/object", [memoryview(b"data")], checksum=CRC32C.of(b"data"))
 
 
 def key_of(server):
@@ -316,7 +296,7 @@ def test_of_the_id_of_a_key_only_its_end_is_told(open_s3, monkeypatch):
     assert open_s3().origin().identity == ""
 
 
-def test_what_names_endpoint_and_region_is_told(monkeypatch, tmp_path):
+def test_what_names_endpoint_and_region_is_told(open_s3, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
@@ -324,16 +304,16 @@ def test_what_names_endpoint_and_region_is_told(monkeypatch, tmp_path):
     (tmp_path / "config").write_text(
         "[default]\nregion = eu-west-3\nendpoint_url = http://of-profile:9000\n"
     )
-    by_profile = S3Store("bucket", Config()).route()
+    by_profile = open_s3(endpoint_url=None).route()
     assert (by_profile.endpoint_from, by_profile.region_from) == ("the profile", "the profile")
     assert by_profile.region == "eu-west-3"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://of-variable:9000")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-    by_variable = S3Store("bucket", Config()).route()
+    by_variable = open_s3(endpoint_url=None).route()
     assert by_variable.endpoint_from == "AWS_ENDPOINT_URL"
     assert (by_variable.region, by_variable.region_from) == ("eu-west-1", "AWS_DEFAULT_REGION")
     monkeypatch.setenv("CLOUDCKPT_S3_REGION", "eu-west-2")
-    by_options = S3Store("bucket", Config(s3=S3Options(endpoint_url="http://given:9000"))).route()
+    by_options = open_s3(endpoint_url="http://given:9000").route()
     assert by_options.endpoint_from == "S3Options(endpoint_url=…)"
     assert by_options.region_from == "CLOUDCKPT_S3_REGION"
 
@@ -356,7 +336,7 @@ def test_credentials_of_another_profile_are_found_by_another_session(
             for name in ("one", "other")
         )
     )
-    refused = server.Answer(403, body=b"<Error><Code>InvalidAccessKeyId</Code></Error>")
+    refused = server.Answer(403, body=error_xml("InvalidAccessKeyId"))
     written = server.Answer(headers={"ETag": '"tag"'})
     server.respond(
         lambda request: refused if "=OTHER/" in request.headers["Authorization"] else written

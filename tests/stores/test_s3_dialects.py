@@ -17,10 +17,10 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from dialects import error_xml, get_range, put
 
 import cloudckpt
 from cloudckpt import Config, RetryPolicy, S3Options
-from cloudckpt.checksum import CRC32C
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -68,20 +68,17 @@ EXPRESS_BUCKET = "fast--usw2-az1--x-s3"
         ("https://notcwobject.com", "other"),
     ],
 )
-def test_a_store_is_known_by_its_endpoint(endpoint, name):
-    store = S3Store("bucket", Config(s3=S3Options(endpoint_url=endpoint)))
-    store.close()
+def test_a_store_is_known_by_its_endpoint(open_s3, endpoint, name):
+    store = open_s3(endpoint_url=endpoint)
     assert store._access.dialect is DIALECTS[name]
     assert store.capabilities.conditional_writes is DIALECTS[name].conditional_writes
     assert store.capabilities.verifies is DIALECTS[name].verifies_checksums
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_the_user_may_say_whose_store_it_is(name):
+def test_the_user_may_say_whose_store_it_is(open_s3, name):
     assert name in get_args(get_type_hints(S3Options)["dialect"])
-    options = S3Options(endpoint_url="http://store.example", dialect=name, region="us-east-1")
-    store = S3Store("bucket", Config(s3=options))
-    store.close()
+    store = open_s3(endpoint_url="http://store.example", dialect=name, region="us-east-1")
     assert store._access.dialect is DIALECTS[name]
 
 
@@ -95,11 +92,9 @@ def test_a_directory_bucket_is_known_by_its_name():
 
 
 @pytest.mark.parametrize("name", ["r2", "minio"])
-def test_options_win_over_the_row(name):
-    wanted = S3Options(endpoint_url="http://store.example", dialect=name, checksum="on")
+def test_options_win_over_the_row(open_s3, name):
     for checksum in ("on", "off"):
-        store = S3Store("bucket", Config(s3=dataclasses.replace(wanted, checksum=checksum)))
-        store.close()
+        store = open_s3(dialect=name, checksum=checksum)
         assert store.capabilities.verifies is (checksum == "on")
 
 
@@ -111,19 +106,15 @@ def test_options_win_over_the_row(name):
         ("https://s3.hf.co/me", None, "https://s3.hf.co/me/bucket"),
     ],
 )
-def test_a_bucket_is_addressed_as_its_vendor_demands(endpoint, given, url):
-    store = S3Store("bucket", Config(s3=S3Options(endpoint_url=endpoint, addressing_style=given)))
-    store.close()
-    assert store.route().url == url
+def test_a_bucket_is_addressed_as_its_vendor_demands(open_s3, endpoint, given, url):
+    assert open_s3(endpoint_url=endpoint, addressing_style=given).route().url == url
 
 
-def test_the_style_of_the_profile_wins_over_that_of_the_row(tmp_path, monkeypatch):
+def test_the_style_of_the_profile_wins_over_that_of_the_row(open_s3, tmp_path, monkeypatch):
     file = tmp_path / "config"
     file.write_text("[default]\ns3 =\n  addressing_style = path\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
-    store = S3Store("bucket", Config(s3=S3Options(endpoint_url="http://cwlota.com")))
-    store.close()
-    assert store.route().url == "http://cwlota.com/bucket"
+    assert open_s3(endpoint_url="http://cwlota.com").route().url == "http://cwlota.com/bucket"
 
 
 @pytest.mark.parametrize(
@@ -135,9 +126,9 @@ def test_the_style_of_the_profile_wins_over_that_of_the_row(tmp_path, monkeypatc
         ("b", {"endpoint_url": "https://s3.hf.co/me", "sse": "AES256"}, "sse: Hugging Face"),
     ],
 )
-def test_an_option_that_could_have_no_effect_is_refused(bucket, options, named):
+def test_an_option_that_could_have_no_effect_is_refused(open_s3, bucket, options, named):
     with pytest.raises(ConfigError, match=named):
-        S3Store(bucket, Config(s3=S3Options(**options)))
+        open_s3(bucket, **{"endpoint_url": None, **options})
 
 
 WORDS = {True: "yes", False: "no", None: "tried first"}
@@ -168,11 +159,10 @@ def test_the_documentation_has_every_row():
 
 
 @pytest.mark.parametrize("name", [n for n, row in DIALECTS.items() if not row.conditional_deletes])
-def test_a_condition_that_would_be_ignored_is_looked_at_before(server, name):
+def test_a_condition_that_would_be_ignored_is_looked_at_before(open_s3, server, name):
     """The stub is a store that deletes whatever the condition is."""
     server.respond(lambda request: server.Answer(headers={"ETag": '"new"'}, size=0))
-    options = S3Options(endpoint_url=server.url, addressing_style="path", dialect=name)
-    store = S3Store("bucket", Config(s3=options))
+    store = open_s3(dialect=name)
     store.delete("key", if_version='"new"')
     looks = DIALECTS[name].conditional_deletes is False
     sent = [(request.method, request.headers["If-Match"]) for request in server.requests]
@@ -184,7 +174,6 @@ def test_a_condition_that_would_be_ignored_is_looked_at_before(server, name):
         assert server.requests[-1].method == "HEAD"
         server.respond(lambda request: server.Answer(404))
         store.delete("key", if_version='"old"')  # it is gone, which is what was wanted
-    store.close()
 
 
 # each row, with its stub
@@ -244,6 +233,23 @@ def open_place(stub_server, s3_url, s3_client, monkeypatch):
         yield open_one
 
 
+@pytest.fixture
+def express(open_place):
+    return open_place("express")
+
+
+@pytest.fixture
+def hugging(open_place):
+    return open_place("huggingface")
+
+
+@pytest.fixture
+def gateway(hugging):
+    """A store whose reads are sent on, its stub, and an object there."""
+    store = hugging.store()
+    return store, hugging.stub, put(store, data=b"0123456789")
+
+
 @pytest.fixture(params=STUBS)
 def place(request, open_place):
     return open_place(request.param)
@@ -255,16 +261,6 @@ def held(client, place):
     objects = client.list_objects_v2(Bucket=bucket).get("Contents", [])
     uploads = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
     return [entry["Key"] for entry in [*objects, *uploads]]
-
-
-def put(store, key, data=b"data", **conditions):
-    return store.put(key, [memoryview(data)], checksum=CRC32C.of(data), **conditions)
-
-
-def get_range(store, key, start, size, version=None):
-    into = memoryview(bytearray(size))
-    store.get_range(key, start, [into], if_version=version)
-    return bytes(into)
 
 
 def state(number=0):
@@ -378,30 +374,27 @@ def test_a_part_is_copied_where_the_store_can(place):
 # sessions of directory buckets
 
 
-def test_one_session_serves_a_whole_save(open_place):
-    place = open_place("express")
-    cloudckpt.save(state(), checkpoint_id=place.uri("run/step-1"), config=place.config)
-    assert len(place.stub.sessions) == 1
+def test_one_session_serves_a_whole_save(express):
+    cloudckpt.save(state(), checkpoint_id=express.uri("run/step-1"), config=express.config)
+    assert len(express.stub.sessions) == 1
 
 
-def test_a_session_is_renewed_before_it_ends(open_place):
-    place = open_place("express")
-    place.stub.lifetime = 40.0  # less than what botocore wants to be left
-    store = place.store()
+def test_a_session_is_renewed_before_it_ends(express):
+    express.stub.lifetime = 40.0  # less than what botocore wants to be left
+    store = express.store()
     for number in range(3):
         put(store, f"key{number}")
-    assert len(place.stub.sessions) >= 2
-    assert place.stub.refused == []
+    assert len(express.stub.sessions) >= 2
+    assert express.stub.refused == []
 
 
-def test_a_session_that_is_refused_is_begun_anew(open_place):
-    place = open_place("express")
-    store = place.store()
+def test_a_session_that_is_refused_is_begun_anew(express):
+    store = express.store()
     put(store, "key")
-    place.stub.sessions.clear()  # S3 knows it no longer
+    express.stub.sessions.clear()  # S3 knows it no longer
     put(store, "key")
-    assert place.stub.refused == ["Put"]
-    assert len(place.stub.sessions) == 1
+    assert express.stub.refused == ["Put"]
+    assert len(express.stub.sessions) == 1
 
 
 def test_keys_of_a_role_go_to_the_beginning_of_a_session_only(open_place, monkeypatch):
@@ -422,137 +415,115 @@ def test_keys_of_a_role_go_to_the_beginning_of_a_session_only(open_place, monkey
         (503, "SlowDown", ConnectionLostError, "can't be fetched for now"),
     ],
 )
-def test_a_session_that_is_refused_says_why(server, status, code, expected, told):
-    body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
-    server.respond(lambda request: server.Answer(status, body=body))
-    store = S3Store(EXPRESS_BUCKET, Config(s3=S3Options(endpoint_url=server.url)))
+def test_a_session_that_is_refused_says_why(open_s3, server, status, code, expected, told):
+    server.respond(lambda request: server.Answer(status, body=error_xml(code)))
+    store = open_s3(EXPRESS_BUCKET)
     with pytest.raises(expected, match=told) as caught:
         put(store, "key")
-    store.close()
     assert caught.value.certain  # nothing was sent
     assert {request.target for request in server.requests} == {f"/{EXPRESS_BUCKET}?session"}
 
 
 @pytest.mark.parametrize("body", [b"", b"<Error><Code>404</Code></Error>"])
-def test_a_session_that_is_not_there_is_no_missing_object(server, body):
+def test_a_session_that_is_not_there_is_no_missing_object(open_s3, server, body):
     server.respond(lambda request: server.Answer(404, body=body))
-    store = S3Store(EXPRESS_BUCKET, Config(s3=S3Options(endpoint_url=server.url)))
+    store = open_s3(EXPRESS_BUCKET)
     with pytest.raises(ServerError, match="answered in its place"):
         store.head("key")
-    store.close()
 
 
-def test_a_directory_bucket_is_asked_at_its_zone(server, monkeypatch):
+def test_a_directory_bucket_is_asked_at_its_zone(open_s3, server, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", server.url)  # the stub sees whom to connect to
     monkeypatch.setenv("AWS_REGION", "us-west-2")
     server.respond(lambda request: server.Answer(502))
-    store = S3Store(EXPRESS_BUCKET, Config())
+    store = open_s3(EXPRESS_BUCKET, endpoint_url=None)
     assert store.capabilities.conditional_writes is True
     with pytest.raises(StoreError):
         store.head("key")
-    store.close()
     zone = f"{EXPRESS_BUCKET}.s3express-usw2-az1.us-west-2.amazonaws.com:443"
     assert {request.target for request in server.requests} == {zone}
 
 
-def test_copies_stay_within_a_zone(server):
-    config = Config(s3=S3Options(endpoint_url=server.url))
+def test_copies_stay_within_a_zone(open_s3):
     names = ("a--usw2-az1--x-s3", "b--usw2-az1--x-s3", "c--usw2-az2--x-s3")
-    first, near, far = (S3Store(name, config) for name in names)
+    first, near, far = map(open_s3, names)
     assert first.copies_from(near)
     assert not first.copies_from(far)
-    for store in (first, near, far):
-        store.close()
 
 
 # reads that are sent on
 
 
-def test_nothing_but_the_url_goes_to_whom_reads_are_sent_on_to(open_place, monkeypatch):
+def test_nothing_but_the_url_goes_to_whom_reads_are_sent_on_to(monkeypatch, request):
     monkeypatch.setenv("AWS_SESSION_TOKEN", "token-of-the-role")
-    place = open_place("huggingface")
-    store = place.store()
-    info = put(store, "run/object", b"0123456789")
+    store, stub, info = request.getfixturevalue("gateway")
     assert store.get("run/object") == (b"0123456789", info)
-    assert get_range(store, "run/object", 2, 3, info.version) == b"234"
-    whole, part = place.stub.read
+    assert get_range(store, start=2, size=3, if_version=info.version) == b"234"
+    whole, part = stub.read
     usual = {"host", "accept-encoding", "user-agent"}
     assert {name.lower() for name in whole.headers} <= usual
     assert {name.lower() for name in part.headers} <= usual | {"range"}
 
 
-def test_the_target_of_a_version_is_kept(open_place):
-    place = open_place("huggingface")
-    cloudckpt.save(state(), checkpoint_id=place.uri("run/step-1"), config=place.config)
-    store = place.store()
-    info = put(store, "run/object", b"0123456789")
-    place.stub.log.clear()
+def test_the_target_of_a_version_is_kept(gateway):
+    store, stub, info = gateway
+    stub.log.clear()
     for start in range(5):
-        assert get_range(store, "run/object", start, 1, info.version) == b"%d" % start
-    assert place.stub.operations() == ["Get", "Head"]
+        assert get_range(store, start=start, size=1, if_version=info.version) == b"%d" % start
+    assert stub.operations() == ["Get", "Head"]
     store.get("run/object")  # which may be another by now
-    assert place.stub.operations() == ["Get", "Head", "Head", "Get"]
+    assert stub.operations() == ["Get", "Head", "Head", "Get"]
 
 
-def test_a_target_that_has_expired_is_asked_for_again(open_place):
-    place = open_place("huggingface")
-    store, stub = place.store(), place.stub
-    info = put(store, "run/object", b"0123456789")
-    assert get_range(store, "run/object", 0, 1, info.version) == b"0"
+def test_a_target_that_has_expired_is_asked_for_again(hugging, gateway, opened):
+    store, stub, info = gateway
+    assert get_range(store, size=1, if_version=info.version) == b"0"
     stub.signed = {path: (content, 0.0) for path, (content, _) in stub.signed.items()}
-    assert get_range(store, "run/object", 1, 1, info.version) == b"1"  # our clock was wrong
+    assert get_range(store, start=1, size=1, if_version=info.version) == b"1"  # our clock was wrong
     assert len(stub.expired) == 1
     stub.lifetime = 3.0  # too short for a request to arrive
-    store = S3Store(place.bucket, place.config)
+    store = opened(S3Store(hugging.bucket, hugging.config))
     for start in range(2):
-        get_range(store, "run/object", start, 1, info.version)
-    store.close()
+        get_range(store, start=start, size=1, if_version=info.version)
     assert len(stub.expired) == 1
     assert stub.operations()[-4:] == ["Get", "Head"] * 2
 
 
-def test_a_target_that_always_refuses_is_an_error_without_its_signature(open_place):
-    place = open_place("huggingface")
-    store = place.store()
-    info = put(store, "run/object", b"0123456789")
-    place.stub.lifetime = -1.0
+def test_a_target_that_always_refuses_is_an_error_without_its_signature(gateway):
+    store, stub, info = gateway
+    stub.lifetime = -1.0
     with pytest.raises(AccessDeniedError, match="where the store sent") as caught:
-        get_range(store, "run/object", 0, 1, info.version)
-    assert len(place.stub.expired) == 2
+        get_range(store, size=1, if_version=info.version)
+    assert len(stub.expired) == 2
     assert "SIGNED" not in f"{caught.value!r} {caught.value} {vars(caught.value)}"
 
 
-def test_only_the_store_itself_says_that_an_object_is_not_there(open_place):
-    place = open_place("huggingface")
-    store = place.store()
-    info = put(store, "run/object", b"0123456789")
-    place.stub.is_behind = True
-    for read in (
-        lambda: store.get("run/object"),
-        lambda: get_range(store, "run/object", 0, 1, info.version),
-    ):
-        with pytest.raises(ServerError, match="may be behind"):
-            read()
+def test_only_the_store_itself_says_that_an_object_is_not_there(gateway):
+    store, stub, info = gateway
+    stub.is_behind = True
+    with pytest.raises(ServerError, match="may be behind"):
+        store.get("run/object")
+    with pytest.raises(ServerError, match="may be behind"):
+        get_range(store, size=1, if_version=info.version)
 
 
-def test_a_version_is_pinned_though_the_store_ignores_conditions(open_place):
-    place = open_place("huggingface")
-    store = place.store()
-    old = put(store, "run/object", b"old")
-    assert get_range(store, "run/object", 0, 3, old.version) == b"old"
-    new = put(store, "run/object", b"new")
+def test_a_version_is_pinned_though_the_store_ignores_conditions(hugging):
+    store = hugging.store()
+    old = put(store, data=b"old")
+    assert get_range(store, size=3, if_version=old.version) == b"old"
+    new = put(store, data=b"new")
     # what was signed is the old object's content, and remains so
-    assert get_range(store, "run/object", 0, 3, old.version) == b"old"
-    assert get_range(store, "run/object", 0, 3, new.version) == b"new"
+    assert get_range(store, size=3, if_version=old.version) == b"old"
+    assert get_range(store, size=3, if_version=new.version) == b"new"
     with pytest.raises(PreconditionFailedError):
-        get_range(store, "run/object", 0, 3, old.version)
+        get_range(store, size=3, if_version=old.version)
     with pytest.raises(ObjectNotFoundError):
         store.get("run/nothing")
     with pytest.raises(RangeNotSatisfiableError):
-        get_range(store, "run/object", 7, 3, new.version)
+        get_range(store, start=7, size=3, if_version=new.version)
 
 
-def test_a_gateway_may_answer_by_itself(server):
+def test_a_gateway_may_answer_by_itself(open_s3, server):
     server.respond(
         lambda request: server.Answer(
             206 if request.headers["Range"] else 200,
@@ -561,27 +532,22 @@ def test_a_gateway_may_answer_by_itself(server):
             size=4,
         )
     )
-    options = S3Options(endpoint_url=server.url, dialect="huggingface")
-    store = S3Store("bucket", Config(s3=options))
-    assert get_range(store, "key", 0, 4, '"tag"') == b"data"
+    store = open_s3(dialect="huggingface")
+    assert get_range(store, "key", 0, 4, if_version='"tag"') == b"data"
     assert store.get("key")[0] == b"data"
     with pytest.raises(PreconditionFailedError):  # it ignores conditions, too
-        get_range(store, "key", 0, 4, '"other"')
-    store.close()
+        get_range(store, "key", if_version='"other"')
 
 
 @pytest.mark.parametrize("name", [name for name, row in DIALECTS.items() if not row.redirects])
-def test_no_other_store_may_send_reads_on(stub_server, server, name, monkeypatch):
-    options = S3Options(endpoint_url=server.url, addressing_style="path", dialect=name)
+def test_no_other_store_may_send_reads_on(open_s3, stub_server, server, name, monkeypatch):
     if name == "express":
         monkeypatch.setattr(s3.BucketAccess, "sign", lambda self, method, url, headers: {})
     with stub_server() as elsewhere:
         location = {"Location": f"{elsewhere.url}/target"}
         server.respond(lambda request: server.Answer(302, location))
-        store = S3Store("bucket", Config(s3=options))
         with pytest.raises(StoreError):
-            store.get("key")
-        store.close()
+            open_s3(dialect=name).get("key")
         assert elsewhere.requests == []
 
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import botocore.credentials
 import pytest
+from dialects import put
 
 from cloudckpt import Config, S3Options
 from cloudckpt.checksum import CRC32C, to_base64
@@ -46,20 +47,8 @@ def services(server):
 
 
 @pytest.fixture
-def open_store():
-    opened = []
-
-    def open_one(bucket="bucket", **options):
-        opened.append(S3Store(bucket, Config(s3=S3Options(**options), connections=1)))
-        return opened[-1]
-
-    yield open_one
-    for store in opened:
-        store.close()
-
-
-def put(store, data=b"data"):
-    store.put("run/object", [memoryview(data)], checksum=CRC32C.of(data))
+def open_store(opened):
+    return lambda **options: opened(S3Store("bucket", Config(s3=S3Options(**options))))
 
 
 def signed(request):
@@ -199,31 +188,32 @@ def profile_of(name, **entries):
     return f"[{name}]\n{lines}"
 
 
+FILE = {"aws_access_key_id": "FILE", "aws_secret_access_key": "s"}
+
+
 def by_variables(setting, services):
     setting(KEYS)
     return "ENVKEY", {}
 
 
 def by_the_default_profile(setting, services):
-    setting({}, "", profile_of("default", aws_access_key_id="FILE", aws_secret_access_key="s"))
+    setting({}, "", profile_of("default", **FILE))
     return "FILE", {}
 
 
 def by_aws_profile(setting, services):
-    entries = profile_of("work", aws_access_key_id="WORK", aws_secret_access_key="s")
-    setting({"AWS_PROFILE": "work"}, "", entries)
-    return "WORK", {}
+    setting({"AWS_PROFILE": "work"}, "", profile_of("work", **FILE))
+    return "FILE", {}
 
 
 def by_option_profile(setting, services):
-    setting({}, "", profile_of("work", aws_access_key_id="WORK", aws_secret_access_key="s"))
-    return "WORK", {"profile": "work"}
+    setting({}, "", profile_of("work", **FILE))
+    return "FILE", {"profile": "work"}
 
 
 def by_variable_profile(setting, services):
-    entries = profile_of("work", aws_access_key_id="WORK", aws_secret_access_key="s")
-    setting({"CLOUDCKPT_S3_PROFILE": "work"}, "", entries)
-    return "WORK", {}
+    setting({"CLOUDCKPT_S3_PROFILE": "work"}, "", profile_of("work", **FILE))
+    return "FILE", {}
 
 
 def by_web_identity(setting, services):

@@ -4,17 +4,18 @@ The scripted stub of ``conftest.py`` imitates what the vendors document and moto
 stands behind a proxy that loses answers.
 """
 
-import base64
+import contextlib
 import dataclasses
 import urllib.request
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
+from dialects import error_xml, xml_of
 
 import cloudckpt
 from cloudckpt import Config, RetryPolicy, S3Options
-from cloudckpt.checksum import CRC32C
+from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -40,39 +41,15 @@ PIECES = (b"first part", b"the last part")
 DATA = b"".join(PIECES)
 
 
-def to_base64(crc32c):
-    return base64.b64encode(crc32c.to_bytes(4, "big")).decode()
-
-
 WHOLE = to_base64(CRC32C.of(DATA))
 FOUND = ObjectInfo(KEY, len(DATA), '"opaque"')
 
 
-def xml_of(tag, **fields):
-    inner = "".join(f"<{name}>{value}</{name}>" for name, value in fields.items())
-    return f"<{tag}>{inner}</{tag}>".encode()
-
-
-SESSION = (
-    b"<CreateSessionResult><Credentials><AccessKeyId>key</AccessKeyId>"
-    b"<SecretAccessKey>secret</SecretAccessKey><SessionToken>token</SessionToken>"
-    b"<Expiration>2100-01-01T00:00:00Z</Expiration></Credentials></CreateSessionResult>"
+SESSION = xml_of(
+    "CreateSessionResult",
+    Credentials="<AccessKeyId>key</AccessKeyId><SecretAccessKey>secret</SecretAccessKey>"
+    "<SessionToken>token</SessionToken><Expiration>2100-01-01T00:00:00Z</Expiration>",
 )  # of a directory bucket
-
-
-@pytest.fixture
-def open_s3(server):
-    """Opens stores on the stub."""
-    opened = []
-
-    def open_one(bucket="bucket", **options):
-        values = {"endpoint_url": server.url, "addressing_style": "path", **options}
-        opened.append(S3Store(bucket, Config(s3=S3Options(**values), connections=2)))
-        return opened[-1]
-
-    yield open_one
-    for store in opened:
-        store.close()
 
 
 # whose checksum
@@ -100,7 +77,7 @@ class Vendor:
             return self.Answer(headers={"ETag": '"tag"'})
         self.completions.append(request)
         if "FULL_OBJECT" not in self.kinds and request.headers["x-amz-checksum-crc32c"]:
-            return self.Answer(400, body=xml_of("Error", Code="InvalidPart"))
+            return self.Answer(400, body=error_xml("InvalidPart"))
         return self.Answer(body=xml_of("CompleteMultipartUploadResult", ETag='"tag"'))
 
     def begin(self, headers):
@@ -108,7 +85,7 @@ class Vendor:
         self.creations.append(kind)
         if kind not in self.kinds:
             status, code = self.refusal
-            return self.Answer(status, body=xml_of("Error", Code=code))
+            return self.Answer(status, body=error_xml(code))
         told = {"x-amz-checksum-algorithm": "CRC32C", "x-amz-checksum-type": kind}
         return self.Answer(headers=told, body=xml_of("InitiateMultipartUploadResult", UploadId="i"))
 
@@ -164,12 +141,10 @@ def test_what_is_refused_for_another_reason_says_so(open_s3, server, refusal, ex
 
 
 @pytest.mark.parametrize(("dialect", "kind"), [("other", "COMPOSITE"), ("aws", "FULL_OBJECT")])
-def test_moto_has_an_object_with_either_type(s3_url, s3_client, bucket, dialect, kind):
+def test_moto_has_an_object_with_either_type(open_s3, s3_url, s3_client, bucket, dialect, kind):
     with FaultyProxy(s3_url) as proxy:
-        options = S3Options(
-            endpoint_url=proxy.url, addressing_style="path", checksum="on", dialect=dialect
-        )
-        store = S3Store(bucket, Config(s3=options))
+        options = {"endpoint_url": proxy.url, "addressing_style": "path", "dialect": dialect}
+        store = open_s3(bucket, checksum="on", **options)
         data = some_bytes(6 * MIB)
         upload = store.create_upload(KEY, 5 * MIB)
         parts = [
@@ -180,7 +155,6 @@ def test_moto_has_an_object_with_either_type(s3_url, s3_client, bucket, dialect,
         assert store.written(KEY, upload.attempt) == info
         assert proxy.requests("GetObject") == []
         assert store.get(KEY)[0] == data
-        store.close()
     found = s3_client.get_object(Bucket=bucket, Key=KEY, ChecksumMode="ENABLED")
     assert found["ChecksumType"] == kind
 
@@ -294,9 +268,8 @@ def test_whose_an_object_is_one_request_tells(proxy, config, bucket):
 # a named object that is replaced
 
 
-def send_named(proxy, config, bucket, data):
-    store = S3Store(bucket, config)
-    try:
+def send_named(config, bucket, data):
+    with contextlib.closing(S3Store(bucket, config)) as store:
         upload_stream(
             store,
             "model.pt",
@@ -305,8 +278,6 @@ def send_named(proxy, config, bucket, data):
             TransferStats(),
             expected=len(data),
         )
-    finally:
-        store.close()
 
 
 def content_of(s3_client, bucket):
@@ -325,14 +296,14 @@ def replaceable(request, s3_config, s3_client, bucket):
     if request.param == "at once":
         s3_client.put_object(Bucket=bucket, Key="model.pt", Body=OLD)
     else:
-        send_named(None, dataclasses.replace(s3_config, part_size=5 * MIB), bucket, OLD)
+        send_named(dataclasses.replace(s3_config, part_size=5 * MIB), bucket, OLD)
     return bucket
 
 
 def test_a_replacement_whose_answer_was_lost_has_succeeded(proxy, config, replaceable, s3_client):
     proxy.inject(Reset("answer"), operation="CompleteMultipartUpload", times=1)
     proxy.inject(s3_error(404, "NoSuchUpload"), operation="CompleteMultipartUpload")
-    send_named(proxy, config, replaceable, NEW)
+    send_named(config, replaceable, NEW)
     assert content_of(s3_client, replaceable) == NEW
 
 
@@ -342,26 +313,24 @@ def test_the_object_that_was_there_before_is_not_taken_for_its_replacement(
     proxy.inject(Reset("request"), operation="CompleteMultipartUpload", times=1)
     proxy.inject(s3_error(404, "NoSuchUpload"), operation="CompleteMultipartUpload")
     with pytest.raises(ObjectNotFoundError, match="NoSuchUpload"):
-        send_named(proxy, config, replaceable, NEW)
+        send_named(config, replaceable, NEW)
     assert content_of(s3_client, replaceable) == OLD
 
 
 # what only AWS promises
 
 
-def test_aws_creates_and_never_replaces_where_that_is_asked_for(server, monkeypatch):
+def test_aws_creates_and_never_replaces_where_that_is_asked_for(open_s3, server, monkeypatch):
     """A policy may demand it: https://docs.aws.amazon.com/AmazonS3/latest/userguide/
     conditional-writes-enforce.html; parts and the beginning of an upload take no conditions."""
     monkeypatch.setenv("HTTP_PROXY", server.url)
     vendor = Vendor(server, {"FULL_OBJECT", "COMPOSITE"})
     server.respond(vendor)
-    options = S3Options(endpoint_url="http://s3.us-east-1.amazonaws.com", addressing_style="path")
-    store = S3Store("bucket", Config(s3=options))
+    store = open_s3(endpoint_url="http://s3.us-east-1.amazonaws.com", addressing_style="path")
     assert store.capabilities.create_only
     put(store, KEY, b"data", if_absent=True)
     upload = store.create_upload(KEY, 5 * MIB)
     store.complete_upload(upload, [put_part(store, upload, 1, b"data")], if_absent=True)
-    store.close()
     conditions = [request.headers["If-None-Match"] for request in server.requests]
     assert conditions == ["*", None, None, "*"]
 
@@ -381,24 +350,22 @@ POINT = "arn:aws:s3:eu-west-1:123456789012:accesspoint/point"
         ),
     ],
 )
-def test_an_access_point_is_addressed_as_boto3_does(server, monkeypatch, bucket, host):
+def test_an_access_point_is_addressed_as_boto3_does(open_s3, server, monkeypatch, bucket, host):
     monkeypatch.setenv("HTTPS_PROXY", server.url)  # the stub sees whom to connect to
     server.answer(status=502)
-    store = S3Store(bucket, Config())
+    store = open_s3(bucket, endpoint_url=None)
     assert store.capabilities.conditional_writes is True
     with pytest.raises(StoreError) as caught:
         store.head("run/object")
-    store.close()
     assert caught.value.uri == f"s3://{bucket}/run/object"
     assert {request.target for request in server.requests} == {f"{host}:443"}
 
 
-def test_requests_to_an_access_point_are_signed_for_its_region(server, monkeypatch):
+def test_requests_to_an_access_point_are_signed_for_its_region(open_s3, server, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", server.url)  # the stub sees the whole URL
-    store = S3Store(POINT, Config(s3=S3Options(endpoint_url="http://store.example")))
+    store = open_s3(POINT, endpoint_url="http://store.example")
     server.answer(headers={"ETag": '"tag"'}, size=4)
     store.head("run/object")
-    store.close()
     [request] = server.requests
     assert request.target == "http://point-123456789012.store.example/run/object"
     assert "/eu-west-1/s3/aws4_request" in request.headers["Authorization"]

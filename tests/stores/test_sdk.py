@@ -1,6 +1,5 @@
 """What the vendors' SDKs compose is sent as any other request: once, by us, and told as it is."""
 
-import base64
 import subprocess
 import sys
 import threading
@@ -37,25 +36,27 @@ CALLS = {
 }
 
 
+@pytest.fixture
+def open_at(server, opened, azure_key):
+    """Opens the store of a cloud on the stub."""
+
+    def open_one(cloud, **limits):
+        config = Config(
+            s3=S3Options(endpoint_url=server.url, addressing_style="path"),
+            gcs=GCSOptions(endpoint_url=server.url),
+            azure=AzureOptions(endpoint_url=f"{server.url}/account"),
+            **limits,
+        )
+        return opened({"s3": S3Store, "gs": GCSStore, "az": AzureStore}[cloud]("bucket", config))
+
+    return open_one
+
+
 @pytest.fixture(params=CALLS)
-def called(request, server, monkeypatch):
+def called(request, open_at):
     """A store on the stub, and a call that goes through the SDK."""
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
-    monkeypatch.setenv("AZURE_STORAGE_KEY", base64.b64encode(b"SECRET" * 8).decode())
     cloud, call = CALLS[request.param]
-    store = opened(cloud, server.url, read_timeout=30.0)
-    yield store, call
-    store.close()
-
-
-def opened(cloud, url, **limits):
-    config = Config(
-        s3=S3Options(endpoint_url=url, addressing_style="path"),
-        gcs=GCSOptions(endpoint_url=url),
-        azure=AzureOptions(endpoint_url=f"{url}/account"),
-        **limits,
-    )
-    return {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[cloud]("bucket", config)
+    return open_at(cloud, read_timeout=30.0), call
 
 
 def test_a_refusal_for_the_moment_is_told_at_once(called, server):
@@ -79,15 +80,11 @@ def test_a_lost_answer_is_told_and_does_not_mean_that_nothing_was_done(called, s
 
 
 @pytest.mark.parametrize("cloud", ["s3", "gs", "az"])
-def test_an_answer_that_drips_is_given_up(server, cloud, monkeypatch):
+def test_an_answer_that_drips_is_given_up(server, cloud, open_at):
     """The SDKs' own limits are for each read, and would never end it."""
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
-    monkeypatch.setenv("AZURE_STORAGE_KEY", base64.b64encode(b"SECRET" * 8).decode())
     server.respond(lambda request: server.Answer(body=b" " * 1000, size=100_000, drip=True))
-    store = opened(cloud, server.url, stall_timeout=1.0)
     with pytest.raises(ConnectionLostError, match="stalled"):
-        store.delete("run/object")
-    store.close()
+        open_at(cloud, stall_timeout=1.0).delete("run/object")
 
 
 def test_a_call_that_waits_is_broken_off(called, server):

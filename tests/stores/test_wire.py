@@ -1,90 +1,32 @@
 """What the stores of all clouds make of the wire, whatever dialect they speak on it."""
 
 import email.utils
+import itertools
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
+from dialects import (
+    AZURE,
+    DIALECTS,
+    GOOGLE,
+    error_json,
+    error_xml,
+    inserted,
+    page,
+    resource,
+    xml_of,
+)
 
-pytest.importorskip("azure.storage.blob")
-
-import test_azure
-import test_gcs
-import test_s3
-
-from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
 from cloudckpt.errors import (
+    AccessDeniedError,
     ConnectionLostError,
     InvalidRequestError,
+    ServerError,
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.stores.azure import AzureStore
-from cloudckpt.stores.base import ObjectStore, Part
-from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.base import Part
 from emulators import free_port
-
-
-def s3(url):
-    options = S3Options(endpoint_url=url, addressing_style="path", anonymous=True)
-    return S3Store("bucket", Config(s3=options))
-
-
-def google(url):
-    return GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=url)))
-
-
-def azure(url):
-    options = AzureOptions(endpoint_url=url, account="account", anonymous=True)
-    return AzureStore("bucket", Config(azure=options))
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """A way to speak to a store.
-
-    Attributes:
-        open: Opens a store at a URL.
-        verbs: How each verb reaches it: a function, and an answer that suits it.
-        versions: Where answers tell the version of an object.
-        versioned: The verbs that need to be told it.
-        metadata: What headers with an object's metadata begin with.
-    """
-
-    open: Callable[[str], ObjectStore]
-    verbs: Mapping[str, tuple[Callable[[ObjectStore], object], Mapping[str, Any]]]
-    versions: Mapping[str, str] = field(default_factory=lambda: {"ETag": '"tag"'})
-    versioned: tuple[str, ...] = ("put", "get", "get_range", "head")
-    metadata: str = "x-amz-meta-"
-
-
-DIALECTS = {
-    "s3": Dialect(s3, test_s3.VERBS, versioned=("put", "put_part", "get", "get_range", "head")),
-    "google": Dialect(
-        google, test_gcs.VERBS, {"x-goog-generation": "7"}, ("put", "head"), "x-goog-meta-"
-    ),
-    "azure": Dialect(
-        azure,
-        test_azure.VERBS,
-        versioned=("put", "complete_upload", "get", "head"),
-        metadata="x-ms-meta-",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def stub(stub_server):
-    with stub_server() as stub:
-        yield stub
-
-
-@pytest.fixture
-def server(stub):
-    stub.reset_script()
-    return stub
 
 
 @pytest.fixture(scope="module", params=DIALECTS)
@@ -99,33 +41,51 @@ def store(dialect, stub):
     store.close()
 
 
+in_all = pytest.mark.parametrize(
+    ("dialect", "verb"),
+    [(name, verb) for name, one in DIALECTS.items() for verb in one.answers],
+    indirect=["dialect"],
+)
+
+
 def failure(store, status, headers=(), body=b""):
     return store.failure(status, dict(headers), body, "PUT", store.uri("run/object"))
 
 
-def test_a_store_makes_one_attempt(dialect, store, server):
-    for verb, (function, _) in dialect.verbs.items():
-        server.reset_script()
-        server.respond(lambda request: server.Answer(503))
-        with pytest.raises(ThrottledError):
-            function(store)
-        assert len(server.requests) == 1, verb
+@in_all
+def test_a_store_makes_one_attempt(dialect, store, server, verb):
+    server.respond(lambda request: server.Answer(503))
+    with pytest.raises(ThrottledError):
+        dialect.verbs[verb](store)
+    assert len(server.requests) == 1
 
 
-def test_a_connection_that_closes_without_an_answer_is_lost(dialect, store, server):
-    for function, _ in dialect.verbs.values():
-        server.answer(mute=True)
-        with pytest.raises(ConnectionLostError):
-            function(store)
+@in_all
+def test_a_connection_that_closes_without_an_answer_is_lost(dialect, store, server, verb):
+    server.answer(mute=True)
+    with pytest.raises(ConnectionLostError):
+        dialect.verbs[verb](store)
 
 
-def test_an_endpoint_that_is_not_there_is_a_lost_connection(dialect):
-    store = dialect.open(f"http://127.0.0.1:{free_port()}")
-    for function, _ in dialect.verbs.values():
+def test_an_endpoint_that_is_not_there_is_a_lost_connection(dialect, opened):
+    store = opened(dialect.open(f"http://127.0.0.1:{free_port()}"))
+    for function in dialect.verbs.values():
         with pytest.raises(ConnectionLostError, match="refused") as caught:
             function(store)
         assert caught.value.uri.startswith(store.uri("run/"))
-    store.close()
+
+
+@in_all
+def test_a_request_that_is_refused_is_told_by_its_error(dialect, store, server, verb):
+    body = error_xml("AccessDenied", "words")
+    if dialect is GOOGLE and "upload" not in verb and verb != "put_part":
+        body = error_json(403, "forbidden", "words")
+    code = {"x-ms-error-code": "AuthorizationPermissionMismatch"}
+    server.respond(lambda request: server.Answer(403, code, body))
+    told = "HTTP 403" if dialect is AZURE and verb == "head" else r"HTTP 403.*words"
+    with pytest.raises(AccessDeniedError, match=told) as caught:
+        dialect.verbs[verb](store)
+    assert caught.value.uri == store.uri("run/" if "list" in verb else "run/object")
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>nginx</html>", b"\xff\xfe<", b"<Error>", b"{", b"5"])
@@ -135,13 +95,32 @@ def test_an_answer_that_is_no_error_of_the_vendor_is_judged_by_its_status(store,
 
 def test_an_answer_without_a_version_is_a_broken_answer(dialect, store, server):
     for verb in dialect.versioned:
-        function, answer = dialect.verbs[verb]
+        answer = dialect.answers[verb]
         in_body = "ETag" not in dialect.versions
         nothing = {**answer, "headers": {}, "body": b"{}" if in_body else answer.get("body", b"")}
         server.respond(lambda request, nothing=nothing: server.Answer(**nothing))
         with pytest.raises(TransientStoreError) as caught:
-            function(store)
+            dialect.verbs[verb](store)
         assert caught.value.uri == store.uri("run/object")
+
+
+def test_a_range_is_asked_for_inclusively(dialect, store, server):
+    headers = {**dialect.versions, "Content-Range": "bytes 100-103/999"}
+    server.answer(status=206, headers=headers, body=b"data")
+    memory = memoryview(bytearray(4))
+    info = store.get_range("run/object", 100, [memory[:1], memory[1:]])
+    assert server.requests[0].headers["Range"] == "bytes=100-103"
+    assert (bytes(memory), info.size, info.version) == (b"data", 999, *dialect.versions.values())
+
+
+@pytest.mark.parametrize("dialect", ["s3", "azure"], indirect=True)
+def test_a_head_that_names_no_length_is_asked_again(store, server):
+    """The object would be taken for an empty one."""
+    silent = server.Answer(headers={"ETag": '"tag"'}, framing="chunked")
+    server.answer(silent, server.Answer(headers={"ETag": '"tag"'}, size=0))
+    with pytest.raises(ConnectionLostError, match="no length"):
+        store.head("run/object")
+    assert store.head("run/object").size == 0
 
 
 def test_a_truncated_object_tells_how_much_came(dialect, store, server):
@@ -160,6 +139,77 @@ def test_a_key_with_dot_segments_is_never_sent(store, server, key):
     assert server.requests == []
 
 
+# listings, and what says that nothing is there
+
+NO_LISTINGS = [
+    *(b"", b" \n", b"Hello", b"<ok/>", b"<html>", b"<html><p>sign in</p></html>"),
+    b"<EnumerationResults><Blobs>",
+]
+
+
+@pytest.mark.parametrize("body", NO_LISTINGS)
+@pytest.mark.parametrize("verb", ["list", "list_level", "list_uploads"])
+def test_a_listing_that_is_none_is_no_empty_one(store, server, verb, body):
+    """A vendor's client would take it for one, and a training job begin anew."""
+    server.answer(body=body)
+    with pytest.raises(ServerError, match="should be"):
+        list(getattr(store, verb)("run/"))
+
+
+PAGES = {
+    ("s3", "list"): lambda marker: xml_of(
+        "ListBucketResult", IsTruncated="true", NextContinuationToken=marker
+    ),
+    ("s3", "list_uploads"): lambda marker: xml_of(
+        "ListMultipartUploadsResult",
+        IsTruncated="true",
+        NextKeyMarker=marker,
+        NextUploadIdMarker=marker,
+    ),
+    ("google", "list"): lambda marker: b'{"nextPageToken": "%s"}' % marker.encode(),
+    ("azure", "list"): lambda marker: page(marker=marker),
+    ("azure", "list_uploads"): lambda marker: page(marker=marker),
+}
+
+
+@pytest.mark.parametrize(("dialect", "verb"), PAGES, indirect=["dialect"])
+@pytest.mark.parametrize("markers", ["a", "abc"])
+def test_a_listing_that_leads_back_is_ended(request, store, server, verb, markers):
+    name, again = request.node.callspec.params["dialect"], itertools.cycle(markers)
+    server.respond(lambda request: server.Answer(body=PAGES[name, verb](next(again))))
+    with pytest.raises(ServerError, match="does not end"):
+        list(getattr(store, verb)("run/"))
+    assert len(server.requests) == len(markers) + 1
+
+
+ELSEWHERE = {
+    "s3": [b"<html><body>Not Found</body></html>", b"<!DOCTYPE html><p>sign in", b"404 no page"],
+    "azure": [b"", b"default backend - 404", error_xml("404")],
+    "google": [
+        b"default backend - 404",
+        b"404 page not found",
+        b'{"message": "no Route matched with those values"}',
+        b'{"code": 404, "message": "Path does not match any requirement URI template."}',
+        b"<html><body>Not Found</body></html>",
+        b"<Error><Message>Not Found</Message></Error>",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [(name, body) for name, bodies in ELSEWHERE.items() for body in bodies],
+    indirect=["dialect"],
+)
+def test_the_page_of_a_gateway_does_not_say_that_there_is_no_object(dialect, store, server, body):
+    """A training job would begin anew over its checkpoints."""
+    server.respond(lambda request: server.Answer(404, body=body))
+    for verb in ("get", "get_range", "head", "delete", "abort_upload"):
+        if verb in dialect.answers:
+            with pytest.raises(ServerError, match="answered in its place"):
+                dialect.verbs[verb](store)
+
+
 # whose object it is
 
 NAME = "0123456789abcdef"
@@ -168,23 +218,20 @@ NAME = "0123456789abcdef"
 def name_in(dialect, request):
     """The name that a request gives to a write."""
     if b'"metadata"' in request.body:
-        return test_gcs.inserted(request)[0]["metadata"].get("cloudckptattempt")
+        return inserted(request)[0]["metadata"].get("cloudckptattempt")
     return request.headers[dialect.metadata + "cloudckptattempt"]
 
 
 def test_a_write_gives_its_object_a_name(dialect, store, server):
-    put, answer = dialect.verbs["put"]
-    server.answer(**answer)
-    put(store, attempt=NAME)
-    assert name_in(dialect, server.requests[-1]) == NAME
+    assert name_in(dialect, dialect.call(store, server, "put", attempt=NAME)) == NAME
 
 
 def test_an_upload_gives_its_object_a_name(dialect, store, server):
     names = []
     for _ in range(2):
         for verb in ("create_upload", "complete_upload"):
-            if verb in dialect.verbs:
-                server.answer(**dialect.verbs[verb][1])
+            if verb in dialect.answers:
+                server.answer(**dialect.answers[verb])
         upload = store.create_upload("run/object", 5 * 1024**2)
         checksum = store.capabilities.checksum.of(b"data")
         store.complete_upload(upload, [Part(1, 4, '"tag"', checksum)])
@@ -196,10 +243,10 @@ def test_an_upload_gives_its_object_a_name(dialect, store, server):
 
 @pytest.mark.parametrize("there", [NAME, "f" * 16, ""])
 def test_one_request_tells_whose_an_object_is(dialect, store, server, there):
-    _, answer = dialect.verbs["head"]
-    if dialect.metadata == "x-goog-meta-":
+    answer = dialect.answers["head"]
+    if dialect is GOOGLE:
         told = {"metadata": {"team": "nlp", "cloudckptattempt": there}} if there else {}
-        answer = {**answer, "body": test_gcs.resource(**told)}
+        answer = {**answer, "body": resource(**told)}
     elif there:
         named = {dialect.metadata.title() + "Cloudckptattempt": there}
         answer = {**answer, "headers": {**answer["headers"], **named}}
@@ -212,38 +259,34 @@ def test_one_request_tells_whose_an_object_is(dialect, store, server, there):
 # proxies
 
 
-def asked(dialect, url, server):
-    """The request to put an object with a store at a URL."""
-    store = dialect.open(url)
-    function, answer = dialect.verbs["put"]
-    server.answer(**answer)
-    function(store)
-    store.close()
-    return server.requests[-1].target
+@pytest.fixture
+def asked(dialect, server, opened):
+    """The target of the request to put an object with a store at a URL."""
+    return lambda url: dialect.call(opened(dialect.open(url)), server, "put").target
 
 
 @pytest.mark.parametrize("hosts", ["127.0.0.1", ".internal,127.0.0.1"])
-def test_no_proxy_is_respected(dialect, server, monkeypatch, hosts):
+def test_no_proxy_is_respected(asked, server, monkeypatch, hosts):
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("NO_PROXY", hosts)
-    assert asked(dialect, server.url, server).startswith("/")
+    assert asked(server.url).startswith("/")
 
 
-def test_a_proxy_may_be_written_without_its_scheme(dialect, server, monkeypatch):
+def test_a_proxy_may_be_written_without_its_scheme(asked, server, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", server.url.removeprefix("http://"))
-    assert asked(dialect, "http://store.example", server).startswith("http://store.example/")
+    assert asked("http://store.example").startswith("http://store.example/")
 
 
 @pytest.mark.parametrize("dialect", ["google", "azure"], indirect=True)  # boto3 knows none
 @pytest.mark.parametrize("variable", ["ALL_PROXY", "all_proxy"])
 def test_a_proxy_for_all_is_asked_unless_there_is_one_for_the_scheme(
-    dialect, server, monkeypatch, variable
+    asked, server, monkeypatch, variable
 ):
     monkeypatch.setenv(variable, server.url.removeprefix("http://"))
-    assert asked(dialect, "http://store.example", server).startswith("http://store.example/")
+    assert asked("http://store.example").startswith("http://store.example/")
     monkeypatch.setenv("HTTP_PROXY", server.url)
     monkeypatch.setenv(variable, "socks5://127.0.0.1:9")
-    assert asked(dialect, "http://store.example", server).startswith("http://store.example/")
+    assert asked("http://store.example").startswith("http://store.example/")
 
 
 # when to come back

@@ -55,6 +55,13 @@ def put(store, key, data):
     return store.inner.put(key, [memoryview(data)], checksum=CRC32C.of(data))
 
 
+def stored(store, size):
+    """The bytes of an object that is there."""
+    data = some_bytes(size)
+    put(store, "object", data)
+    return data
+
+
 def some_bytes(size, seed=0):
     return random.Random(f"{size}/{seed}").randbytes(size)
 
@@ -126,8 +133,7 @@ def test_every_wanted_byte_arrives(items, parts, request_size, merge_gap, verify
 @pytest.mark.parametrize("size", [64 * KIB - 1, 64 * KIB, 3 * MIB + 12_345])
 @pytest.mark.parametrize("cut", [0, 1, 777])
 def test_small_and_large_targets_are_filled_exactly(store, size, cut):
-    data = some_bytes(size + 2 * cut)
-    put(store, "object", data)
+    data = stored(store, size + 2 * cut)
     want = bytes_wanted(source_of(data, block=64 * KIB), cut, cut + size)
     fetch(store, [want])
     assert bytes(want.sink.data) == data[cut : cut + size]
@@ -147,8 +153,7 @@ def as_tensor(data, dtype=torch.float32):
 
 def test_a_plain_tensor_is_received_into_its_own_memory(store):
     """No byte takes a detour: the store is given the tensor's memory to fill."""
-    data = some_bytes(4 * MIB)
-    put(store, "object", data)
+    data = stored(store, 4 * MIB)
     target = torch.zeros(MIB, dtype=torch.int32)
     begin, filled = target.data_ptr(), []
     inner = store.inner.get_range
@@ -222,23 +227,20 @@ def test_a_box_goes_into_a_target_of_any_strides(store):
 
 
 def test_with_checksums_whole_blocks_are_read_and_no_more(store):
-    data = some_bytes(100_000)
-    put(store, "object", data)
+    data = stored(store, 100_000)
     want = bytes_wanted(source_of(data), 5500, 7200)
     assert fetch(store, [want]).nbytes == 3 * BLOCK
     assert bytes(want.sink.data) == data[5500:7200]
 
 
 def test_without_checksums_only_what_is_wanted_is_read(store):
-    data = some_bytes(100_000)
-    put(store, "object", data)
+    data = stored(store, 100_000)
     want = bytes_wanted(source_of(data), 5500, 7200)
     assert fetch(store, [want], verify=False).nbytes == 1700
 
 
 def test_neighbours_share_a_request(store):
-    data = some_bytes(100_000)
-    put(store, "object", data)
+    data = stored(store, 100_000)
     source = source_of(data)
     wanted = [bytes_wanted(source, at, at + 100) for at in range(0, 90_000, 3000)]
     assert fetch(store, wanted, merge_gap=4000).requests == 1
@@ -246,16 +248,14 @@ def test_neighbours_share_a_request(store):
 
 
 def test_a_large_item_is_spread_over_requests(store):
-    data = some_bytes(100_000)
-    put(store, "object", data)
+    data = stored(store, 100_000)
     want = bytes_wanted(source_of(data))
     stats = fetch(store, [want], request_size=10 * BLOCK)
     assert (stats.requests, stats.nbytes, stats.retries) == (10, 100_000, 0)
 
 
 def test_a_connection_that_broke_is_resumed_where_it_broke(store):
-    data = some_bytes(100_000)
-    put(store, "object", data)
+    data = stored(store, 100_000)
     store.fail("get_range", ConnectionLostError, calls=[1, 2], when="during", moved=30_000)
     want = bytes_wanted(source_of(data))
     stats = fetch(store, [want])
@@ -288,8 +288,7 @@ class Damaging(MemoryStore):
 @pytest.mark.parametrize("request_size", [8 * BLOCK, 10**6])
 def test_damage_on_the_way_is_repaired_by_reading_again(place, request_size, caplog):
     store = FaultyStore(Damaging(place, times=1))
-    data = some_bytes(100_000)
-    put(store, "object", data)
+    data = stored(store, 100_000)
     want = bytes_wanted(source_of(data))
     with caplog.at_level(logging.WARNING, "cloudckpt"):
         fetch(store, [want], request_size=request_size)
@@ -299,8 +298,7 @@ def test_damage_on_the_way_is_repaired_by_reading_again(place, request_size, cap
 
 def test_damage_in_the_store_is_told_with_its_place():
     store = FaultyStore(Damaging(77_777, times=10**9))
-    data = some_bytes(100_000)
-    put(store, "object", data)
+    data = stored(store, 100_000)
     with pytest.raises(CheckpointCorruptError, match="bytes 77000 to 78000") as caught:
         fetch(store, [bytes_wanted(source_of(data, item="layer.weight"))])
     assert caught.value.item == "layer.weight"
@@ -313,8 +311,7 @@ def test_damage_in_the_store_is_told_with_its_place():
 )
 def test_damage_is_found_in_every_block_that_is_touched(start, stop, found):
     store = FaultyStore(Damaging(77_777, times=10**9))
-    data = some_bytes(100_000)
-    put(store, "object", data)
+    data = stored(store, 100_000)
     want = bytes_wanted(source_of(data), start, stop)
     if found:
         with pytest.raises(CheckpointCorruptError):
@@ -336,8 +333,7 @@ def test_damaged_bytes_are_not_delivered_to_a_tensor_that_takes_a_detour():
 
 def test_without_verification_damage_goes_through():
     store = FaultyStore(Damaging(500, times=10**9))
-    data = some_bytes(1000)
-    put(store, "object", data)
+    data = stored(store, 1000)
     want = bytes_wanted(source_of(data))
     fetch(store, [want], verify=False)
     assert bytes(want.sink.data) != data
@@ -370,8 +366,7 @@ def test_an_object_that_changed_since_the_checkpoint_is_noticed(store, change, b
 
 
 def test_an_object_that_is_replaced_between_two_requests_is_noticed(store):
-    data = some_bytes(10_000)
-    put(store, "object", data)
+    data = stored(store, 10_000)
 
     def replace(message):
         put(store, "object", some_bytes(10_000, "other"))
@@ -400,8 +395,7 @@ def test_an_object_that_is_replaced_under_two_requests_at_once_is_noticed():
             return super().get_range(key, start, into, **others)
 
     store = FaultyStore(Swapping(uuid.uuid4().hex))
-    data = some_bytes(10_000)
-    put(store, "object", data)
+    data = stored(store, 10_000)
     source = source_of(data, block=0)
     wanted = [bytes_wanted(source, 0, 1000), bytes_wanted(source, 9000, 10_000)]
     with pytest.raises(CheckpointCorruptError, match="replaced"):
@@ -411,8 +405,7 @@ def test_an_object_that_is_replaced_under_two_requests_at_once_is_noticed():
 @pytest.mark.parametrize("moved", [1, 5000, 9999])
 def test_an_object_that_is_replaced_when_a_connection_breaks_is_noticed(store, moved):
     """The first answer, which broke, is of one version; what is left must not be of another."""
-    data = some_bytes(10_000)
-    put(store, "object", data)
+    data = stored(store, 10_000)
 
     def replace(message):
         put(store, "object", some_bytes(10_000, "other"))
@@ -427,16 +420,14 @@ def test_an_object_that_is_replaced_when_a_connection_breaks_is_noticed(store, m
 
 
 def test_a_refusal_is_raised_as_it_is(store):
-    data = some_bytes(10_000)
-    put(store, "object", data)
+    data = stored(store, 10_000)
     store.fail("get_range", AccessDeniedError)
     with pytest.raises(AccessDeniedError):
         fetch(store, [bytes_wanted(source_of(data))])
 
 
 def test_a_store_that_stays_away_is_given_up(store):
-    data = some_bytes(10_000)
-    put(store, "object", data)
+    data = stored(store, 10_000)
     store.fail("get_range", ConnectionLostError)
     with pytest.raises(ConnectionLostError, match="gave up after 3 tries"):
         fetch(store, [bytes_wanted(source_of(data))], retry=RetryPolicy(attempts=3, base=0, cap=0))

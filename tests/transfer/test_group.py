@@ -1,5 +1,6 @@
 """Parallel tasks: bounded, and the first failure stops the rest."""
 
+import contextlib
 import functools
 import gc
 import math
@@ -35,6 +36,35 @@ def threads_of(name):
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
+def run(group, *tasks):
+    """Submits the tasks, and waits for the end of the group."""
+
+    def produce():
+        for task in tasks:
+            group.submit(task)
+
+    group.run(produce)
+
+
+class Running:
+    """A task that notes how many of it run at once, each time that one begins."""
+
+    def __init__(self, seconds=0.001):
+        self.seconds, self.running, self.counts, self.lock = seconds, 0, [], threading.Lock()
+
+    def __call__(self):
+        with self.lock:
+            self.running += 1
+            self.counts.append(self.running)
+        threading.Event().wait(self.seconds)  # gives others the chance to be too many
+        with self.lock:
+            self.running -= 1
+
+
+def fail():
+    raise ServerError("first")
+
+
 def test_all_tasks_have_run_when_the_group_ends():
     done, lock = [], threading.Lock()
 
@@ -42,12 +72,7 @@ def test_all_tasks_have_run_when_the_group_ends():
         with lock:
             done.append(number)
 
-    def produce():
-        for number in range(200):
-            group.submit(lambda number=number: work(number))
-
-    group = TaskGroup(4)
-    group.run(produce)
+    run(TaskGroup(4), *(functools.partial(work, number) for number in range(200)))
     assert sorted(done) == list(range(200))
 
 
@@ -57,34 +82,14 @@ def test_a_group_without_tasks_ends():
 
 
 def test_as_many_tasks_run_at_once_as_the_group_is_wide():
-    def produce():
-        for _ in range(10):
-            group.submit(lambda: meeting.wait(PATIENCE))
-
-    meeting = threading.Barrier(5)
-    group = TaskGroup(5)
-    group.run(produce)
+    meeting = threading.Barrier(5, timeout=PATIENCE)
+    run(TaskGroup(5), *[meeting.wait] * 10)
 
 
 def test_no_more_tasks_run_at_once_than_the_group_is_wide():
-    running, most, lock = 0, 0, threading.Lock()
-
-    def work():
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        threading.Event().wait(0.001)  # gives others the chance to be too many
-        with lock:
-            running -= 1
-
-    def produce():
-        for _ in range(60):
-            group.submit(work)
-
-    group = TaskGroup(3)
-    group.run(produce)
-    assert most <= 3
+    work = Running()
+    run(TaskGroup(3), *[work] * 60)
+    assert max(work.counts) <= 3
 
 
 class Widths:
@@ -107,26 +112,21 @@ class Widths:
 
 
 def test_a_group_grows_when_its_pace_says_so():
-    def produce():
-        for _ in range(12):
-            group.submit(lambda: meeting.wait(PATIENCE))
-
-    meeting = threading.Barrier(6)
-    group = TaskGroup(2, pace=(pace := Widths(2, 2, 6)))
-    group.run(produce)
+    meeting = threading.Barrier(6, timeout=PATIENCE)
+    run(TaskGroup(2, pace=(pace := Widths(2, 2, 6))), *[meeting.wait] * 12)
     assert pace.has_ended
 
 
 def test_a_group_whose_producer_is_done_grows_too():
     def produce():
         for _ in range(12):
-            group.submit(lambda: meeting.wait(PATIENCE))
+            group.submit(meeting.wait)
         done.set()
 
     def late(threads, is_full):
         return 6 if done.is_set() else 2
 
-    done, meeting = threading.Event(), threading.Barrier(6)
+    done, meeting = threading.Event(), threading.Barrier(6, timeout=PATIENCE)
     pace = Widths(2)
     pace.width = lambda threads, *, is_full: late(threads, is_full)
     group = TaskGroup(2, pace=pace, most_waiting=math.inf)
@@ -135,38 +135,19 @@ def test_a_group_whose_producer_is_done_grows_too():
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_group_shrinks_when_its_pace_says_so_and_all_tasks_are_carried_out(width):
-    running, counts, lock = 0, [], threading.Lock()
-
-    def work():
-        nonlocal running
-        with lock:
-            running += 1
-            counts.append(running)
-        threading.Event().wait(0.002)
-        with lock:
-            running -= 1
-
-    def produce():
-        for _ in range(400):
-            group.submit(work)
-
-    group = TaskGroup(8, name="shrinks", pace=Widths(8, width))
-    group.run(produce)
-    assert len(counts) == 400
-    assert max(counts[-100:]) <= width
+    work = Running(0.002)
+    run(TaskGroup(8, name="shrinks", pace=Widths(8, width)), *[work] * 400)
+    assert len(work.counts) == 400
+    assert max(work.counts[-100:]) <= width
     assert threads_of("shrinks") == []
 
 
 def test_nobody_asks_a_pace_before_all_threads_are_busy():
-    group = TaskGroup(8, pace=(pace := Widths(8)))
-    group.run(lambda: group.submit(lambda: threading.Event().wait(0.05)))
+    run(TaskGroup(8, pace=(pace := Widths(8))), lambda: threading.Event().wait(0.05))
     assert pace.asked == 0
 
 
 def test_a_failure_ends_a_group_that_grows():
-    def fail():
-        raise ServerError("no")
-
     def produce():
         for _ in range(4):
             group.submit(lambda: threading.Event().wait(0.01))
@@ -244,9 +225,8 @@ def test_the_first_error_is_raised_as_it_is():
     def fail():
         raise error
 
-    group = TaskGroup(2)
     with pytest.raises(ServerError) as caught:
-        group.run(lambda: group.submit(fail))
+        run(TaskGroup(2), fail)
     assert caught.value is error
 
 
@@ -259,17 +239,13 @@ def test_an_error_stops_tasks_that_look_at_the_flag():
             group.cancellation.wait(PATIENCE)
             group.cancellation.check()
 
-    def fail():
+    def fail_then():
         begun.wait()
-        raise ServerError("first")
-
-    def produce():
-        group.submit(endless)
-        group.submit(fail)
+        fail()
 
     group = TaskGroup(2)
     with pytest.raises(ServerError, match="first"):
-        group.run(produce)
+        run(group, endless, fail_then)
 
 
 def test_an_error_breaks_off_what_other_tasks_wait_for():
@@ -281,21 +257,16 @@ def test_an_error_breaks_off_what_other_tasks_wait_for():
         waiting.open()
         broken_off.wait()
 
-    def fail():
+    def fail_then():
         waiting.wait()
-        raise ServerError("first")
+        fail()
 
     def interrupt(running):
         broken.extend(running)
         broken_off.open()
 
-    def produce():
-        group.submit(wait)
-        group.submit(fail)
-
-    group = TaskGroup(2, interrupt=interrupt)
     with pytest.raises(ServerError, match="first"):
-        group.run(produce)
+        run(TaskGroup(2, interrupt=interrupt), wait, fail_then)
     assert set(threads) <= set(broken)
 
 
@@ -312,7 +283,7 @@ def test_a_thread_that_an_interrupt_caught_at_its_start_is_waited_for(monkeypatc
     group = TaskGroup(2)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        group.run(lambda: group.submit(lambda: None))
+        run(group, lambda: None)
     [thread] = begun
     assert thread.ident is not None
     assert not thread.is_alive()
@@ -397,20 +368,8 @@ def test_an_interrupt_is_raised_even_if_a_task_failed_before():
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_no_thread_is_left_behind(fails):
-    def work():
-        if fails:
-            raise ServerError("failed")
-
-    def produce():
-        for _ in range(3):
-            group.submit(work)
-
-    group = TaskGroup(4, name="left-behind")
-    if fails:
-        with pytest.raises(ServerError):
-            group.run(produce)
-    else:
-        group.run(produce)
+    with pytest.raises(ServerError) if fails else contextlib.nullcontext():
+        run(TaskGroup(4, name="left-behind"), *[fail if fails else lambda: None] * 3)
     assert threads_of("left-behind") == []
 
 
@@ -432,17 +391,12 @@ def test_a_thread_that_waits_for_work_keeps_no_buffer_alive():
 def test_errors_of_many_tasks_at_once_are_one():
     meeting = threading.Barrier(4)
 
-    def fail(number):
+    def fail_together(number):
         meeting.wait(PATIENCE)
         raise ServerError(f"of task {number}")
 
-    def produce():
-        for number in range(4):
-            group.submit(lambda number=number: fail(number))
-
-    group = TaskGroup(4)
     with pytest.raises(ServerError, match=r"of task \d"):
-        group.run(produce)
+        run(TaskGroup(4), *(functools.partial(fail_together, number) for number in range(4)))
 
 
 def test_an_interrupt_while_waiting_stops_the_tasks():
@@ -467,7 +421,7 @@ def test_an_interrupt_while_waiting_stops_the_tasks():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            group.run(lambda: group.submit(endless))
+            run(group, endless)
         assert threads_of("interrupted") == []
     finally:
         signal.signal(signal.SIGINT, before)
@@ -568,7 +522,7 @@ def test_a_flag_is_raised_once_and_for_all():
 
 def test_the_error_of_a_group_holds_no_reference_to_it_for_ever():
     group = TaskGroup(1)
-    group.run(functools.partial(group.submit, lambda: None))
+    run(group, lambda: None)
     found = weakref.ref(group)
     del group
     gc.collect()
