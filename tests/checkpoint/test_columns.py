@@ -18,6 +18,7 @@ from cloudckpt.checkpoint.columns import (
     numbers_in,
     packed_column,
     raw_bytes,
+    repeated,
     unfilled,
     unpack_column,
 )
@@ -33,6 +34,12 @@ def test_a_column_comes_back(numbers, at_once):
         unpack_column(packed, into)
     assert packed.read() == b""
     assert into.tolist() == numbers
+
+
+@given(st.lists(st.tuples(NUMBERS, st.integers(0, 4)), max_size=20))
+def test_numbers_are_repeated_as_torch_repeats_them(pairs):
+    column, counts = (column_of([pair[side] for pair in pairs]) for side in (0, 1))
+    assert repeated(column, counts).equal(column.repeat_interleave(counts))
 
 
 @given(st.lists(NUMBERS, max_size=20))

@@ -11,6 +11,7 @@ from cloudckpt import CloudStorageReader, CloudStorageWriter, Config, RetryPolic
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
 from cloudckpt.errors import RanksFailedError
 from cloudckpt.events import Transferred
+from cloudckpt.format_utils import torch_save_to_dcp
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
@@ -111,6 +112,28 @@ def test_a_child_saves_and_loads_after_its_parent_has(method, kind, request):
     assert in_a_child(method, _as_a_child, place)
     assert _save_and_load(place.at("parent"), 2)  # its connections are still its own
     assert_same(_loaded(place.at("child")), numbered(300_000, first=1000))
+
+
+def _without_threads_of_torch(uri: str) -> bool:
+    """Most of what cloudckpt does, where torch counts on threads that the fork did not copy."""
+    torch.set_num_threads(2)
+    state = {name: torch.ones(3) for name in "abc"}
+    cloudckpt.save(state, checkpoint_id=f"{uri}/first", no_dist=True)
+    torch.save(state, f"{uri}/file.pt")
+    torch_save_to_dcp(f"{uri}/file.pt", f"{uri}/second")
+    cloudckpt.copy(f"{uri}/first", f"{uri}/third")
+    cloudckpt.verify(f"{uri}/third")
+    return True
+
+
+def test_a_forked_child_does_not_wait_for_threads_of_torch_for_a_few_tensors(tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.ones(1_000_000).sum()  # starts the threads, which no child has
+        assert in_a_child("fork", _without_threads_of_torch, str(tmp_path), deadline=60.0)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _has_its_own_store(place: Place, parents: ObjectStore) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
-from cloudckpt.checkpoint.columns import column_of, counted, unfilled
+from cloudckpt.checkpoint.columns import column_of, counted, repeated, unfilled
 from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_metadata
 from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory
 from cloudckpt.checkpoint.lazy import save_id_of
@@ -147,7 +147,7 @@ def _compare_chunks(
 def _places(firsts: Sequence[int], counts: torch.Tensor) -> torch.Tensor:
     """The numbers of chunks: of each tensor ``counts`` from a first one on."""
     before = column_of(firsts) - (counts.cumsum(0) - counts)
-    return before.repeat_interleave(counts) + counted(0, int(counts.sum()))
+    return repeated(before, counts) + counted(0, int(counts.sum()))
 
 
 def _box(chunks: Chunks, number: int) -> str:

@@ -30,6 +30,7 @@ __all__ = [
     "numbers_in",
     "packed_column",
     "raw_bytes",
+    "repeated",
     "unfilled",
     "unpack_column",
 ]
@@ -65,6 +66,19 @@ def matrix_of(flat: array[int], columns: int, rows: int) -> torch.Tensor:
 def counted(start: int, stop: int) -> torch.Tensor:
     """The numbers from one up to another."""
     return torch.arange(start, stop, device="cpu")
+
+
+def repeated(column: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Each number of a column as many times as its count says.
+
+    Tensor.repeat_interleave waits for threads of torch even for two numbers. In a forked child,
+    which has none of them, it would wait for ever.
+    """
+    ends = counts.cumsum(0)
+    total = int(counts.sum())
+    steps = torch.zeros(total + 1, dtype=torch.int64, device="cpu")
+    steps.index_add_(0, ends, torch.ones_like(ends))
+    return column[steps.cumsum(0)[:total]]
 
 
 def byte_rows(column: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cloudckpt.checkpoint.columns import byte_rows, column_of, counted, raw_bytes
+from cloudckpt.checkpoint.columns import byte_rows, column_of, counted, raw_bytes, repeated
 from cloudckpt.checkpoint.inventory import Inventory, dims_of
 from cloudckpt.checkpoint.lazy import save_id_of
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION
@@ -172,9 +172,9 @@ class _Opcodes:
         for dims, chunks in inventory.chunks.items():
             of_dims = [number for number, e in enumerate(entries) if dims_of(e.shape) == dims]
             counts = column_of([entries[number].count for number in of_dims])
-            names = fqns[column_of(of_dims)].repeat_interleave(counts)
+            names = repeated(fqns[column_of(of_dims)], counts)
             starts = column_of([entries[number].place for number in of_dims])
-            hints = counted(0, chunks.rows.numel()) - starts.repeat_interleave(counts)
+            hints = counted(0, chunks.rows.numel()) - repeated(starts, counts)
             places = extents.at(chunks.rows)
             self._write_rows(
                 *(get["MetadataIndex"], _NEW, _DICT, _MARK, get[("fqn",)], b"j", _u32(names)),

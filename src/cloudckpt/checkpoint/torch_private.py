@@ -123,7 +123,8 @@ def meta_reads_no_data() -> bool:
             return count
 
     file = Counting()
-    torch.save(torch.zeros(size, dtype=torch.uint8, device="cpu"), file)
+    # empty: zeros would wait for threads of torch, which a forked child does not have
+    torch.save(torch.empty(size, dtype=torch.uint8, device="cpu"), file)
     file.seek(0)
     torch.load(file, map_location="meta", weights_only=True)
     return read < size

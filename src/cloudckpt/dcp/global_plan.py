@@ -31,7 +31,14 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from cloudckpt.checkpoint.columns import column_of, counted, packed_column, unfilled, unpack_column
+from cloudckpt.checkpoint.columns import (
+    column_of,
+    counted,
+    packed_column,
+    repeated,
+    unfilled,
+    unpack_column,
+)
 from cloudckpt.checkpoint.draft import Planned
 from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_plan
 from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, Paths
@@ -249,7 +256,7 @@ class _Items:
                 raise NotInColumnsError("ranks have different things of one name")
             numbers.append(self._numbers.setdefault(name, len(self._numbers)))
         counts = column_of([entry.count for entry in inventory.entries.values()])
-        return column_of(numbers).repeat_interleave(counts)
+        return repeated(column_of(numbers), counts)
 
     def kept(self, to_lowest_rank: bool) -> torch.Tensor:
         """The items that are written: of those that several ranks have, one each.
@@ -422,7 +429,7 @@ def _doubtful(inventory: Inventory, ranks: int) -> Iterator[str]:
             continue
         tensors = [(n, e) for n, e in inventory.entries.items() if e.shape and len(e.shape) == dims]
         counts = column_of([entry.count for _, entry in tensors])
-        names = counted(0, len(tensors)).repeat_interleave(counts)
+        names = repeated(counted(0, len(tensors)), counts)
         wanted = column_of([math.prod(entry.shape or ()) for _, entry in tensors])
         found = torch.zeros(len(tensors), dtype=torch.int64, device="cpu")
         found.index_add_(0, names, chunks.sizes.prod(1))
