@@ -76,7 +76,8 @@ WRONG = {
     "backwards": ({"w": _entry(data_offsets=[24, 0])}, 24, "outside"),
     "other size": ({"w": _entry(shape=[2, 2])}, 24, "bytes of its shape"),
     "truth for a number": ({"w": _entry(shape=[True, 6])}, 24, "no tensor has"),
-    "overflow": ({"w": _entry(shape=[1 << 62, 4, 0])}, 24, "bytes of its shape"),
+    "overflow": ({"w": _entry(shape=[1 << 62, 4, 0], data_offsets=[0, 0])}, 0, "no tensor has"),
+    "overflow by type": ({"w": _entry(shape=[1 << 61, 0], data_offsets=[0, 0])}, 0, "has a shape"),
     "gap": ({"w": _entry(data_offsets=[4, 28])}, 28, "does not begin"),
     "overlap": ({"v": _entry(), "w": _entry()}, 24, "does not begin"),
     "rest": ({"w": _entry()}, 25, "end at byte"),
@@ -100,8 +101,13 @@ def test_a_header_that_lies_is_refused(case: str) -> None:
 
 
 def test_a_type_that_nobody_knows_is_named() -> None:
-    with pytest.raises(UnsupportedTensorError, match="F33"):
+    with pytest.raises(UnsupportedTensorError, match=r"F33.* at file:///model"):
         _parsed({"w": _entry(dtype="F33")})
+
+
+def test_a_header_may_say_that_it_has_no_metadata() -> None:
+    found = _parsed({"__metadata__": None, "w": _entry()})
+    assert (found.metadata, [one.name for one in found.tensors]) == ({}, ["w"])
 
 
 @pytest.mark.parametrize(

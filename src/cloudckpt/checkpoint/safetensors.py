@@ -175,10 +175,11 @@ def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> F
     """
     try:
         document = _document(bytes(text))
-        metadata = document.pop(_METADATA, {})
+        metadata = document.pop(_METADATA, None)
+        metadata = {} if metadata is None else metadata  # null, too, means none
         _expect(_is_texts(metadata), "its __metadata__ are no texts")
         first = LENGTH_BYTES + len(text)
-        found = [_entry(name, entry, first, size) for name, entry in document.items()]
+        found = [_entry(name, entry, first, size, uri) for name, entry in document.items()]
         found.sort(key=lambda entry: (entry.start, entry.stop))
         expected = first
         for entry in found:
@@ -279,7 +280,7 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
 
 
-def _entry(name: str, entry: object, first: int, size: int) -> TensorEntry:
+def _entry(name: str, entry: object, first: int, size: int, uri: str) -> TensorEntry:
     _expect(
         isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"},
         f"{name} is not described by dtype, shape and data_offsets",
@@ -295,8 +296,15 @@ def _entry(name: str, entry: object, first: int, size: int) -> TensorEntry:
     start, stop = offsets
     _expect(start <= stop <= size - first, f"{name} lies outside of the file")
     if not isinstance(kind, str) or kind not in _TYPES:
-        raise UnsupportedTensorError(f"{name} is of type {kind!r}, which is not known", item=name)
+        raise UnsupportedTensorError(
+            f"{name} is of type {kind!r}, which is not known: read the file with another library, "
+            "and save this tensor as another type",
+            uri=uri,
+            item=name,
+        )
     dtype = _TYPES[kind]
+    strides = math.prod(n for n in shape if n)  # of a tensor without elements, too
+    _expect(strides * dtype.itemsize < 1 << 63, f"{name} has a shape that no tensor has")
     _expect(
         math.prod(shape) * dtype.itemsize == stop - start, f"{name} has not the bytes of its shape"
     )
