@@ -295,6 +295,18 @@ def test_a_folder_in_the_place_of_a_file_is_said(store, tmp_path, if_absent):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+@pytest.mark.parametrize("key", ["a/x", "a/b/x", "link/x"])
+def test_a_file_in_the_place_of_a_folder_is_said(store, tmp_path, key):
+    (tmp_path / "a").write_bytes(b"mine")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(InvalidRequestError, match="in the place of this folder") as caught:
+        put(store, tmp_path / key, b"x")
+    assert caught.value.uri == (tmp_path / key.partition("/")[0]).as_uri()
+    for version in (None, "1-2-3"):
+        store.delete(str(tmp_path / key), if_version=version)  # what is not there is deleted
+    assert (tmp_path / "a").read_bytes() == b"mine"
+
+
 def test_what_can_not_be_read_has_a_name(store, tmp_path, monkeypatch):
     put(store, tmp_path / "object", b"data")
     monkeypatch.setattr(os, "preadv", fail_with(errno.EACCES))

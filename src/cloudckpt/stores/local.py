@@ -269,16 +269,16 @@ class LocalStore(ObjectStore):
                     yield _info(path, os.stat(path))
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
-        with self._errors(key):
+        with self._errors(key), contextlib.suppress(*_GONE):
             if if_version is None:
-                Path(key).unlink(missing_ok=True)
+                Path(key).unlink()
                 return
-            with contextlib.suppress(FileNotFoundError), _locked(Path(key).parent):
+            with _locked(Path(key).parent):
                 if self._version(key) not in (None, if_version):
                     raise PreconditionFailedError(
                         "the file was replaced", uri=self.uri(key), certain=True
                     )
-                Path(key).unlink(missing_ok=True)
+                Path(key).unlink()
 
     def close(self) -> None:
         """Does nothing: no file stays open between calls."""
@@ -496,7 +496,16 @@ def _make_folder(folder: Path) -> None:
         missing.append(folder)
         folder = folder.parent
     for folder in reversed(missing):
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileExistsError as exc:
+            raise InvalidRequestError(
+                "a file, or a link to nothing, is in the place of this folder; choose another "
+                "location",
+                uri=folder.as_uri(),
+                cause=exc,
+                certain=True,
+            ) from exc
         try:
             _sync(folder.parent)
         except PermissionError:
