@@ -7,6 +7,8 @@ def main() -> None:
     """Runs the command line; without the packages of its extra, says how to install them."""
     try:
         from cloudckpt.cli import main as run
+    except KeyboardInterrupt:  # the import takes a moment
+        sys.exit(130)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("rich", "typer"):
             raise

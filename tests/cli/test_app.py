@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import signal
@@ -211,6 +212,35 @@ def verify(*args, **kwargs):
 cloudckpt.verify = verify
 main()
 """
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "out", "err"),
+    [
+        ("ls {run} >&-", 0, "", ""),
+        ("ls nothing 2>&-", 0, "", ""),
+        ("rm {run}/step-1 <&-", 2, "", "give --yes"),
+    ],
+)
+def test_closed_streams_are_no_trouble(run, line, code, out, err):
+    command = f"exec '{sys.executable}' -m cloudckpt {line.format(run=run)}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (code, out)
+    assert err in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_during_the_import_ends_a_command_quietly(monkeypatch):
+    def interrupted(name, *rest):
+        if name == "cloudckpt.cli":
+            raise KeyboardInterrupt
+        return imported(name, *rest)
+
+    imported = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 130
 
 
 def test_ctrl_c_ends_a_command_quietly():

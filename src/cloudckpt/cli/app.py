@@ -4,6 +4,7 @@
 
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -62,6 +63,9 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 def main() -> None:
     """Runs the command line; ends the process with its exit code."""
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch, where there is none
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as by >&-: what is printed there goes nowhere
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # names that its encoding does not have
