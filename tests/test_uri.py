@@ -537,3 +537,13 @@ def test_whatever_a_path_makes_of_a_uri_is_refused(segments, scheme):
     for folded in (Path(uri), Path(uri).absolute(), os.path.join("runs", uri)):
         assert unfolded(str(folded)) is not None
         assert not CheckpointURI.accepts(folded)
+
+
+def test_a_relative_path_where_the_working_directory_is_gone_is_refused(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(InvalidURIError, match="working directory, which is gone"):
+        CheckpointURI.parse("run/step-1")
+    assert CheckpointURI.parse(f"{tmp_path}/run").prefix == f"{tmp_path}/run"

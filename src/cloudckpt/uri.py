@@ -182,7 +182,7 @@ class CheckpointURI:
             )
         match = _SCHEME.match(text)
         if match is None:
-            return cls("file", "", os.path.abspath(os.path.expanduser(text)))
+            return cls("file", "", _absolute(os.path.expanduser(text)))
         scheme, rest = match.group(1).lower(), text[match.end() :]
         if scheme in _AZURE_SCHEMES:
             return cls._azure(scheme, rest, text)
@@ -354,6 +354,18 @@ class CheckpointURI:
         return f"{self.scheme}://{self.bucket}"
 
 
+def _absolute(path: str) -> str:
+    """The absolute form of a local path."""
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as exc:  # on which some begin a new run
+        raise InvalidURIError(
+            f"{_shown(path)!r} is relative to the working directory, which is gone: change to "
+            "another one, or write an absolute path",
+            cause=exc,
+        ) from exc
+
+
 def text_of(location: object) -> str | None:
     """The text of a location; None if it is neither a string nor a path, and its text is not a URI.
 
@@ -379,7 +391,7 @@ def unfolded(path: str) -> str | None:
         if scheme.group(1).lower() != "file":
             return None
         path = unquote(path[scheme.end() :])
-    for form in (path, os.path.abspath(path)):  # a relative path may be beneath such a folder
+    for form in (path, _absolute(path)):  # a relative path may be beneath such a folder
         if found := _FOLDED.search(form):
             return f"{found.group(1)}//{found['rest'] or ''}"
     return None
