@@ -63,6 +63,9 @@ T = TypeVar("T")
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 _LOST = "the ranks lost each other: look which one ended first and why, and start them again"
+_DESTROYED = (
+    "the process group was destroyed during this save: wait for all saves before you destroy it"
+)
 _WHAT_IS_COMMITTED = {
     True: "this save is committed nevertheless",
     False: "this save is not committed, and will not be",
@@ -218,7 +221,7 @@ def save_prepared(
         if loop is not None and plan != PLAN_EACH_TIME:
             return loop.run(plan)
         return save_by_steps(state, writer, planner, meeting.group)
-    except (CheckpointException, RuntimeError) as exc:
+    except (CheckpointException, RuntimeError, ValueError) as exc:
         if is_of_group(exc):
             break_off(meeting.group)
         raise _clean_up_and_translate(exc, writer, meeting.rank) from exc
@@ -394,14 +397,15 @@ def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
 
 
 def _clean_up_and_translate(
-    exc: CheckpointException | RuntimeError, writer: OurWriter, rank: int
+    exc: CheckpointException | RuntimeError | ValueError, writer: OurWriter, rank: int
 ) -> BaseException:
     """Cleans up after a failed save; returns the error that a user can act on."""
     committed, uri = clean_up_after(exc, writer), writer.checkpoint_id
     if is_of_group(exc):
-        message = f"{_LOST}; {_WHAT_IS_COMMITTED[committed]}"
+        lost = _DESTROYED if isinstance(exc, ValueError) else _LOST
+        message = f"{lost}; {_WHAT_IS_COMMITTED[committed]}"
         return ProcessGroupError(message, committed=committed, uri=uri, cause=exc)
-    if isinstance(exc, RuntimeError):
+    if not isinstance(exc, CheckpointException):
         return exc
     failures = {rank: error for rank, (error, _) in exc.failures.items()}
     return one_error(failures, rank, f"in step {exc.args[0]!r}", uri)

@@ -271,6 +271,34 @@ def test_a_save_that_outlives_the_default_group_is_not_committed_without_the_oth
     assert ".metadata" not in local.at("2").names()
 
 
+def _destroyed_while_one_is_slow(place: Place, folder: Path) -> list[object]:
+    """What the ranks are told, of whom the first is still writing when the group is destroyed."""
+    rank = dist.get_rank()
+    gate = Gate(folder)
+    saver = AsyncSaver(options=BackgroundOptions(collective_timeout=10 * PATIENCE))
+    written = saver.save(of_rank(1), place.writer(), planner=gate if rank == 0 else None).written
+    if rank == 0:
+        gate.wait()
+    dist.barrier()
+    dist.destroy_process_group()
+    (folder / f"destroyed-{rank}").touch()
+    assert eventually(lambda: len(list(folder.glob("destroyed-*"))) == 2, PATIENCE)
+    if rank == 0:
+        gate.open()
+    error = written.exception(PATIENCE)
+    saver.close()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return [type(error).__name__, getattr(error, "committed", "")]
+
+
+def test_no_rank_waits_for_another_when_the_group_is_destroyed_during_a_save(
+    local, ranks, tmp_path
+):
+    told = ranks(2, _destroyed_while_one_is_slow, local, tmp_path)
+    assert told == [["ProcessGroupError", False], ["ProcessGroupError", None]]
+    assert ".metadata" not in local.names()
+
+
 def _after_the_group(place: Place) -> None:
     saver, state = AsyncSaver(), of_rank(1)
     dist.barrier()

@@ -60,10 +60,13 @@ def _survives_pickling(error: BaseException) -> bool:
 
 
 def is_of_group(exc: BaseException) -> bool:
-    """Whether a collective raised it; gloo raises plain RuntimeErrors."""
+    """Whether a collective raised it; gloo raises plain RuntimeErrors.
+
+    A group that was destroyed meanwhile makes torch raise a ValueError.
+    """
     if isinstance(exc, dist.DistError):
         return True
-    if not isinstance(exc, RuntimeError):
+    if not isinstance(exc, (RuntimeError, ValueError)):
         return False
     traceback = exc.__traceback__
     while traceback is not None and traceback.tb_next is not None:

@@ -239,8 +239,8 @@ class Meeting:
 
     @property
     def rank(self) -> int:
-        """This rank in the group."""
-        return 0 if self.group is None else dist.get_rank(self.group)
+        """This rank in the group, even when that was destroyed."""
+        return 0 if self.group is None else self.group.rank()
 
     @property
     def size(self) -> int:
@@ -432,15 +432,14 @@ def break_off(group: dist.ProcessGroup | None) -> None:
     """
     if group is None:
         return
-    with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError):  # it was destroyed
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # it was destroyed
         if dist.get_backend_config(group).find("gloo") < 0:
             return
-        for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
-            with contextlib.suppress(RuntimeError):  # timed out or already closed
-                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                work = dist.irecv(nothing, group=group, group_src=peer, tag=_NO_TAG)
-                if work is not None:
-                    work.wait(_LATE)
+    for peer in set(range(group.size())) - {group.rank()}:
+        with contextlib.suppress(RuntimeError):  # timed out or already closed
+            # torch's functions take no group that was destroyed, but its connections may be open
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            group.recv([nothing], peer, _NO_TAG).wait(_LATE)
 
 
 def check_together(use_collectives: bool, uri: str | None = None) -> None:
