@@ -176,6 +176,21 @@ def test_ranks_that_are_in_unequally_many_groups_save_together(ranks, local):
     assert step_at(local, ranks=2) == 1
 
 
+def _part_of_the_ranks(place: Place) -> None:
+    pair = dist.new_group([0, 1])
+    dist.new_group([1, 2])  # which only the second of the pair counts among its groups
+    if dist.get_rank() < 2:
+        for step in (1, 2):
+            with AsyncSaver(process_group=pair) as saver:
+                begin(saver, step, place).result(PATIENCE)
+                assert dist.get_process_group_ranks(saver._group) == [0, 1]
+
+
+def test_a_part_of_the_ranks_saves_even_if_they_are_in_unequally_many_groups(ranks, local):
+    ranks(3, _part_of_the_ranks, local)
+    assert step_at(local, ranks=2) == 2
+
+
 def _alone_and_together(place: Place) -> None:
     rank = dist.get_rank()
     alone = dist.new_group([rank], use_local_synchronization=True)

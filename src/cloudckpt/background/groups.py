@@ -9,6 +9,7 @@ wait for connections that nobody accepts (torch 2.13). The groups end with the d
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cloudckpt.checkpoint.torch_private import set_group_timeout
+from cloudckpt.checkpoint.torch_private import groups_joined, set_group_timeout
 from cloudckpt.errors import ConfigError, ProcessGroupError
 from cloudckpt.fork import module_lock
 
@@ -82,18 +83,16 @@ def open_group(
     soon = min(start_timeout, _CONNECT + _CONNECT_EACH * len(ranks))
     patience = soon if have_met else start_timeout
     try:
-        chosen = _agree(group, number, sorted(free), timedelta(seconds=patience))
+        chosen, most = _agree(group, number, sorted(free), timedelta(seconds=patience))
         patience = soon
-        made = free[chosen] if chosen else _new(ranks, timedelta(seconds=soon))
+        made = free[chosen] if chosen else _new(ranks, most, timedelta(seconds=soon))
         set_group_timeout(timedelta(seconds=collective_timeout), made)
     except RuntimeError as exc:  # gloo and the stores have no other class in common
         raise ProcessGroupError(
             f"the ranks {list(ranks)} did not all make a group for their saves within "
-            f"{patience:g} s. Check whether one has ended. All of them must make this call, and "
-            "if they are not all ranks of the job, each must have made the same number of "
-            "groups before. If torchrun has restarted them, its store may still have the "
-            "addresses of those before: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with "
-            "--standalone or --rdzv-backend c10d",
+            f"{patience:g} s. Check whether one has ended. All of them must make this call. If "
+            "torchrun has restarted them, its store may still have the addresses of those before: "
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with --standalone or --rdzv-backend c10d",
             cause=exc,
         ) from exc
     with _lock:
@@ -116,16 +115,20 @@ def exists(group: dist.ProcessGroup) -> bool:
     return bool(_ranks(group))
 
 
-def _new(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    made = dist.new_group(
-        list(ranks),
-        timeout=timeout,
-        backend="gloo",
-        # with it, the name depends on how many groups a rank is in, which may differ; without it,
-        # all ranks must take part
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-        group_desc="cloudckpt",
+def _new(ranks: tuple[int, ...], most: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A new group.
+
+    Without local synchronization all ranks of the job must take part. With it torch names the
+    group by the number of groups that a rank is in: one that is in fewer than ``most`` joins more,
+    each of itself alone.
+    """
+    is_part = len(ranks) < dist.get_world_size()
+    make = functools.partial(
+        dist.new_group, timeout=timeout, backend="gloo", use_local_synchronization=is_part
     )
+    while is_part and groups_joined() < most:
+        make([dist.get_rank()], group_desc="cloudckpt-count")
+    made = make(list(ranks), group_desc="cloudckpt")
     assert isinstance(made, dist.ProcessGroup)
     return made
 
@@ -138,19 +141,24 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
         return ()
 
 
-def _agree(group: dist.ProcessGroup, number: int, free: list[str], timeout: timedelta) -> str:
-    """The name of a group that is free on all ranks; empty if there is none.
+def _agree(
+    group: dist.ProcessGroup, number: int, free: list[str], timeout: timedelta
+) -> tuple[str, int]:
+    """The name of a group that is free on all ranks, empty if there is none; and how many groups
+    one of them is in at most.
 
     A saver may be closed on one rank while another still uses it, or believes it broken.
     """
     rank, size, store = group.rank(), group.size(), group.get_group_store()
     place = f"cloudckpt/open/{number}"
-    store.set(f"{place}/{rank}", json.dumps(free))
+    store.set(f"{place}/{rank}", json.dumps([free, groups_joined()]))
     if rank == 0:
         keys = [f"{place}/{other}" for other in range(size)]
         store.wait(keys, timeout)
-        common = set.intersection(*(set(json.loads(store.get(key))) for key in keys))
-        store.set(f"{place}/chosen", min(common, default=""))
+        said = [json.loads(store.get(key)) for key in keys]
+        common = set.intersection(*(set(names) for names, _ in said))
+        told = min(common, default=""), max(count for _, count in said)
+        store.set(f"{place}/chosen", json.dumps(told))
     store.wait([f"{place}/chosen"], timeout)
-    chosen: str = store.get(f"{place}/chosen").decode()
-    return chosen
+    chosen, most = json.loads(store.get(f"{place}/chosen"))
+    return chosen, most

@@ -59,6 +59,7 @@ __all__ = [
     "flatten_sharded_tensors",
     "flatten_state_dict",
     "forget_plans",
+    "groups_joined",
     "init_state_dict",
     "load_with",
     "meta_reads_no_data",
@@ -72,6 +73,11 @@ __all__ = [
 ]
 
 _P = TypeVar("_P", bound=Any)
+
+
+def groups_joined() -> int:
+    """How many process groups this rank is in, by which torch names some of the next."""
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def with_strides(properties: _P, strides: tuple[int, ...] | None) -> _P:
