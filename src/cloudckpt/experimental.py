@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt.checkpoint.shard import travels_as_bytes
-from cloudckpt.config import Config
+from cloudckpt.config import Config, config_or_default
+from cloudckpt.config.options import require
 from cloudckpt.errors import (
     CheckpointError,
     InstallError,
@@ -81,6 +82,9 @@ class CloudCheckpointWriter(CheckpointWriter):
             barrier: As in torch.
             commit_hook: As in torch.
             options: Options of cloudckpt.
+
+        Raises:
+            ConfigError: If the options are something else, or were given as torch's configuration.
         """
         super().__init__(
             config if config is not None else CheckpointWriterConfig(),
@@ -88,7 +92,7 @@ class CloudCheckpointWriter(CheckpointWriter):
             barrier,
             commit_hook,
         )
-        self.options = options if options is not None else Config()
+        self.options = config_or_default(_misplaced(config, options))
         self.transferred: Transferred | None = None
 
     def write(self, path: str, state_dict: dict[str, Any], **kwargs: Any) -> Future[None] | None:
@@ -134,9 +138,12 @@ class CloudCheckpointReader(CheckpointReader):
             rank_info: The rank; that of the default process group if it is not given.
             options: Options of cloudckpt.
             trust_pickle: Whether the file's pickle may run any code.
+
+        Raises:
+            ConfigError: If the options are something else, or were given as the rank.
         """
         super().__init__(rank_info if rank_info is not None else _rank_info())
-        self.options = options if options is not None else Config()
+        self.options = config_or_default(_misplaced(rank_info, options))
         self.trust_pickle = trust_pickle
         self.transferred: Transferred | None = None
 
@@ -308,6 +315,12 @@ def _is_like(target: Any, source: Any) -> bool:
         if isinstance(source, kind):
             return isinstance(target, kind)
     return isinstance(target, type(source))
+
+
+def _misplaced(first: object, options: Config | None) -> Config | None:
+    """The options, unless they were given in the place of torch's first argument."""
+    require(not isinstance(first, Config), "a cloudckpt.Config goes into options=")
+    return options
 
 
 def _rank_info() -> RankInfo:

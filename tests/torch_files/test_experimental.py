@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt import events
+from cloudckpt.config import Config
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
+    ConfigError,
     InstallError,
     InvalidURIError,
     ShapeMismatchError,
@@ -432,3 +434,11 @@ def test_a_torch_without_the_experimental_api_is_named_when_it_is_needed(monkeyp
     assert importlib.import_module("cloudckpt.format_utils")
     with pytest.raises(InstallError, match="_experimental"):
         importlib.import_module("cloudckpt.experimental")
+
+
+@pytest.mark.parametrize("cls", [CloudCheckpointWriter, CloudCheckpointReader])
+def test_options_in_a_wrong_place_are_not_ignored(cls):
+    with pytest.raises(ConfigError, match="goes into options="):
+        cls(Config())
+    with pytest.raises(ConfigError, match=r"give a cloudckpt\.Config"):
+        cls(options={})
