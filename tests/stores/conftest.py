@@ -240,9 +240,9 @@ def stub_server():
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def stub(stub_server):
-    """One server for the module, since a store for each test takes its time to make."""
+    """A server for each test: what the one before has left under way does not arrive here."""
     with stub_server() as stub:
         yield stub
 
@@ -298,7 +298,7 @@ def tls_context(tls_files):
     return context
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tls_stub(stub_server, tls_context):
     with stub_server(tls_context) as server:
         yield server

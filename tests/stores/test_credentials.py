@@ -50,21 +50,6 @@ def _no_other_credentials(monkeypatch, tmp_path):
     monkeypatch.setenv("NO_GCE_CHECK", "true")
 
 
-# stores that the process keeps are known by their URL: each test has servers of its own
-
-
-@pytest.fixture
-def stub(stub_server):
-    with stub_server() as server:
-        yield server
-
-
-@pytest.fixture
-def tls_stub(stub_server, tls_context):
-    with stub_server(tls_context) as server:
-        yield server
-
-
 @pytest.fixture
 def no_aws_keys(monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -52,6 +52,13 @@ UPLOAD, VERBS, call = GOOGLE.upload, GOOGLE.verbs, GOOGLE.call
 
 
 @pytest.fixture(scope="module")
+def stub(stub_server):
+    """One server for the module, since a store for each test takes its time to make."""
+    with stub_server() as stub:
+        yield stub
+
+
+@pytest.fixture(scope="module")
 def store(stub):
     store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=stub.url)))
     yield store

@@ -49,6 +49,13 @@ UPLOAD, VERBS, call = S3.upload, S3.verbs, S3.call
 
 
 @pytest.fixture(scope="module")
+def stub(stub_server):
+    """One server for the module, since a store for each test takes its time to make."""
+    with stub_server() as stub:
+        yield stub
+
+
+@pytest.fixture(scope="module")
 def store(stub):
     store = S3Store("bucket", Config(s3=S3Options(endpoint_url=stub.url, addressing_style="path")))
     yield store

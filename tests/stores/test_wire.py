@@ -29,6 +29,13 @@ from cloudckpt.stores.base import Part
 from emulators import free_port
 
 
+@pytest.fixture(scope="module")
+def stub(stub_server):
+    """One server for the module, since a store for each test takes its time to make."""
+    with stub_server() as stub:
+        yield stub
+
+
 @pytest.fixture(scope="module", params=DIALECTS)
 def dialect(request):
     return DIALECTS[request.param]
