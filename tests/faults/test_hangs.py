@@ -305,8 +305,10 @@ class TestInterrupts:
                 # Python misses one that comes right before a system call: a user tries again
                 again = threading.Timer(60, running.signal, (signal.SIGINT,))
                 again.start()
-                status, outcome = running.wait()
-                again.cancel()
+                try:
+                    status, outcome = running.wait()
+                finally:
+                    again.cancel()
             assert outcome is not None, f"the child ended with {status}"
             assert proxy.wait_idle(), proxy.under_way
             return status, outcome, uri

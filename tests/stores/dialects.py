@@ -32,6 +32,13 @@ KEYS = [
 ]
 
 
+@pytest.fixture(scope="module", name="stub")
+def one_stub(stub_server):
+    """One server for a module that imports this, since a store for each test takes its time."""
+    with stub_server() as stub:
+        yield stub
+
+
 def put(store, key="run/object", data=b"data", **more):
     checksum = store.capabilities.checksum.of(data)
     return store.put(key, [memoryview(data)], checksum=checksum, **more)

@@ -19,6 +19,7 @@ from dialects import (
     answers_of,
     error_json,
     inserted,
+    one_stub,  # noqa: F401 - a fixture
     put,
     query_of,
     resource,
@@ -49,13 +50,6 @@ from cloudckpt.stores.gcs_errors import from_answer
 from cloudckpt.transfer.retry import Retrier
 
 UPLOAD, VERBS, call = GOOGLE.upload, GOOGLE.verbs, GOOGLE.call
-
-
-@pytest.fixture(scope="module")
-def stub(stub_server):
-    """One server for the module, since a store for each test takes its time to make."""
-    with stub_server() as stub:
-        yield stub
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,17 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
-from dialects import CRC, KEYS, S3, answers_of, error_xml, get_range, put, xml_of
+from dialects import (
+    CRC,
+    KEYS,
+    S3,
+    answers_of,
+    error_xml,
+    get_range,
+    one_stub,  # noqa: F401 - a fixture
+    put,
+    xml_of,
+)
 
 from cloudckpt import Config, RetryPolicy, S3Options
 from cloudckpt.checksum import CRC32C
@@ -46,13 +56,6 @@ from cloudckpt.stores.s3_access import BucketAccess
 from cloudckpt.transfer.retry import Retrier
 
 UPLOAD, VERBS, call = S3.upload, S3.verbs, S3.call
-
-
-@pytest.fixture(scope="module")
-def stub(stub_server):
-    """One server for the module, since a store for each test takes its time to make."""
-    with stub_server() as stub:
-        yield stub
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from dialects import (
     error_json,
     error_xml,
     inserted,
+    one_stub,  # noqa: F401 - a fixture
     page,
     resource,
     xml_of,
@@ -27,13 +28,6 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Part
 from emulators import free_port
-
-
-@pytest.fixture(scope="module")
-def stub(stub_server):
-    """One server for the module, since a store for each test takes its time to make."""
-    with stub_server() as stub:
-        yield stub
 
 
 @pytest.fixture(scope="module", params=DIALECTS)

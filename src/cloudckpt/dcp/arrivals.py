@@ -207,8 +207,6 @@ class _Watcher:
             ends = list(self._ends) if self._pid == os.getpid() else []
         for ended in ends:
             ended.wait(_LAST_CALL)
-        with self._lock:
-            self._waits, self._over = [], []
 
     def _run(self, ended: threading.Event) -> None:
         try:
@@ -238,5 +236,5 @@ atexit.register(_watcher.close)
 
 
 def no_more_expected() -> None:
-    """Forgets all groups, for good: a process calls it before it destroys them and ends."""
+    """Looks at no group any more, for good: a process calls it before it destroys them and ends."""
     _watcher.close()

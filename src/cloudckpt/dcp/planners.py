@@ -343,7 +343,7 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         return plan
 
     def put(self, read_item: ReadItem, value: Any) -> None:
-        """As ever; what is no container does not stand for the keys of one.
+        """Stores a value; one that is no container does not stand for the missing keys of one.
 
         Raises:
             MissingKeyError: If keys are missing, since the checkpoint has such a value there.
