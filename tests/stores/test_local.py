@@ -19,7 +19,7 @@ from cloudckpt.errors import (
     StorageFullError,
     StoreError,
 )
-from cloudckpt.stores import local
+from cloudckpt.stores import local, posix
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.retry import Retrier
@@ -146,9 +146,9 @@ def test_a_link_that_was_made_though_it_is_called_taken_is_recognized(store, tmp
     """NFS: the answer to the first request was lost, and the second one finds the link."""
     link = os.link
 
-    def link_twice(source, target):
-        link(source, target)
-        link(source, target)
+    def link_twice(*arguments, **options):
+        link(*arguments, **options)
+        link(*arguments, **options)
 
     monkeypatch.setattr(os, "link", link_twice)
     put(store, tmp_path / "object", b"data", if_absent=True)
@@ -164,8 +164,8 @@ def test_a_step_that_was_taken_though_it_failed_is_recognized(
     """NFS: the answer to the first rename was lost, and nothing is left for the second one."""
     take, key = getattr(os, step), tmp_path / "object"
 
-    def fail(source, target):
-        take(source, target)
+    def fail(*arguments, **options):
+        take(*arguments, **options)
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, step, fail)
@@ -366,7 +366,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_whole(store, tmp_path,
 
 
 def test_a_lock_that_is_never_released_is_an_error(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "_LOCK_PATIENCE", 0.02)
+    monkeypatch.setattr(posix, "_LOCK_PATIENCE", 0.02)
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
@@ -382,7 +382,7 @@ def test_a_process_that_is_forked_while_the_lock_is_held_does_not_keep_it(
     store, tmp_path, monkeypatch
 ):
     """As the workers of a data loader are, while another thread saves: they have its files."""
-    monkeypatch.setattr(local, "_LOCK_PATIENCE", 0.02)
+    monkeypatch.setattr(posix, "_LOCK_PATIENCE", 0.02)
     sync, of_workers = os.fsync, []
 
     def sync_and_fork(descriptor):
@@ -404,6 +404,92 @@ def test_a_version_belongs_to_a_file_not_to_its_bytes(store, tmp_path):
     first = put(store, tmp_path / "object", b"same")
     second = put(store, tmp_path / "object", b"same")
     assert first.version != second.version
+
+
+def swap(upload, how, victim):
+    """As somebody may who may write to the folder, too."""
+    unfinished = Path(upload.id)
+    unfinished.unlink()
+    if how == "link":
+        unfinished.symlink_to(victim)
+    elif how == "hard link":
+        os.link(victim, unfinished)
+    elif how == "pipe":
+        os.mkfifo(unfinished)
+    else:
+        unfinished.mkdir()
+
+
+@pytest.mark.parametrize("how", ["link", "hard link", "pipe", "folder"])
+@pytest.mark.parametrize("verb", ["put_part", "complete_upload", "copy_part"])
+def test_an_unfinished_file_that_was_swapped_is_not_written_to(store, tmp_path, how, verb):
+    victim, key = tmp_path / "victim", tmp_path / "run" / "object"
+    victim.write_bytes(b"of somebody else")
+    source = put(store, tmp_path / "source", b"data")
+    upload = store.create_upload(str(key), 4)
+    part = store.put_part(upload, 1, [memoryview(b"data")], checksum=CRC32C.of(b"data"))
+    swap(upload, how, victim)
+    calls = {
+        "put_part": lambda: store.put_part(upload, 2, [memoryview(b"more")], checksum=0),
+        "complete_upload": lambda: store.complete_upload(upload, [part], if_absent=True),
+        "copy_part": lambda: store.copy_part(store, source, upload, 2, 0, 4),
+    }
+    with pytest.raises(InvalidRequestError, match="replaced by somebody") as caught:
+        calls[verb]()
+    assert caught.value.uri == key.as_uri()
+    assert victim.read_bytes() == b"of somebody else"
+    assert not key.exists()
+
+
+@pytest.mark.parametrize("conditions", [{"if_absent": True}, {}])
+@pytest.mark.parametrize("verb", ["put", "copy"])
+@pytest.mark.parametrize("moment", ["while it is written", "before it appears"])
+def test_what_was_swapped_is_not_published(store, tmp_path, monkeypatch, conditions, verb, moment):
+    victim, key = tmp_path / "victim", tmp_path / "run" / "object"
+    victim.write_bytes(b"of somebody else")
+    source = put(store, tmp_path / "source", b"data")
+    step = {
+        "while it is written": "fsync",
+        "before it appears": "link" if conditions else "replace",
+    }
+    take = getattr(os, step[moment])
+
+    def swapped(*arguments, **options):
+        for unfinished in key.parent.glob(".*"):
+            unfinished.unlink()
+            unfinished.symlink_to(victim)
+        return take(*arguments, **options)
+
+    monkeypatch.setattr(os, step[moment], swapped)
+    calls = {
+        "put": lambda: put(store, key, b"data", **conditions),
+        "copy": lambda: store.copy(store, source, str(key), **conditions),
+    }
+    with pytest.raises(InvalidRequestError, match="replaced by somebody"):
+        calls[verb]()
+    assert victim.read_bytes() == b"of somebody else"
+
+
+@pytest.mark.parametrize("verb", ["get", "head", "get_range"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(store, tmp_path, verb):
+    key = str(tmp_path / "object")
+    os.mkfifo(key)
+    more = (0, [memoryview(bytearray(1))]) if verb == "get_range" else ()
+    with pytest.raises(InvalidRequestError, match="no file"):
+        getattr(store, verb)(key, *more)
+
+
+@pytest.mark.parametrize("length", [200, 217, 255])
+@pytest.mark.parametrize("letter", ["x", "é"])
+def test_every_name_that_the_file_system_takes_is_taken(store, tmp_path, length, letter):
+    key = tmp_path / (letter * (length // len(letter.encode())))
+    put(store, key, b"data", if_absent=True)
+    upload = store.create_upload(str(key), 4)
+    assert [listed.id for listed in store.list_uploads(f"{tmp_path}/")] == [upload.id]
+    part = store.put_part(upload, 1, [memoryview(b"more")], checksum=CRC32C.of(b"more"))
+    store.complete_upload(upload, [part])
+    assert files_below(tmp_path) == [key.name]
+    assert key.read_bytes() == b"more"
 
 
 def test_the_same_store_serves_all_files_of_a_process(tmp_path):
@@ -483,6 +569,25 @@ def test_what_a_file_system_keeps_for_itself_does_not_hide_the_rest(store, tmp_p
     refuse(monkeypatch, "scandir", tmp_path / "lost+found", errno.EACCES)
     assert LISTINGS["list"](store, tmp_path) == [str(tmp_path / "a")]
     assert "lost+found" not in LISTINGS["list_level"](store, tmp_path)
+
+
+def test_links_to_folders_are_left_out_of_every_listing_with_a_word(store, tmp_path, caplog):
+    put(store, tmp_path / "elsewhere" / "object", b"data")
+    put(store, tmp_path / "run" / "step-1" / "object", b"data")
+    (tmp_path / "run" / "step-2").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / "up").symlink_to("..")
+    (tmp_path / "run" / "itself").symlink_to("itself")
+    (tmp_path / "run" / "linked-file").symlink_to(tmp_path / "elsewhere" / "object")
+    listed = [
+        Path(key).relative_to(tmp_path / "run") for key in LISTINGS["list"](store, tmp_path / "run")
+    ]
+    level = LISTINGS["list_level"](store, tmp_path / "run")
+    assert [str(path) for path in listed] == ["linked-file", "step-1/object"]
+    assert [entry if isinstance(entry, str) else Path(entry.key).name for entry in level] == [
+        "linked-file",
+        "step-1",
+    ]
+    assert str(tmp_path / "run" / "step-2") in caplog.text
 
 
 def test_a_relative_link_to_a_folder_is_followed(store, tmp_path):

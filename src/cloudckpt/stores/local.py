@@ -2,16 +2,18 @@
 
 An object appears by one atomic file system operation: a hard link for a new object, a rename for a
 replacement. Its bytes and directory entry are on disk (fsync) before success is reported.
+
+Others may write to the same folders. Links to files and to the folder that is asked for are
+followed; listings leave out linked folders beneath it, so that deleting a run deletes nothing
+elsewhere. An unfinished file that somebody has replaced is neither written to nor published.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -35,24 +37,26 @@ from cloudckpt.stores.base import (
     Progress,
     Upload,
     nbytes,
-    random_suffix,
     skip,
+)
+from cloudckpt.stores.posix import (
+    GONE,
+    UNFINISHED,
+    UNKNOWN_STEP,
+    copy_range,
+    files_in,
+    locked,
+    make_folder,
+    may_have_files,
+    names_in,
+    unfinished_name,
 )
 
 __all__ = ["LocalStore"]
 
-_UNFINISHED = ".cloudckpt-unfinished-"  # names of files that are not objects yet
-_LOCK_PATIENCE = 60.0  # seconds; a commit holds the lock for milliseconds
 # errors of a step that was certainly not taken
 _NOT_TAKEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EXDEV}
 _NOT_TAKEN |= {errno.EMLINK, errno.ENOSPC, errno.EDQUOT}
-# of file systems that do not have what is asked for
-_UNKNOWN_STEP = {errno.ENOSYS, errno.EOPNOTSUPP}
-# of file systems between which the kernel does not copy, and of those that it does not copy on
-_NOT_IN_KERNEL = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
-_GONE = (FileNotFoundError, NotADirectoryError)
-_OF_FSCK = "lost+found"  # a folder of the file system's own, for root alone
-_PIECE = 8 * 1024**2  # bytes that are copied at a time where the kernel does not
 _MOST_DELETIONS = 100  # of a folder, by others, while one file is begun in it
 _MOST_BUFFERS = 512  # below IOV_MAX of every POSIX system in use
 
@@ -82,30 +86,78 @@ class LocalStore(ObjectStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        upload = self.create_upload(key, max(1, nbytes(body)))
-        try:
-            self._write(upload, 0, body, progress)
-            return self._publish(upload, if_absent=if_absent, if_version=if_version)
-        except BaseException:
-            self.abort_upload(upload)
-            raise
+        with self._begun(key) as (upload, file):
+            self._write(key, file, 0, body, progress)
+            return self._publish(upload, file, if_absent=if_absent, if_version=if_version)
 
     def create_upload(self, key: str, part_size: int) -> Upload:
+        upload, file = self._begin(key, part_size)
+        os.close(file)
+        return upload
+
+    def _begin(self, key: str, part_size: int) -> tuple[Upload, int]:
+        """A new unfinished file, and its descriptor."""
         path = Path(key)
-        temporary = path.parent / f"{_UNFINISHED}{random_suffix()}-{path.name}"
+        temporary = path.parent / unfinished_name(path.name)
         with self._errors(key):
             for _ in range(_MOST_DELETIONS):
-                _make_folder(path.parent)
+                make_folder(path.parent)
                 try:
-                    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                    file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
                 except FileNotFoundError:  # a checkpoint was deleted with its folder just then
                     continue
-                return Upload(key, str(temporary), part_size)
+                return Upload(key, str(temporary), part_size), file
         raise InvalidRequestError(
             "the file system makes no files in this folder, although the folder is there; choose "
             "another location",
             uri=self.uri(key),
             certain=True,
+        )
+
+    @contextlib.contextmanager
+    def _begun(self, key: str) -> Iterator[tuple[Upload, int]]:
+        """An object made in one call; what is unfinished at an error is removed."""
+        upload, file = self._begin(key, 1)
+        try:
+            yield upload, file
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                self.abort_upload(upload)
+            raise
+        finally:
+            os.close(file)
+
+    @contextlib.contextmanager
+    def _unfinished(self, upload: Upload) -> Iterator[int]:
+        """The descriptor of an unfinished file, which another process may have begun.
+
+        Raises:
+            InvalidRequestError: If somebody has put a link, or a file with another name elsewhere,
+                in its place: written to, that would be lost.
+        """
+        with self._errors(upload.key):
+            try:
+                # a pipe would not wait for a reader
+                file = os.open(upload.id, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except OSError as exc:
+                if exc.errno in (errno.ELOOP, errno.EMLINK, errno.EISDIR):
+                    raise self._is_swapped(upload) from exc
+                raise
+            try:
+                found = os.fstat(file)
+                if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+                    raise self._is_swapped(upload)
+                yield file
+            finally:
+                os.close(file)
+
+    def _is_swapped(self, upload: Upload, *, certain: bool = True) -> InvalidRequestError:
+        return InvalidRequestError(
+            "the unfinished file was replaced by somebody who may write to this folder; nothing "
+            "was written through the replacement. Save to a folder that others may not write to",
+            uri=self.uri(upload.key),
+            cause=Path(upload.id).name,
+            certain=certain,
         )
 
     def put_part(
@@ -117,15 +169,17 @@ class LocalStore(ObjectStore):
         checksum: int,
         progress: Progress | None = None,
     ) -> Part:
-        size = self._write(upload, (number - 1) * upload.part_size, body, progress)
+        with self._unfinished(upload) as file:
+            start = (number - 1) * upload.part_size
+            size = self._write(upload.key, file, start, body, progress)
         return Part(number, size, str(number), checksum)
 
     def complete_upload(
         self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
     ) -> ObjectInfo:
-        with self._errors(upload.key):
-            os.truncate(upload.id, sum(part.size for part in parts))  # a part may have shrunk
-        return self._publish(upload, if_absent=if_absent)
+        with self._unfinished(upload) as file:
+            os.ftruncate(file, sum(part.size for part in parts))  # a part may have shrunk
+            return self._publish(upload, file, if_absent=if_absent)
 
     def copies_from(self, source: ObjectStore) -> bool:
         return isinstance(source, LocalStore)
@@ -139,13 +193,9 @@ class LocalStore(ObjectStore):
         attempt: str = "",
         if_absent: bool = False,
     ) -> ObjectInfo:
-        upload = self.create_upload(key, max(1, found.size))
-        try:
-            self.copy_part(source, found, upload, 1, 0, found.size)
-            return self._publish(upload, if_absent=if_absent)
-        except BaseException:
-            self.abort_upload(upload)
-            raise
+        with self._begun(key) as (upload, file):
+            self._copy_range(found, 0, found.size, key, file, 0)
+            return self._publish(upload, file, if_absent=if_absent)
 
     def copy_part(
         self,
@@ -156,13 +206,19 @@ class LocalStore(ObjectStore):
         start: int,
         stop: int,
     ) -> Part:
-        offset = (number - 1) * upload.part_size
-        with self._opened(found.key, found.version) as (file, info):
+        with self._unfinished(upload) as file:
+            offset = (number - 1) * upload.part_size
+            self._copy_range(found, start, stop, upload.key, file, offset)
+        return Part(number, stop - start, str(number), None)
+
+    def _copy_range(
+        self, found: ObjectInfo, start: int, stop: int, key: str, file: int, offset: int
+    ) -> None:
+        with self._opened(found.key, found.version) as (source, info):
             if stop > info.size:
                 raise _too_short(start, info.size, self.uri(found.key))
-            with self._errors(upload.key), open(upload.id, "r+b", buffering=0) as into:
-                _copy_range(file, start, into.fileno(), offset, stop - start)
-        return Part(number, stop - start, str(number), None)
+            with self._errors(key):
+                copy_range(source, start, file, offset, stop - start)
 
     def abort_upload(self, upload: Upload) -> None:
         with self._errors(upload.key):
@@ -170,19 +226,18 @@ class LocalStore(ObjectStore):
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         for path in self._walk(prefix):
-            if path.name.startswith(_UNFINISHED):
-                name = path.name.removeprefix(_UNFINISHED).partition("-")[2]
+            if path.name.startswith(UNFINISHED):
+                name = path.name.removeprefix(UNFINISHED).partition("-")[2]
                 key = str(path.with_name(name))
                 if key.startswith(prefix):
-                    with self._errors(prefix), contextlib.suppress(*_GONE):
-                        yield Upload(key, str(path), 0, path.stat().st_mtime, is_ours=True)
+                    with self._errors(prefix), contextlib.suppress(*GONE):
+                        yield Upload(key, str(path), 0, path.lstat().st_mtime, is_ours=True)
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
         # of one open file: another one may take its place at any time
-        with self._errors(key), open(key, "rb", buffering=0) as file:
-            info = _info(key, os.fstat(file.fileno()))
+        with self._opened(key, None) as (file, info):
             data = bytearray(info.size)
-            self._fill(key, file.fileno(), 0, [memoryview(data)], None)
+            self._fill(key, file, 0, [memoryview(data)], None)
         return data, info
 
     def get_range(
@@ -203,11 +258,24 @@ class LocalStore(ObjectStore):
     @contextlib.contextmanager
     def _opened(self, key: str, if_version: str | None) -> Iterator[tuple[int, ObjectInfo]]:
         """The descriptor of a file opened for reading, and its object."""
-        with self._errors(key), open(key, "rb", buffering=0) as file:
-            info = _info(key, os.fstat(file.fileno()))
-            if if_version is not None and info.version != if_version:
-                raise PreconditionFailedError("the file was replaced", uri=self.uri(key))
-            yield file.fileno(), info
+        with self._errors(key):
+            file = os.open(key, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+            try:
+                info = self._described(key, os.fstat(file))
+                if if_version is not None and info.version != if_version:
+                    raise PreconditionFailedError("the file was replaced", uri=self.uri(key))
+                yield file, info
+            finally:
+                os.close(file)
+
+    def _described(self, key: str, found: os.stat_result) -> ObjectInfo:
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(key)
+        if not stat.S_ISREG(found.st_mode):
+            raise InvalidRequestError(
+                "this is a pipe, a device or a socket, and no file", uri=self.uri(key), certain=True
+            )
+        return _info(key, found)
 
     def _fill(
         self,
@@ -241,39 +309,35 @@ class LocalStore(ObjectStore):
 
     def head(self, key: str) -> ObjectInfo:
         with self._errors(key):
-            found = os.stat(key)
-            if stat.S_ISDIR(found.st_mode):
-                raise IsADirectoryError(key)
-            return _info(key, found)
+            return self._described(key, os.stat(key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for path in self._walk(prefix):
-            if not path.name.startswith(_UNFINISHED) and str(path).startswith(prefix):
-                with self._errors(prefix), contextlib.suppress(*_GONE):
+            if not path.name.startswith(UNFINISHED) and str(path).startswith(prefix):
+                with self._errors(prefix), contextlib.suppress(*GONE):
                     yield _info(str(path), path.stat())
 
     def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
         with self._errors(prefix):
             try:
-                with os.scandir(prefix) as entries:
-                    found = sorted((entry.is_dir(), entry.name) for entry in entries)
-            except _GONE:
+                found = sorted(names_in(prefix), key=lambda name: (name.endswith("/"), name))
+            except GONE:
                 return
-        for is_folder, name in found:
+        for name in found:
             path = os.path.join(prefix, name)
-            if is_folder:
-                if _may_have_files(path):
-                    yield name
-            elif not name.startswith(_UNFINISHED):
-                with self._errors(prefix), contextlib.suppress(*_GONE):
+            if name.endswith("/"):
+                if may_have_files(path):
+                    yield name[:-1]
+            elif not name.startswith(UNFINISHED):
+                with self._errors(prefix), contextlib.suppress(*GONE):
                     yield _info(path, os.stat(path))
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
-        with self._errors(key), contextlib.suppress(*_GONE):
+        with self._errors(key), contextlib.suppress(*GONE):
             if if_version is None:
                 Path(key).unlink()
                 return
-            with _locked(Path(key).parent):
+            with locked(Path(key).parent):
                 if self._version(key) not in (None, if_version):
                     raise PreconditionFailedError(
                         "the file was replaced", uri=self.uri(key), certain=True
@@ -286,11 +350,13 @@ class LocalStore(ObjectStore):
     def uri(self, key: str) -> str:
         return Path(key).as_uri()
 
-    def _write(self, upload: Upload, offset: int, body: Body, progress: Progress | None) -> int:
+    def _write(
+        self, key: str, file: int, offset: int, body: Body, progress: Progress | None
+    ) -> int:
         written, rest = 0, [view for view in body if view.nbytes]
-        with self._errors(upload.key), open(upload.id, "r+b", buffering=0) as file:
+        with self._errors(key):
             while rest:
-                count = os.pwritev(file.fileno(), rest[:_MOST_BUFFERS], offset + written)
+                count = os.pwritev(file, rest[:_MOST_BUFFERS], offset + written)
                 written += count
                 rest = skip(rest, count)
                 if progress is not None:
@@ -298,22 +364,25 @@ class LocalStore(ObjectStore):
         return written
 
     def _publish(
-        self, upload: Upload, *, if_absent: bool = False, if_version: str | None = None
+        self, upload: Upload, file: int, *, if_absent: bool = False, if_version: str | None = None
     ) -> ObjectInfo:
         key, is_there = upload.key, False
         with self._errors(key):
-            _sync(upload.id)
+            os.fsync(file)
             try:
-                with _locked(Path(key).parent):
+                with locked(Path(key).parent):
                     if if_version is not None and self._version(key) != if_version:
                         raise PreconditionFailedError(
                             "the file was replaced", uri=self.uri(key), certain=True
                         )
-                    self._appear(upload, if_absent=if_absent)
+                    self._appear(upload, os.fstat(file), if_absent=if_absent)
                     is_there = True
                     if if_absent:
                         os.unlink(upload.id)
-                return _info(key, os.stat(key))
+                found = os.stat(key, follow_symlinks=False)
+                if not stat.S_ISREG(found.st_mode):  # swapped between the last look and the step
+                    raise self._is_swapped(upload, certain=False)
+                return _info(key, found)
             except OSError as exc:
                 if not is_there:
                     raise
@@ -324,21 +393,23 @@ class LocalStore(ObjectStore):
                     cause=exc,
                 ) from exc
 
-    def _appear(self, upload: Upload, *, if_absent: bool) -> None:
+    def _appear(self, upload: Upload, sent: os.stat_result, *, if_absent: bool) -> None:
         """Makes an object appear, by one atomic operation.
 
         A network file system may carry it out and still fail, if its server's answer is lost: then
         NFS finds the link that it has made itself, or nothing left to rename. So the file that is
         in its place afterwards is compared with the one that was written, by its inode.
         """
-        key, sent = upload.key, os.stat(upload.id)
+        key = upload.key
+        if not os.path.samestat(os.stat(upload.id, follow_symlinks=False), sent):
+            raise self._is_swapped(upload)
         try:
             if if_absent:
-                os.link(upload.id, key)
+                os.link(upload.id, key, follow_symlinks=False)
             else:
                 os.replace(upload.id, key)
         except OSError as exc:
-            if if_absent and exc.errno in {errno.EPERM, *_UNKNOWN_STEP}:
+            if if_absent and exc.errno in {errno.EPERM, *UNKNOWN_STEP}:
                 raise InvalidRequestError(
                     "the file system has no hard links, which let a file appear without replacing "
                     "another; choose another location, or, if one job at a time writes to this "
@@ -354,10 +425,10 @@ class LocalStore(ObjectStore):
                     cause=exc,
                     certain=True,
                 ) from exc
-            if exc.errno in _NOT_TAKEN | _UNKNOWN_STEP:
+            if exc.errno in _NOT_TAKEN | UNKNOWN_STEP:
                 raise
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.stat(key), sent):
+                if os.path.samestat(os.stat(key, follow_symlinks=False), sent):
                     return
                 if isinstance(exc, FileExistsError):
                     raise PreconditionFailedError(
@@ -379,7 +450,7 @@ class LocalStore(ObjectStore):
         """The files in and beneath the folder that ``prefix`` leads to, in the order of keys."""
         folder, _, name = prefix.rpartition("/")
         with self._errors(prefix):
-            yield from _files(f"{folder}/", name)
+            yield from files_in(f"{folder}/", name)
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
@@ -423,132 +494,3 @@ def _too_short(start: int, size: int, uri: str) -> RangeNotSatisfiableError:
     return RangeNotSatisfiableError(
         f"the range from {start} is longer than the file of {size} bytes", uri=uri
     )
-
-
-def _copy_range(source: int, start: int, target: int, offset: int, size: int) -> None:
-    """Copies bytes between files: in the kernel where it can, by shared blocks where it does."""
-    in_kernel = hasattr(os, "copy_file_range")  # Linux only
-    end = offset + size
-    while offset < end:
-        try:
-            if in_kernel:
-                count = os.copy_file_range(source, target, end - offset, start, offset)
-            else:
-                data = os.pread(source, min(end - offset, _PIECE), start)
-                count = os.pwrite(target, data, offset)
-        except OSError as exc:
-            if not in_kernel or exc.errno not in _NOT_IN_KERNEL:
-                raise
-            in_kernel = False
-            continue
-        if count == 0:
-            raise OSError(errno.EIO, "the file shrank while it was copied")
-        start, offset = start + count, offset + count
-
-
-def _files(folder: str, prefix: str = "") -> Iterator[Path]:
-    """The files in and beneath a folder; a folder is looked into when its turn has come.
-
-    Args:
-        folder: The folder.
-        prefix: What the names in it begin with; nothing else is looked into.
-
-    Raises:
-        OSError: If a folder can't be listed: taken for empty, it would let a training job begin
-            anew over its checkpoints. A folder that is gone is empty.
-    """
-    try:
-        with os.scandir(folder) as entries:
-            # a key goes on behind the name of a folder with a slash
-            names = [f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in entries]
-    except _GONE:
-        return
-    except PermissionError:
-        if os.path.basename(os.path.normpath(folder)) == _OF_FSCK:
-            return
-        raise
-    for name in sorted(names):
-        path = os.path.join(folder, name)
-        if not name.startswith((prefix, _UNFINISHED)):
-            continue
-        if name.endswith("/"):
-            yield from _files(path)
-        elif not os.path.isdir(path):
-            yield Path(path)
-
-
-def _may_have_files(folder: str) -> bool:
-    """Whether there is a file in or beneath a folder, or the folder can't be listed."""
-    try:
-        return any(_files(folder))
-    except OSError:
-        return True
-
-
-def _make_folder(folder: Path) -> None:
-    """Makes a folder and those above it; their entries are on the disk at its return.
-
-    A folder that others may write to, but not list, as a machine's scratch space may be, can't be
-    opened for that. File systems with a journal write an entry with the folder that it names.
-    """
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    for folder in reversed(missing):
-        try:
-            folder.mkdir(exist_ok=True)
-        except FileExistsError as exc:
-            raise InvalidRequestError(
-                "a file, or a link to nothing, is in the place of this folder; choose another "
-                "location",
-                uri=folder.as_uri(),
-                cause=exc,
-                certain=True,
-            ) from exc
-        try:
-            _sync(folder.parent)
-        except PermissionError:
-            _sync(folder)
-
-
-def _sync(path: str | Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other writers out of ``folder`` for a moment; its new entries are durable on exit."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        deadline = time.monotonic() + _LOCK_PATIENCE
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.005)
-            except OSError as exc:
-                if exc.errno not in {errno.ENOLCK, *_UNKNOWN_STEP}:
-                    raise
-                raise InvalidRequestError(
-                    "the file system gives no locks (flock), which keep two writers apart; mount "
-                    "it with them (Lustre: -o flock), or choose another location",
-                    uri=folder.as_uri(),
-                    cause=exc,
-                    certain=True,
-                ) from exc
-        yield
-        os.fsync(descriptor)
-    finally:
-        with contextlib.suppress(OSError):
-            # not by closing it: a process that was forked just now has it open, too, and may live
-            # for long
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
