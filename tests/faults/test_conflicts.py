@@ -252,7 +252,7 @@ class TestStoresWithoutConditions:
         sent = proxy.requests("PutObject")
         assert not any(map(is_conditional, sent))
 
-    @on("s3", "google")
+    @on("s3", "google", "azure")
     def test_a_store_that_honours_them_is_tried_out_once(self, uri, store, proxy, unprobed):
         for step in (1, 2):
             cloudckpt.save(filled(step, SMALL), checkpoint_id=uri, config=unprobed)

@@ -775,9 +775,26 @@ def test_checksums_go_to_azure_and_to_whom_it_is_told(
         assert ("x-ms-content-crc64" in headers) == sent, verb
 
 
-def test_azure_documents_its_conditions(store):
+@pytest.mark.parametrize(
+    ("endpoint", "known"),
+    [
+        ("https://account.blob.core.windows.net", True),
+        ("https://account.z12.blob.storage.azure.net", True),
+        ("https://account.blob.core.chinacloudapi.cn", True),
+        ("https://account.blob.local.azurestack.external", None),
+        ("https://data.example", None),
+        ("https://core.windows.net.example/account", None),
+        ("http://127.0.0.1:10000/account", None),
+    ],
+)
+def test_only_azure_is_known_to_honour_conditions(open_azure, endpoint, known):
+    found = open_azure(endpoint_url=endpoint).capabilities
+    assert (found.conditional_writes, found.conditional_deletes) == (known, known)
+    assert found.create_only is bool(known)
+
+
+def test_the_limits_are_those_that_azure_documents(store):
     limits = store.capabilities
-    assert limits.conditional_writes is True
     assert (limits.max_parts, limits.max_part_size) == (50_000, 4000 * 1024**2)
     assert limits.max_put_size == 5000 * 1024**2
 

@@ -692,8 +692,9 @@ def test_the_option_wins_over_the_variable(open_gcs, server, monkeypatch):
     ],
 )
 def test_only_google_is_known_to_honour_conditions(open_with, endpoint, known):
-    store = open_with(FakeCredentials(), endpoint_url=endpoint)
-    assert store.capabilities.conditional_writes is known
+    found = open_with(FakeCredentials(), endpoint_url=endpoint).capabilities
+    assert (found.conditional_writes, found.conditional_deletes) == (known, known)
+    assert found.create_only is bool(known)
 
 
 def test_a_proxy_for_all_is_asked_for_tls(open_gcs, server, monkeypatch):

@@ -403,13 +403,24 @@ def test_what_is_set_for_other_schemes_or_hosts_does_not_matter(
         ("http://s3.cn-north-1.amazonaws.com.cn", True),
         ("http://s3.eusc-de-east-1.amazonaws.eu", True),
         ("http://s3.us-iso-east-1.c2s.ic.gov", True),
+        ("https://s3.amazonaws.com", True),
+        ("https://s3-us-west-2.amazonaws.com", True),
+        ("https://s3-fips.dualstack.us-gov-west-1.amazonaws.com", True),
+        ("https://bucket.vpce-1a2b3c-d4e5f6.s3.us-east-1.vpce.amazonaws.com", True),
+        ("http://ec2-3-4-5-6.compute-1.amazonaws.com:9000", None),
+        ("https://minio-1234.elb.us-east-1.amazonaws.com", None),
+        ("https://s3.us-east-1.elb.amazonaws.com", None),
+        ("https://a1b2c3.execute-api.us-east-1.amazonaws.com", None),
+        ("https://op-01ac5.s3-outposts.us-east-1.amazonaws.com", None),
         ("http://store.example", None),
         ("http://amazonaws.com.example", None),
         ("http://notamazonaws.eu", None),
     ],
 )
 def test_only_aws_is_known_to_honour_conditions(open_s3, endpoint, known):
-    assert open_s3(endpoint_url=endpoint).capabilities.conditional_writes is known
+    found = open_s3(endpoint_url=endpoint, region="us-east-1").capabilities
+    assert (found.conditional_writes, found.conditional_deletes) == (known, known)
+    assert found.create_only is bool(known)
 
 
 # what is sent along

@@ -75,11 +75,22 @@ def test_a_store_is_known_by_its_endpoint(open_s3, endpoint, name):
     assert store.capabilities.verifies is DIALECTS[name].verifies_checksums
 
 
+def knows_conditions(store):
+    """Whether a store relies on any condition that it has not tried."""
+    found = store.capabilities
+    return bool(found.conditional_writes or found.conditional_deletes or found.create_only)
+
+
 @pytest.mark.parametrize("name", DIALECTS)
 def test_the_user_may_say_whose_store_it_is(open_s3, name):
     assert name in get_args(get_type_hints(S3Options)["dialect"])
     store = open_s3(endpoint_url="http://store.example", dialect=name, region="us-east-1")
     assert store._access.dialect is DIALECTS[name]
+    assert not knows_conditions(store)
+
+
+def test_a_name_like_that_of_a_directory_bucket_proves_no_conditions(open_s3):
+    assert not knows_conditions(open_s3(EXPRESS_BUCKET, endpoint_url="http://store.example"))
 
 
 def test_every_value_of_the_option_is_a_row():
@@ -142,7 +153,7 @@ def documented(name, row):
     elif name == "express":
         hosts = "the bucket's name"
     title = f"[{row.title}]({row.documentation})" if row.documentation else row.title
-    deletes = {True: "yes", False: "looks before", None: "sent"}[row.conditional_deletes]
+    deletes = "yes" if row.conditional_deletes else "looks before"
     words = (row.verifies_checksums, row.conditional_writes, deletes, row.copies_parts)
     cells = [title, f"`{name}`", hosts if name != "other" else "all else"]
     cells += [WORDS.get(word, word) for word in words]
@@ -164,16 +175,15 @@ def test_a_condition_that_would_be_ignored_is_looked_at_before(open_s3, server, 
     server.respond(lambda request: server.Answer(headers={"ETag": '"new"'}, size=0))
     store = open_s3(dialect=name)
     store.delete("key", if_version='"new"')
-    looks = DIALECTS[name].conditional_deletes is False
+    condition = None if DIALECTS[name].conditional_deletes is False else '"new"'
     sent = [(request.method, request.headers["If-Match"]) for request in server.requests]
-    assert sent == ([("HEAD", None), ("DELETE", None)] if looks else [("DELETE", '"new"')])
-    if looks:
-        with pytest.raises(PreconditionFailedError) as caught:
-            store.delete("key", if_version='"old"')
-        assert caught.value.certain
-        assert server.requests[-1].method == "HEAD"
-        server.respond(lambda request: server.Answer(404))
-        store.delete("key", if_version='"old"')  # it is gone, which is what was wanted
+    assert sent == [("HEAD", None), ("DELETE", condition)]
+    with pytest.raises(PreconditionFailedError) as caught:
+        store.delete("key", if_version='"old"')
+    assert caught.value.certain
+    assert server.requests[-1].method == "HEAD"
+    server.respond(lambda request: server.Answer(404))
+    store.delete("key", if_version='"old"')  # it is gone, which is what was wanted
 
 
 # each row, with its stub
@@ -328,8 +338,6 @@ def test_what_was_replaced_is_not_deleted(place):
     store = place.store()
     old = put(store, "run/commit", b"old")
     new = put(store, "run/commit", b"new")
-    if place.row.conditional_deletes is None:  # nothing is known of it, and this stub ignores it
-        return
     with pytest.raises(PreconditionFailedError):
         store.delete("run/commit", if_version=old.version)
     assert store.get("run/commit")[0] == b"new"

@@ -139,10 +139,11 @@ class Trials:
         try:
             retrier.call(lambda: store.delete(key, if_version=old.version))
         except PreconditionFailedError:
-            if store.capabilities.conditional_deletes is not False:
+            if store.capabilities.conditional_deletes:
                 return ok("deletions on conditions are honoured")
             return warning(
-                "the store has no deletions on conditions: the object is looked at before",
+                "deletions on conditions are not documented for this store: the object is looked "
+                "at before",
                 "do not delete a checkpoint while another job saves to the same location",
             )
         return warning(

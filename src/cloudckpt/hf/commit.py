@@ -213,7 +213,7 @@ class FilesUnderConstruction:
             assert self._claim is not None
             self._delete([self._claim])
         (only,) = self._begun
-        if old is not None and self._head(only.key) != old:
+        if self._head(only.key) != old:  # not all stores complete uploads on conditions
             raise PreconditionFailedError("the file was replaced", uri=self._store.uri(only.key))
         self._may_be_there = True
         try:

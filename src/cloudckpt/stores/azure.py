@@ -82,19 +82,20 @@ class AzureStore(RestStore):
         http = HttpClient(self._access.http_options)
         super().__init__(root or f"az://{container}", http, self._access.credentials)
         options = config.azure
-        by_default = options.checksum == "auto" and self._access.is_azure
-        self._checksums = by_default or options.checksum == "on"
+        is_azure = self._access.is_azure
+        self._checksums = is_azure if options.checksum == "auto" else options.checksum == "on"
         self.capabilities = Capabilities(
-            conditional_writes=True,
+            conditional_writes=is_azure or None,
+            conditional_deletes=is_azure or None,
             min_part_size=1,
             max_part_size=_MAX_BLOCK,
             max_parts=_MAX_BLOCKS,
             max_put_size=_MAX_PUT,
             checksum=CRC64NVME,
             verifies=self._checksums,
-            create_only=True,
+            create_only=is_azure,
             max_copy_size=_MAX_COPY,
-            copies_parts=self._access.is_azure,  # Azurite does not
+            copies_parts=is_azure,  # Azurite does not
         )
         self._scope = _present({"x-ms-encryption-scope": options.encryption_scope})
         self._blob_headers = {**self._scope, **_blob_headers(options)}
@@ -301,7 +302,7 @@ class AzureStore(RestStore):
 
         return all_pages(self.uri(prefix), ask)
 
-    def delete(self, key: str, *, if_version: str | None = None) -> None:
+    def _delete(self, key: str, if_version: str | None) -> None:
         check_blob(key, self.uri(key))
         try:
             self._control.delete(key, if_version)

@@ -48,9 +48,9 @@ class Capabilities:
 
     Attributes:
         conditional_writes: Whether ``if_absent`` and ``if_version`` of ``put`` are honoured: True
-            or False where that is documented, None where it must be tried.
-        conditional_deletes: Whether ``if_version`` of ``delete`` is honoured in one request. False:
-            the object is looked at before; None: that is not documented.
+            or False where the vendor of this endpoint documents that, None where it must be tried.
+        conditional_deletes: Whether ``if_version`` of ``delete`` is honoured in one request. Where
+            that is not documented, the object is looked at before; False: it is known not to be.
         create_only: Whether ``if_absent`` of ``put`` and ``complete_upload`` is documented to keep
             a repeated request from making a second, billed version.
         min_part_size: Fewest bytes of an upload part other than the last.
@@ -402,8 +402,9 @@ class ObjectStore(RangeReader):
 
         Args:
             key: The key.
-            if_version: Fail with PreconditionFailedError if the key holds another version. Servers
-                other than the clouds' own may ignore it, as it is newer than that of `put`.
+            if_version: Fail with PreconditionFailedError if the key holds another version. Where
+                ``capabilities.conditional_deletes`` is not True, a write may come between the look
+                and the deletion.
         """
 
     @abstractmethod

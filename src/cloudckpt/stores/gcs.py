@@ -96,7 +96,8 @@ class GCSStore(RestStore):
         self._multipart = XmlMultipart(self, self._bucket_url, dialect)
         self._has_cached = False  # whether data of the bucket may come from a cache
         self.capabilities = Capabilities(
-            conditional_writes=True if is_google else None,
+            conditional_writes=is_google or None,
+            conditional_deletes=is_google or None,
             create_only=is_google,
             min_part_size=_MIN_PART,
             max_part_size=_MAX_PART,
@@ -237,7 +238,7 @@ class GCSStore(RestStore):
     def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
         return self._control.list_level(prefix)
 
-    def delete(self, key: str, *, if_version: str | None = None) -> None:
+    def _delete(self, key: str, if_version: str | None) -> None:
         self._control.delete(key, if_version)
 
     def rules(self, prefix: str) -> BucketRules:

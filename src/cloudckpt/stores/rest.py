@@ -456,6 +456,24 @@ class RestStore(ObjectStore):
             version, attempt = self._version(reply, key), self._attempt_in(reply)
             return ObjectInfo(key, self._length(reply, key), version, attempt=attempt)
 
+    def delete(self, key: str, *, if_version: str | None = None) -> None:
+        honoured = self.capabilities.conditional_deletes
+        if if_version is not None and not honoured:
+            # another write may come between, but none that was there before is deleted
+            try:
+                found = self.head(key)
+            except ObjectNotFoundError:
+                return
+            if found.version != if_version:
+                raise PreconditionFailedError(
+                    "the object was replaced", uri=self.uri(key), certain=True
+                )
+        self._delete(key, None if honoured is False else if_version)
+
+    @abstractmethod
+    def _delete(self, key: str, if_version: str | None) -> None:
+        """Removes an object; a missing object is not an error. The condition may be ignored."""
+
     @abstractmethod
     def route(self) -> Route:
         """How the bucket is reached."""

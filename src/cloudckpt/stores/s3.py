@@ -16,8 +16,6 @@ from cloudckpt.config import Config
 from cloudckpt.errors import (
     AccessDeniedError,
     ConfigError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
     StoreError,
     WrongRegionError,
 )
@@ -86,19 +84,20 @@ class S3Store(RestStore):
                 uri=root,
             )
         self._dialect = dialect
+        known = self._access.is_at_vendor or None  # elsewhere, conditions are not documented
         self._checksums = (
             dialect.verifies_checksums if options.checksum == "auto" else options.checksum == "on"
         )
         self.capabilities = Capabilities(
-            conditional_writes=dialect.conditional_writes,
-            conditional_deletes=dialect.conditional_deletes,
+            conditional_writes=dialect.conditional_writes and known,
+            conditional_deletes=dialect.conditional_deletes and known,
             min_part_size=_MIN_PART,
             good_part_size=dialect.good_part,
             max_part_size=_MAX_PART,
             max_parts=_MAX_PARTS,
             max_put_size=_MAX_PART,
             verifies=self._checksums,
-            create_only=dialect.create_only,
+            create_only=dialect.create_only and self._access.is_at_vendor,
             max_copy_size=_MAX_PART,
             copies_parts=dialect.copies_parts,
         )
@@ -220,22 +219,8 @@ class S3Store(RestStore):
     def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
         return self._control.list_level(prefix)
 
-    def delete(self, key: str, *, if_version: str | None = None) -> None:
-        if if_version is not None and self._dialect.conditional_deletes is False:
-            self._check_version(key, if_version)
-            if_version = None
+    def _delete(self, key: str, if_version: str | None) -> None:
         self._control.delete(key, if_version)
-
-    def _check_version(self, key: str, version: str) -> None:
-        """In place of a condition that the store would ignore; another write may come behind it."""
-        try:
-            found = self.head(key)
-        except ObjectNotFoundError:
-            return
-        if found.version != version:
-            raise PreconditionFailedError(
-                "the object was replaced", uri=self.uri(key), certain=True
-            )
 
     @contextlib.contextmanager
     def _sent(self, request: Request) -> Iterator[Reply]:

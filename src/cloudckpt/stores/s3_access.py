@@ -84,6 +84,7 @@ class BucketAccess:
         credentials: What requests are signed with.
         is_aws: Whether the endpoint is Amazon's own.
         dialect: What is different there.
+        is_at_vendor: Whether the endpoint is one that the dialect's documentation is about.
         http_options: How to connect to it.
     """
 
@@ -101,9 +102,10 @@ class BucketAccess:
             client = _client(session, options)
             self.base, region = _resolve(client, bucket)
             host = self.base.split("/")[2].partition(":")[0]
-            suffix = next((end for end in _suffixes(core) if host.endswith(end)), None)
+            suffix = _amazon_suffix(core, host)
             self.is_aws = suffix is not None
             self.dialect = _dialect(options, bucket, host, is_amazon=self.is_aws)
+            self.is_at_vendor = self.dialect.is_at_vendor(host, is_amazon=self.is_aws)
             style = self._addressing_style(options)
             if style is not None:
                 options = replace(options, addressing_style=style)
@@ -356,10 +358,24 @@ def _signs_payloads(client: Any, options: S3Options) -> bool | None:
 _NO_CREDENTIALS = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
 
 
-def _suffixes(core: botocore.session.Session) -> tuple[str, ...]:
-    """What Amazon's hosts end in, as botocore knows its partitions; the client has loaded them."""
-    partitions = core.get_data("partitions")["partitions"]
-    return tuple({f".{partition['outputs']['dnsSuffix']}" for partition in partitions})
+_OF_S3 = re.compile(
+    r"(?:.+\.)?"
+    r"s3(?:-fips|-accelerate|-global|-accesspoint(?:-fips)?|-external-1|express-[a-z0-9-]+)?"
+    r"(?:\.dualstack)?(?:[.-][a-z]+(?:-[a-z]+)+-\d+)?(?:\.vpce)?"
+)
+"""What Amazon's hosts of S3 begin with; other machines there have names under Amazon's, too."""
+
+
+def _amazon_suffix(core: botocore.session.Session, host: str) -> str | None:
+    """What Amazon's hosts of this partition end in; None if it is no host of Amazon's S3.
+
+    botocore knows the partitions; the client has loaded them. S3 on Outposts is not S3 in a region.
+    """
+    for partition in core.get_data("partitions")["partitions"]:
+        suffix = f".{partition['outputs']['dnsSuffix']}"
+        if host.endswith(suffix) and _OF_S3.fullmatch(host.removesuffix(suffix)):
+            return suffix
+    return None
 
 
 def _resolve(client: Any, bucket: str) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
 Whatever is not documented is marked as assumed, and then it is what can do no harm: a condition is
 tried before a commit relies on it, a checksum is not expected to be verified, a copy streams. The
-user's options win over a row.
+user's options win over a row. What a row says of conditions holds at its vendor's hosts; elsewhere
+any server may be, whatever a user calls it, and conditions are tried.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class S3Dialect:
         verifies_checksums: Whether a CRC32C that is sent with an object or a part is compared.
         whole_checksums: Whether it also takes the CRC32C of an object that is made of parts. Else
             it gets those of the parts.
-        conditional_writes: Whether PutObject honours both If-None-Match and If-Match; None: it is
-            tried before the first commit.
+        conditional_writes: Whether PutObject honours both If-None-Match and If-Match; None, and at
+            other hosts than the vendor's: it is tried before the first commit.
         create_only: Whether completions and copies honour If-None-Match, too. Only for stores that
             have versions, which a repeated request would else make one more of.
-        conditional_deletes: Whether DeleteObject honours If-Match; None: it is sent, and may be
-            ignored. Where it is not, the object is looked at before it is deleted.
+        conditional_deletes: Whether DeleteObject honours If-Match. Where that is not documented,
+            the object is looked at before it is deleted; if it is None, the condition is sent, too.
         copies_parts: Whether it has UploadPartCopy; if not, objects above 5 GiB stream.
         redirects: Whether it answers GetObject with a signed URL of another host, and ignores the
             conditions of a read.
@@ -65,6 +66,12 @@ class S3Dialect:
     addressing_style: Literal["path", "virtual"] | None = None
     useless: frozenset[str] = frozenset()
     rules: BucketRules | None = None
+
+    def is_at_vendor(self, host: str, *, is_amazon: bool) -> bool:
+        """Whether a host is one of the vendor's, which its documentation is about."""
+        if self in (AWS, EXPRESS):
+            return is_amazon
+        return any(host == name or host.endswith(f".{name}") for name in self.hosts)
 
 
 _AMAZON = "https://docs.aws.amazon.com/AmazonS3/latest/userguide/"
@@ -134,7 +141,7 @@ DIALECTS: Mapping[str, S3Dialect] = {
         documentation="https://blog.min.io/"
         "leading-the-way-minios-conditional-write-feature-for-modern-data-workloads",
         verifies_checksums=True,
-        conditional_writes=True,
+        # conditions of PutObject came with a version: they are tried
         conditional_deletes=False,  # ignored: AIStor alone has them
     ),
     "ceph": S3Dialect(
@@ -175,7 +182,5 @@ def dialect_of(bucket: str, host: str, *, is_amazon: bool) -> S3Dialect:
         return EXPRESS
     if is_amazon:
         return AWS
-    for row in DIALECTS.values():
-        if any(host == name or host.endswith(f".{name}") for name in row.hosts):
-            return row
-    return DIALECTS["other"]
+    known = (row for row in DIALECTS.values() if row.is_at_vendor(host, is_amazon=False))
+    return next(known, DIALECTS["other"])
