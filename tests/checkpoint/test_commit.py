@@ -235,6 +235,24 @@ def test_what_the_store_has_not_said_itself_is_unknown(store, retrier, before, c
         finish(store, baseline, retrier, conditional=conditional)
 
 
+@pytest.mark.parametrize("is_certain", [True, False])
+def test_a_check_that_fails_before_a_second_try_ends_the_commit(store, retrier, is_certain):
+    """As another job's claim does; whether the first try may have succeeded decides the error."""
+    tries = []
+
+    def check():
+        tries.append(1)
+        if len(tries) > 1:
+            raise CheckpointConflictError("another job has begun")
+
+    store.fail("put", in_its_words(ThrottledError) if is_certain else ThrottledError)
+    error = CheckpointConflictError if is_certain else CommitUnknownError
+    body = [memoryview(OURS)]
+    with pytest.raises(error):
+        commit(store, Baseline(KEY, None), body, conditional=True, retrier=retrier, check=check)
+    assert len(tries) == 2
+
+
 @BEFORE
 @pytest.mark.parametrize("then", [ThrottledError, AccessDeniedError])
 def test_one_uncertain_try_is_not_undone_by_certain_ones(store, retrier, before, then):

@@ -31,9 +31,8 @@ from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
     DifferentCheckpointsError,
-    ServerError,
 )
-from cloudckpt.runs import catalog
+from cloudckpt.runs import catalog, deleting
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.deleting import unneeded
 from cloudckpt.runs.manager import CheckpointManager
@@ -282,6 +281,64 @@ def test_a_job_that_another_one_has_taken_over_from_deletes_nothing(run, caplog)
         assert second.all_steps() == [2, 3]
 
 
+class Overtaken(CommitHook):
+    """Has another job claim the run, in the middle of a commit."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+
+    def before_commit(self, uri, metadata) -> None:
+        if uri.endswith("step-3"):
+            fill(self._run, 2)
+
+
+def test_a_claim_in_the_middle_of_a_commit_is_noticed(run) -> None:
+    with managed(run, hook=Overtaken(run), asynchronous=False) as manager:
+        manager.save(1, state(1))
+        with pytest.raises(CheckpointConflictError):
+            manager.save(3, state(3))
+    assert not cloudckpt.exists(f"{run}/step-3")
+
+
+def test_a_claim_in_the_middle_of_a_deletion_is_noticed(run, monkeypatch) -> None:
+    fetched = deleting.fetch
+
+    def then_claimed(store, key):
+        if cloudckpt.exists(f"{run}/step-2"):
+            return fetched(store, key)
+        fill(run, 1, 2)
+        return fetched(store, key)
+
+    with managed(run, asynchronous=False) as manager:
+        manager.save(1, state(7))
+        monkeypatch.setattr(deleting, "fetch", then_claimed)
+        with pytest.raises(CheckpointConflictError):
+            manager.delete(1)
+    assert cloudckpt.exists(f"{run}/step-1")
+
+
+@pytest.mark.parametrize("metric", [None, "loss"])
+def test_steps_that_somebody_removes_are_not_counted(run, metric) -> None:
+    losses = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.9, 5: 0.9}
+    with managed(run, max_to_keep=2, best_metric=metric) as manager:
+        for step, loss in losses.items():
+            manager.save(step, state(step), metrics={"loss": loss})
+            manager.wait_until_finished()
+            if step == (1 if metric else 4):
+                cloudckpt.delete(manager.uri(step))
+        assert manager.all_steps() == ([2, 3, 5] if metric else [3, 5])
+
+
+def test_a_loop_that_ignores_what_was_restored_is_told_once_that_nothing_is_saved(
+    run, caplog
+) -> None:
+    fill(run, 3)
+    with managed(run) as manager:
+        manager.restore(state())
+        assert [manager.save(step, state(step)) for step in range(5)] == [False] * 4 + [True]
+    assert caplog.text.count("begin behind the step that restore() returns") == 1
+
+
 def test_a_job_whose_claim_could_not_be_written_deletes_old_steps(run, monkeypatch) -> None:
     """As under a retention policy, by which the claim of the first job stays."""
     fill(run, 1, 2)
@@ -354,6 +411,17 @@ def test_a_job_that_is_about_to_end_saves_its_last_step(run) -> None:
         assert manager.reached_preemption(8)
         assert (run / "step-8" / ".metadata").exists()
         assert not manager.save(8, state(8))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_only_a_job_that_saves_heeds_a_signal(run) -> None:
+    fill(run, 1)
+    before = signal.getsignal(signal.SIGTERM)
+    with managed(run, preemption=None) as manager:
+        manager.restore(state())
+        assert signal.getsignal(signal.SIGTERM) is before
+        manager.save(2, state(2))
+        assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -551,14 +619,14 @@ class Unreadable:
         return found
 
 
-@pytest.mark.parametrize("error", [CheckpointCorruptError, AccessDeniedError, ServerError])
+@pytest.mark.parametrize("error", [CheckpointCorruptError, AccessDeniedError])
 def test_a_step_that_can_not_be_compared_stays_and_keeps_no_other(
     run, caplog, monkeypatch, error
 ) -> None:
     fill(run, 1, 2, 3)  # the last is the best
     with managed(run, max_to_keep=1, best_metric="loss") as manager:
         with monkeypatch.context() as patch:
-            patch.setattr(catalog, "read_notes", Unreadable(1, error("not now"), others=2))
+            patch.setattr(catalog, "read_notes", Unreadable(1, error("not now"), others=3))
             for step in (4, 5):
                 manager.save(step, state(step), metrics={"loss": 1 / (1 + step)})
                 manager.wait_until_finished()
@@ -714,12 +782,12 @@ def test_a_step_that_is_being_restored_is_not_deleted_beside(run) -> None:
     with managed(run, max_to_keep=1) as manager:
 
         def prune() -> None:
-            manager._pruner.after(2, {})
+            manager._pruner.after(2)
             manager.wait_until_finished()
             assert manager.all_steps() == [1, 2]
 
         assert manager.restore(Watched(state(), prune), step=1) == 1
-        manager._pruner.after(2, {})
+        manager._pruner.after(2)
         manager.wait_until_finished()
         assert manager.all_steps() == [2]
 

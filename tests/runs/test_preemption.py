@@ -165,20 +165,33 @@ def test_a_signal_that_nobody_watches_any_more_ends_the_process() -> None:
         assert ended.wait()[0] == -signal.SIGUSR1
 
 
-def test_signals_need_the_main_thread() -> None:
-    errors: list[BaseException] = []
+def _survives_the_first(number: int, pause: float) -> None:
+    preemption = Preemption(signals=[number])
+    preemption.watch()
+    os.kill(os.getpid(), number)
+    assert preemption.noticed
+    time.sleep(pause)
+    os.kill(os.getpid(), number)
+    os._exit(7)
 
-    def watch() -> None:
-        try:
-            Preemption().watch()
-        except ConfigError as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=watch)
+@pytest.mark.parametrize(("pause", "ended"), [(0.0, 7), (0.5, -signal.SIGTERM)])
+def test_a_second_signal_that_is_not_the_first_from_another_sender_ends_the_process(
+    pause, ended
+) -> None:
+    with child(_survives_the_first, number=signal.SIGTERM, pause=pause) as found:
+        assert found.wait()[0] == ended
+
+
+def test_outside_of_the_main_thread_no_signal_is_handled(caplog) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    preemption = Preemption(is_due=lambda: True)
+    thread = threading.Thread(target=preemption.watch)
     thread.start()
     thread.join()
-    assert "main thread" in str(errors[0])
-    Preemption(signals=()).watch()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert preemption.noticed
+    assert "main thread" in caplog.text
 
 
 def _heard_at() -> list[int]:

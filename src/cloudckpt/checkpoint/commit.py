@@ -223,8 +223,11 @@ def commit(
     *,
     conditional: bool,
     retrier: Retrier,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Makes the checkpoint visible, in a single request.
+
+    Before each try of it, ``check`` is called; what that raises ends the commit.
 
     A try certainly failed only if the store itself says so (:class:`StoreError`). The outcome of
     any other failure is unknown: a gateway may answer 503 although the request is carried out
@@ -247,6 +250,7 @@ def commit(
 
     def put() -> None:
         nonlocal uncertain
+        check()
         try:
             store.put(
                 key,
@@ -262,7 +266,7 @@ def commit(
 
     try:
         retrier.call(put)
-    except StoreError as error:
+    except CloudCheckpointError as error:
         overtaken = conditional and isinstance(error, PreconditionFailedError)
         if uncertain:
             found = _found(store, key, error, retrier)
@@ -290,7 +294,7 @@ def _checksum_of(store: ObjectStore, body: Sequence[memoryview]) -> int:
 
 
 def _found(
-    store: ObjectStore, key: str, failure: StoreError, retrier: Retrier
+    store: ObjectStore, key: str, failure: CloudCheckpointError, retrier: Retrier
 ) -> ObjectInfo | None:
     """The commit object that is there now; None if there is none.
 
@@ -305,7 +309,7 @@ def _found(
         raise _unknown(store, key, failure) from error
 
 
-def _unknown(store: ObjectStore, key: str, error: StoreError) -> CommitUnknownError:
+def _unknown(store: ObjectStore, key: str, error: CloudCheckpointError) -> CommitUnknownError:
     return CommitUnknownError(
         "the store itself did not say whether it carried out the commit, which may have taken "
         "place or take place yet; look whether this checkpoint is there before you go on. Its data "
@@ -415,6 +419,7 @@ def publish(
     own: Collection[str],
     data: Callable[[], Sequence[memoryview]],
     kept: Collection[str] = (),
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Commits a checkpoint, if all of its data objects are in the store.
 
@@ -429,6 +434,7 @@ def publish(
             looked up there.
         data: Makes the bytes of the commit object.
         kept: The names of objects that were there before; they stay if this fails.
+        check: Called before each try of the commit; what it raises ends the save.
 
     Raises:
         DifferentCheckpointsError: If another rank has written to another store.
@@ -471,7 +477,7 @@ def publish(
         discard()  # nothing can have become visible yet
         raise
     try:
-        commit(store, baseline, body, conditional=conditional, retrier=retrier)
+        commit(store, baseline, body, conditional=conditional, retrier=retrier, check=check)
     except (CheckpointConflictError, StoreError):
         discard()  # only these two say for certain that nothing became visible
         raise

@@ -69,6 +69,9 @@ class CommitHook:
 
     claimed_by = ""
 
+    def check_claim(self) -> None:
+        """Called right before each try of that request; raising fails the save on all ranks."""
+
     def before_commit(self, uri: str, metadata: Metadata) -> None:
         """All data is in the store, nothing is visible yet; raising fails the save on all ranks."""
 
@@ -398,7 +401,7 @@ class CloudStorageWriter(OurWriter):
         Returns:
             What was committed.
         """
-        uri = str(self.uri)
+        uri, hook = str(self.uri), self.commit_hook or CommitHook()
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=uri)
         if self._is_finished:  # its objects are committed by now, or deleted
@@ -411,8 +414,7 @@ class CloudStorageWriter(OurWriter):
                 draft = Draft.of(planned(), written, self.checksum, attempt=self.attempt, uri=uri)
             if draft.metadata.storage_meta is not None:  # what is stored may be copied elsewhere
                 draft.metadata.storage_meta.checkpoint_id = uri
-            if self.commit_hook is not None:
-                self.commit_hook.before_commit(uri, draft.metadata)
+            hook.before_commit(uri, draft.metadata)
         self.committed, self._is_finished = None, True
         with Span("commit", uri, self._rank):
             try:
@@ -428,6 +430,7 @@ class CloudStorageWriter(OurWriter):
                     data=lambda: draft.data(
                         with_timing(self.noted, SaveTiming.of(timings, time.time()))
                     ),
+                    check=hook.check_claim,
                 )
             except Exception as error:
                 if not isinstance(error, CommitUnknownError):
@@ -438,8 +441,7 @@ class CloudStorageWriter(OurWriter):
         self.committed = True
         self._written = []
         self._let_go_of_base({one.folder for one in draft.objects} - {self.uri.folder})
-        if self.commit_hook is not None:
-            run_after(self.commit_hook, uri, draft.metadata)
+        run_after(hook, uri, draft.metadata)
         return draft
 
     def discard(self) -> None:

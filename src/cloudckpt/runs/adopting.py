@@ -150,8 +150,7 @@ class _Adoption:
         baseline = Baseline(self._uri.key(METADATA), None)
         draft = self._draft(by_rank)
         self._check_objects(draft.objects)
-        self._check_claim(by_rank)
-        self._commit(draft, by_rank[0].notes, baseline)
+        self._commit(draft, by_rank[0], baseline)
         keys, threads = list(self._seen), self._config.requests_at_once
         needed, mark = {one.folder for one in draft.objects}, keep_name(by_rank[0].attempt)
         keys += [self._uri.beside(one).key(mark) for one in by_rank[0].held if one not in needed]
@@ -277,20 +276,28 @@ class _Adoption:
 
         view.each(check, objects)
 
-    def _check_claim(self, by_rank: Mapping[int, Pending]) -> None:
-        if Claim.holder(self._run, self._config) != by_rank[0].job:
-            raise self._of_another_job()
-
-    def _commit(self, draft: Draft, notes: bytes, baseline: Baseline) -> None:
+    def _commit(self, draft: Draft, pending: Pending, baseline: Baseline) -> None:
         store, uri = self._store, str(self._uri)
-        body = draft.data(notes)
+        body = draft.data(pending.notes)
         trial = self._uri.key(trial_name(draft.attempt))
         setting = self._config.conditional_writes
         conditional = conditions_work(store, setting, trial, self._retrier)
         self._hook.before_commit(uri, draft.metadata)
         baseline.check_age(uri)
+
+        def check() -> None:
+            if Claim.holder(self._run, self._config) != pending.job:
+                raise self._of_another_job()
+
         try:
-            commit(store, baseline, body, conditional=conditional, retrier=self._retrier)
+            commit(
+                store,
+                baseline,
+                body,
+                conditional=conditional,
+                retrier=self._retrier,
+                check=check,
+            )
         except CheckpointConflictError:
             logger.info("%s: another job has just committed it", uri)
             return

@@ -133,7 +133,7 @@ class Claim:
 
 
 class ClaimHook(CommitHook):
-    """Checks the claim of the run before each commit, and calls the user's hook."""
+    """Checks the claim of the run before each commit and deletion, and calls the user's hook."""
 
     def __init__(self, inner: CommitHook | None) -> None:
         self.claim: Claim | None = None
@@ -144,9 +144,12 @@ class ClaimHook(CommitHook):
         """The job of the claim."""
         return "" if self.claim is None else self.claim.job
 
-    def before_commit(self, uri: str, metadata: Metadata) -> None:
+    def check_claim(self) -> None:
         if self.claim is not None:
             self.claim.check()
+        self._inner.check_claim()
+
+    def before_commit(self, uri: str, metadata: Metadata) -> None:
         self._inner.before_commit(uri, metadata)
 
     def after_commit(self, uri: str, metadata: Metadata) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -28,7 +29,7 @@ from cloudckpt.transfer.deleting import delete_all
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["delete", "unneeded"]
+__all__ = ["delete", "delete_at", "unneeded"]
 
 
 def delete(uri: URILike, *, config: Config | None = None) -> None:
@@ -53,8 +54,20 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
         CheckpointReplacedError: If another save has replaced it meanwhile; that one stays as it is.
         StoreError: If the store refuses or stays unreachable.
     """
-    location = CheckpointURI.parse(uri)
-    config = config_or_default(config)
+    delete_at(CheckpointURI.parse(uri), config_or_default(config))
+
+
+def delete_at(
+    location: CheckpointURI, config: Config, check: Callable[[], None] = lambda: None
+) -> None:
+    """As :func:`delete`.
+
+    Args:
+        location: Where it is.
+        config: Options.
+        check: Called between reading the version to delete and deleting it; what it raises ends the
+            deletion.
+    """
     store, retrier = open_store(location, config), Retrier(config.retry)
     commit = location.key(METADATA)
     try:
@@ -66,8 +79,13 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
             uri=str(location),
         ) from error
     gone = trusted(found, store.uri(commit))
+
+    def delete_commit() -> None:
+        check()
+        store.delete(commit, if_version=found.info.version)
+
     try:
-        retrier.call(partial(store.delete, commit, if_version=found.info.version))
+        retrier.call(delete_commit)
     except PreconditionFailedError as error:
         raise CheckpointReplacedError(
             "another save replaced it, or it was deleted, after this deletion began; what is "

@@ -114,7 +114,8 @@ class CheckpointManager(ClosedAtExit):
                 saving process that died) are logged, counted, and reported as an event ``failure``,
                 and training continues; other errors are raised. ``log_all``: those are logged, too.
             max_failures: After this many failures in a row, the last one is raised in any case.
-            preemption: How the job learns that it is about to be stopped; default: by SIGTERM.
+            preemption: How the job learns that it is about to be stopped; default: by SIGTERM, from
+                the first call of :meth:`save`, :meth:`should_save` or :meth:`reached_preemption`.
             checkpointer: How checkpoints are saved and loaded, and by which ranks.
             adopt_wait: Seconds that :meth:`restore` waits for saving processes of a killed job that
                 are still sending a step; 0 ignores them.
@@ -138,6 +139,7 @@ class CheckpointManager(ClosedAtExit):
         self._adopt_wait = adopt_wait
         self._best_metric = best_metric
         self._preemption = preemption if preemption is not None else Preemption()
+        self._is_watching = preemption is not None
         group, alone = None, False
         if checkpointer is not None:
             group, alone = checkpointer.process_group, checkpointer.no_dist
@@ -147,6 +149,7 @@ class CheckpointManager(ClosedAtExit):
         self._closed = False
         self._reached: tuple[int, bool] | None = None
         self._has_saved_last = False  # whether the final save, before the job is ended, was made
+        self._restored: int | None = None  # the restored step, until a loop is seen to ignore it
         self._newest: int | None = None  # the newest step that was saved or restored here
         self._saves = 0  # requested so far, the same on all ranks
         self._asked: dict[int, _Asked] = {}  # by the checkpointer's numbers
@@ -175,8 +178,9 @@ class CheckpointManager(ClosedAtExit):
                 options = dataclasses.replace(options, config=made)
             options = dataclasses.replace(options, commit_hook=self._hook)
             found = Run(run, step_name=step_name, config=options.config)
-            self._preemption.watch()
-            undo.callback(self._preemption.ignore)
+            if preemption is not None:
+                self._preemption.watch()
+                undo.callback(self._preemption.ignore)
             return found, kept, options
 
         def alike(made: tuple[Run, Retention, CheckpointerConfig]) -> RankStatus:
@@ -277,6 +281,9 @@ class CheckpointManager(ClosedAtExit):
         """
         step = check_step(step)
         self._check_open()
+        if not self._is_watching:  # a job that only restores ends by a signal, as any other does
+            self._is_watching = True
+            self._preemption.watch()
         if self._reached is None or self._reached[0] != step:
             self._reached = step, self._agreement.step(self._preemption.noticed)
         return self._reached[1]
@@ -321,6 +328,14 @@ class CheckpointManager(ClosedAtExit):
         """
         step = check_step(step)
         if not (self.should_save(step) or force):
+            if self._restored is not None and step < self._restored:
+                logger.warning(
+                    "step %d is not saved, nor will later ones be up to step %d, which was "
+                    "restored: begin behind the step that restore() returns",
+                    step,
+                    self._restored,
+                )
+                self._restored = None
             return False
         self._saves += 1
         number = self._saves
@@ -387,7 +402,7 @@ class CheckpointManager(ClosedAtExit):
                     if self._best_metric in kept
                     else f"missing (it has: {', '.join(kept) or 'none'})",
                 )
-            self._pruner.after(step, kept, written)
+            self._pruner.after(step, written)
         self._has_saved_last = self._has_saved_last or is_last
         return True
 
@@ -503,7 +518,8 @@ class CheckpointManager(ClosedAtExit):
         if self._closed or not self._belongs_here:
             return
         self._closed = True
-        self._preemption.ignore()
+        if self._is_watching:
+            self._preemption.ignore()
         has_ended = True
         try:
             self._checkpointer.close()
@@ -551,7 +567,7 @@ class CheckpointManager(ClosedAtExit):
                 config, group = self._run.config, self._meeting.group
                 verifying.verify(self.uri(step), config=config, process_group=group)
             self._checkpointer.load(self.uri(step), state, strict=True)
-        self._newest = step
+        self._newest = self._restored = step
         self._committed = step, None
 
     def _note_end(self, number: int, step: int, written: SaveFuture) -> None:

@@ -28,6 +28,7 @@ logger = logging.getLogger("cloudckpt")
 
 _START = 600.0  # seconds for all ranks to come to create the group
 _PATIENCE = 1800.0  # seconds for all ranks to reach a step that one has reached, as in torch
+_TOGETHER = 0.3  # seconds in which a signal that comes twice, from two senders, counts once
 _LONG = 1.0  # seconds of a step that make the cost of a collective negligible
 
 
@@ -48,7 +49,9 @@ class Preemption:
         """
         Args:
             signals: Signals that announce it. A handler that was set before is called, too; if
-                there was none, the process goes on, and the training loop has to end it.
+                there was none, the process goes on after the first such signal, and the training
+                loop has to end it; a second one ends the process. In a thread other than the main
+                one no signal is handled, which is logged.
             is_due: A function that returns whether it is due, such as a check of the instance's
                 metadata; it is called at each step, and must not block. If it raises, that is
                 logged, and it is called again at the next step.
@@ -78,6 +81,7 @@ class Preemption:
         self._noticed = False
         self._has_failed = False
         self._handled: set[int] = set()
+        self._first: dict[int, float] = {}  # when each signal came first, by the monotonic clock
         self._watchers = 0
         self._pid = os.getpid()
 
@@ -108,17 +112,19 @@ class Preemption:
     def watch(self) -> None:
         """Begins to handle the signals, until :meth:`ignore` was called as many times.
 
+        Outside of the main thread, where Python sets no handlers, it handles none and logs that.
+
         Raises:
-            ConfigError: If this is not the main thread: Python sets signal handlers only there; or
-                if one of the signals can't be handled.
+            ConfigError: If one of the signals can't be handled.
         """
-        if self._signals and threading.current_thread() is not threading.main_thread():
-            raise ConfigError(
-                "only the main thread can handle signals: make the manager there, or give "
-                "preemption=Preemption(signals=())"
-            )
         self._watchers += 1
         self._pid = os.getpid()
+        if self._signals and threading.current_thread() is not threading.main_thread():
+            logger.warning(
+                "signals can be handled in the main thread only, so none announces the end of this "
+                "job: its last steps are saved if Preemption(is_due=...) or deadline= tells of it"
+            )
+            return
         try:
             for number in self._signals:
                 self._handle(number)
@@ -156,14 +162,16 @@ class Preemption:
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
 
     def _on_signal(self, number: int, frame: FrameType | None, before: Any) -> None:
-        is_elsewhere = os.getpid() != self._pid
+        is_elsewhere, is_second = os.getpid() != self._pid, False
         if self._watchers and not is_elsewhere:
             self._noticed = True
+            now = time.monotonic()
+            is_second = now - self._first.setdefault(number, now) > _TOGETHER
         if callable(before):
             before(number, frame)
         elif before == signal.SIG_DFL and (
             # a forked child must still end when its parent ends it, as multiprocessing does
-            not self._watchers or (is_elsewhere and number == signal.SIGTERM)
+            not self._watchers or is_second or (is_elsewhere and number == signal.SIGTERM)
         ):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-import math
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from cloudckpt.background.save import SaveFuture
@@ -20,7 +19,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import ClaimHook
-from cloudckpt.runs.deleting import delete
+from cloudckpt.runs.deleting import delete_at
 from cloudckpt.runs.steps import Retention
 
 __all__ = ["Pruner"]
@@ -52,24 +51,18 @@ class Pruner:
         self._best_metric = best_metric
         self._hook = hook
         self.in_use = StepsInUse()
-        self._scores: dict[int, float] = {}
-        # of the deleting thread: the committed steps, once it has listed them
-        self._steps: set[int] | None = None
         self._unread: set[int] = set()  # those without a score, as logged
         self._has_told_loss = False  # of the run, to another job
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-prune")
 
-    def after(
-        self, step: int, metrics: Mapping[str, float], saved: SaveFuture | None = None
-    ) -> None:
+    def after(self, step: int, saved: SaveFuture | None = None) -> None:
         """Deletes the steps no longer kept once this step is saved, in the background.
 
         Args:
             step: The step.
-            metrics: Its metrics.
             saved: Its save, if that may be in progress.
         """
-        self._thread.submit(self._after, step, metrics, saved)
+        self._thread.submit(self._after, step, saved)
 
     def delete(self, step: int) -> None:
         """Deletes a step, after the saves begun before.
@@ -97,7 +90,7 @@ class Pruner:
         """
         for _ in range(_LOOKS):
             steps = self._run.committed()
-            scores, unread = self._known_scores(steps)
+            scores, unread = self._run.scores(steps, str(self._best_metric))
             for error in unread.values():
                 if isinstance(error, StoreError):
                     raise error
@@ -106,7 +99,7 @@ class Pruner:
         self._run.log_unread(unread)
         return self._retention.best(scores)
 
-    def _after(self, step: int, metrics: Mapping[str, float], saved: SaveFuture | None) -> None:
+    def _after(self, step: int, saved: SaveFuture | None) -> None:
         """Deletes the steps no longer kept, if the save of this step succeeds.
 
         Later steps belong to a training that was given up when this one resumed from an earlier
@@ -117,15 +110,10 @@ class Pruner:
             concurrent.futures.wait([saved])
             if saved.exception() is not None or saved.skipped:
                 return
-        if self._best_metric is not None:
-            self._scores[step] = metrics.get(self._best_metric, math.nan)
         if self._retention.max_to_keep is None:
             return
         try:
-            if self._steps is None:
-                self._steps = set(self._run.committed())
-            self._steps.add(step)
-            known = [one for one in self._steps if one <= step]
+            known = [one for one in self._run.committed() if one <= step]
             scores = None if self._best_metric is None else self._compared(known)
             for one in self._retention.unneeded(known if scores is None else [*scores], scores):
                 self._prune(one)
@@ -156,19 +144,7 @@ class Pruner:
                 )
 
     def _delete(self, step: int) -> None:
-        if self._hook.claim is not None:
-            self._hook.claim.check()
-        try:
-            delete(self._run.uri(step), config=self._run.config)
-        except CheckpointNotFoundError:
-            self._forget(step)
-            raise
-        self._forget(step)
-
-    def _forget(self, step: int) -> None:
-        if self._steps is not None:
-            self._steps.discard(step)
-        self._scores.pop(step, None)
+        delete_at(self._run.uri(step), self._run.config, self._hook.check_claim)
 
     def _compared(self, steps: list[int]) -> dict[int, float]:
         """The scores of those steps that can be compared; on the deleting thread.
@@ -176,25 +152,11 @@ class Pruner:
         What is left out is not deleted in this round: a step may be unreadable for a moment only.
         It does not matter for the others: none that is unneeded beside some is needed beside more.
         """
-        scores, unread = self._known_scores(steps)
-        for step in set(steps) - scores.keys() - unread.keys():  # another process has deleted it
-            self._forget(step)
+        scores, unread = self._run.scores(steps, str(self._best_metric))
         if unread.keys() != self._unread:
             self._run.log_unread(unread)
             self._unread = set(unread)
         return scores
-
-    def _known_scores(
-        self, steps: list[int]
-    ) -> tuple[dict[int, float], dict[int, CloudCheckpointError]]:
-        """As :meth:`Run.scores`; asks the store only for what is not known here."""
-        known = dict(self._scores)  # a snapshot: the deleting thread removes entries
-        new = [step for step in steps if step not in known]
-        found, unread = self._run.scores(new, str(self._best_metric))
-        for step, score in found.items():
-            self._scores.setdefault(step, score)  # unless the step was saved anew meanwhile
-        known.update(found)
-        return {step: known[step] for step in steps if step in known}, unread
 
 
 class StepsInUse:
