@@ -188,7 +188,7 @@ def test_on_a_disk_its_folder_goes_too_unless_other_files_are_in_it(tmp_path) ->
 def test_a_folder_that_is_deleted_while_something_is_written_to_it_is_made_again(
     tmp_path, monkeypatch
 ) -> None:
-    make_folder, gone = local._make_folder, []
+    make_folder, gone = local.make_folder, []
 
     def made(folder) -> None:
         make_folder(folder)
@@ -196,7 +196,7 @@ def test_a_folder_that_is_deleted_while_something_is_written_to_it_is_made_again
             gone.append(folder)
             folder.rmdir()
 
-    monkeypatch.setattr(local, "_make_folder", made)
+    monkeypatch.setattr(local, "make_folder", made)
     cloudckpt.save({"n": 2}, checkpoint_id=tmp_path / "step-1")
     assert gone == [tmp_path / "step-1"]
     assert cloudckpt.exists(tmp_path / "step-1")
