@@ -32,9 +32,10 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.azure import AzureStore
-from cloudckpt.stores.credentials import Credentials, check_credential, conceal, masked, raise_alone
+from cloudckpt.stores.credentials import Credentials, check_credential
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.http import HttpClient, HttpOptions
+from cloudckpt.stores.redaction import conceal, masked, raise_alone
 from cloudckpt.stores.s3 import S3Store
 from emulators import moto_server
 

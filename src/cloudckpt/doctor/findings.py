@@ -18,7 +18,7 @@ from cloudckpt.errors import (
     CredentialsError,
     TLSError,
 )
-from cloudckpt.stores.credentials import masked, reason
+from cloudckpt.stores.redaction import masked, reason
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.retry import Retrier
 

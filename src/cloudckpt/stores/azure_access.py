@@ -23,9 +23,10 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.azure_errors import TOKEN_REFUSED
 from cloudckpt.stores.azure_tokens import Tokens
-from cloudckpt.stores.credentials import Credentials, check_credential, raise_alone
+from cloudckpt.stores.credentials import Credentials, check_credential
 from cloudckpt.stores.http import HttpOptions
 from cloudckpt.stores.origins import Origin, first_set, named_by
+from cloudckpt.stores.redaction import raise_alone
 from cloudckpt.stores.refusals import Meaning
 from cloudckpt.stores.rest import iso_date
 

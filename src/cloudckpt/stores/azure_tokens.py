@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from cloudckpt._version import __version__
 from cloudckpt.config import Config
 from cloudckpt.errors import CredentialsError, MissingDependencyError, StoreError
-from cloudckpt.stores.credentials import alone, check_credential, fetching, raise_alone, reason
+from cloudckpt.stores.credentials import alone, check_credential, fetching
 from cloudckpt.stores.origins import Origin
+from cloudckpt.stores.redaction import raise_alone, reason
 
 try:
     from azure.core.exceptions import AzureError, ClientAuthenticationError

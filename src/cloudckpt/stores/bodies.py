@@ -152,14 +152,17 @@ class Reply:
         return bytes(data)
 
     def read_refusal(self) -> bytes:
-        """What arrives of the body of an answer that is no success; of a 404, all of it.
+        """What arrives of the body of an answer that is no success, at most 64 KiB.
 
-        The body tells whether the store itself says that an object is not there.
+        That of a 404 tells whether the store itself says that an object is not there: it must not
+        have been cut off on its way. No store's is as long as 64 KiB.
 
         Raises:
             ConnectionLostError: If that of a 404 ends early or stalls.
         """
-        return self.read_all() if self.status == 404 else self.read()
+        if self.status != 404:
+            return self.read()
+        return self._whole(_MOST_ERROR_BYTES, is_beginning=True)
 
     def read_all(self) -> bytes:
         """The whole body of an answer about objects, such as a page of a listing.
@@ -167,14 +170,20 @@ class Reply:
         Raises:
             ConnectionLostError: If the body ends early, stalls, or is no such answer by its size.
         """
+        return self._whole(_MOST_CONTROL_BYTES)
+
+    def _whole(self, limit: int, *, is_beginning: bool = False) -> bytes:
+        """The whole body; if ``is_beginning``, the first ``limit`` bytes of a longer one."""
         data = bytearray()
         receive = self._receive_chunks if self._raw.chunked else self._receive
         try:
-            receive(data, _MOST_CONTROL_BYTES)
+            receive(data, limit)
         except (OSError, http.client.HTTPException) as exc:
             raise ConnectionLostError(
                 f"the connection broke after {len(data)} bytes", cause=exc
             ) from exc
+        if is_beginning and len(data) == limit:
+            return bytes(data)
         if not self._raw.isclosed() or (self.length or 0) > len(data):
             raise ConnectionLostError(f"the answer did not end after {len(data)} bytes")
         return bytes(data)

@@ -1,9 +1,4 @@
-"""Credentials: rejected when malformed, looked up again when refused, and never shown.
-
-A transport's or SDK's error message may quote what it was about to send: http.client puts a
-header's value into its ValueError, urllib3 the URL with its signature, requests a proxy's URL with
-its password. Every rank raises and logs that text, so it passes through here first.
-"""
+"""Credentials: rejected when malformed, and looked up again when refused."""
 
 from __future__ import annotations
 
@@ -14,8 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Generic, NoReturn, Protocol, TypeVar
-from urllib.parse import quote, unquote
+from typing import Generic, Protocol, TypeVar
 
 from cloudckpt.errors import (
     CloudCheckpointError,
@@ -25,6 +19,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.origins import Origin
+from cloudckpt.stores.redaction import raise_alone, reason
 from cloudckpt.stores.tls import lasting_failure
 
 __all__ = [
@@ -32,11 +27,7 @@ __all__ = [
     "Source",
     "alone",
     "check_credential",
-    "conceal",
     "fetching",
-    "masked",
-    "raise_alone",
-    "reason",
     "take_over",
     "variables",
 ]
@@ -174,109 +165,6 @@ def check_credential(value: str, name: str, uri: str | None = None, *, header: b
         problem = "holds characters that are not ASCII: copy it anew"
     if problem is not None:
         raise CredentialsError(f"{name} {problem}", uri=uri)
-
-
-_MASK = "***"
-_SHORTEST = 6  # characters; what is shorter is a word of an emulator, not a secret
-
-_PATTERNS = (
-    # http.client and requests quote a header that they refuse
-    (r"(header value:?\s*)b?(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")", rf"\1{_MASK}"),
-    # cryptography quotes a line of a key that it takes for a header
-    (r"(\bInvalidHeader\().*", rf"\1{_MASK}"),
-    (r"(\b(?:https?|socks\w*)://)[^\s'\"<>]*@", rf"\1{_MASK}@"),
-    (r"\bAWS4-[A-Z0-9-]+[\s,][^\n]*", _MASK),
-    (r"\b(Bearer|Basic|SharedKey)\s+[\w.~+/=:-]{16,}", rf"\1 {_MASK}"),
-    (
-        r"(\b(?:sig|signature|x-(?:amz|goog)-(?:signature|security-token|s3session-token|credential)|AccountKey"
-        r"|SharedAccessSignature|\w*secret\w*|\w*(?:session|security|access|refresh|id|subject)_?"
-        r"token|client_assertion|assertion|private_key|password)[\"']?\s*(?:=|%3D|:)\s*[\"']?)"
-        r"[^\s&;,\"'<>]+",
-        rf"\1{_MASK}",
-    ),
-    (r"\beyJ[\w-]{8,}\.[\w-]+(?:\.[\w-]*)?", _MASK),  # JSON web tokens
-    (r"\bya29\.[\w.-]+", _MASK),  # Google's access tokens
-    (r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", _MASK),
-)
-_COMPILED = [(re.compile(p, re.IGNORECASE | re.DOTALL), new) for p, new in _PATTERNS]
-
-_VARIABLES = (
-    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"),
-    *("AWS_CONTAINER_AUTHORIZATION_TOKEN", "AWS_BEARER_TOKEN"),
-    *("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
-    *("AZURE_STORAGE_CONNECTION_STRING", "AZURE_CLIENT_SECRET", "AZURE_PASSWORD"),
-    *("AZURE_CLIENT_CERTIFICATE_PASSWORD",),
-)
-
-
-def masked(text: str, secrets: Iterable[str] = ()) -> str:
-    """A foreign text, without the credentials that it may quote."""
-    for user in _proxy_users():
-        text = text.replace(f"{user}@", f"{_MASK}@")
-    known = {value for name in _VARIABLES if (value := os.environ.get(name))} | set(secrets)
-    for form in sorted({form for value in known for form in _forms(value)}, key=len, reverse=True):
-        text = text.replace(form, _MASK)
-    for pattern, new in _COMPILED:
-        text = pattern.sub(new, text)
-    return text
-
-
-def _proxy_users() -> Iterator[str]:
-    """Users and passwords of the proxies that the environment names."""
-    for name, value in os.environ.items():
-        user, at, _ = value.rpartition("@")
-        if at and name.lower().endswith("_proxy"):
-            yield user.rpartition("//")[2]
-
-
-def _forms(value: str) -> Iterator[str]:
-    """How a secret, or the secret part of it, may be written in a message."""
-    parts = re.findall(r"\b(?:sig|AccountKey)=([^&;\s]+)", value)
-    for one in (value, value.strip(), *parts, *map(unquote, parts)):
-        quoted = (quote(one, safe, errors="surrogatepass") for safe in ("/", ""))
-        for form in (one, repr(one)[1:-1], ascii(one)[1:-1], *quoted):
-            if len(form) >= _SHORTEST:
-                yield form
-
-
-def reason(exc: BaseException, secrets: Iterable[str] = ()) -> str:
-    """The class of an exception and what it says, without credentials."""
-    return f"{type(exc).__name__}: {masked(str(exc), secrets)}"
-
-
-def conceal(error: CloudCheckpointError, secrets: Iterable[str] = ()) -> None:
-    """Takes credentials out of an error, and cuts off what is beneath it if that shows any."""
-    secrets = tuple(secrets)
-    error.message = masked(error.message, secrets)
-    error.args = (error.message, *error.args[1:])
-    if error.cause is not None:
-        error.cause = masked(error.cause, secrets)
-    texts = (text for inner in _beneath(error) for text in (str(inner), repr(inner)))
-    if any(masked(text, secrets) != text for text in texts):
-        error.__cause__ = error.__context__ = None
-
-
-def _beneath(error: BaseException) -> Iterator[BaseException]:
-    seen = {id(error)}
-    waiting = [error.__cause__, error.__context__]
-    while waiting:
-        inner = waiting.pop()
-        if inner is not None and id(inner) not in seen:
-            seen.add(id(inner))
-            yield inner
-            waiting += [inner.__cause__, inner.__context__]
-
-
-def raise_alone(error: BaseException) -> NoReturn:
-    """Raises an error that does not lead to the exception that is being handled.
-
-    ``raise … from None`` only hides that one: it stays in ``__context__``, for every logger and
-    debugger that looks there.
-    """
-    try:
-        raise error
-    finally:
-        error.__context__ = None
 
 
 @contextlib.contextmanager

@@ -26,11 +26,10 @@ from cloudckpt.stores.credentials import (
     alone,
     check_credential,
     fetching,
-    masked,
-    raise_alone,
 )
 from cloudckpt.stores.http import HttpOptions
 from cloudckpt.stores.origins import Origin, first_set, named_by
+from cloudckpt.stores.redaction import raise_alone, told
 from cloudckpt.stores.refusals import by_status
 from cloudckpt.stores.tls import causes
 
@@ -51,7 +50,6 @@ _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 _INVALID = google.auth.credentials.TokenState.INVALID
 _PAUSE = 15.0  # seconds between refreshes of a valid token that fail
-_LONGEST_REASON = 300  # characters; it may be a proxy's page
 
 
 class BucketAccess:
@@ -277,5 +275,4 @@ def _said(exc: Exception) -> str:
     """What google-auth says; others may quote what they can't read, such as a private key."""
     if not isinstance(exc, (google.auth.exceptions.GoogleAuthError, OSError)):
         return type(exc).__name__
-    text = " ".join(masked(str(exc)).split())
-    return f"{type(exc).__name__}: {text[:_LONGEST_REASON]}"
+    return f"{type(exc).__name__}: {' '.join(told(str(exc)).split())}"

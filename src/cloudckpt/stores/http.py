@@ -32,7 +32,6 @@ from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError
 from cloudckpt.stores.base import Body, Progress
 from cloudckpt.stores.bodies import Reply, StoppedError, steps
-from cloudckpt.stores.credentials import masked, raise_alone
 from cloudckpt.stores.long_reads import (
     BodyReader,
     LongReadSocket,
@@ -41,6 +40,7 @@ from cloudckpt.stores.long_reads import (
     WatchedSocket,
     has_unread,
 )
+from cloudckpt.stores.redaction import masked, raise_alone, told
 from cloudckpt.stores.tls import causes, lasting_failure
 from cloudckpt.stores.watch import Connection, Counter, LateError, Traffic, Watch, break_connection
 
@@ -430,4 +430,4 @@ def _plain(exc: BaseException) -> str:
     reason = getattr(exc, "reason", None)
     inner = reason if isinstance(reason, BaseException) else exc
     text = re.sub(r"^\w+\(host=.*?\): ", "", str(inner).rpartition(">: ")[2] or str(inner))
-    return f"{type(inner).__name__}: {masked(text)}"
+    return f"{type(inner).__name__}: {told(text)}"

@@ -28,8 +28,8 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.bodies import Reply
-from cloudckpt.stores.credentials import conceal
 from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.redaction import conceal, told
 from cloudckpt.stores.refusals import refusal
 from cloudckpt.stores.rest import Authorized, Request
 
@@ -107,7 +107,8 @@ class Redirects:
                         return
                     self._drop(request.key, target)
                     if is_last or reply.status not in _SPENT:
-                        action = f"GET from {urlsplit(target.url).hostname}, where the store sent"
+                        host = told(urlsplit(target.url).hostname or "")
+                        action = f"GET from {host}, where the store sent"
                         raise refusal(
                             reply.status, "", [], action, uri, reply.headers, own=_NOT_THERE
                         )

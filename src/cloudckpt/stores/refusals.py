@@ -26,14 +26,14 @@ from cloudckpt.errors import (
     TransientStoreError,
     WrongRegionError,
 )
-from cloudckpt.stores.credentials import masked
+from cloudckpt.stores.redaction import told
 
 __all__ = ["Meaning", "by_code", "by_status", "refusal", "retry_after"]
 
 Meaning = tuple[type[StoreError], str]
 """The error to raise, and what it says."""
 
-_CODE = re.compile(r"[A-Za-z][\w.]*")
+_CODE = re.compile(r"[A-Za-z][\w.]{0,99}")
 _REQUEST_IDS = ("x-amz-request-id", "x-amz-id-2", "x-guploader-uploadid", "x-ms-request-id")
 """The headers with which the vendors' support finds a request in their logs."""
 _TIMEOUTS = {"requesttimeout", "requesttimeoutexception", "operationtimedout"}  # in lower case
@@ -145,13 +145,13 @@ def refusal(
     if certain is None:
         certain = _is_certain(code, status, known)
     given = {name.lower(): value.strip() for name, value in headers.items()}
-    said = " ".join(filter(None, (code, f"HTTP {status}" if status else "")))
-    cause = ": ".join(filter(None, (said, *words)))
-    identity = " ".join(given[name] for name in _REQUEST_IDS if given.get(name))
+    said = " ".join(filter(None, (told(code), f"HTTP {status}" if status else "")))
+    cause = ": ".join(filter(None, (said, *map(told, words))))
+    identity = " ".join(told(given[name]) for name in _REQUEST_IDS if given.get(name))
     if identity:
         cause += f"; request {identity}"
     kind, text = meaning
-    error = kind(f"{action}: {text}", uri=uri, cause=masked(cause) or None, certain=certain)
+    error = kind(f"{action}: {text}", uri=uri, cause=cause or None, certain=certain)
     error.status = status or None
     if isinstance(error, TransientStoreError):
         error.retry_after = retry_after(given)

@@ -11,7 +11,7 @@ from cloudckpt.errors import CloudCheckpointError
 from cloudckpt.fork import late_imports
 from cloudckpt.stores.azure_names import check_location
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.stores.credentials import conceal
+from cloudckpt.stores.redaction import conceal
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["checkpoint_location", "open_store"]

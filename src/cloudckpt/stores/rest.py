@@ -26,9 +26,10 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, ObjectStore, Progress, nbytes
 from cloudckpt.stores.bodies import Reply
-from cloudckpt.stores.credentials import Credentials, conceal
+from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.origins import BucketRules, Origin, Route
+from cloudckpt.stores.redaction import conceal, told
 from cloudckpt.waiting import current
 
 __all__ = [
@@ -161,6 +162,7 @@ class Authorized:
         headers: All of them.
         source: The credentials that authorize it.
         secrets: What they are.
+        hidden: What of them no message may show.
         region: That it is signed for, if it is.
     """
 
@@ -168,6 +170,7 @@ class Authorized:
     headers: Mapping[str, str]
     source: Any
     secrets: tuple[str, ...]
+    hidden: tuple[str, ...] = ()
     region: str = ""
 
 
@@ -330,7 +333,7 @@ class RestStore(ObjectStore):
         except CloudCheckpointError as error:
             if error.uri is None:
                 error.uri = self.uri(request.key)
-            conceal(error, used[0].secrets if used else ())
+            conceal(error, used[0].hidden if used else ())
             raise
 
     def authorized(self, request: Request) -> Authorized:
@@ -348,7 +351,8 @@ class RestStore(ObjectStore):
         try:
             source = self._credentials.source()
             url, headers = self._authorized(method, request.url, headers)
-            return Authorized(url, headers, source, self._credentials.used())
+            secrets = self._credentials.used()
+            return Authorized(url, headers, source, secrets, hidden=secrets)
         except StoreError as error:
             error.certain = True  # nothing was sent
             if not isinstance(error, CredentialsError):
@@ -513,7 +517,7 @@ def _check_range(reply: Reply, start: int, size: int, uri: str) -> int:
                 uri=uri,
             )
         return size
-    unit, _, span = reply.headers.get("Content-Range", "").partition(" ")
+    unit, _, span = told(reply.headers.get("Content-Range", "")).partition(" ")
     extent, _, total = span.partition("/")
     if unit != "bytes" or not total.isdigit():
         raise ConnectionLostError(f"the answer has no usable Content-Range: {span!r}", uri=uri)

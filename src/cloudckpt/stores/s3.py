@@ -253,7 +253,9 @@ class S3Store(RestStore):
         digest = self._access.payload_digest(request.method, request.body)
         request = replace(request, headers={**request.headers, PAYLOAD_DIGEST: digest})
         region = self._access.region
-        return replace(super().authorized(request), region=region)
+        ready = super().authorized(request)
+        # the id of a key is no secret, and may be a word such as a bucket's name
+        return replace(ready, region=region, hidden=ready.secrets[1:])
 
     def mends(self, refused: StoreError, used: Authorized | None = None) -> bool:
         """The same; a request to the wrong region may be sent to the one that S3 names."""

@@ -27,10 +27,12 @@ from cloudckpt.errors import (
     MissingDependencyError,
 )
 from cloudckpt.stores.base import Body, Regions, nbytes
-from cloudckpt.stores.credentials import Credentials, raise_alone, reason
+from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.http import HttpOptions
 from cloudckpt.stores.origins import Route, first_set, named_by
+from cloudckpt.stores.redaction import raise_alone, reason
 from cloudckpt.stores.s3_dialects import DIALECTS, S3Dialect, dialect_of
+from cloudckpt.stores.s3_errors import REGION
 
 try:
     import boto3
@@ -199,7 +201,7 @@ class BucketAccess:
             Whether the same request has another address or signature now.
         """
         with self._moving:
-            if region == used or not _REGION.fullmatch(region):
+            if region == used or not REGION.fullmatch(region):
                 return False
             if self._place.region == region:
                 return True  # another thread was here before
@@ -263,9 +265,6 @@ class BucketAccess:
             signer = _SessionSigner(keys, "s3express", self.region, identity_cache=None)
         signer.add_auth(request)
         return length | dict(request.headers.items())
-
-
-_REGION = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # a label of a host name
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]

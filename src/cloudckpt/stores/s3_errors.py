@@ -6,6 +6,7 @@ ones, or only the status.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from cloudckpt.errors import (
@@ -24,7 +25,10 @@ from cloudckpt.errors import (
 from cloudckpt.stores.refusals import Meaning, by_code, by_status, refusal
 from cloudckpt.stores.xml_api import error_fields
 
-__all__ = ["from_answer", "from_code"]
+__all__ = ["REGION", "from_answer", "from_code"]
+
+REGION = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+"""A region's name: a label of a host name."""
 
 _KMS = "KMS refuses, or can't use, the key of the encryption"
 
@@ -120,6 +124,7 @@ def from_code(
     """
     given = {name.lower(): value for name, value in (headers or {}).items()}
     region = given.get("x-amz-bucket-region") or region
+    region = region if REGION.fullmatch(region) else ""
     known = _BY_CODE.get(code)
     if known is None and code.startswith("KMS."):
         known = by_status(400 if status == 200 else status)[0], _KMS

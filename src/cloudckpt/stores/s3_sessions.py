@@ -13,8 +13,9 @@ import botocore.exceptions
 from botocore.credentials import RefreshableCredentials
 
 from cloudckpt.errors import AccessDeniedError
-from cloudckpt.stores.credentials import fetching, raise_alone
+from cloudckpt.stores.credentials import fetching
 from cloudckpt.stores.origins import Origin
+from cloudckpt.stores.redaction import raise_alone
 from cloudckpt.stores.s3_credentials import Keys, is_passing
 from cloudckpt.stores.s3_errors import from_code
 

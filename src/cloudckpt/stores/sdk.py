@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cloudckpt.errors import CloudCheckpointError, InvalidRequestError, ServerError, StoreError
-from cloudckpt.stores.credentials import reason
+from cloudckpt.stores.redaction import reason
 from cloudckpt.stores.rest import RestStore
 
 __all__ = ["Answer", "SdkCalls"]

@@ -22,6 +22,7 @@ from cloudckpt.stores.base import (
     random_suffix,
     whole_checksum,
 )
+from cloudckpt.stores.redaction import told
 from cloudckpt.stores.rest import RestStore, all_pages, encode_query, iso_date
 
 __all__ = [
@@ -111,7 +112,7 @@ def check_root(body: bytes, name: str, uri: str) -> None:
 
 def _another_root(found: str, wanted: str, uri: str) -> ServerError:
     """A sign-in page may be XML, and would be taken for a listing in which nothing is."""
-    cause = f"<{found}> in place of <{wanted}>" if found else f"no <{wanted}>"
+    cause = f"<{told(found)}> in place of <{wanted}>" if found else f"no <{wanted}>"
     return ServerError(_NOT_THE_XML, uri=uri, cause=cause)
 
 

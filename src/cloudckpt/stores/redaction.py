@@ -1,0 +1,158 @@
+"""What others say, for errors and logs: not too long, and without credentials.
+
+A transport's or SDK's error message may quote what it was about to send: http.client puts a
+header's value into its ValueError, urllib3 the URL with its signature, requests a proxy's URL with
+its password. Every rank raises and logs that text, so it passes through here first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import NoReturn
+from urllib.parse import quote, unquote
+
+from cloudckpt.errors import CloudCheckpointError
+
+__all__ = ["conceal", "masked", "raise_alone", "reason", "told"]
+
+_MASK = "***"
+_LONGEST_WORD = 500  # characters of what others say that are shown
+_LONGEST_TEXT = 10_000  # characters of an error, or of an exception beneath it
+_LEAST = 8  # characters; what is shorter is a word, such as an emulator's, and no secret
+_SURE = 16  # characters of what can't be a part of other words, such as a bucket's name
+
+# each looks at a bounded number of characters before it gives up: a server may choose the text
+_PATTERNS = (
+    # http.client and requests quote a header that they refuse
+    (
+        r"(header value:?\s{0,4})b?(?:'(?:[^'\\]|\\.){0,9000}'|\"(?:[^\"\\]|\\.){0,9000}\")",
+        rf"\1{_MASK}",
+    ),
+    # cryptography quotes a line of a key that it takes for a header
+    (r"(\bInvalidHeader\().*", rf"\1{_MASK}"),
+    (r"(\b(?:https?|socks\w{0,4})://)[^\s'\"<>]{0,300}@", rf"\1{_MASK}@"),
+    (r"\bAWS4-[A-Z0-9-]{1,40}[\s,][^\n]*", _MASK),
+    (r"\b(Bearer|Basic|SharedKey)\s{1,4}[\w.~+/=:-]{16,}", rf"\1 {_MASK}"),
+    (
+        r"(\b(?:sig|signature|x-(?:amz|goog)-(?:signature|security-token|s3session-token|credential)|AccountKey"
+        r"|SharedAccessSignature|\w{0,40}secret\w{0,40}|\w{0,40}(?:session|security|access|refresh|id"
+        r"|subject)_?token|client_assertion|assertion|private_key|password)[\"']?\s{0,4}(?:=|%3D|:)"
+        r"\s{0,4}[\"']?)[^\s&;,\"'<>]+",
+        rf"\1{_MASK}",
+    ),
+    (r"\beyJ[\w-]{8,2000}\.[\w-]+(?:\.[\w-]*)?", _MASK),  # JSON web tokens
+    (r"\bya29\.[\w.-]+", _MASK),  # Google's access tokens
+    (
+        r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)",
+        _MASK,
+    ),
+)
+_COMPILED = [(re.compile(p, re.IGNORECASE | re.DOTALL), new) for p, new in _PATTERNS]
+
+_VARIABLES = (
+    *("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"),
+    *("AWS_CONTAINER_AUTHORIZATION_TOKEN", "AWS_BEARER_TOKEN"),
+    *("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
+    *("AZURE_STORAGE_CONNECTION_STRING", "AZURE_CLIENT_SECRET", "AZURE_PASSWORD"),
+    *("AZURE_CLIENT_CERTIFICATE_PASSWORD",),
+)
+
+
+def masked(text: str, secrets: Iterable[str] = ()) -> str:
+    """A foreign text, without the credentials that it may quote."""
+    return _without(text, _known(secrets))
+
+
+def told(text: str, secrets: Iterable[str] = ()) -> str:
+    """What a server, a proxy or an SDK says, for messages: without credentials, and not too long.
+
+    Everything from the wire passes here before it becomes a part of an error: all ranks get that,
+    and log it. A page of megabytes would be sent to each of them.
+    """
+    known = _known(secrets)
+    # a secret that the end of the text cuts in two would no longer be recognized
+    window = _LONGEST_WORD + max((len(form) for form in known), default=0) + _LONGEST_WORD
+    shown = _without(text[:window], known)
+    return shown if len(shown) <= _LONGEST_WORD else f"{shown[:_LONGEST_WORD]}…"
+
+
+def _without(text: str, known: Iterable[str]) -> str:
+    for user in _proxy_users():
+        text = text.replace(f"{user}@", f"{_MASK}@")
+    for form in known:
+        if len(form) >= _SURE:
+            text = text.replace(form, _MASK)
+        elif form in text:
+            text = re.sub(rf"(?<![\w./-]){re.escape(form)}(?![\w./-])", _MASK, text)
+    for pattern, new in _COMPILED:
+        text = pattern.sub(new, text)
+    return text
+
+
+def _known(secrets: Iterable[str]) -> list[str]:
+    """All ways in which the known secrets may be written, the longest first."""
+    values = {value for name in _VARIABLES if (value := os.environ.get(name))} | set(secrets)
+    return sorted({form for value in values for form in _forms(value)}, key=len, reverse=True)
+
+
+def _proxy_users() -> Iterator[str]:
+    """Users and passwords of the proxies that the environment names."""
+    for name, value in os.environ.items():
+        user, at, _ = value.rpartition("@")
+        if at and name.lower().endswith("_proxy"):
+            yield user.rpartition("//")[2]
+
+
+def _forms(value: str) -> Iterator[str]:
+    """How a secret, or the secret part of it, may be written in a message."""
+    parts = re.findall(r"\b(?:sig|AccountKey)=([^&;\s]+)", value)
+    for one in (value, value.strip(), *parts, *map(unquote, parts)):
+        quoted = (quote(one, safe, errors="surrogatepass") for safe in ("/", ""))
+        for form in (one, repr(one)[1:-1], ascii(one)[1:-1], *quoted):
+            if len(form) >= _LEAST:
+                yield form
+
+
+def reason(exc: BaseException, secrets: Iterable[str] = ()) -> str:
+    """The class of an exception and what it says, as :func:`told`."""
+    return f"{type(exc).__name__}: {told(str(exc), secrets)}"
+
+
+def conceal(error: CloudCheckpointError, secrets: Iterable[str] = ()) -> None:
+    """Takes credentials out of an error, and cuts off what is beneath it if that shows any.
+
+    So is what is too long to be looked through.
+    """
+    secrets = tuple(secrets)
+    error.message = masked(error.message[:_LONGEST_TEXT], secrets)
+    error.args = (error.message, *error.args[1:])
+    if error.cause is not None:
+        error.cause = masked(error.cause[:_LONGEST_TEXT], secrets)
+    texts = (text for inner in _beneath(error) for text in (str(inner), repr(inner)))
+    if any(len(text) > _LONGEST_TEXT or masked(text, secrets) != text for text in texts):
+        error.__cause__ = error.__context__ = None
+
+
+def _beneath(error: BaseException) -> Iterator[BaseException]:
+    seen = {id(error)}
+    waiting = [error.__cause__, error.__context__]
+    while waiting:
+        inner = waiting.pop()
+        if inner is not None and id(inner) not in seen:
+            seen.add(id(inner))
+            yield inner
+            waiting += [inner.__cause__, inner.__context__]
+
+
+def raise_alone(error: BaseException) -> NoReturn:
+    """Raises an error that does not lead to the exception that is being handled.
+
+    ``raise … from None`` only hides that one: it stays in ``__context__``, for every logger and
+    debugger that looks there.
+    """
+    try:
+        raise error
+    finally:
+        error.__context__ = None
