@@ -24,7 +24,8 @@ Everything else is private, whether or not its name begins with an underscore: o
 names of these modules that their ``__all__`` does not list. It may change in any version.
 
 What needs torch is imported when it is first asked for: a command that only lists a run starts in a
-fraction of the time that torch takes to be imported.
+fraction of the time that torch takes to be imported. Where torch has been imported before, what
+saves is imported at once.
 """
 
 from __future__ import annotations
@@ -127,6 +128,9 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
             "uri",
         ],
     )
+
+    if "torch" in sys.modules:  # a training job: its first save does not wait for imports
+        __getattr__("async_save")
 
 
 def _tell_torchs_logger(event: events.Event) -> None:

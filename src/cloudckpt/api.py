@@ -205,8 +205,13 @@ def save_prepared(
     """
     meeting = Meeting.of(process_group, no_dist)
 
+    def prepare_to_write() -> ToSave:
+        made = prepare()
+        made.writer.begin(commits=meeting.rank == 0)
+        return made
+
     def begin() -> tuple[OurWriter, SavePlanner, dict[str, Any], SaveLoop | None]:
-        made, state = _prepare_with_content(prepare, lambda: content_of(state_dict))
+        made, state = _prepare_with_content(prepare_to_write, lambda: content_of(state_dict))
         planner = made.planner or CloudSavePlanner()
         loop = SaveLoop.of(state, made.writer, planner, meeting.group)
         return made.writer, planner, state, loop

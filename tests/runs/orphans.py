@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from background.waiting import eventually, processes_of
 from cloudckpt import CheckpointManager, Config
+from cloudckpt.background.process import _Worker
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.runs import Preemption
 from forks import together
@@ -62,7 +64,7 @@ def job(
         run: The run; default: one in the folder.
         last: The last step; each is saved.
         dies_at: The step behind which all ranks are killed.
-        how: ``at once``, when it was staged; or ``at its commit``.
+        how: ``at once``, when its saving process has all of it; or ``at its commit``.
         config: The options.
         options: Of the manager.
     """
@@ -114,6 +116,7 @@ def _rank(
     }
     own = state.pop(f"of-{rank}-of-{world}")
     mark = Path(folder, f"{family}-commits")
+    handed_over = _hand_overs()
     hook = Killing(dies_at, mark) if dies_at is not None and how == "at its commit" else None
     with CheckpointManager(
         run,
@@ -139,9 +142,23 @@ def _rank(
                 if how == "at its commit":
                     assert eventually(mark.exists)
                     time.sleep(60 if rank == 0 else 0.5)
+                assert handed_over.acquire(timeout=60)
                 os.kill(os.getpid(), signal.SIGKILL)
             manager.wait_until_finished()
+            assert handed_over.acquire(timeout=60)
     return restored, is_right
+
+
+def _hand_overs() -> threading.Semaphore:
+    """Released each time that this process has given a save to its saving process."""
+    given, begin = threading.Semaphore(0), _Worker.begin
+
+    def noted(*args: Any) -> None:
+        begin(*args)
+        given.release()
+
+    _Worker.begin = noted  # type: ignore[method-assign]
+    return given
 
 
 def _is_at(state: dict[str, Any], step: int) -> bool:

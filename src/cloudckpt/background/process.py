@@ -127,7 +127,6 @@ class SaveProcess:
         stats: TransferStats,
         began: Callable[[str], None],
         leave: Callable[[], Pending | None],
-        meanwhile: Callable[[], None],
     ) -> tuple[WrittenObject, ...]:
         """See :class:`~cloudckpt.checkpoint.sending.Sender`.
 
@@ -136,7 +135,7 @@ class SaveProcess:
             StagingMemoryError: If there is no memory for what lies outside the arena.
         """
         if store.is_of_process:  # the other would have one of its own, where nobody looks
-            return send_here(destination, store, lay_out, stats, began, leave, meanwhile)
+            return send_here(destination, store, lay_out, stats, began, leave)
         names: list[str] = []
 
         def note(name: str) -> None:
@@ -156,7 +155,6 @@ class SaveProcess:
                 worker.wait_until_ready()
                 worker.begin(job, [fd for size, fd in memory if size])
                 handed_over()
-                meanwhile()
                 outcome = worker.outcome()
             except BaseException:
                 worker.end(0, "the save before failed in it")

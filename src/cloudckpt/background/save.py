@@ -63,6 +63,7 @@ class Save:
         number: This save's number in its saver.
         where: The destination, as events and errors name it.
         writer: Writes to it.
+        redirect: Where to redirect the writer first, if not None.
         planner: As in torch.
         written: The save's outcome.
         staged: Done when the trainer may change its tensors; its result is None.
@@ -71,13 +72,14 @@ class Save:
         copy: The copy, if our stager made it.
         copying: The copy, if a custom stager is still making it.
         failure: Why this rank can't take part.
-        handed_over: Set when the save would finish without this trainer, or has ended.
+        handed_over: Set when the saving process has all of it, or it has ended.
     """
 
     number: int
     where: str
     writer: OurWriter
     planner: SavePlanner
+    redirect: str | None = None
     written: SaveFuture = field(default_factory=SaveFuture)
     staged: Future[None] = field(default_factory=Future)
     is_staged_in_background: bool = False
@@ -86,6 +88,7 @@ class Save:
     copying: Future[dict[str, Any]] | None = None
     failure: CloudCheckpointError | None = None
     handed_over: threading.Event = field(default_factory=threading.Event)
+    _has_begun_writing: bool = False
     _turn: threading.Condition = field(default_factory=threading.Condition)
     _phase: Literal["waits", "is held", "has begun"] = "waits"
 
@@ -109,7 +112,6 @@ class Save:
         """
         if self.failure is not None:
             raise self.failure
-        self.writer.reset(None)
         return ToSave(self.writer, self.planner)
 
     def stage(self, made: dict[str, Any] | Future[dict[str, Any]]) -> None:
@@ -133,6 +135,13 @@ class Save:
                 self.staged.set_result(None)
 
         made.add_done_callback(pass_on)
+
+    def begin(self, *, commits: bool) -> None:
+        """Has the writer begin, once: what is at the location from now on counts as there."""
+        if not self._has_begun_writing:
+            self.writer.reset(self.redirect)
+            self.writer.begin(commits=commits)
+            self._has_begun_writing = True
 
     def clashes_with(self, other: Save) -> bool:
         """Whether both have the same place or writer, so that they can't be under way at once."""

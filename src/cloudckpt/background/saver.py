@@ -31,7 +31,6 @@ from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.meeting import Consensus, Meeting, RankStatus
-from cloudckpt.dcp.plan_cache import flags_of
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import (
@@ -203,7 +202,7 @@ class AsyncSaver:
             with all_expected(self._group):
                 save = self._begin(writer, checkpoint_id, planner or CloudSavePlanner())
             if not save.written.skipped:
-                self._hand_over(state_dict, save, checkpoint_id, stager)
+                self._hand_over(state_dict, save, stager)
             return save
         except BaseException as error:
             owed = self._agreed
@@ -218,15 +217,12 @@ class AsyncSaver:
         self,
         state_dict: dict[str, Any],
         save: Save,
-        checkpoint_id: URILike | None,
         stager: AsyncStager | None,
     ) -> None:
         """Makes the copy and gives it, or the reason why there is none, to the thread."""
         raised: BaseException | None = None
         unsubscribe = subscribe(save.listen, progress=False)
         try:
-            if checkpoint_id is not None:
-                save.writer.reset(str(checkpoint_id))
             state = api.content_of(state_dict)
             with Span("stage", save.where, self._meeting.rank) as span:
                 self._stage(state, save, stager or self._stager)
@@ -248,18 +244,6 @@ class AsyncSaver:
             raise raised
         if self._tells_failures:
             self._unreported[save.number] = save
-        if self._can_outlive(save):
-            save.handed_over.wait(_HAND_OVER)  # another rank may be late, or gone
-
-    def _can_outlive(self, save: Save) -> bool:
-        """Whether the process will soon have all of a save that it would then finish alone."""
-        return (
-            self._process is not None
-            and self._options.outlive > 0
-            and save.copy is not None
-            and flags_of(save.planner) is not None  # other planners may take long
-            and self._unfinished == [save]
-        )
 
     def _submit(self, save: Save) -> BaseException | None:
         """Gives a save that all ranks have begun to the thread.
@@ -297,9 +281,11 @@ class AsyncSaver:
         save: Save | None = None
         try:
             made, where = self._aimed(writer, checkpoint_id)
-            save = Save(self._number + 1, where, made, planner)
+            redirect = None if checkpoint_id is None else str(checkpoint_id)
+            save = Save(self._number + 1, where, made, planner, redirect)
             if self._policy not in ("skip", "replace"):
                 self._take_turn(save)
+            self._begin_writing(save)
             is_ours = isinstance(made, CloudStorageWriter)
             status = RankStatus(location=where if is_ours else "")
         except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
@@ -324,6 +310,11 @@ class AsyncSaver:
             save.staged.set_result(None)
             save.skip()
         return save
+
+    def _begin_writing(self, save: Save) -> None:
+        """Has the writer begin, unless an earlier save still uses it or its location."""
+        if not any(map(save.clashes_with, self._unfinished)):
+            save.begin(commits=self._meeting.rank == 0)
 
     def _meet(self, status: RankStatus, made: Save | None) -> Consensus:
         """The meeting of all ranks; several meetings while they wait for a save that may stick."""
@@ -362,6 +353,8 @@ class AsyncSaver:
                 concurrent.futures.wait([save.written for save in before], _BETWEEN_MEETINGS)
                 if not before:  # other ranks are about to see the same
                     time.sleep(_BETWEEN_MEETINGS)
+                if made is not None:
+                    self._begin_writing(made)
             except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
                 status = RankStatus(failure=error)
 
@@ -587,7 +580,6 @@ class AsyncSaver:
         self.close()
 
 
-_HAND_OVER = 5.0  # seconds
 _BETWEEN_MEETINGS = 0.1  # seconds
 _SHUTDOWN_TIMEOUT = 10.0  # seconds for an idle saving process to end
 

@@ -2,7 +2,9 @@
 
 The steps of a save:
 
-1. :func:`begin` records the current version of ``.metadata``, if any: the :class:`Baseline`.
+1. :func:`begin` records the current version of ``.metadata``, if any: the :class:`Baseline`. A save
+   asks first of all, before its ranks meet or its state is copied (:func:`begin_in_thread`), so
+   that nothing which happens to the trainer later makes another writer's commit its baseline.
 2. Each rank uploads its objects, whose names have a random part. Two attempts never write to the
    same key, nothing is renamed, and nothing is deleted yet.
 3. :func:`publish`, on the rank that commits, checks that everything the metadata promise was
@@ -18,7 +20,8 @@ This rules out the following, where A and B are two jobs, or a process presumed 
 replacement:
 
 - *Both begin, A commits, then B.* B's condition fails: B gets a conflict and deletes what it wrote
-  itself, which A's checkpoint does not name.
+  itself, which A's checkpoint does not name. This holds however long B stands still, and wherever:
+  its condition was fixed when it began.
 - *A lists what it replaces, B commits, A deletes B's objects.* A deletes only after its own commit,
   and the condition guarantees that this commit replaced exactly what A had listed.
 - *A dies.* Before its commit nothing is visible, and the earlier checkpoint is intact. After it the
@@ -39,12 +42,16 @@ replacement:
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch
 from cloudckpt.checkpoint.objects import (
@@ -80,15 +87,19 @@ __all__ = [
     "LONGEST_SAVE",
     "Baseline",
     "begin",
+    "begin_in_thread",
     "commit",
     "conditions_work",
     "honours_conditions",
     "no_longer_needed",
+    "now",
     "publish",
     "trusted",
 ]
 
 logger = logging.getLogger("cloudckpt")
+
+T = TypeVar("T")
 
 LONGEST_SAVE = 12 * 3600.0
 """The longest time from the beginning of a save to its commit, in seconds. Leftovers are swept once
@@ -134,12 +145,27 @@ class Baseline:
             )
 
 
-def begin(store: ObjectStore, key: str, *, overwrite: bool, retrier: Retrier) -> Baseline:
+def begin(
+    store: ObjectStore,
+    key: str,
+    *,
+    overwrite: bool,
+    retrier: Retrier,
+    began: float | None = None,
+) -> Baseline:
     """Looks for an existing checkpoint.
+
+    Args:
+        store: The store.
+        key: The commit object.
+        overwrite: Whether an existing checkpoint may be replaced.
+        retrier: Retries transient failures.
+        began: When the save began, if not now.
 
     Raises:
         CheckpointExistsError: If one exists that must not be overwritten.
     """
+    began = now() if began is None else began
     try:
         version: str | None = retrier.call(lambda: store.head(key)).version
     except ObjectNotFoundError:
@@ -150,7 +176,27 @@ def begin(store: ObjectStore, key: str, *, overwrite: bool, retrier: Retrier) ->
             "with Config(overwrite=True)",
             uri=store.uri(key),
         )
-    return Baseline(key, version)
+    return Baseline(key, version, began)
+
+
+def begin_in_thread(look: Callable[[], T]) -> Future[T]:
+    """Begins a save in a thread of its own, so that its caller does not wait for the store.
+
+    Args:
+        look: Looks for what exists already.
+    """
+    found: Future[T] = Future()
+    here = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            found.set_result(here.run(look))
+        except BaseException as error:  # noqa: BLE001 - raised where the save needs the answer
+            found.set_exception(error)
+
+    # it ends with its request; a program that ends without the answer need not wait for it
+    threading.Thread(target=run, name="cloudckpt-begin", daemon=True).start()
+    return found
 
 
 def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retrier) -> bool:

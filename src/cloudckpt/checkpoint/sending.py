@@ -194,7 +194,6 @@ class Sender(Protocol):
         stats: TransferStats,
         began: Callable[[str], None],
         leave: Callable[[], Pending | None],
-        meanwhile: Callable[[], None],
     ) -> tuple[WrittenObject, ...]:
         """Sends what ``lay_out`` writes; returns the objects when the store has all of them.
 
@@ -208,8 +207,6 @@ class Sender(Protocol):
             began: Receives the name of each object before it is begun.
             leave: Makes what to record in the store if this trainer ends before the commit; for a
                 process that outlives it, once the layout has ended.
-            meanwhile: What this trainer has to ask the store before the commit. Called once: before
-                anything is sent, or while another process sends.
         """
 
 
@@ -220,10 +217,8 @@ def send_here(
     stats: TransferStats,
     began: Callable[[str], None] = lambda name: None,
     leave: Callable[[], Pending | None] = lambda: None,
-    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[WrittenObject, ...]:
     """Sends with threads of this process while the layout continues; see :class:`Sender`."""
-    meanwhile()
     config, capabilities = destination.config, store.capabilities
     opened: list[tuple[OpenObject, ObjectUpload]] = []
     group = transfer_group(store, config, "out", name="cloudckpt-save")

@@ -40,7 +40,6 @@ from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Record
-from cloudckpt.checkpoint.sending import send_here
 from cloudckpt.checkpoint.shard import SmallForm
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives
@@ -132,8 +131,8 @@ class SaveLoop:
         self._group = group
         self._ranks = Collectives(group, group is not None, 0)
         writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
-        if writer.sender is send_here or not writer.config.overwrite:
-            writer.look_for_older()  # otherwise done once a saving process is at work
+        if writer.waits_before_sending:
+            writer.wait_for_baseline()
         self._flags = (*flags, writer.checksum.name)  # it stands in the commit object
         with paused_gc():
             self._outline = Outline.of(state_dict)

@@ -92,7 +92,6 @@ def send(
     sender: Sender,
     cached: CachedLayout | None = None,
     leave: Leave = lambda extents, references: None,
-    meanwhile: Callable[[], None] = lambda: None,
     contents: Contents | None = None,
 ) -> tuple[tuple[WrittenObject, ...], Extents]:
     """Sends the items of one rank; returns when the store has all of them.
@@ -108,7 +107,6 @@ def send(
         cached: What an earlier save has learnt about the items.
         leave: Makes what to record in the store if this trainer ends; takes the locations of the
             items and the objects of other checkpoints that hold some of them.
-        meanwhile: See :class:`~cloudckpt.checkpoint.sending.Sender`.
         contents: Takes the items' digests, and knows which items need not be sent.
 
     Returns:
@@ -116,7 +114,6 @@ def send(
         other checkpoints follow those that were sent.
     """
     if not items and sender is send_here:
-        meanwhile()
         return (), Extents.none(digests=contents is not None)
     opened = 0
     places = [array("q", bytes(8 * len(items))) for _ in range(3)]
@@ -156,7 +153,7 @@ def send(
     def left() -> Pending | None:
         return leave(extents(), references())
 
-    objects = sender(destination, store, lay_out, stats, began, left, meanwhile)
+    objects = sender(destination, store, lay_out, stats, began, left)
     return (*objects, *references()), extents()
 
 

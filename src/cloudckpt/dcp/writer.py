@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cloudckpt.checkpoint.commit import Baseline, begin, publish
+from cloudckpt.checkpoint.commit import Baseline, begin, begin_in_thread, now, publish
 from cloudckpt.checkpoint.committed import fetch, object_names
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.notes import Notes, with_timing
@@ -91,6 +92,16 @@ class OurWriter(StorageWriter):
     def checkpoint_id(self) -> str: ...
 
     @abc.abstractmethod
+    def begin(self, *, commits: bool) -> None:
+        """Begins a save at the location, unless it has begun; returns at once.
+
+        What is there now is what the commit may replace; anything that comes later makes it fail.
+
+        Args:
+            commits: Whether this rank commits.
+        """
+
+    @abc.abstractmethod
     def discard(self) -> None:
         """Deletes what this rank has uploaded in a save that has failed, if it may be deleted."""
 
@@ -160,7 +171,8 @@ class CloudStorageWriter(OurWriter):
         self.attempt = random_suffix()
         self._began = time.time()
         self._rank = 0
-        self._baseline: Baseline | None = None
+        self._baseline: concurrent.futures.Future[Baseline] | None = None
+        self._is_set_up = False
         self._written: list[str] = []
         self._structure = Structure()
         self.hold: Hold | None = None
@@ -213,38 +225,63 @@ class CloudStorageWriter(OurWriter):
             KeyCollisionError: If two entries of the state dict would have the same name.
         """
         # torch passes rank and use_collectives only to a parameter named exactly `kwargs`
-        if self._baseline is not None or self._written:
+        if self._is_set_up:
             self._start_attempt()  # the caller did not reset between two saves
+        self._is_set_up = True
         self._began = time.time()
         self._rank = kwargs.get("rank") or 0
         check_together(kwargs.get("use_collectives", True), str(self.uri))
         self.commits = is_coordinator
         self.committed = False if self.commits else None
+        self.begin(commits=self.commits)
         # of the state dict that torch's saver is saving, if it is
         state_dict, planner = state_dict_being_planned() or ({}, None)
         self._structure = lost_by_flattening(state_dict, planner, str(self.uri))
 
+    def begin(self, *, commits: bool) -> None:
+        if commits and self._baseline is None:
+            uri, config, began = self.uri, self.config, now()
+
+            def look() -> Baseline:
+                return begin(
+                    open_store(uri, config),
+                    uri.key(METADATA),
+                    overwrite=config.overwrite,
+                    retrier=Retrier(config.retry),
+                    began=began,
+                )
+
+            self._baseline = begin_in_thread(look)
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Records which checkpoint exists already, before anything is sent.
+        """Waits until it is known which checkpoint exists already, before anything is sent.
 
         Raises:
             UnsupportedTensorError: If torch can't save the element type of a tensor.
             CheckpointExistsError: If a checkpoint exists and ``overwrite`` is off.
         """
         _check_types(plan, str(self.uri))
-        self.look_for_older()
+        self.wait_for_baseline()
         return plan
 
-    def look_for_older(self) -> None:
-        """Records which checkpoint exists already, once per save, on the rank that commits.
+    @property
+    def waits_before_sending(self) -> bool:
+        """Whether nothing may be sent before the store has said what is there.
+
+        Otherwise only the commit needs the answer: a saving process gets its work even in an
+        outage of the store, in which the trainer may end.
+        """
+        config = self.config
+        return self.sender is send_here or not config.overwrite or config.cross_region == "refuse"
+
+    def wait_for_baseline(self) -> None:
+        """Waits until it is known which checkpoint exists already, on the rank that commits.
 
         Raises:
             CheckpointExistsError: See :meth:`prepare_local_plan`.
         """
-        if self.commits and self._baseline is None:
-            key, overwrite = self.uri.key(METADATA), self.config.overwrite
-            retrier = Retrier(self.config.retry)
-            self._baseline = begin(self._store(), key, overwrite=overwrite, retrier=retrier)
+        if self.commits and self._baseline is not None:
+            self._baseline.result()
 
     def hold_base(self, last: CheckpointURI | None) -> Hold | None:
         """Protects the base from deletion until the commit, on the rank that commits.
@@ -338,13 +375,9 @@ class CloudStorageWriter(OurWriter):
         emit(Event(phase="plan", uri=uri, rank=self._rank, began=self._began, seconds=planned))
         expected = cached.expected if cached is not None else expected_size(plan.items)
         stats = TransferStats(uri, self._rank, expected)
-
-        def meanwhile() -> None:
-            self.look_for_older()  # the answer may say where the bucket is
-            check_regions(self._store(), self.config, expected)
-
         with portable_errors(uri), Span("upload", uri, self._rank) as span:
             try:
+                check_regions(self._store(), self.config, expected)
                 objects, extents = send(
                     plan.items,
                     planner,
@@ -355,7 +388,6 @@ class CloudStorageWriter(OurWriter):
                     sender=self.sender,
                     cached=cached,
                     leave=leave,
-                    meanwhile=meanwhile,
                     contents=contents,
                 )
             except BaseException:
@@ -404,6 +436,7 @@ class CloudStorageWriter(OurWriter):
         uri, hook = str(self.uri), self.commit_hook or CommitHook()
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=uri)
+        baseline = self._baseline.result()
         if self._is_finished:  # its objects are committed by now, or deleted
             raise IncompleteSaveError(
                 "the save was finished before, and can't be finished twice: save again", uri=uri
@@ -422,7 +455,7 @@ class CloudStorageWriter(OurWriter):
                     self._store(),
                     self.uri,
                     self.config,
-                    baseline=self._baseline,
+                    baseline=baseline,
                     attempt=self.attempt,
                     objects=[ObjectRecord(o.name, o.size, o.checksum) for o in draft.objects],
                     own=self._written,

@@ -36,10 +36,11 @@ one that was started in its place:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from cloudckpt.checkpoint.commit import Baseline, commit, conditions_work
@@ -74,7 +75,7 @@ from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import put_whole
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["FilesUnderConstruction"]
+__all__ = ["FilesUnderConstruction", "look_for_older"]
 
 _T = TypeVar("_T")
 logger = logging.getLogger("cloudckpt")
@@ -89,21 +90,34 @@ class FilesUnderConstruction:
         uploads: The uploads of the files, once begun.
     """
 
-    def __init__(self, uri: CheckpointURI, config: Config, files: Sequence[FilePlan]) -> None:
+    def __init__(
+        self,
+        uri: CheckpointURI,
+        config: Config,
+        files: Sequence[FilePlan],
+        there: Mapping[str, ObjectInfo],
+    ) -> None:
+        """
+        Args:
+            uri: The folder of the model.
+            config: Options.
+            files: What will be in it.
+            there: What :func:`look_for_older` found when the save began.
+        """
         self.uploads: list[Upload] = []
         self._uri = uri
         self._config = config
         self._files = files
         self._store: ObjectStore = open_store(uri, config)
         self._retrier = Retrier(config.retry)
-        self._there: dict[str, ObjectInfo] = {}
+        self._there = dict(there)
         self._begun: list[FileUpload] = []
         self._claim: ObjectInfo | None = None
         self._conditional = True
         self._may_be_there = False  # whether the last step was sent, and not refused
 
     def begin(self, part_sizes: Sequence[int]) -> None:
-        """Checks what is there, and begins the uploads.
+        """Checks that what is there may be replaced, and begins the uploads.
 
         Args:
             part_sizes: The part size of each file, in bytes.
@@ -111,7 +125,7 @@ class FilesUnderConstruction:
         Raises:
             CheckpointExistsError: If there is a model and ``overwrite`` is off.
         """
-        self._there = self._look()
+        self._look_for_own_names()
         if self._there and not self._config.overwrite:
             raise CheckpointExistsError(
                 "a model, or files of one, are there already and overwrite is off: delete them, or "
@@ -263,41 +277,15 @@ class FilesUnderConstruction:
         """Whether a file replaces the old file of its name, which is not deleted first."""
         return name in self._there and not needs_index(self._files)
 
-    def _look(self) -> dict[str, ObjectInfo]:
-        """The index and files of a model that is there, or was being written, by name.
-
-        Other files, such as adapters, are left alone.
-        """
-        below = self._uri.key("")
-        found: dict[str, ObjectInfo] = {}
-        for prefix in (SINGLE_FILE, "model-", "shard-"):  # index first: then its files exist
-            for info in self._retrier.call(functools.partial(self._listed, below + prefix)):
-                name = info.key.removeprefix(below)
-                if name in (INDEX, SINGLE_FILE) or _NUMBERED.fullmatch(name):
-                    found[name] = info
-        named = {file.name for file in self._files}
-        if INDEX in found:
-            named.update(self._named_by(found[INDEX].key))
+    def _look_for_own_names(self) -> None:
+        """Adds files with the names of this save's that no older model would be known by."""
 
         def look(name: str) -> None:
             if (info := self._head(self._uri.key(name))) is not None:
-                found[name] = info
+                self._there[name] = info
 
-        listed = (name for name in named if _NUMBERED.fullmatch(name))
-        self._each(sorted(named.difference(found, listed, [SINGLE_FILE])), look)
-        return found
-
-    def _named_by(self, key: str) -> Iterable[str]:
-        """The files named by an index or a claim."""
-        try:
-            data, _ = self._retrier.call(lambda: self._store.get_latest(key))
-            claimed = claimed_files(data, self._store.uri(key))
-            return parse_index(data, self._store.uri(key)).values() if claimed is None else claimed
-        except (CheckpointCorruptError, ObjectNotFoundError):
-            return ()
-
-    def _listed(self, prefix: str) -> list[ObjectInfo]:
-        return list(self._store.list(prefix))
+        names = {file.name for file in self._files} - self._there.keys()
+        self._each(sorted(name for name in names if not _is_usual(name)), look)
 
     def _head(self, key: str) -> ObjectInfo | None:
         try:
@@ -348,3 +336,42 @@ class FilesUnderConstruction:
                 group.submit(functools.partial(action, item))
 
         group.run(submit)
+
+
+def look_for_older(uri: CheckpointURI, config: Config) -> dict[str, ObjectInfo]:
+    """The index and files of a model that is there, or was being written, by name.
+
+    Other files, such as adapters, are left alone.
+
+    Raises:
+        StoreError: If the store refuses or stays unreachable.
+    """
+    store, retrier = open_store(uri, config), Retrier(config.retry)
+    below = uri.key("")
+    found: dict[str, ObjectInfo] = {}
+    for prefix in (SINGLE_FILE, "model-", "shard-"):  # index first: then its files exist
+        for info in retrier.call(lambda: list(store.list(below + prefix))):  # noqa: B023
+            name = info.key.removeprefix(below)
+            if name == INDEX or _is_usual(name):
+                found[name] = info
+    if INDEX in found:
+        for name in set(_named_by(store, found[INDEX].key, retrier)) - found.keys():
+            if not _is_usual(name):
+                with contextlib.suppress(ObjectNotFoundError):
+                    found[name] = retrier.call(lambda: store.head(uri.key(name)))  # noqa: B023
+    return found
+
+
+def _is_usual(name: str) -> bool:
+    """Whether a file is found by a listing, whatever index names it."""
+    return name == SINGLE_FILE or _NUMBERED.fullmatch(name) is not None
+
+
+def _named_by(store: ObjectStore, key: str, retrier: Retrier) -> Iterable[str]:
+    """The files named by an index or a claim."""
+    try:
+        data, _ = retrier.call(lambda: store.get_latest(key))
+        claimed = claimed_files(data, store.uri(key))
+        return parse_index(data, store.uri(key)).values() if claimed is None else claimed
+    except (CheckpointCorruptError, ObjectNotFoundError):
+        return ()

@@ -29,7 +29,7 @@ from cloudckpt.errors import (
     InvalidURIError,
     KeyCollisionError,
 )
-from cloudckpt.hf.commit import FilesUnderConstruction
+from cloudckpt.hf.commit import FilesUnderConstruction, look_for_older
 from cloudckpt.hf.layout import (
     Chunk,
     FilePlan,
@@ -114,6 +114,7 @@ def export_checkpoint(
     stored, uri = CheckpointURI.parse(source), model_location(target)
     if stored == uri:
         raise InvalidURIError(f"{uri} is both the checkpoint and the model to be written")
+    there = look_for_older(uri, config)
     found = _Source(stored, config, key_mapping, dtype)
     files = plan_files(found.tensors, bytes_of_size(max_shard_size), fqn_to_file)
     stats = TransferStats(str(uri), 0, sum(file.size for file in files))
@@ -121,11 +122,11 @@ def export_checkpoint(
     copies = found.store if uri.is_cloud and target_store.copies_from(found.store) else None
     if copies is not None and target_store.capabilities.copies_parts and found.is_copyable:
         try:
-            _export_by_copies(uri, config, files, found, stats)
+            _export_by_copies(uri, config, files, there, found, stats)
             return _outcome(files, stats, found)
         except InvalidRequestError as error:  # some servers want equal parts, or copy nothing
             logger.warning("the store does not copy that, so it is read and sent: %s", error)
-    building = FilesUnderConstruction(uri, config, files)
+    building = FilesUnderConstruction(uri, config, files, there)
     sizes, (work,) = plan_work(files, config, target_store.capabilities, [True])
     building.begin(sizes)
     try:
@@ -331,6 +332,7 @@ def _export_by_copies(
     uri: CheckpointURI,
     config: Config,
     files: Sequence[FilePlan],
+    there: Mapping[str, ObjectInfo],
     found: _Source,
     stats: TransferStats,
 ) -> None:
@@ -339,7 +341,7 @@ def _export_by_copies(
     most = min(_COPY, limits.max_part_size // 2)
     group = TaskGroup(config.requests_at_once, name="cloudckpt-copy", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
-    building = FilesUnderConstruction(uri, config, files)
+    building = FilesUnderConstruction(uri, config, files, there)
     building.begin([max(limits.min_part_size, MIB)] * len(files))
     uploads = [
         FileUpload(store, begun.key, begun.part_size, group, retrier, stats)

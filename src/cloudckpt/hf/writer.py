@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -9,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from cloudckpt.checkpoint.commit import begin_in_thread
 from cloudckpt.checkpoint.safetensors import SUFFIX, type_name
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.config import Config, config_or_default, whole_number
@@ -32,7 +35,7 @@ from cloudckpt.errors import (
     UnsupportedTensorError,
 )
 from cloudckpt.events import Span, Transferred
-from cloudckpt.hf.commit import FilesUnderConstruction
+from cloudckpt.hf.commit import FilesUnderConstruction, look_for_older
 from cloudckpt.hf.layout import (
     Chunk,
     RankWork,
@@ -42,7 +45,7 @@ from cloudckpt.hf.layout import (
     plan_work,
 )
 from cloudckpt.hf.sending import send_work
-from cloudckpt.stores.base import Part, Upload
+from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.transfer.memory import is_plain, settled
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.transfer.stats import TransferStats
@@ -173,6 +176,11 @@ class SafetensorsWriter(OurWriter):
         if checkpoint_id:
             self.uri = model_location(checkpoint_id)
         self._under_construction = None
+        self._there: concurrent.futures.Future[dict[str, ObjectInfo]] | None = None
+
+    def begin(self, *, commits: bool) -> None:
+        if commits and self._there is None:
+            self._there = begin_in_thread(partial(look_for_older, self.uri, self.config))
 
     def storage_meta(self) -> None:
         """Does nothing: a model has no torch metadata."""
@@ -180,6 +188,7 @@ class SafetensorsWriter(OurWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         check_together(kwargs.get("use_collectives", True), str(self.uri))
+        self.begin(commits=is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         lies = self._planner is not None  # whether all tensors lie as stored
@@ -212,7 +221,9 @@ class SafetensorsWriter(OurWriter):
             CheckpointExistsError: If there is a model and ``overwrite`` is off.
         """
         files = plan_files(_tensors(plans, self.dtype), self.max_shard_size, self.fqn_to_file)
-        building = FilesUnderConstruction(self.uri, self.config, files)
+        assert self._there is not None
+        building = FilesUnderConstruction(self.uri, self.config, files, self._there.result())
+        self._there = None  # the next save begins anew
         self._under_construction = building
         limits = open_store(self.uri, self.config).capabilities
         sizes, work = plan_work(files, self.config, limits, [plan.storage_data for plan in plans])
