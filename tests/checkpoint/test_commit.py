@@ -7,7 +7,8 @@ import uuid
 
 import pytest
 
-from cloudckpt.checkpoint.commit import Baseline, begin, commit, conditions_work
+from cloudckpt.checkpoint.baseline import Baseline, begin
+from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checksum import CRC32C
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (

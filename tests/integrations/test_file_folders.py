@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cloudckpt import Config, RetryPolicy
-from cloudckpt.checkpoint import commit as commits
+from cloudckpt.checkpoint import baseline
 from cloudckpt.checkpoint.file_folder import MANIFEST, is_content_name
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -313,7 +313,7 @@ def test_what_a_rank_has_written_elsewhere_is_not_committed(store) -> None:
 def test_a_folder_that_was_written_too_long_ago_is_not_committed(store, monkeypatch) -> None:
     writer = folders(store)
     write(writer, "run/tmp_step-7", 7)
-    later = time.time() + commits.LONGEST_SAVE + 60
+    later = time.time() + baseline.LONGEST_SAVE + 60
     monkeypatch.setattr(time, "time", lambda: later)
     with pytest.raises(IncompleteSaveError, match="more than 12 hours"):
         writer.rename_folder("run/tmp_step-7", "run/step-7")

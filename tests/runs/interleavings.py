@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from cloudckpt import Config, RetryPolicy
-from cloudckpt.checkpoint import commit as committing
+from cloudckpt.checkpoint import baseline
 from cloudckpt.checkpoint.base import Base
-from cloudckpt.checkpoint.commit import begin, publish
+from cloudckpt.checkpoint.baseline import begin
+from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch, object_names
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.from_torch import inventory_of_plan
@@ -506,7 +507,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     monkeypatch.setattr(registry, "_OPENERS", {"memory": opener})
     monkeypatch.setattr(memory, "time", clock)
     monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.0)  # of a copy that begins anew
-    monkeypatch.setattr(committing, "time", clock)
+    monkeypatch.setattr(baseline, "time", clock)
 
     def made(seed: int, **options: Sequence[str]) -> World:
         current[:] = [World(seed, **options)]

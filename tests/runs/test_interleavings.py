@@ -3,7 +3,7 @@
 import pytest
 from interleavings import try_one, worlds  # noqa: F401 - a fixture
 
-from cloudckpt.checkpoint import commit as committing
+from cloudckpt.checkpoint import baseline
 from cloudckpt.runs import adopting
 
 INTERLEAVINGS = 1500  # make soak tries twenty thousand
@@ -16,7 +16,7 @@ def test_no_interleaving_damages_a_checkpoint_or_leaves_anything_in_the_end(worl
 
 def test_without_the_limit_of_a_save_a_checkpoint_is_damaged(worlds, monkeypatch):  # noqa: F811
     """The scheduler finds what the limit rules out: a sweep behind the back of a slow save."""
-    monkeypatch.setattr(committing, "LONGEST_SAVE", 1e9)
+    monkeypatch.setattr(baseline, "LONGEST_SAVE", 1e9)
 
     def run_many() -> None:
         for seed in range(5000):

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import cloudckpt
 from cloudckpt import Config, RetryPolicy
-from cloudckpt.checkpoint import commit
+from cloudckpt.checkpoint import baseline
 from cloudckpt.errors import AccessDeniedError, ConnectionLostError, IncompleteSaveError
 from cloudckpt.runs.sweeping import Sweep, find_leftovers, sweep
 from cloudckpt.stores import registry
@@ -203,7 +203,7 @@ def test_checkpoints_of_torch_stay_also_those_of_single_ranks(tmp_path) -> None:
 def test_a_save_that_has_taken_too_long_does_not_commit(tmp_path, monkeypatch) -> None:
     times = [0.0]
     clock = types.SimpleNamespace(clock_gettime=lambda kind: times[0], CLOCK_MONOTONIC=1)
-    monkeypatch.setattr(commit, "time", clock)
+    monkeypatch.setattr(baseline, "time", clock)
 
     class Slow(cloudckpt.checkpointer.CommitHook):
         def before_commit(self, uri, metadata) -> None:

@@ -2,9 +2,8 @@
 
 The steps of a save:
 
-1. :func:`begin` records the current version of ``.metadata``, if any: the :class:`Baseline`. A save
-   asks first of all, before its ranks meet or its state is copied (:func:`begin_in_thread`), so
-   that nothing which happens to the trainer later makes another writer's commit its baseline.
+1. The current version of ``.metadata``, if any, is recorded, first of all in the call
+   (:mod:`cloudckpt.checkpoint.baseline`).
 2. Each rank uploads its objects, whose names have a random part. Two attempts never write to the
    same key, nothing is renamed, and nothing is deleted yet.
 3. :func:`publish`, on the rank that commits, checks that everything the metadata promise was
@@ -42,17 +41,12 @@ replacement:
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import functools
 import logging
-import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TypeVar
 
+from cloudckpt.checkpoint.baseline import Baseline, conflict
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch
 from cloudckpt.checkpoint.objects import (
     ObjectRecord,
@@ -65,13 +59,11 @@ from cloudckpt.config import Config, Switch
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
-    CheckpointExistsError,
     CheckpointReplacedError,
     CloudCheckpointError,
     CommitUnknownError,
     ConfigError,
     DifferentCheckpointsError,
-    IncompleteSaveError,
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -84,119 +76,17 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [
-    "LONGEST_SAVE",
-    "Baseline",
-    "begin",
-    "begin_in_thread",
     "commit",
     "conditions_work",
     "honours_conditions",
     "no_longer_needed",
-    "now",
     "publish",
     "trusted",
 ]
 
 logger = logging.getLogger("cloudckpt")
 
-T = TypeVar("T")
-
-LONGEST_SAVE = 12 * 3600.0
-"""The longest time from the beginning of a save to its commit, in seconds. Leftovers are swept once
-they are older than twice that."""
-
 _NO_VERSION = '"00000000000000000000000000000000"'
-
-
-def now() -> float:
-    """Seconds since an arbitrary time, including time while the machine is suspended."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """What was there when the save began.
-
-    Attributes:
-        key: The commit object.
-        version: Its version, or None if there was none.
-        began: When the save began, in seconds of :func:`now`.
-    """
-
-    key: str
-    version: str | None
-    began: float = field(default_factory=now, compare=False)
-
-    def check_age(self, uri: str) -> None:
-        """Checks that the save is young enough to commit.
-
-        Objects of twice that age are swept as leftovers, so none of them may belong to a save that
-        will commit. The commit is sent right after this check; docs/guarantees.md says what happens
-        if the machine is suspended in between.
-
-        Raises:
-            IncompleteSaveError: If the save began too long ago.
-        """
-        if now() - self.began > LONGEST_SAVE:
-            raise IncompleteSaveError(
-                f"the save has taken more than {LONGEST_SAVE / 3600:g} hours, and its objects may "
-                "be swept as leftovers; nothing was committed",
-                uri=uri,
-            )
-
-
-def begin(
-    store: ObjectStore,
-    key: str,
-    *,
-    overwrite: bool,
-    retrier: Retrier,
-    began: float | None = None,
-) -> Baseline:
-    """Looks for an existing checkpoint.
-
-    Args:
-        store: The store.
-        key: The commit object.
-        overwrite: Whether an existing checkpoint may be replaced.
-        retrier: Retries transient failures.
-        began: When the save began, if not now.
-
-    Raises:
-        CheckpointExistsError: If one exists that must not be overwritten.
-    """
-    began = now() if began is None else began
-    try:
-        version: str | None = retrier.call(lambda: store.head(key)).version
-    except ObjectNotFoundError:
-        version = None
-    if version is not None and not overwrite:
-        raise CheckpointExistsError(
-            "Checkpoint already exists and overwrite is off: choose another location, or allow it "
-            "with Config(overwrite=True)",
-            uri=store.uri(key),
-        )
-    return Baseline(key, version, began)
-
-
-def begin_in_thread(look: Callable[[], T]) -> Future[T]:
-    """Begins a save in a thread of its own, so that its caller does not wait for the store.
-
-    Args:
-        look: Looks for what exists already.
-    """
-    found: Future[T] = Future()
-    here = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            found.set_result(here.run(look))
-        except BaseException as error:  # noqa: BLE001 - raised where the save needs the answer
-            found.set_exception(error)
-
-    # it ends with its request; a program that ends without the answer need not wait for it
-    threading.Thread(target=run, name="cloudckpt-begin", daemon=True).start()
-    return found
 
 
 def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retrier) -> bool:
@@ -324,12 +214,7 @@ def commit(
                 raise _unknown(store, key, error) from error
         if not overtaken:
             raise
-        raise CheckpointConflictError(
-            "another writer has committed to this location since this save began; this save is "
-            "discarded and theirs is kept",
-            uri=store.uri(key),
-            cause=error,
-        ) from error
+        raise conflict(store, key, error) from error
 
 
 def _checksum_of(store: ObjectStore, body: Sequence[memoryview]) -> int:

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cloudckpt.checkpoint.commit import Baseline, begin, begin_in_thread, now, publish
+from cloudckpt.checkpoint.baseline import Baseline, begin, begin_in_thread, now
+from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.committed import fetch, object_names
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.notes import Notes, with_timing

@@ -43,7 +43,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from cloudckpt.checkpoint.commit import Baseline, commit, conditions_work
+from cloudckpt.checkpoint.baseline import Baseline
+from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checkpoint.objects import trial_name
 from cloudckpt.checkpoint.safetensors import (
     INDEX,

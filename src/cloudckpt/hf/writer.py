@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from cloudckpt.checkpoint.commit import begin_in_thread
+from cloudckpt.checkpoint.baseline import begin_in_thread
 from cloudckpt.checkpoint.safetensors import SUFFIX, type_name
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.config import Config, config_or_default, whole_number

@@ -11,7 +11,8 @@ import logging
 import time
 from dataclasses import replace
 
-from cloudckpt.checkpoint.commit import Baseline, commit, conditions_work, now
+from cloudckpt.checkpoint.baseline import Baseline, now
+from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checkpoint.file_folder import (
     MANIFEST,
     FileManifest,

@@ -23,7 +23,8 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 
-from cloudckpt.checkpoint.commit import LONGEST_SAVE, Baseline, commit, conditions_work
+from cloudckpt.checkpoint.baseline import LONGEST_SAVE, Baseline
+from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checkpoint.draft import Draft
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.objects import (

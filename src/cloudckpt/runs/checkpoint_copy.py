@@ -11,7 +11,8 @@ from functools import partial
 
 import torch
 
-from cloudckpt.checkpoint.commit import Baseline, begin, publish
+from cloudckpt.checkpoint.baseline import Baseline, begin
+from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.draft import Draft
 from cloudckpt.checkpoint.objects import (
     OF_RANKS,

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cloudckpt.checkpoint.commit import LONGEST_SAVE
+from cloudckpt.checkpoint.baseline import LONGEST_SAVE
 from cloudckpt.checkpoint.file_folder import (
     MANIFEST,
     folders_above,

@@ -269,8 +269,7 @@ class AzureStore(RestStore):
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
             if reply.headers.get("x-ms-meta-hdi_isfolder") == "true":
                 raise ObjectNotFoundError("there is a directory, not a blob", uri=self.uri(key))
-            version, attempt = self._version(reply, key), self._attempt_in(reply)
-            return ObjectInfo(key, self._length(reply, key), version, attempt=attempt)
+            return self._described(reply, key)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for page in self._pages(prefix, {}):

@@ -88,11 +88,14 @@ class ObjectInfo:
         size: Bytes.
         version: What changes when the object is replaced (ETag, generation); opaque.
         checksum: The bytes' checksum, by ``capabilities.checksum``, if the store reported it.
-        modified: When it was written, in seconds since 1970 by the store's clock; set by listings.
+        modified: When it was written, in seconds since 1970 by the store's clock; set by listings
+            and ``head``.
         attempt: The name of the write that made it, see :meth:`ObjectStore.put`; set by ``head``.
             Empty if it has none, or the store keeps none.
         arrived: When it came to its place, where that may be later than ``modified``: a copy of a
             file may have the time of the original.
+        answered: When the store said so, in seconds since 1970 by its clock; set by ``head``, where
+            that may take long. Both times are known to a second.
     """
 
     key: str
@@ -102,6 +105,14 @@ class ObjectInfo:
     modified: float | None = field(default=None, compare=False)
     attempt: str = field(default="", compare=False)
     arrived: float | None = field(default=None, compare=False)
+    answered: float | None = field(default=None, compare=False)
+
+    @property
+    def age(self) -> float | None:
+        """Seconds from when it was written to the answer, to a second; None if unknown."""
+        if self.answered is None or self.modified is None or self.answered < self.modified:
+            return None
+        return self.answered - self.modified
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, Progress, nbytes, random_suffix
 from cloudckpt.stores.bodies import Reply
-from cloudckpt.stores.rest import RestStore, encode_query, iso_date
+from cloudckpt.stores.rest import RestStore, encode_query, http_date, iso_date
 
 __all__ = [
     "CACHE_CONTROL",
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
-_RESOURCE = "name,size,generation,crc32c,metadata"
+_RESOURCE = "name,size,generation,crc32c,metadata,timeCreated"
 
 CACHE_CONTROL = "no-store"
 """Google caches publicly readable objects for an hour unless they forbid it; replacing or deleting
@@ -190,7 +191,8 @@ class JsonObjects:
         url = self.url(key, {"fields": _RESOURCE})
         with self._store.exchange("GET", url, {}, key=key) as reply:
             resource = self._answer(reply, key)
-        return self._parse(resource, key)
+            answered = http_date(reply.headers.get("Date", ""))
+        return dataclasses.replace(self._parse(resource, key), answered=answered)
 
     def checked(self, made: ObjectInfo, size: int, crc32c: int | None) -> ObjectInfo:
         """Returns an object made of parts if it matches them.
@@ -233,7 +235,7 @@ class JsonObjects:
                 "size, generation or metadata of the object can't be read", uri=self._store.uri(key)
             ) from exc
         crc32c = parse_crc32c(f"crc32c={resource.get('crc32c', '')}")
-        modified = iso_date(str(resource.get("updated", "")))
+        modified = iso_date(str(resource.get("timeCreated", "")))
         return ObjectInfo(key, size, version, crc32c, modified, attempt)
 
     def _size(self, key: str, version: str) -> int:

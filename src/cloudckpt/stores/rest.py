@@ -457,8 +457,18 @@ class RestStore(ObjectStore):
 
     def _head(self, key: str) -> ObjectInfo:
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
-            version, attempt = self._version(reply, key), self._attempt_in(reply)
-            return ObjectInfo(key, self._length(reply, key), version, attempt=attempt)
+            return self._described(reply, key)
+
+    def _described(self, reply: Reply, key: str) -> ObjectInfo:
+        """The object that the answer to HEAD describes."""
+        return ObjectInfo(
+            key,
+            self._length(reply, key),
+            self._version(reply, key),
+            attempt=self._attempt_in(reply),
+            modified=http_date(reply.headers.get("Last-Modified", "")),
+            answered=http_date(reply.headers.get("Date", "")),
+        )
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         honoured = self.capabilities.conditional_deletes

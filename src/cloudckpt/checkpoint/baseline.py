@@ -1,0 +1,154 @@
+"""The baseline of a save: the commit object that was at its location when it began.
+
+The commit replaces nothing else. So a save asks for it first of all in its call, before its ranks
+meet or its state is copied, in a thread of its own: what happens to the trainer later, and however
+long it stands still, changes nothing. Only this first answer counts.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from cloudckpt.errors import (
+    CheckpointConflictError,
+    CheckpointExistsError,
+    IncompleteSaveError,
+    ObjectNotFoundError,
+)
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.retry import Retrier
+
+__all__ = ["LONGEST_SAVE", "Baseline", "begin", "begin_in_thread", "conflict", "now"]
+
+T = TypeVar("T")
+
+LONGEST_SAVE = 12 * 3600.0
+"""The longest time from the beginning of a save to its commit, in seconds. Leftovers are swept once
+they are older than twice that."""
+
+_LOOKS = 3  # for an existing checkpoint, if an answer takes long
+_STORES_SECOND = 1.0  # what times in whole seconds leave open
+
+
+def now() -> float:
+    """Seconds since an arbitrary time, including time while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What was there when the save began.
+
+    Attributes:
+        key: The commit object.
+        version: Its version, or None if there was none.
+        began: When the save began, in seconds of :func:`now`.
+    """
+
+    key: str
+    version: str | None
+    began: float = field(default_factory=now, compare=False)
+
+    def check_age(self, uri: str) -> None:
+        """Checks that the save is young enough to commit.
+
+        Objects of twice that age are swept as leftovers, so none of them may belong to a save that
+        will commit. The commit is sent right after this check; docs/guarantees.md says what happens
+        if the machine is suspended in between.
+
+        Raises:
+            IncompleteSaveError: If the save began too long ago.
+        """
+        if now() - self.began > LONGEST_SAVE:
+            raise IncompleteSaveError(
+                f"the save has taken more than {LONGEST_SAVE / 3600:g} hours, and its objects may "
+                "be swept as leftovers; nothing was committed",
+                uri=uri,
+            )
+
+
+def begin(
+    store: ObjectStore,
+    key: str,
+    *,
+    overwrite: bool,
+    retrier: Retrier,
+    began: float | None = None,
+) -> Baseline:
+    """Looks for an existing checkpoint.
+
+    The answer may be late: the store was silent, or this process stood still before it asked. A
+    checkpoint that the store has had for a shorter time than this save has lasted is not one that
+    was there when the save began.
+
+    Args:
+        store: The store.
+        key: The commit object.
+        overwrite: Whether an existing checkpoint may be replaced.
+        retrier: Retries transient failures.
+        began: When the save began, if not now.
+
+    Raises:
+        CheckpointExistsError: If one exists that must not be overwritten.
+        CheckpointConflictError: If one has come since the save began, as far as the store's times
+            tell, which are in seconds.
+    """
+    began = now() if began is None else began
+    version: str | None = None
+    for _ in range(_LOOKS):
+        asked = now()
+        try:
+            found = retrier.call(lambda: store.head(key))
+        except ObjectNotFoundError:
+            break
+        version = found.version
+        if found.age is None or found.age + _STORES_SECOND >= now() - began:
+            break  # it was there before
+        if found.age + _STORES_SECOND < asked - began:
+            raise conflict(store, key)
+        # it may have come before or while the store was asked: the next answer tells
+    if version is not None and not overwrite:
+        raise CheckpointExistsError(
+            "Checkpoint already exists and overwrite is off: choose another location, or allow it "
+            "with Config(overwrite=True)",
+            uri=store.uri(key),
+        )
+    return Baseline(key, version, began)
+
+
+def begin_in_thread(look: Callable[[], T]) -> Future[T]:
+    """Begins a save in a thread of its own, so that its caller does not wait for the store.
+
+    Args:
+        look: Looks for what exists already.
+    """
+    found: Future[T] = Future()
+    here = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            found.set_result(here.run(look))
+        except BaseException as error:  # noqa: BLE001 - raised where the save needs the answer
+            found.set_exception(error)
+
+    # it ends with its request; a program that ends without the answer need not wait for it
+    threading.Thread(target=run, name="cloudckpt-begin", daemon=True).start()
+    return found
+
+
+def conflict(
+    store: ObjectStore, key: str, cause: BaseException | None = None
+) -> CheckpointConflictError:
+    """The error of a save whose location has another commit than when it began."""
+    return CheckpointConflictError(
+        "another writer has committed to this location since this save began; this save is "
+        "discarded and theirs is kept",
+        uri=store.uri(key),
+        cause=cause,
+    )
