@@ -18,7 +18,9 @@ from cloudckpt.stores.base import (
     Part,
     Progress,
     Regions,
+    Retry,
     Upload,
+    once,
 )
 
 __all__ = ["FaultyStore", "Verb", "When"]
@@ -262,8 +264,11 @@ class FaultyStore(ObjectStore):
     def abort_upload(self, upload: Upload) -> None:
         self._call("abort_upload", upload.key, lambda: self.inner.abort_upload(upload))
 
-    def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        return iter(self._call("list_uploads", prefix, lambda: [*self.inner.list_uploads(prefix)]))
+    def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
+        def ask() -> list[Upload]:
+            return self._call("list_uploads", prefix, lambda: [*self.inner.list_uploads(prefix)])
+
+        return iter(retry(ask))
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
         return self._call("get", key, lambda: self.inner.get(key))
@@ -299,11 +304,14 @@ class FaultyStore(ObjectStore):
     def head(self, key: str) -> ObjectInfo:
         return self._call("head", key, lambda: self.inner.head(key))
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return iter(self._call("list", prefix, lambda: [*self.inner.list(prefix)]))
+    def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
+        return self._listed(prefix, lambda: self.inner.list(prefix), retry)
 
-    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
-        return iter(self._call("list", prefix, lambda: [*self.inner.list_level(prefix)]))
+    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
+        return self._listed(prefix, lambda: self.inner.list_level(prefix), retry)
+
+    def _listed(self, prefix: str, listing: Callable[[], Iterator[T]], retry: Retry) -> Iterator[T]:
+        return iter(retry(lambda: self._call("list", prefix, lambda: [*listing()])))
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         self._call("delete", key, lambda: self.inner.delete(key, if_version=if_version))

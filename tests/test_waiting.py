@@ -113,9 +113,9 @@ def test_a_moment_of_another_day_has_its_date(clock, lines):
 
 def test_a_long_pause_that_the_store_asks_for_is_said_before_it_begins(clock, lines):
     def slow_down():
-        return ThrottledError("slow down", uri=URI, retry_after=120.0)
+        return ThrottledError("slow down", uri=URI, retry_after=60.0)
 
-    retrier(clock).call(fail_until(clock, 100.0, slow_down))
+    retrier(clock).call(fail_until(clock, 50.0, slow_down))
     assert [when for when, _ in lines] == [0.0]
 
 

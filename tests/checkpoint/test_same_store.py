@@ -71,7 +71,7 @@ def test_many_objects_are_listed(store, uri, written):
 def test_what_a_listing_lacks_is_looked_at_before_that_is_believed(store, uri, written):
     records = written(MANY)
     listing = list(store.inner.list(uri.key("__")))
-    store.list = lambda prefix: iter(listing[7:])
+    store.list = lambda prefix, retry: iter(listing[7:])
     look(store, uri, records)
     assert dict(store.calls) == {"head": 7}
 

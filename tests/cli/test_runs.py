@@ -11,7 +11,7 @@ from cli.printed import rows
 from cloudckpt import Config
 from cloudckpt.cli import runs
 from cloudckpt.stores import registry
-from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.stores.base import ObjectInfo, once
 from cloudckpt.stores.memory import MemoryStore
 
 
@@ -201,7 +201,7 @@ class Long(MemoryStore):
         self.folders = [f"step-{step}" for step in range(1, steps + 1)]
         self.requests: list[str] = []
 
-    def list_level(self, prefix):
+    def list_level(self, prefix, retry=once):
         if prefix != "run/":
             self.requests.append(prefix)
             return iter([ObjectInfo(f"{prefix}.metadata", 1000, "version", modified=1.7e9)])

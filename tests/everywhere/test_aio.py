@@ -29,7 +29,7 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from cloudckpt.stores import registry
-from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.stores.base import ObjectInfo, Retry, once
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI
@@ -252,7 +252,7 @@ class Held(MemoryStore):
         self.is_asked, self.let_go = threading.Event(), threading.Event()
         self.listings = 0
 
-    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
         self.listings += 1
         self.is_asked.set()
         assert self.let_go.wait(60)

@@ -14,6 +14,7 @@ import cloudckpt
 from cloudckpt import Config, aio
 from cloudckpt.errors import BucketNotFoundError, ConfigError, ConnectionLostError, InvalidURIError
 from cloudckpt.stores import registry
+from cloudckpt.stores.base import once
 from cloudckpt.stores.memory import MemoryStore
 from faulty_store import FaultyStore
 
@@ -32,11 +33,11 @@ class Counting(MemoryStore):
         super().__init__(name)
         self.asked: Counter[str] = Counter()
 
-    def list_level(self, prefix):
+    def list_level(self, prefix, retry=once):
         self.asked["folders"] += 1
         return super().list_level(prefix)
 
-    def list(self, prefix):
+    def list(self, prefix, retry=once):
         self.asked["list"] += 1
         return super().list(prefix)
 

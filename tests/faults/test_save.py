@@ -187,15 +187,6 @@ class TestPassingFaults:
         assert "HTTP 503" in record.getMessage()
         assert load_step(uri, direct, SMALL) == 2
 
-    def test_a_store_that_asks_for_more_time_than_there_is_ends_the_save(
-        self, saved, proxy, shaky, direct
-    ):
-        uri = saved()
-        proxy.inject(slow_down(retry_after=3600), operation="PutObject")
-        with pytest.raises(ThrottledError, match="gave up after 1 tries"):
-            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
-        assert load_step(uri, direct, SMALL) == 1
-
     def test_an_async_save_outlives_it_too(self, saved, store, proxy, shaky, direct):
         uri = saved(BIG)
         proxy.inject(Reset("request", after=1000), operation="UploadPart", times=2)

@@ -100,7 +100,7 @@ def test_what_is_denied_or_in_no_bucket_is_not_passed_over(files, run, s3, monke
         with pytest.raises(cloudckpt.errors.BucketNotFoundError):
             look("s3://no-such-bucket-at-all/run/*")
 
-    def refuse(prefix):
+    def refuse(prefix, retry):
         raise cloudckpt.errors.AccessDeniedError("no", uri=prefix, certain=True)
 
     store = open_store(cloudckpt.uri.CheckpointURI.parse(run), s3.config)

@@ -56,7 +56,7 @@ from cloudckpt.runs.copying import copy
 from cloudckpt.runs.deleting import delete, unneeded
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores import memory, registry
-from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.stores.base import ObjectInfo, once
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer import retry
 from cloudckpt.transfer.retry import Retrier
@@ -136,14 +136,17 @@ class Gated(MemoryStore):
     def head(self, key):
         return self._sent(lambda: MemoryStore.head(self, key), reads=True)
 
-    def list(self, prefix):
-        return iter(self._sent(lambda: list(MemoryStore.list(self, prefix)), reads=True))
+    def list(self, prefix, retry=once):
+        return self._listed(MemoryStore.list, prefix, retry)
 
-    def list_level(self, prefix):
-        return iter(self._sent(lambda: list(MemoryStore.list_level(self, prefix)), reads=True))
+    def list_level(self, prefix, retry=once):
+        return self._listed(MemoryStore.list_level, prefix, retry)
 
-    def list_uploads(self, prefix):
-        return iter(self._sent(lambda: list(MemoryStore.list_uploads(self, prefix)), reads=True))
+    def list_uploads(self, prefix, retry=once):
+        return self._listed(MemoryStore.list_uploads, prefix, retry)
+
+    def _listed(self, listing, prefix, retry):
+        return iter(retry(lambda: self._sent(lambda: list(listing(self, prefix)), reads=True)))
 
     def copies_from(self, source):
         return self._world.copies_by_store

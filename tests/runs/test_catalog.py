@@ -14,6 +14,7 @@ from cloudckpt.errors import AccessDeniedError, BucketNotFoundError, ConfigError
 from cloudckpt.runs.catalog import latest, list_checkpoints
 from cloudckpt.runs.copying import copy
 from cloudckpt.stores import registry
+from cloudckpt.stores.base import once
 from cloudckpt.stores.memory import MemoryStore
 
 CONFIG = Config(retry=RetryPolicy(attempts=3, base=0.0, cap=0.0))
@@ -27,10 +28,10 @@ class Counting(MemoryStore):
         self.name = name
         self.requests: list[str] = []
 
-    def list(self, prefix):
+    def list(self, prefix, retry=once):
         return self._paged("list", [*super().list(prefix)])
 
-    def list_level(self, prefix):
+    def list_level(self, prefix, retry=once):
         found = [*MemoryStore(self.name).list_level(prefix)]  # which itself lists all beneath
         return self._paged("folders" if prefix == "run/" else "level", found)
 
@@ -165,7 +166,7 @@ def test_names_with_spaces_and_other_letters_are_found(store) -> None:
 def test_a_store_that_refuses_is_no_empty_run(store, monkeypatch) -> None:
     commit(store, 1)
 
-    def refuse(prefix):
+    def refuse(prefix, retry):
         raise AccessDeniedError("no", uri=store.uri(prefix), certain=True)
 
     monkeypatch.setattr(store, "list_level", refuse)

@@ -11,13 +11,11 @@ from cloudckpt.errors import (
     ConnectionLostError,
     CredentialsError,
     InvalidRequestError,
-    ServerError,
     ThrottledError,
 )
 from cloudckpt.stores.azure import AzureStore
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.stores.rest import all_pages
 from cloudckpt.stores.s3 import S3Store
 
 FOUND = ObjectInfo("run/source", 100, "17")
@@ -144,11 +142,3 @@ def test_what_an_sdk_does_not_take_was_certainly_not_sent(called, server, monkey
 def test_importing_a_store_of_google_does_not_import_its_client():
     script = "import cloudckpt.stores.gcs, sys; sys.exit('google.cloud.storage' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("marks", [("",), ("", ""), ("a",)])
-def test_a_listing_that_leads_nowhere_or_back_ends_with_an_error(marks):
-    pages = all_pages("s3://bucket/run", lambda asked: (asked, marks))
-    assert next(pages) == ()
-    with pytest.raises(ServerError, match="does not end"):
-        list(pages)

@@ -18,6 +18,7 @@ from dialects import (
     xml_of,
 )
 
+from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
     ConnectionLostError,
@@ -27,6 +28,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.base import Part
+from cloudckpt.transfer.retry import Retrier
 from emulators import free_port
 
 
@@ -168,6 +170,9 @@ PAGES = {
         NextUploadIdMarker=marker,
     ),
     ("google", "list"): lambda marker: b'{"nextPageToken": "%s"}' % marker.encode(),
+    ("google", "list_uploads"): lambda marker: xml_of(
+        "ListMultipartUploadsResult", IsTruncated="true", NextKeyMarker=marker
+    ),
     ("azure", "list"): lambda marker: page(marker=marker),
     ("azure", "list_uploads"): lambda marker: page(marker=marker),
 }
@@ -181,6 +186,29 @@ def test_a_listing_that_leads_back_is_ended(request, store, server, verb, marker
     with pytest.raises(ServerError, match="does not end"):
         list(getattr(store, verb)("run/"))
     assert len(server.requests) == len(markers) + 1
+
+
+@pytest.mark.parametrize(
+    ("dialect", "verb"),
+    [*PAGES, *((dialect, "list_level") for dialect in DIALECTS)],
+    indirect=["dialect"],
+)
+def test_a_refused_page_is_asked_for_again_and_the_listing_goes_on(request, store, server, verb):
+    name, pages, received = request.node.callspec.params["dialect"], 40, itertools.count()
+    kind = "list" if verb == "list_level" else verb
+
+    def answer(_):
+        number, is_asked_again = divmod(next(received), 2)
+        if not is_asked_again:
+            return server.Answer(503)
+        if number + 1 < pages:
+            return server.Answer(body=PAGES[name, kind](f"page-{number}"))
+        return server.Answer(**DIALECTS[name].answers[kind])
+
+    server.respond(answer)
+    policy = RetryPolicy(base=0.001, cap=0.001, attempts=2)
+    assert list(getattr(store, verb)("run/", Retrier(policy).call)) == []
+    assert len(server.requests) == 2 * pages
 
 
 ELSEWHERE = {
@@ -318,7 +346,11 @@ def test_of_two_retry_afters_the_finer_counts(store):
 
 
 @pytest.mark.parametrize(
-    "value", ["soon", "-1", "", "1.5", email.utils.formatdate(0, usegmt=True), "٣"]
+    "value",
+    [
+        *("soon", "-1", "", "1.5", email.utils.formatdate(0, usegmt=True), "²"),
+        "Fri, 31 Dec 2100 00:00:00 +9999999999999",
+    ],
 )
 def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(store, value):
     assert failure(store, 503, {"Retry-After": value}).retry_after is None

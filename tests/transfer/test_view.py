@@ -105,7 +105,7 @@ def test_a_thread_asks_for_nobody_else_while_it_is_broken_off(view, store, monke
     """The break would end the other question, too."""
     asked, let_go, is_still_there = threading.Event(), threading.Event(), []
 
-    def list_level(prefix):
+    def list_level(prefix, retry):
         asked.set()
         assert let_go.wait(60)
         return iter(())

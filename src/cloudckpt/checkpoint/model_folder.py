@@ -101,7 +101,7 @@ class ModelFolder:
         try:
             data, committed = retrier.call(lambda: store.get_latest(key))
         except ObjectNotFoundError:
-            found = retrier.call(lambda: _listed(store, uri))
+            found = _listed(store, uri, retrier)
             return cls._read(store, uri, lambda: found, found[0], {}, config) if found else None
         if claimed_files(data, store.uri(key)) is not None:
             return None
@@ -259,13 +259,13 @@ def _head(store: ObjectStore, retrier: Retrier, key: str) -> ObjectInfo | None:
         return None
 
 
-def _listed(store: ObjectStore, uri: CheckpointURI) -> list[ObjectInfo]:
+def _listed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> list[ObjectInfo]:
     """The files of the ranks of torch's HuggingFaceStorageWriter; none if listing is denied."""
     below = uri.key("")
     try:
         return [
             info
-            for info in store.list(below + _SHARDS)
+            for info in store.list(below + _SHARDS, retrier.call)
             if info.key.endswith(SUFFIX) and "/" not in info.key.removeprefix(below)
         ]
     except AccessDeniedError:

@@ -389,13 +389,10 @@ def _listed(
 ) -> set[str]:
     """The names of the objects that a listing of their folder shows as they were written."""
     names = {(uri.key(record.name), record.size): record.name for record in objects}
-
-    def listed() -> set[str]:
-        shown = (names.get((info.key, info.size)) for info in store.list(start + OF_RANKS))
-        return set(itertools.islice(filter(None, shown), len(names)))
-
     try:
-        return retrier.call(listed)
+        listed = store.list(start + OF_RANKS, retrier.call)
+        shown = (names.get((info.key, info.size)) for info in listed)
+        return set(itertools.islice(filter(None, shown), len(names)))
     except TransientStoreError:
         raise
     except StoreError as error:

@@ -327,7 +327,7 @@ def protected(
     """
     retrier, inside = Retrier(config.retry), uri.beside(folder)
     for _ in range(_TRIES):
-        marks = retrier.call(lambda: [info.key for info in store.list(keeps_in(inside))])
+        marks = [info.key for info in store.list(keeps_in(inside), retrier.call)]
         found = keys & _named(store, inside, retrier)
         for key in marks:
             if found == keys:

@@ -219,7 +219,7 @@ def newest_beside(store: ObjectStore, uri: CheckpointURI, config: Config) -> Che
     """
     retrier = Retrier(config.retry)
     parent = uri.parent.key("")
-    listed = retrier.call(lambda: list(store.list_level(parent)))
+    listed = list(store.list_level(parent, retrier.call))
     for name in sorted(
         (one for one in listed if isinstance(one, str)), key=natural_order, reverse=True
     ):

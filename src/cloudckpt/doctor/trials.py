@@ -223,9 +223,9 @@ class Trials:
         checksum = store.capabilities.checksum.of(self._content)
         body = [memoryview(self._content)]
         retrier.call(lambda: store.put_part(upload, 1, body, checksum=checksum))
-        listed = retrier.call(lambda: [one.id for one in store.list_uploads(key)])
+        listed = [one.id for one in store.list_uploads(key, retrier.call)]
         retrier.call(lambda: store.abort_upload(upload))
-        if upload.id in retrier.call(lambda: [one.id for one in store.list_uploads(key)]):
+        if upload.id in [one.id for one in store.list_uploads(key, retrier.call)]:
             return failed("an upload that was discarded is still there")
         if upload.id not in listed:
             return warning(

@@ -298,7 +298,7 @@ class FileFolders(VisibleFiles):
             FileExistsError: If another writer has committed there meanwhile; that commit stays.
             StoreError: If something could not be removed; everything else was tried.
         """
-        listed = self._retrier.call(lambda: list(self._store.list(inside(key))))
+        listed = list(self._store.list(inside(key), self._retrier.call))
         visible = [info for info in listed if self.sees(info.key)]
         if not visible:
             raise FileNotFoundError(self._store.uri(key))

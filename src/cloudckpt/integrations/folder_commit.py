@@ -105,7 +105,7 @@ class FolderCommit:
 
     def _own_records(self) -> list[ObjectInfo]:
         store, folder, records = self._store, self._folder, []
-        for info in self._retrier.call(lambda: list(self._seen.beneath_folder(folder))):
+        for info in self._seen.beneath_folder(folder):
             if not is_record_name(info.key):
                 if info.key != inside(folder) + MANIFEST:
                     raise FileExistsError(
@@ -142,7 +142,7 @@ class FolderCommit:
         there = {
             (info.key, info.size)
             for folder in (target, *elsewhere)
-            for info in self._retrier.call(functools.partial(self._listed, folder))
+            for info in self._store.list(inside(folder), self._retrier.call)
         }
         for name, file in files.items():
             if (file.key, file.size) not in there:
@@ -151,9 +151,6 @@ class FolderCommit:
                     "committed. Compare on all ranks what leads to the store",
                     uri=self._store.uri(file.key),
                 )
-
-    def _listed(self, folder: str) -> list[ObjectInfo]:
-        return list(self._store.list(inside(folder)))
 
     def _brought(self, target: str, files: dict[str, StoredFile]) -> dict[str, StoredFile]:
         """Copies files that lie elsewhere to beneath the target folder."""

@@ -104,7 +104,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             except ObjectNotFoundError:
                 pass
         below = f"{key}/" if key else ""
-        if retrier.call(lambda: next(iter(store.list_level(below)), None)) is None and key:
+        if next(iter(store.list_level(below, retrier.call)), None) is None and key:
             raise FileNotFoundError(f"{self.scheme}://{path}")
         return self._folder(path)
 
@@ -132,7 +132,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             FileNotFoundError: If there is nothing.
         """
         store, key, retrier = self._place(path)
-        file = retrier.call(lambda: next(iter(store.list(key)), None)) if key else None
+        file = next(iter(store.list(key, retrier.call)), None) if key else None
         found = [file] if file is not None and file.key == key else self._listed(path)
         times = [one.modified for one in found if one.modified is not None]
         if not times:
@@ -143,7 +143,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """Lists what is directly beneath a path, or the file there; never cached."""
         path = self._strip_protocol(path)
         store, key, retrier = self._place(path)
-        level = retrier.call(lambda: list(store.list_level(f"{key}/" if key else "")))
+        level = list(store.list_level(f"{key}/" if key else "", retrier.call))
         bucket = path.partition("/")[0]
         entries = [
             self._folder(f"{path}/{found}")
@@ -197,7 +197,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _listed(self, path: str) -> list[ObjectInfo]:
         store, key, retrier = self._place(path)
-        return retrier.call(lambda: list(store.list(f"{key}/" if key else "")))
+        return list(store.list(f"{key}/" if key else "", retrier.call))
 
     @staticmethod
     def _file(path: str, found: ObjectInfo) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class VisibleFiles:
                     for name in manifest[1].files
                     if name.startswith(begin)
                 }
-        for entry in self._retrier.call(lambda: list(self._store.list_level(inside(key)))):
+        for entry in self._store.list_level(inside(key), self._retrier.call):
             if not isinstance(entry, str):
                 name = entry.key.rpartition("/")[2]
                 if self.sees(entry.key) and name != MANIFEST:
@@ -118,7 +118,8 @@ class VisibleFiles:
 
     def beneath_folder(self, folder: str) -> Iterator[ObjectInfo]:
         """What this job sees beneath a folder, at any depth; listed lazily."""
-        return (info for info in self._store.list(inside(folder)) if self.sees(info.key))
+        listed = self._store.list(inside(folder), self._retrier.call)
+        return (info for info in listed if self.sees(info.key))
 
     def sees(self, key: str) -> bool:
         """Whether an object is a file, a manifest, or the record of a file that this job sees."""
@@ -166,7 +167,7 @@ class VisibleFiles:
 
     def records(self, prefix: str) -> list[ObjectInfo]:
         """The records with this key prefix that this job sees."""
-        listed = self._retrier.call(lambda: list(self._store.list(prefix)))
+        listed = self._store.list(prefix, self._retrier.call)
         return [info for info in listed if is_record_name(info.key) and self.sees(info.key)]
 
     def record(self, key: str) -> StoredFile:

@@ -492,13 +492,9 @@ def _has_the_same(target: Place, found: Sequence[CheckpointPart], source: Place)
     sizes: dict[str, int] = {}
     for folder in {one.folder for one in objects}:  # of the checkpoint, and beside it
         place = target.uri.beside(folder) if folder else target.uri
-        listed = target.retrier.call(partial(_listed, store, place.key(OF_RANKS)))
+        listed = store.list(place.key(OF_RANKS), target.retrier.call)
         sizes |= {info.key: info.size for info in listed}
     return all(sizes.get(target.uri.key(record.name)) == record.size for record in objects)
-
-
-def _listed(store: ObjectStore, prefix: str) -> list[ObjectInfo]:
-    return list(store.list(prefix))
 
 
 def _content(part: CheckpointPart) -> object:

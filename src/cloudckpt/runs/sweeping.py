@@ -171,7 +171,7 @@ class Sweep:
         store, retrier = self._run.store, self._run.retrier
         below = self._run.root.key("")
         limit = clock_of(store, self._run.root, self._run.config) - self._older_than
-        uploads = retrier.call(lambda: list(store.list_uploads(below)))
+        uploads = store.list_uploads(below, retrier.call)
         self._uploads = [
             upload
             for upload in uploads
@@ -179,7 +179,7 @@ class Sweep:
             and upload.began <= limit
             and (upload.is_ours or _is_ours(upload.key))
         ]
-        listed = retrier.call(lambda: [info for info in store.list(below) if _is_ours(info.key)])
+        listed = [info for info in store.list(below, retrier.call) if _is_ours(info.key)]
         self._committed: dict[str, set[str] | None] = {}
         folders: dict[str, list[ObjectInfo]] = {}
         for info in listed:
@@ -220,15 +220,14 @@ class Sweep:
 
     def _marks_in(self, folder: str) -> list[ObjectInfo]:
         start = keeps_in(self._uri(folder))
-        return self._run.retrier.call(lambda: list(self._run.store.list(start)))
+        return list(self._run.store.list(start, self._run.retrier.call))
 
     def _named_beside(self, folder: str) -> _Named:
         """What is named by all checkpoints in the same parent folder."""
         parent = folder.rpartition("/")[0]
-        listed = self._run.store.list_level
-        names = self._run.retrier.call(lambda: list(listed(f"{parent}/" if parent else "")))
+        below = f"{parent}/" if parent else ""
         found = _Named()
-        for name in names:
+        for name in list(self._run.store.list_level(below, self._run.retrier.call)):
             if isinstance(name, str):
                 found.add(self._named(f"{parent}/{name}" if parent else name))
         return found
@@ -331,7 +330,7 @@ def clock_of(store: ObjectStore, folder: CheckpointURI, config: Config) -> float
     retrier, key = Retrier(config.retry), folder.key(probe_name("sweep", random_suffix()))
     put_whole(store, key, memoryview(b""), retrier, if_absent=creates_only(store, config))
     try:
-        listed = retrier.call(lambda: list(store.list(key)))
+        listed = list(store.list(key, retrier.call))
     finally:
         delete_quietly(store, [key], config.retry, threads=1)
     if not listed or listed[0].modified is None:

@@ -13,6 +13,7 @@ import contextlib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from urllib.parse import quote, unquote, urlencode
 from xml.etree.ElementTree import Element
@@ -40,8 +41,10 @@ from cloudckpt.stores.base import (
     ObjectStore,
     Part,
     Progress,
+    Retry,
     Upload,
     nbytes,
+    once,
     random_suffix,
 )
 from cloudckpt.stores.bodies import Reply
@@ -234,15 +237,15 @@ class AzureStore(RestStore):
         except ObjectNotFoundError:
             self.delete(upload.key)
 
-    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+    def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
         """The uploads that Azure has blocks of, and those begun here."""
         known = list(self._begun.values())  # at once, since other threads begin and end uploads
         begun = {upload.id: upload for upload in known if upload.key.startswith(prefix)}
-        pages = self._pages(prefix, {"include": "uncommittedblobs"})
+        pages = self._pages(prefix, retry, {"include": "uncommittedblobs"})
         for name, properties in chain.from_iterable(map(_blobs, pages)):
             if text(properties, "Content-Length") not in ("", "0"):
                 continue  # completed
-            for upload_id in self._uploads_of(name):
+            for upload_id in retry(partial(self._uploads_of, name)):
                 yield begun.pop(upload_id, Upload(name, upload_id, 0))
         yield from begun.values()
 
@@ -271,17 +274,17 @@ class AzureStore(RestStore):
                 raise ObjectNotFoundError("there is a directory, not a blob", uri=self.uri(key))
             return self._described(reply, key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        for page in self._pages(prefix, {}):
+    def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
+        for page in self._pages(prefix, retry, {}):
             yield from map(_found, _blobs(page))
 
-    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
-        for page in self._pages(prefix, {"delimiter": "/"}):
+    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
+        for page in self._pages(prefix, retry, {"delimiter": "/"}):
             yield from map(_found, _blobs(page))
             for folder in page.iterfind("Blobs/BlobPrefix"):
                 yield _name(folder).removeprefix(prefix).rstrip("/")
 
-    def _pages(self, prefix: str, query: Mapping[str, str]) -> Iterator[Element]:
+    def _pages(self, prefix: str, retry: Retry, query: Mapping[str, str]) -> Iterator[Element]:
         """The pages of a listing; Azure's SDK takes eight times as long to read them."""
         query = {
             "restype": "container",
@@ -299,7 +302,7 @@ class AzureStore(RestStore):
             marker = page.findtext("NextMarker")
             return page, (marker,) if marker else None
 
-        return all_pages(self.uri(prefix), ask)
+        return all_pages(self.uri(prefix), ask, retry)
 
     def _delete(self, key: str, if_version: str | None) -> None:
         check_blob(key, self.uri(key))

@@ -2,8 +2,10 @@
 
 A store makes exactly one attempt per call (and one more if its credentials were replaced, see
 :mod:`cloudckpt.stores.credentials`) and maps the vendor's errors to :mod:`cloudckpt.errors`;
-retries, parallelism and clean-up are up to the caller. Buffers are never copied: an upload is a
-sequence of memoryviews sent in order, a download fills the caller's memoryviews.
+retries, parallelism and clean-up are up to the caller. A listing takes many requests: the caller
+says how each of them is retried, so that a refused page does not begin the listing anew. Buffers
+are never copied: an upload is a sequence of memoryviews sent in order, a download fills the
+caller's memoryviews.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import (
@@ -30,8 +32,12 @@ __all__ = [
     "Part",
     "Progress",
     "RangeReader",
+    "Retry",
     "Upload",
+    "once",
 ]
+
+T = TypeVar("T")
 
 _PIECE = 16 * 1024**2  # bytes read at a time
 
@@ -40,6 +46,17 @@ Body = Sequence[memoryview]
 
 Progress = Callable[[int], None]
 """Called with the number of bytes moved since the last call; may raise to stop the transfer."""
+
+
+class Retry(Protocol):
+    """How a request of a listing is tried again: what is given is called until it succeeds."""
+
+    def __call__(self, request: Callable[[], T], /) -> T: ...
+
+
+def once(request: Callable[[], T], /) -> T:
+    """Tries a request once."""
+    return request()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,8 +353,11 @@ class ObjectStore(RangeReader):
         """Discards an upload; doing so again, or after completion, is not an error."""
 
     @abstractmethod
-    def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        """The uploads under ``prefix`` that were neither completed nor aborted."""
+    def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
+        """The uploads under ``prefix`` that were neither completed nor aborted.
+
+        ``retry`` as in `list`.
+        """
 
     @abstractmethod
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
@@ -392,11 +412,17 @@ class ObjectStore(RangeReader):
         return self.capabilities.checksum.combine(sums)
 
     @abstractmethod
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """The objects whose key begins with ``prefix``, in the order of keys, page by page."""
+    def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
+        """The objects whose key begins with ``prefix``, in the order of keys, page by page.
+
+        Args:
+            prefix: Of the keys.
+            retry: Tries the request for each page again. A whole listing should not be retried: of
+                a thousand pages one is refused each time.
+        """
 
     @abstractmethod
-    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
         """The objects and folders directly beneath ``prefix``, page by page.
 
         A folder is a name that has keys beneath it. In each page the objects come first, and both
@@ -405,6 +431,7 @@ class ObjectStore(RangeReader):
 
         Args:
             prefix: Empty, or ends in a slash.
+            retry: As in `list`.
         """
 
     @abstractmethod
@@ -457,14 +484,14 @@ AT_FIRST = 1000
 """How many names of a level are requested at first: one page, in every store."""
 
 
-def first_of_level(store: ObjectStore, prefix: str) -> list[ObjectInfo | str]:
+def first_of_level(store: ObjectStore, prefix: str, retry: Retry = once) -> list[ObjectInfo | str]:
     """The first :data:`AT_FIRST` entries directly beneath ``prefix``, or all if fewer."""
-    return list(itertools.islice(store.list_level(prefix), AT_FIRST))
+    return list(itertools.islice(store.list_level(prefix, retry), AT_FIRST))
 
 
-def folders_of(store: ObjectStore, prefix: str) -> Iterator[str]:
+def folders_of(store: ObjectStore, prefix: str, retry: Retry = once) -> Iterator[str]:
     """The names directly beneath ``prefix`` that have keys beneath them, in order."""
-    return (found for found in store.list_level(prefix) if isinstance(found, str))
+    return (found for found in store.list_level(prefix, retry) if isinstance(found, str))
 
 
 ATTEMPT = "cloudckptattempt"

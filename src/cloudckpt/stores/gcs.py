@@ -31,7 +31,9 @@ from cloudckpt.stores.base import (
     ObjectStore,
     Part,
     Progress,
+    Retry,
     Upload,
+    once,
     whole_checksum,
 )
 from cloudckpt.stores.bodies import Reply
@@ -181,9 +183,9 @@ class GCSStore(RestStore):
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)
 
-    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+    def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
         try:
-            yield from self._multipart.open_uploads(prefix)
+            yield from self._multipart.open_uploads(prefix, retry)
         except InvalidRequestError as error:
             if error.status != _NOT_IMPLEMENTED:  # a store without such uploads has none open
                 raise
@@ -232,11 +234,11 @@ class GCSStore(RestStore):
     def head(self, key: str) -> ObjectInfo:
         return self._objects.stat(key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._control.list(prefix)
+    def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
+        return self._control.list(prefix, retry)
 
-    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
-        return self._control.list_level(prefix)
+    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
+        return self._control.list_level(prefix, retry)
 
     def _delete(self, key: str, if_version: str | None) -> None:
         self._control.delete(key, if_version)

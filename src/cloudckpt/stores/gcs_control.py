@@ -19,7 +19,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.fork import late_imports
-from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.stores.base import ObjectInfo, Retry
 from cloudckpt.stores.gcs_json import CACHE_CONTROL, generation, metadata_of, parse_crc32c
 from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore, all_pages
@@ -75,26 +75,26 @@ class Control:
     def _bucket(self, name: str) -> Any:
         return self._client.bucket(name, user_project=self._options.user_project)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, retry: Retry) -> Iterator[ObjectInfo]:
         """The objects whose key begins with ``prefix``, page by page."""
-        for page, _ in self._pages(prefix, fields=f"items({_LISTED}),nextPageToken"):
-            yield from map(self._found, page)
+        for page, _ in self._pages(prefix, retry, fields=f"items({_LISTED}),nextPageToken"):
+            yield from (self._found(blob, retry) for blob in page)
 
-    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+    def list_level(self, prefix: str, retry: Retry) -> Iterator[ObjectInfo | str]:
         """The objects and the folders directly beneath ``prefix``, page by page."""
         fields = f"items({_LISTED}),prefixes,nextPageToken"
-        for page, folders in self._pages(prefix, delimiter="/", fields=fields):
-            yield from map(self._found, page)
+        for page, folders in self._pages(prefix, retry, delimiter="/", fields=fields):
+            yield from (self._found(blob, retry) for blob in page)
             for folder in folders:
                 yield folder.removeprefix(prefix).rstrip("/")
 
-    def _found(self, blob: Any) -> ObjectInfo:
+    def _found(self, blob: Any, retry: Retry) -> ObjectInfo:
         if blob.generation is None or blob.size is None:  # an emulator may leave them out
-            return self._store.head(blob.name)
+            return retry(lambda: self._store.head(blob.name))
         modified = blob.updated.timestamp() if blob.updated else None
         return ObjectInfo(blob.name, blob.size, str(blob.generation), modified=modified)
 
-    def _pages(self, prefix: str, **wanted: str) -> Iterator[_Page]:
+    def _pages(self, prefix: str, retry: Retry, **wanted: str) -> Iterator[_Page]:
         """The objects and the folders of each page."""
 
         def ask(marks: tuple[str, ...]) -> tuple[_Page, tuple[str, ...] | None]:
@@ -110,7 +110,7 @@ class Control:
             token = found.next_page_token
             return (page, sorted(found.prefixes)), (token,) if token else None
 
-        return all_pages(self._store.uri(prefix), ask)
+        return all_pages(self._store.uri(prefix), ask, retry)
 
     def delete(self, key: str, version: str | None = None) -> None:
         """Removes an object; a missing object is not an error."""

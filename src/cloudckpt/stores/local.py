@@ -35,8 +35,10 @@ from cloudckpt.stores.base import (
     ObjectStore,
     Part,
     Progress,
+    Retry,
     Upload,
     nbytes,
+    once,
     skip,
 )
 from cloudckpt.stores.posix import (
@@ -224,7 +226,7 @@ class LocalStore(ObjectStore):
         with self._errors(upload.key):
             Path(upload.id).unlink(missing_ok=True)
 
-    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+    def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
         for path in self._walk(prefix):
             if path.name.startswith(UNFINISHED):
                 name = path.name.removeprefix(UNFINISHED).partition("-")[2]
@@ -311,13 +313,13 @@ class LocalStore(ObjectStore):
         with self._errors(key):
             return self._described(key, os.stat(key))
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
         for path in self._walk(prefix):
             if not path.name.startswith(UNFINISHED) and str(path).startswith(prefix):
                 with self._errors(prefix), contextlib.suppress(*GONE):
                     yield _info(str(path), path.stat())
 
-    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
         with self._errors(prefix):
             try:
                 found = sorted(names_in(prefix), key=lambda name: (name.endswith("/"), name))

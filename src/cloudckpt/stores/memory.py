@@ -17,8 +17,10 @@ from cloudckpt.stores.base import (
     ObjectStore,
     Part,
     Progress,
+    Retry,
     Upload,
     nbytes,
+    once,
     random_suffix,
 )
 
@@ -174,7 +176,7 @@ class MemoryStore(ObjectStore):
         with self._bucket.lock:
             self._bucket.uploads.pop(upload.id, None)
 
-    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+    def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
         with self._bucket.lock:
             held = [upload for upload, _ in self._bucket.uploads.values()]
         return (upload for upload in held if upload.key.startswith(prefix))
@@ -211,7 +213,7 @@ class MemoryStore(ObjectStore):
         data, version, _, attempt = self._held(key)
         return ObjectInfo(key, len(data), version, attempt=attempt)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
         with self._bucket.lock:
             held = sorted(self._bucket.objects.items())
         return (
@@ -220,7 +222,7 @@ class MemoryStore(ObjectStore):
             if key.startswith(prefix)
         )
 
-    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
         below = [(info.key.removeprefix(prefix), info) for info in self.list(prefix)]
         yield from (info for name, info in below if "/" not in name)
         yield from dict.fromkeys(name.partition("/")[0] for name, _ in below if "/" in name)

@@ -193,6 +193,6 @@ def _date(text: str) -> datetime.datetime | None:
     """A time as headers write it; None if it is none."""
     try:
         date = email.utils.parsedate_to_datetime(text)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None
     return date if date.tzinfo else date.replace(tzinfo=datetime.timezone.utc)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, ObjectStore, Progress, nbytes
+from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, ObjectStore, Progress, Retry, nbytes
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.http import HttpClient
@@ -34,7 +35,6 @@ from cloudckpt.waiting import current
 
 __all__ = [
     "Authorized",
-    "Marks",
     "Request",
     "RestStore",
     "all_pages",
@@ -79,55 +79,46 @@ def http_date(text: str) -> float | None:
         return None
 
 
-class Marks:
-    """Where the pages of a listing have begun.
+_Marks = tuple[str, ...]
+
+
+def all_pages(
+    uri: str, ask: Callable[[_Marks], tuple[P, _Marks | None]], retry: Retry
+) -> Iterator[P]:
+    """The pages of a listing, each asked for when it is needed, and again if it is refused.
 
     A store that says that there is more without saying where, or that leads back to a page that was
     there, would be asked without an end; and if that were taken for the end, what is left out would
     be taken for missing.
-    """
-
-    def __init__(self, uri: str) -> None:
-        """``uri`` is what is listed, for messages."""
-        self._uri = uri
-        self._seen: set[tuple[str, ...]] = set()
-
-    def add(self, marks: tuple[str, ...]) -> None:
-        """Notes where the next page begins.
-
-        Raises:
-            ServerError: If that is nowhere, or where a page began before.
-        """
-        if not any(marks) or marks in self._seen:
-            where = "back to a page that was there" if any(marks) else "nowhere"
-            raise ServerError(
-                f"the listing does not end: its page leads {where}, although it says that more "
-                "follows",
-                uri=self._uri,
-            )
-        self._seen.add(marks)
-
-
-def all_pages(
-    uri: str, ask: Callable[[tuple[str, ...]], tuple[P, tuple[str, ...] | None]]
-) -> Iterator[P]:
-    """The pages of a listing, each asked for when it is needed.
 
     Args:
         uri: What is listed, for messages.
         ask: Asks for the page that begins at some marks, none for the first. Returns it and the
-            marks of the next one, or None behind the last.
+            marks of the next one, or None after the last page.
+        retry: Tries the request for a page again.
 
     Raises:
-        ServerError: If they do not end, see :class:`Marks`.
+        ServerError: If they do not end.
     """
-    begun = Marks(uri)
-    page, marks = ask(())
-    yield page
-    while marks is not None:
-        begun.add(marks)
-        page, marks = ask(marks)
+    begun: set[_Marks] = {()}
+
+    def ask_once(marks: _Marks) -> tuple[P, _Marks | None]:
+        page, following = ask(marks)
+        if following is not None and (not any(following) or following in begun):
+            where = "back to a page that was there" if any(following) else "nowhere"
+            raise ServerError(
+                f"the listing does not end: its page leads {where}, although it says that more "
+                "follows",
+                uri=uri,
+            )
+        return page, following
+
+    following: _Marks | None = ()
+    while following is not None:
+        page, following = retry(functools.partial(ask_once, following))
         yield page
+        if following is not None:
+            begun.add(following)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ from cloudckpt.stores.base import (
     Part,
     Progress,
     Regions,
+    Retry,
     Upload,
+    once,
 )
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.http import HttpClient
@@ -210,14 +212,14 @@ class S3Store(RestStore):
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)
 
-    def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        return self._control.list_uploads(prefix)
+    def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
+        return self._control.list_uploads(prefix, retry)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._control.list(prefix)
+    def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
+        return self._control.list(prefix, retry)
 
-    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
-        return self._control.list_level(prefix)
+    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
+        return self._control.list_level(prefix, retry)
 
     def _delete(self, key: str, if_version: str | None) -> None:
         self._control.delete(key, if_version)

@@ -14,7 +14,7 @@ from botocore import UNSIGNED
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, StoreError
-from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
+from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Retry, Upload
 from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore, all_pages, iso_date
 from cloudckpt.stores.s3_access import BucketAccess
@@ -75,20 +75,21 @@ class Control:
         raw = urllib3.HTTPResponse(io.BytesIO(answer.body), preload_content=False)
         return AWSResponse(request.url, answer.status, answer.headers, raw)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, retry: Retry) -> Iterator[ObjectInfo]:
         """The objects whose key begins with ``prefix``, in order; page by page, if possible."""
         if self._any_prefix:
-            for objects, _ in self._pages(prefix):
+            for objects, _ in self._pages(prefix, retry):
                 yield from objects
             return
-        found = [info for objects, _ in self._pages(_folder_of(prefix)) for info in objects]
+        pages = self._pages(_folder_of(prefix), retry)
+        found = [info for objects, _ in pages for info in objects]
         yield from sorted(
             (info for info in found if info.key.startswith(prefix)), key=lambda info: info.key
         )
 
-    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+    def list_level(self, prefix: str, retry: Retry) -> Iterator[ObjectInfo | str]:
         """The objects and the folders directly beneath ``prefix``; page by page, if possible."""
-        pages = self._pages(prefix, Delimiter="/")
+        pages = self._pages(prefix, retry, Delimiter="/")
         if self._any_prefix:
             for objects, folders in pages:
                 yield from objects
@@ -101,7 +102,7 @@ class Control:
         yield from sorted(all_objects, key=lambda info: info.key)
         yield from sorted(all_folders)
 
-    def _pages(self, prefix: str, **wanted: str) -> Iterator[_Page]:
+    def _pages(self, prefix: str, retry: Retry, **wanted: str) -> Iterator[_Page]:
         def ask(marks: tuple[str, ...]) -> tuple[_Page, tuple[str, ...] | None]:
             more = {"ContinuationToken": marks[0]} if marks else {}
             with self._calls.about(prefix):
@@ -112,9 +113,9 @@ class Control:
             follows = page.get("IsTruncated", False)
             return found, (page.get("NextContinuationToken", ""),) if follows else None
 
-        return all_pages(self._store.uri(prefix), ask)
+        return all_pages(self._store.uri(prefix), ask, retry)
 
-    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+    def list_uploads(self, prefix: str, retry: Retry) -> Iterator[Upload]:
         """The uploads under ``prefix`` that are open, page by page."""
         asked = prefix if self._any_prefix else _folder_of(prefix)
 
@@ -133,7 +134,7 @@ class Control:
             )
             return found, following if page.get("IsTruncated") else None
 
-        for uploads in all_pages(self._store.uri(prefix), ask):
+        for uploads in all_pages(self._store.uri(prefix), ask, retry):
             yield from (upload for upload in uploads if upload.key.startswith(prefix))
 
     def delete(self, key: str, tag: str | None) -> None:

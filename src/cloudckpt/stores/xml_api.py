@@ -17,6 +17,7 @@ from cloudckpt.stores.base import (
     Body,
     Part,
     Progress,
+    Retry,
     Upload,
     nbytes,
     random_suffix,
@@ -255,7 +256,7 @@ class XmlMultipart:
         ):
             pass
 
-    def open_uploads(self, prefix: str) -> Iterator[Upload]:
+    def open_uploads(self, prefix: str, retry: Retry) -> Iterator[Upload]:
         """The uploads under a prefix, page by page."""
 
         def ask(marks: tuple[str, ...]) -> tuple[Element, tuple[str, ...] | None]:
@@ -268,7 +269,7 @@ class XmlMultipart:
             following = key_text(page, page, "NextKeyMarker"), text(page, "NextUploadIdMarker")
             return page, following if text(page, "IsTruncated") == "true" else None
 
-        for page in all_pages(self._store.uri(prefix), ask):
+        for page in all_pages(self._store.uri(prefix), ask, retry):
             for entry in page.iterfind("Upload"):
                 began = iso_date(text(entry, "Initiated"))
                 yield Upload(key_text(page, entry, "Key"), text(entry, "UploadId"), 0, began)

@@ -31,6 +31,7 @@ logger = logging.getLogger("cloudckpt")
 
 _CLEANUP_TRIES = 3
 _RESTARTS = 5
+_LONGEST_ASKED = 60.0  # seconds that a store can have us wait: a gateway may name any time
 _FIRST_PAUSE = 0.1  # seconds before a load begins anew; each further pause is twice as long
 
 
@@ -40,8 +41,8 @@ class Retrier:
     What may pass by itself is tried until the deadline, however often: a store that is started
     anew refuses connections for a minute, and clouds need minutes to spread a load. Pauses are
     drawn between ``base`` and three times the one before, up to ``cap`` (decorrelated jitter), or
-    are what the store asks for if that is longer. What takes long is said in the log
-    (:mod:`cloudckpt.waiting`). A cancelled group ends the wait at once.
+    are what the store asks for if that is longer, up to a minute. What takes long is said in the
+    log (:mod:`cloudckpt.waiting`). A cancelled group ends the wait at once.
     """
 
     def __init__(
@@ -168,18 +169,18 @@ class Pauses:
         return pause
 
     def next(self, why: object, least: float = 0.0) -> float | None:
-        """A pause of at least ``least`` seconds; None if that, or the time, is too long.
+        """A pause in seconds; None if the time is over.
 
         Args:
             why: What the failure was, for the log.
-            least: Seconds.
+            least: Seconds that the store asks for: a hint, which can't end what would succeed.
         """
         policy, left = self._policy, self._policy.deadline - self._spent()
-        if left <= 0 or least > left:
+        if left <= 0:
             return None
         # never all at the cap: many ranks fail together, and would come back together
         self._last = self._draw(policy.base, min(policy.cap, 3 * self._last))
-        pause = max(min(self._last, left), least)
+        pause = min(max(self._last, min(least, _LONGEST_ASKED)), left)
         self.waiting.failed(why, left=left, pause=pause)
         return pause
 

@@ -311,7 +311,7 @@ def _abort_all(
 ) -> None:
     """Ends the uploads of a key that nobody else can have begun, as it is random."""
     try:
-        for upload in store.list_uploads(key):
+        for upload in store.list_uploads(key, Retrier.for_cleanup(policy).call):
             if upload.key == key and upload.id not in apart_from:
                 _abort(store, upload, policy)
     except CloudCheckpointError as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
 from cloudckpt.config import Config
@@ -21,7 +22,7 @@ S = TypeVar("S")
 
 
 class View:
-    """One bucket, which is opened by the first question; each is retried as the options say.
+    """One bucket, which is opened by the first question; each request is retried as options say.
 
     All questions raise :class:`~cloudckpt.errors.StoreError` or one of its children, and
     :class:`~cloudckpt.errors.TransferCancelledError` after :meth:`cancel`. One view serves one
@@ -42,26 +43,30 @@ class View:
 
     @functools.cached_property
     def _store(self) -> ObjectStore:
-        return registry.open_store(self.location, self.config)
+        return self.retrier.call(lambda: registry.open_store(self.location, self.config))
 
     def look(self, key: str) -> ObjectInfo:
         """Size and version of an object; see :func:`~cloudckpt.stores.base.look_at`."""
-        return self._ask(lambda: look_at(self._store, key))
+        with self._asked() as store:
+            return self.retrier.call(lambda: look_at(store, key))
 
     def objects(self, prefix: str) -> list[ObjectInfo]:
         """The objects whose key begins with ``prefix``, in the order of keys."""
-        return self._ask(lambda: [*self._store.list(prefix)])
+        with self._asked() as store:
+            return [*store.list(prefix, self.retrier.call)]
 
     def level(self, prefix: str) -> list[ObjectInfo | str]:
         """What is directly beneath ``prefix``; see :func:`~cloudckpt.stores.base.first_of_level`.
 
         It takes one request, however much is there or beneath the folders.
         """
-        return self._ask(lambda: first_of_level(self._store, prefix))
+        with self._asked() as store:
+            return first_of_level(store, prefix, self.retrier.call)
 
     def folders(self, prefix: str) -> list[str]:
         """The names beneath ``prefix`` that have keys beneath them, in order."""
-        return self._ask(lambda: [*folders_of(self._store, prefix)])
+        with self._asked() as store:
+            return [*folders_of(store, prefix, self.retrier.call)]
 
     def each(self, look: Callable[[S], T], wanted: Iterable[S]) -> list[T]:
         """What ``look`` returns for each of ``wanted``, in its order.
@@ -94,11 +99,13 @@ class View:
             with self._leaving:  # none of them may ask for another caller yet
                 store.interrupt([*self._asking])
 
-    def _ask(self, question: Callable[[], T]) -> T:
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[ObjectStore]:
+        """Around a question of this thread."""
         thread = threading.get_ident()
         self._asking.add(thread)
         try:
-            return self.retrier.call(question)
+            yield self._store
         finally:
             with self._leaving:
                 self._asking.discard(thread)
