@@ -26,18 +26,21 @@ COV ?=
 SECONDS ?= 60
 SEED ?= $(shell date +%s)
 
-# the oldest Python with the oldest torch that is supported, and the newest of both; and tests of what
-# depends on them: TLS, pickles, threads, processes; and by each road a save, a load and what torch reads
-VERSIONS ?= 3.10-2.9.1 3.13-2.15.0
+# the oldest Python with the oldest torch that is supported, the first torch with CheckpointableTensor,
+# and the newest of both; and tests of what depends on them: TLS, pickles, threads, processes; and by
+# each road a save, a load and what torch reads
+VERSIONS ?= 3.10-2.9.1 3.11-2.14.1 3.13-2.15.0
 OF_THE_INTERPRETER := tests/stores/test_long_reads.py tests/checkpoint/test_pickles.py \
 	tests/faults/test_pickles.py tests/transfer/test_group.py tests/test_forks.py tests/test_ranks.py \
 	tests/test_errors.py tests/dcp/test_processes.py tests/background/test_trainers.py \
 	tests/everywhere/test_watch.py
-OF_TORCH := tests/dcp/test_interoperability.py tests/dcp/test_tensor_kinds.py tests/dcp/test_global_plan.py \
-	tests/dcp/test_outline.py tests/dcp/test_options.py tests/dcp/test_install.py tests/checkpoint/test_index.py \
-	tests/checkpoint/test_metadata.py tests/checkpoint/test_torch_private.py tests/background/test_saver.py \
-	tests/runs/test_manager.py tests/cli/test_looking.py tests/cli/test_converting.py \
-	tests/torch_files/test_format_utils.py tests/torch_files/test_experimental.py
+OF_TORCH := tests/dcp/test_interoperability.py tests/dcp/test_tensor_kinds.py \
+	tests/dcp/test_tensor_protocol.py tests/dcp/test_global_plan.py tests/dcp/test_outline.py \
+	tests/dcp/test_options.py tests/dcp/test_install.py tests/checkpoint/test_index.py \
+	tests/checkpoint/test_metadata.py tests/checkpoint/test_torch_private.py \
+	tests/background/test_saver.py tests/runs/test_manager.py tests/cli/test_looking.py \
+	tests/cli/test_converting.py tests/torch_files/test_format_utils.py \
+	tests/torch_files/test_experimental.py
 
 # all workers order sets alike, as their lists of tests have to be the same
 HASHSEED ?= $(shell date +%s)

@@ -319,7 +319,7 @@ class DifferentCheckpointsError(CheckpointError):
 
 
 class IncompleteSaveError(CheckpointError):
-    """The plan names an item that no rank has written; nothing was committed."""
+    """A part of a tensor is on no rank that saves, or was not written; nothing was committed."""
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,14 @@ def test_a_tensor_whose_memory_is_gone_is_refused_by_name(stager, left):
     assert caught.value.item == "model.lost"
 
 
+def test_a_tensor_that_plans_itself_by_an_attribute_is_refused_by_name(stager):
+    tensor = numbered(4)
+    tensor.__create_write_items__ = lambda fqn, value: []
+    with pytest.raises(StagingError, match="plans its items") as caught:
+        stager.stage({"model": {"own": tensor}})
+    assert caught.value.item == "model.own"
+
+
 @pytest.mark.parametrize("tensor", [torch.eye(4).to_sparse(), torch.empty(3, device="meta")])
 def test_a_tensor_that_is_no_plain_memory_is_copied_on_its_own(stager, tensor):
     staged = stager.stage({"t": tensor})["t"]

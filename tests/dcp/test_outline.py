@@ -15,6 +15,8 @@ from cloudckpt.checkpoint.torch_private import StridedShard
 from cloudckpt.dcp.outline import Outline
 from cloudckpt.dcp.planners import CloudSavePlanner
 
+from .test_tensor_protocol import FIELDS, of_protocol
+
 TENSORS = st.builds(
     lambda shape, dtype, grad, turned: (
         (torch.zeros(shape, dtype=dtype).requires_grad_(grad and dtype.is_floating_point)).mT
@@ -119,6 +121,40 @@ CHANGES = {
 }
 
 
+def _declaring(tensor=None, **changed):
+    made = torch.zeros(4, 3) if tensor is None else tensor
+    usual = ((8, 3), [(4, 0)], [(0, 0)], [(4, 3)])
+    for name, value in {**dict(zip(FIELDS, usual, strict=True)), **changed}.items():
+        setattr(made, name, value)
+    return Outline.of({"a": [made]})
+
+
+@of_protocol
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"global_shape": (9, 3)},
+        {"global_offsets": [(3, 0)]},
+        {"local_offsets": [(1, 0)], "local_sizes": [(3, 3)]},
+        {"local_sizes": [(3, 3)]},
+        {"global_offsets": [], "local_offsets": [], "local_sizes": []},
+    ],
+)
+def test_another_part_of_a_larger_tensor_is_another_outline(changed):
+    assert _declaring() == _declaring()
+    assert _declaring() == _declaring(global_shape=torch.Size((8, 3)), local_sizes=([4, 3],))
+    assert _declaring(**changed) != _declaring()
+    assert Outline.of({"a": [torch.zeros(4, 3)]}) != _declaring()
+
+
+@of_protocol
+def test_a_list_of_offsets_that_has_changed_since_is_another_outline():
+    tensor, offsets = torch.zeros(4, 3), [(4, 0)]
+    before = _declaring(tensor, global_offsets=offsets).without_leaves()
+    offsets[0] = (0, 0)
+    assert before != Outline.of({"a": [tensor]})
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_structure_is_another_outline(change):
     state = _base()
@@ -149,6 +185,11 @@ class _Checkpointable:
         raise NotImplementedError
 
 
+def _planning_itself(tensor):
+    tensor.__create_write_items__ = lambda fqn, value: []
+    return tensor
+
+
 class _Key(str):
     pass
 
@@ -157,6 +198,8 @@ UNKNOWN = {
     "a tensor of a class of its own": torch.zeros(1).as_subclass(type("Own", (torch.Tensor,), {})),
     "a sparse tensor": torch.zeros(1).to_sparse(),
     "a value that makes its own items": _Checkpointable(),
+    "a tensor that does so by an attribute": _planning_itself(torch.zeros(1)),
+    "a tensor that does so in a list": [_planning_itself(torch.zeros(1))],
     "a dict of a class of its own": type("Own", (dict,), {})(a=1),
     "a key of a class of its own": {_Key("a"): 1},
     "a list of a class of its own": type("Own", (list,), {})([torch.zeros(1)]),

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.background.arena import Memory
+from cloudckpt.checkpoint.torch_private import PLANS_ITSELF, declare_as
 from cloudckpt.errors import StagingError
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.memory import (
@@ -228,10 +229,13 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _of_kind(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """What a pickle notes of a tensor besides its elements."""
+    """What a pickle or a plan notes of a tensor besides its elements."""
     if isinstance(original, torch.nn.Parameter):
-        return torch.nn.Parameter(made, original.requires_grad)
-    return made.requires_grad_(original.requires_grad)
+        made = torch.nn.Parameter(made, original.requires_grad)
+    else:
+        made.requires_grad_(original.requires_grad)
+    declare_as(made, original)
+    return made
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
@@ -241,6 +245,7 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
         and tensor.layout == torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
+        and PLANS_ITSELF.isdisjoint(vars(tensor))
     )
 
 
@@ -319,6 +324,7 @@ class _Copier:
         self._kept.append(value)
         if isinstance(value, torch.Tensor):
             made: Any = self._tensor(value, memo)
+            declare_as(made, value)
         elif kind in (dict, OrderedDict, defaultdict, Counter, MappingProxyType):
             return self.mapping(value, memo, is_pickled=is_pickled)
         elif isinstance(value, Mapping):
@@ -366,6 +372,11 @@ class _Copier:
     def _tensor(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         wrapped = self._wrapped.get(id(tensor))
         if wrapped is None:
+            if not PLANS_ITSELF.isdisjoint(vars(tensor)):
+                raise StagingError(
+                    "a tensor plans its items by functions that are attributes of it, and a copy "
+                    "would keep those of the original; save it with cloudckpt.save"
+                )
             if _lost_its_memory(tensor):
                 raise StagingError(
                     "the memory of a tensor was freed or shrunk, so that there is nothing to copy; "

@@ -8,9 +8,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -18,6 +20,7 @@ from cloudckpt.checkpoint.envelope import envelope, has_stored_form
 from cloudckpt.checkpoint.index import LONGEST_EDGE, index_growth
 from cloudckpt.checkpoint.object_index import code_of
 from cloudckpt.checkpoint.sending import OpenObject
+from cloudckpt.checkpoint.torch_private import create_chunk_list, declared_shards, declares_shards
 from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import UnsupportedTensorError
 from cloudckpt.transfer.boxes import ALIGNMENT, padding
@@ -31,6 +34,7 @@ __all__ = [
     "ShardWriter",
     "SmallForm",
     "check_placements",
+    "check_shards",
     "check_supported",
     "travels_as_bytes",
 ]
@@ -127,6 +131,27 @@ def check_placements(tensor: DTensor, fqn: str) -> None:
             "redistribute it to Replicate() or Shard() before",
             item=fqn,
         )
+
+
+def check_shards(value: Any, fqn: str) -> None:
+    """Refuses a tensor that declares by invalid attributes which parts of a larger one it holds.
+
+    Raises:
+        UnsupportedTensorError: If torch can't understand them.
+    """
+    if not declares_shards(value):
+        return
+    try:
+        declared_shards(value)
+        for chunk in create_chunk_list(value)[:1]:  # looking all of them up is quadratic
+            find_tensor_shard(value, MetadataIndex(fqn, chunk.offsets, 0))
+    except Exception as exc:
+        raise UnsupportedTensorError(
+            f"{fqn} declares by its attributes global_shape, global_offsets, local_offsets and "
+            f"local_sizes which parts of a larger tensor it holds, and they are invalid: {exc}",
+            item=fqn,
+            cause=exc,
+        ) from exc
 
 
 def travels_as_bytes(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ import functools
 import importlib
 import io
 import logging
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
@@ -40,9 +41,14 @@ try:
     from torch.distributed import set_timeout as set_group_timeout  # type: ignore[attr-defined, unused-ignore]
 except ImportError:  # before torch 2.14
     from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
+try:
+    from torch.distributed.checkpoint import protocol as _protocol  # type: ignore[attr-defined, unused-ignore]
+except ImportError:  # before torch 2.14
+    _protocol = None
 
 __all__ = [
     "CURRENT_DCP_VERSION",
+    "PLANS_ITSELF",
     "Collectives",
     "ExtensionRegistry",
     "OldTensorProperties",
@@ -54,6 +60,9 @@ __all__ = [
     "create_chunk_list",
     "dcp_logger",
     "dcp_step_logger",
+    "declare_as",
+    "declared_shards",
+    "declares_shards",
     "default_store",
     "device_for_collectives",
     "flatten_sharded_tensors",
@@ -69,10 +78,63 @@ __all__ = [
     "store_of_group",
     "traverse_state_dict",
     "validate_global_plan",
+    "whole_shape",
     "with_strides",
 ]
 
 _P = TypeVar("_P", bound=Any)
+
+PLANS_ITSELF = frozenset(
+    ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+)
+"""The methods by which any object plans its own items, attributes of a single object included."""
+
+_FIELDS = () if _protocol is None else tuple(_protocol.CheckpointableTensor.__annotations__)
+
+
+def declares_shards(value: object) -> bool:
+    """Whether a tensor declares by its attributes which parts of a larger tensor it holds.
+
+    This is torch's protocol ``CheckpointableTensor``: ``global_shape``, ``global_offsets``,
+    ``local_offsets`` and ``local_sizes``. Before torch 2.14 they mean nothing.
+    """
+    if not _FIELDS or not isinstance(value, torch.Tensor) or not hasattr(value, _FIELDS[0]):
+        return False
+    # asking torch takes some microseconds
+    return vars(value).keys() >= set(_FIELDS) or _protocol._is_checkpointable_tensor(value)
+
+
+def declared_shards(tensor: object) -> tuple[Any, ...]:
+    """The attributes of a tensor that :func:`declares_shards`, as nested tuples of numbers.
+
+    Raises:
+        TypeError: If they are anything else.
+    """
+    return tuple([_numbers(getattr(tensor, name)) for name in _FIELDS])
+
+
+def _numbers(value: Any) -> Any:
+    if type(value) is int:
+        return value
+    if isinstance(value, (tuple, list)) or getattr(value, "ndim", False):
+        return tuple([_numbers(each) for each in value])
+    return operator.index(value)
+
+
+def declare_as(made: torch.Tensor, original: torch.Tensor) -> None:
+    """Gives the copy of a tensor the attributes by which the original declares shards, if any."""
+    if not declares_shards(original):
+        return
+    for name in vars(original).keys() & set(_FIELDS):  # a subclass may have the others
+        value = vars(original)[name]
+        with contextlib.suppress(TypeError):  # the planner refuses it
+            value = _numbers(value)  # a list may change later
+        setattr(made, name, value)
+
+
+def whole_shape(value: Any) -> tuple[int, ...]:
+    """The shape of a tensor, or of the larger one of which it declares to hold parts."""
+    return tuple(value.global_shape if declares_shards(value) else value.size())
 
 
 def groups_joined() -> int:

@@ -25,7 +25,7 @@ from cloudckpt.checkpoint.columns import column_of
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import inventory_behind
 from cloudckpt.checkpoint.shard import check_placements
-from cloudckpt.checkpoint.torch_private import create_chunk_list
+from cloudckpt.checkpoint.torch_private import create_chunk_list, whole_shape
 from cloudckpt.dcp.outline import PLAIN
 from cloudckpt.errors import CheckpointCorruptError, UnsupportedTensorError
 
@@ -71,9 +71,9 @@ def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory, *, strict: b
                 raise RuntimeError(f"Missing key in checkpoint state_dict: {name}.")
             continue
         has_size = entry.shape is not None and hasattr(value, "size")
-        if has_size and tuple(value.size()) != entry.shape:
+        if has_size and (shape := whole_shape(value)) != entry.shape:
             raise ValueError(
-                f"Size mismatch between saved {entry.shape} and current: {value.size()} for {name}"
+                f"Size mismatch between saved {entry.shape} and current: {shape} for {name}"
             )
         if isinstance(value, DTensor):
             check_placements(value, name)
@@ -250,7 +250,7 @@ def _elements(value: Any) -> int:
     """How many elements of a tensor this rank has."""
     if isinstance(value, DTensor):
         return value._local_tensor.numel()
-    if type(value) in PLAIN:
+    if type(value) in PLAIN and not vars(value):
         return int(value.numel())
     return sum(chunk.sizes.numel() for chunk in create_chunk_list(value))
 

@@ -17,7 +17,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cloudckpt.checkpoint.torch_private import StridedShard
+from cloudckpt.checkpoint.torch_private import (
+    PLANS_ITSELF,
+    StridedShard,
+    declared_shards,
+    declares_shards,
+)
 
 __all__ = ["PLAIN", "Outline"]
 
@@ -151,6 +156,7 @@ class Outline:
             placements,
             tensor.shape,
             tensor.requires_grad,
+            _attributes(tensor),
             _tensor(local),
         )
 
@@ -172,4 +178,20 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.requires_grad,
         tensor.is_contiguous(),
         tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()),
+        _attributes(tensor),
     )
+
+
+def _attributes(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """What somebody's attributes of a tensor say about its plan; None if it is as without them."""
+    attributes = vars(tensor)
+    if not attributes:
+        return None
+    if not PLANS_ITSELF.isdisjoint(attributes):
+        raise _UnknownError
+    if not declares_shards(tensor):
+        return None
+    try:
+        return declared_shards(tensor)
+    except TypeError as exc:
+        raise _UnknownError from exc

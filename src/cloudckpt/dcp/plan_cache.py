@@ -176,7 +176,9 @@ def digest_of(plan: SavePlan) -> bytes:
     made = hashlib.blake2b(digest_size=16)
     for item in plan.items:
         data = item.tensor_data
-        about = None if data is None else (tuple(data.chunk.sizes), str(data.properties.dtype))
+        about: tuple[Any, ...] | None = None
+        if data is not None:
+            about = (tuple(data.size), tuple(data.chunk.sizes), str(data.properties.dtype))
         where = None if item.index.offset is None else tuple(item.index.offset)
         made.update(repr((item.index.fqn, where, item.type.value, about)).encode())
     return made.digest()

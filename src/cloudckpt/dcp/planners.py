@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import inventory_behind
-from cloudckpt.checkpoint.shard import check_placements, check_supported
+from cloudckpt.checkpoint.shard import check_placements, check_shards, check_supported
 from cloudckpt.checkpoint.structure import KeyNames, Structure, find_collision
 from cloudckpt.checkpoint.torch_private import (
     ShardedTensor,
@@ -35,6 +35,7 @@ from cloudckpt.checkpoint.torch_private import (
     flatten_state_dict,
     init_state_dict,
     traverse_state_dict,
+    whole_shape,
 )
 from cloudckpt.dcp.load_plan import (
     check_types,
@@ -102,12 +103,14 @@ class CloudSavePlanner(DefaultSavePlanner):
         """As torch's.
 
         Raises:
-            UnsupportedTensorError: If a tensor is a nested one, which has no size to plan for, or
-                has a partial placement.
+            UnsupportedTensorError: If a tensor is a nested one, which has no size to plan for, has
+                a partial placement, or declares invalid shards.
         """
         for name, value in self.state_dict.items():
             if isinstance(value, DTensor):
                 check_placements(value, name)
+            else:
+                check_shards(value, name)
             # torch's ShardedTensor can't be asked, and others may not be able to say either
             is_asked = type(value) is torch.Tensor or is_traceable_wrapper_subclass(value)
             if is_asked and value.is_nested:
@@ -318,11 +321,14 @@ class CloudLoadPlanner(KeepingKeysPlanner):
             MissingKeyError: If the state dict has keys that the checkpoint lacks.
             ShapeMismatchError: If a tensor's shape differs from the checkpoint's, or the checkpoint
                 has a tensor where the state dict has none.
-            UnsupportedTensorError: If a tensor's element type can't hold what was saved.
+            UnsupportedTensorError: If a tensor's element type can't hold what was saved, or it
+                declares invalid shards.
         """
         assert self.metadata is not None
         inventory = inventory_behind(self.metadata)
         left: list[str] = []
+        for name, value in self.state_dict.items():
+            check_shards(value, name)
         try:
             with paused_gc():
                 if inventory is None:
@@ -406,7 +412,7 @@ class CloudLoadPlanner(KeepingKeysPlanner):
                     item=fqn,
                 ) from exc
             if hasattr(value, "size"):
-                wanted = tuple(value.size())
+                wanted = whole_shape(value)
                 if wanted != tuple(entry.size):
                     raise ShapeMismatchError(
                         f"{fqn} has shape {tuple(entry.size)} in the checkpoint and {wanted} in "
@@ -491,9 +497,10 @@ class DynamicMetaLoadPlanner(KeepingKeysPlanner, TorchDynamicMetaLoadPlanner):
         entries: dict[str, Any] = {}
         for fqn, value in self.state_dict.items():
             if isinstance(value, torch.Tensor):
-                properties = TensorProperties(dtype=value.dtype)
+                check_shards(value, fqn)
+                properties, shape = TensorProperties(dtype=value.dtype), whole_shape(value)
                 entries[fqn] = TensorStorageMetadata(
-                    properties, value.size(), create_chunk_list(value)
+                    properties, torch.Size(shape), create_chunk_list(value)
                 )
             else:
                 entries[fqn] = BytesStorageMetadata()

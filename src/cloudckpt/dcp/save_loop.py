@@ -383,7 +383,9 @@ class SaveLoop:
             expected=expected_size(plan.items),
             leaves=[numbers[item.index.fqn] for item in items],
             forms=[
-                None if item.tensor_data is None else _form(values[item.index.fqn], checksum)
+                None
+                if item.tensor_data is None
+                else _form(values[item.index.fqn], item.tensor_data.chunk.sizes, checksum)
                 for item in items
             ],
         )
@@ -449,10 +451,12 @@ def _extents_of(written: Sequence[Written]) -> tuple[Extents, ...]:
     return tuple(one.extents for one in written)
 
 
-def _form(value: torch.Tensor, checksum: ChecksumAlgorithm) -> SmallForm | None:
-    """The form of a tensor in an object, if it is a small one in host memory."""
+def _form(value: torch.Tensor, sizes: torch.Size, checksum: ChecksumAlgorithm) -> SmallForm | None:
+    """The form of an item in an object, if it is all of a small tensor in host memory."""
     local = _local(value)
-    return SmallForm.of(local, checksum) if type(local) in PLAIN else None
+    if type(local) not in PLAIN or local.shape != sizes:
+        return None
+    return SmallForm.of(local, checksum)
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

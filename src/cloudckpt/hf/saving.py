@@ -57,6 +57,7 @@ def save(
         CheckpointExistsError: If there is a model and ``overwrite`` is off.
         CheckpointConflictError: If another writer wrote there meanwhile.
         UnsupportedTensorError: If a value is not a tensor, or of a type that the format lacks.
+        IncompleteSaveError: If the ranks that save have only parts of a tensor.
         CommitUnknownError: If the store did not say whether it carried out the last step.
         CloudCheckpointError: The cause, if all ranks that failed did so for the same reason.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from cloudckpt.dcp.meeting import Meeting, RankStatus, check_together
 from cloudckpt.dcp.writer import OurWriter
 from cloudckpt.errors import (
     ConfigError,
+    IncompleteSaveError,
     InvalidURIError,
     ShapeMismatchError,
     TransferCancelledError,
@@ -219,6 +221,7 @@ class SafetensorsWriter(OurWriter):
 
         Raises:
             CheckpointExistsError: If there is a model and ``overwrite`` is off.
+            IncompleteSaveError: If ranks lack a part of a tensor.
         """
         files = plan_files(_tensors(plans, self.dtype), self.max_shard_size, self.fqn_to_file)
         assert self._there is not None
@@ -319,6 +322,15 @@ def _tensors(plans: Sequence[SavePlan], dtype: torch.dtype | None) -> list[Tenso
                 )
             box = tuple(zip(data.chunk.offsets, data.chunk.sizes, strict=True))
             chunks.setdefault(name, []).append(Chunk(rank, number, box))
+    for name, (_, shape) in kinds.items():
+        there = sum(math.prod(length for _, length in chunk.box) for chunk in chunks[name])
+        if there != math.prod(shape):
+            raise IncompleteSaveError(
+                f"of the {math.prod(shape)} elements of {name} only {there} are on the ranks that "
+                "save it, and a file of a model holds all of a tensor: save on all ranks that "
+                "have parts of it",
+                item=name,
+            )
     return [TensorPlan(name, *kinds[name], chunks[name]) for name in sorted(kinds, key=natural)]
 
 

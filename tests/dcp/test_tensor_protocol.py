@@ -1,0 +1,402 @@
+"""A tensor that declares by attributes which parts of a larger one it holds is saved as these.
+
+It is torch's protocol ``CheckpointableTensor``. States, and how they are spread over the ranks, are
+drawn: parts of any size and place, several in one tensor, on some of the ranks only.
+"""
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import cloudckpt
+import cloudckpt.hf
+from cloudckpt import CheckpointManager
+from cloudckpt.checkpointer import CheckpointerConfig, close_async_savers
+from cloudckpt.dcp import plan_cache
+from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.errors import IncompleteSaveError, KeyCollisionError, UnsupportedTensorError
+
+from .places import Place
+from .values import assert_same, numbered
+
+FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+of_protocol = pytest.mark.skipif(
+    not hasattr(dcp, "CheckpointableTensor"), reason="torch has the protocol from 2.14 on"
+)
+
+Box = tuple[tuple[int, int], ...]
+"""By dimension, where a part begins and how long it is."""
+
+
+def declaring(tensor, shape, offsets, local_offsets, sizes):
+    for name, value in zip(FIELDS, (shape, offsets, local_offsets, sizes), strict=True):
+        setattr(tensor, name, value)
+    return tensor
+
+
+def _of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(start, start + length) for start, length in box)]
+
+
+def holding(full: torch.Tensor, boxes: Sequence[Box], margin: int = 0, kind=tuple) -> torch.Tensor:
+    """A tensor with parts of a larger one, each below the one before.
+
+    Args:
+        full: The larger one.
+        boxes: The parts.
+        margin: How many elements are around each that are no part of anything.
+        kind: Of the sequences in its attributes.
+    """
+    rows = sum(box[0][1] + margin for box in boxes) + margin
+    others = [max([box[dim][1] for box in boxes], default=0) for dim in range(1, full.dim())]
+    made = torch.full((rows, *(other + 2 * margin for other in others)), 77, dtype=full.dtype)
+    row, places = margin, []
+    for box in boxes:
+        places.append(kind([row, *[margin] * len(others)]))
+        sizes = [length for _, length in box]
+        _of(made, tuple(zip(places[-1], sizes, strict=True))).copy_(_of(full, box))
+        row += sizes[0] + margin
+    return declaring(
+        made,
+        kind(full.shape),
+        kind([kind([start for start, _ in box]) for box in boxes]),
+        kind(places),
+        kind([kind([length for _, length in box]) for box in boxes]),
+    )
+
+
+def _boxes(draw: random.Random, shape: Sequence[int]) -> list[Box]:
+    """Parts that make up a tensor, in a grid."""
+    cuts = []
+    for length in shape:
+        inner = draw.sample(range(1, length), min(length - 1, draw.randrange(3)))
+        at = [0, *sorted(inner), length]
+        cuts.append([(first, stop - first) for first, stop in itertools.pairwise(at)])
+    return list(itertools.product(*cuts))
+
+
+FULL = {
+    "wide": numbered(7, 9, first=1),
+    "vector": numbered(23, first=100).to(torch.bfloat16),
+    "cube": numbered(4, 5, 3, dtype=torch.int64, first=200),
+    "large": numbered(300, 257, first=300),
+}
+
+
+def _full(step: int) -> dict:
+    return {name: tensor + step for name, tensor in FULL.items()}
+
+
+def spread(step: int, seed: int, world: int | None = None) -> dict:
+    """What this rank has of a state; all have the same seed.
+
+    Args:
+        step: Tells the values of one save from those of others.
+        seed: Of the way in which it is spread.
+        world: How many ranks have parts; default: all.
+    """
+    draw, ranks = random.Random(seed), world or dist.get_world_size()
+    own: dict = {}
+    for name, full in _full(step).items():
+        by_rank: list[list[Box]] = [[] for _ in range(ranks)]
+        for box in _boxes(draw, full.shape):
+            by_rank[draw.randrange(ranks)].append(box)
+            if draw.random() < 0.2:  # a part that several ranks have
+                other = by_rank[draw.randrange(ranks)]
+                other.extend([box] if box not in other else [])
+        margin, kind = draw.randrange(3), draw.choice([tuple, list])
+        is_parameter, is_left_out = draw.random() < 0.3, draw.random() < 0.5
+        rank = dist.get_rank()
+        mine = by_rank[rank] if rank < ranks else []
+        if mine or not is_left_out or name == "cube":
+            tensor = holding(full, mine, margin, kind)
+            if is_parameter and full.is_floating_point():
+                values = vars(tensor)
+                tensor = torch.nn.Parameter(tensor)
+                vars(tensor).update(values)
+            own[name] = tensor
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        "model": {name: own[name] for name in own if name != "cube"},
+        "list": [own["cube"]],
+        "sharded": distribute_tensor(numbered(8, 3) + step, mesh, [Shard(0)]),
+        "plain": numbered(5) + step,
+        "step": step,
+    }
+
+
+def _blank(state):
+    """Room for what it holds, with its attributes."""
+    if isinstance(state, dict):
+        return {key: _blank(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_blank(value) for value in state]
+    if not isinstance(state, torch.Tensor):
+        return None
+    made = torch.full_like(state, 77)
+    vars(made).update(vars(state))
+    return made
+
+
+def _whole() -> dict:
+    named = {name: torch.full_like(full, 113) for name, full in FULL.items()}
+    return {
+        "model": {name: named[name] for name in named if name != "cube"},
+        "list": [named["cube"]],
+        "sharded": torch.zeros(8, 3),
+        "plain": torch.zeros(5),
+        "step": None,
+    }
+
+
+def _check(step: int, load) -> None:
+    """Whether what was saved can be loaded whole, and spread in another way."""
+    whole = _whole()
+    load(whole)
+    for name, full in _full(step).items():
+        assert_same((whole["model"] | {"cube": whole["list"][0]})[name], full, name)
+    assert_same(whole["sharded"], numbered(8, 3) + step)
+    assert (whole["step"], whole["plain"].tolist()) == (step, (numbered(5) + step).tolist())
+    for seed in (step, step + 1000):
+        expected = spread(step, seed)
+        found = _blank(expected)
+        load(found)
+        for name in expected["model"]:
+            assert_same(found["model"][name].detach(), expected["model"][name].detach(), name)
+        for one, other in zip(found["list"], expected["list"], strict=True):
+            assert_same(one, other)
+        assert_same(found["sharded"].to_local(), expected["sharded"].to_local())
+
+
+def _spoil(value) -> None:
+    """Changes everything that a save must not look at once it has returned."""
+    if isinstance(value, dict):
+        for entry in value.values():
+            _spoil(entry)
+    elif isinstance(value, list):
+        for entry in value:
+            _spoil(entry)
+    elif isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            value.fill_(55)
+        for name in FIELDS:
+            if isinstance(getattr(value, name, None), list):
+                getattr(value, name).clear()
+
+
+def _by_save(place: Place, step: int, state: dict) -> Place:
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    return place
+
+
+def _by_async_save(kind: AsyncCheckpointerType):
+    def save(place: Place, step: int, state: dict) -> Place:
+        options = {"checkpoint_id": place.uri, "config": place.config}
+        future = cloudckpt.async_save(state, async_checkpointer_type=kind, **options)
+        _spoil(state)
+        future.result()
+        return place
+
+    return save
+
+
+def _by_incremental_save(place: Place, step: int, state: dict) -> Place:
+    place = place.at(f"step-{step}").having(incremental=True)
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    return place
+
+
+def _by_manager(place: Place, step: int, state: dict) -> Place:
+    options = CheckpointerConfig(config=place.having(incremental=True).config)
+    with CheckpointManager(place.uri, checkpointer=options) as manager:
+        assert manager.save(step, state)
+        _spoil(state)
+    return place.at(f"step-{step}")
+
+
+def _by_torch(place: Place, step: int, state: dict) -> Place:
+    dcp.save(state, checkpoint_id=place.path)
+    return place
+
+
+ROADS = {
+    "save": _by_save,
+    "thread": _by_async_save(AsyncCheckpointerType.THREAD),
+    "process": _by_async_save(AsyncCheckpointerType.PROCESS),
+    "incremental": _by_incremental_save,
+    "manager": _by_manager,
+    "torch": _by_torch,
+}
+
+
+def _saved_by(road: str, place: Place, seeds: Sequence[int]) -> None:
+    plan_cache.forget()
+    try:
+        for step, seed in enumerate(seeds, 1):
+            there = ROADS[road](place, step, spread(step, seed))
+            dist.barrier()
+            where = {"checkpoint_id": there.uri, "config": there.config}
+            _check(step, lambda state, where=where: cloudckpt.load(state, **where))
+            reader = FileSystemReader(there.path)
+            if road != "incremental" and road != "manager":  # these refer to other folders
+                _check(step, lambda state, reader=reader: dcp.load(state, storage_reader=reader))
+            dist.barrier()
+    finally:
+        close_async_savers()
+
+
+@of_protocol
+@pytest.mark.parametrize("road", ROADS)
+def test_parts_come_back_wherever_they_move_between_saves(road, ranks, local):
+    seeds = [11, 11, 12, 13] if road != "torch" else [11]
+    ranks(3, _saved_by, road, local, seeds)
+
+
+def _model(step: int, seed: int) -> dict:
+    state = spread(step, seed)
+    return state["model"] | {"cube": state["list"][0]}
+
+
+def _saved_as_a_model(place: Place) -> None:
+    for step, seed in enumerate((21, 22), 1):
+        cloudckpt.hf.save(_model(step, seed), place.uri, config=place.config)
+        expected = _model(step, seed + 1)
+        found, whole = _blank(expected), {name: torch.zeros_like(one) for name, one in FULL.items()}
+        cloudckpt.hf.load(found, place.uri, config=place.config)
+        cloudckpt.hf.load(whole, place.uri, config=place.config)
+        for name, tensor in expected.items():
+            assert_same(found[name].detach(), tensor.detach(), name)
+        assert_same(whole, dict(_full(step)))
+        dist.barrier()
+
+
+@of_protocol
+def test_parts_make_up_the_tensors_of_a_model_in_safetensors(ranks, local):
+    ranks(3, _saved_as_a_model, local)
+
+
+@of_protocol
+def test_a_model_of_which_a_part_is_missing_is_refused(local):
+    state = {"a": torch.ones(3), "w": holding(numbered(4, 4), [((0, 2), (0, 4))])}
+    with pytest.raises(IncompleteSaveError) as caught:
+        cloudckpt.hf.save(state, local.uri, config=local.config)
+    assert caught.value.item == "w"
+    assert local.names() == []
+
+
+def _loaded_without_memory(place: Place) -> None:
+    """As models that are made on the meta device: torch allocates the tensors."""
+    cloudckpt.save(spread(1, 3), checkpoint_id=place.uri, config=place.config)
+    expected = spread(1, 4)["model"]
+    found = {}
+    for name, tensor in expected.items():
+        found[name] = tensor.to("meta")
+        vars(found[name]).update(vars(tensor))
+    cloudckpt.load({"model": found}, checkpoint_id=place.uri, config=place.config)
+    for name, tensor in expected.items():
+        for place_, sizes in zip(tensor.local_offsets, tensor.local_sizes, strict=True):
+            box = tuple(zip(place_, sizes, strict=True))
+            assert_same(_of(found[name], box).detach(), _of(tensor, box).detach(), name)
+
+
+@of_protocol
+def test_parts_are_loaded_into_tensors_of_the_meta_device(ranks, local):
+    ranks(2, _loaded_without_memory, local)
+
+
+def _good() -> torch.Tensor:
+    first = 2 * dist.get_rank()
+    return holding(numbered(4, 4), [((first, 2), (0, 4))])
+
+
+INVALID = {
+    "fewer local offsets": {"local_offsets": ()},
+    "more sizes": {"local_sizes": ((2, 4), (2, 4))},
+    "offsets of another number of dimensions": {"global_offsets": ((0,),)},
+    "a shape of another number of dimensions": {"global_shape": (4, 4, 1)},
+    "beyond the whole": {"global_offsets": ((3, 0),)},
+    "beyond the tensor": {"local_offsets": ((1, 0),)},
+    "before the tensor": {"local_offsets": ((-1, 0),)},
+    "nothing": {"global_offsets": None},
+    "no whole numbers": {"local_offsets": ((0.0, 0.0),)},
+}
+
+
+def _refused(place: Place, attributes: dict) -> list:
+    tensor, told = _good(), []
+    cloudckpt.save({"m": {"w": tensor}}, checkpoint_id=place.at("good").uri, config=place.config)
+    if dist.get_rank() == 1:
+        vars(tensor).update(attributes)
+    state, options = {"m": {"w": tensor}}, {"config": place.config}
+    calls = [
+        lambda: cloudckpt.save(state, checkpoint_id=place.at("a").uri, **options),
+        *(
+            lambda kind=kind: cloudckpt.async_save(
+                state, checkpoint_id=place.at("b").uri, async_checkpointer_type=kind, **options
+            ).result()
+            for kind in AsyncCheckpointerType
+        ),
+        lambda: cloudckpt.load(state, checkpoint_id=place.at("good").uri, **options),
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedTensorError) as caught:
+            call()
+        told.append(caught.value.item)
+    close_async_savers()
+    return told
+
+
+@of_protocol
+@pytest.mark.parametrize("attributes", INVALID)
+def test_invalid_attributes_of_one_rank_are_an_error_on_all_before_anything_is_sent(
+    attributes, ranks, local
+):
+    assert ranks(2, _refused, local, INVALID[attributes]) == [["m.w"] * 4] * 2
+    assert {name.split("/")[0] for name in local.names()} == {"good"}
+
+
+UNLIKE = {
+    "parts that overlap": (lambda full: holding(full, [((1, 3), (0, 4))]), IncompleteSaveError),
+    "a gap": (lambda full: holding(full, [((3, 1), (0, 4))]), IncompleteSaveError),
+    "all of it": (torch.clone, IncompleteSaveError),
+    "a tensor of another shape": (lambda full: full[2:].clone(), KeyCollisionError),
+    "a part of another": (
+        lambda full: declaring(full[2:].clone(), (5, 4), ((2, 0),), ((0, 0),), ((2, 4),)),
+        KeyCollisionError,
+    ),
+}
+
+
+def _not_fitting(place: Place, unlike: str) -> None:
+    make, error = UNLIKE[unlike]
+    state = {"w": _good() if dist.get_rank() == 0 else make(numbered(4, 4))}
+    with pytest.raises(error) as caught:
+        cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    assert caught.value.item == "w"
+
+
+@of_protocol
+@pytest.mark.parametrize("unlike", UNLIKE)
+def test_parts_that_do_not_fit_those_of_another_rank_are_refused(unlike, ranks, local):
+    ranks(2, _not_fitting, local, unlike)
+    assert local.names() == []
+
+
+def test_a_tensor_with_attributes_is_planned_as_this_torch_plans_it():
+    """Before 2.14, that is as one without."""
+    state = {"w": holding(numbered(7, 9), [((1, 2), (0, 4)), ((3, 4), (4, 5))], margin=2)}
+    plans = []
+    for planner in (CloudSavePlanner(), DefaultSavePlanner()):
+        planner.set_up_planner(state, None, True)
+        plans.append(planner.create_local_plan())
+    assert plans[0] == plans[1]
+    assert len(plans[0].items) == (2 if hasattr(dcp, "CheckpointableTensor") else 1)
