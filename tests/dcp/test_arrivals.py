@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from background.waiting import eventually
 from cloudckpt.checkpoint.torch_private import store_of_group
+from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig
 from cloudckpt.dcp import arrivals
 
 SOON = 1.5  # seconds until a rank that waits says so; a rank comes late once all that wait have
@@ -91,6 +93,31 @@ def test_a_rank_that_waits_says_which_ranks_have_not_come(ranks, tmp_path, name)
     assert first[0].startswith(f"{name} has waited on rank 0 for ")
     assert "ranks 1-2 have not called it" in first[0]
     assert "`if rank == 0:`" in first[0]
+
+
+def _make_checkpointer(folder):
+    """Over the store of most jobs, whose client serves one call at a time."""
+    rank, port = dist.get_rank(), Path(folder, "port")
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        port.write_text(str(store.port))
+    dist.barrier()
+    if rank == 1:
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), 2)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with lines(folder, PATIENT if rank == 1 else SOON) as found:
+        if rank == 1:
+            come_late(folder)
+        AsyncCheckpointer(CheckpointerConfig(kind=AsyncCheckpointerType.THREAD)).close()
+    dist.barrier()  # the store ends with its rank
+    return found
+
+
+def test_a_rank_that_makes_a_checkpointer_alone_says_which_has_not_come(ranks, tmp_path):
+    first, late = ranks(2, _make_checkpointer, tmp_path)
+    assert late == []
+    assert first[0].startswith("AsyncCheckpointer() has waited on rank 0 for ")
 
 
 def test_all_ranks_that_wait_name_the_one_that_does_not_come(ranks, tmp_path):

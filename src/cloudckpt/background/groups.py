@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +30,9 @@ START_TIMEOUT = 300.0
 
 _CONNECT, _CONNECT_EACH = 30.0, 0.1
 """Seconds, and extra seconds per rank, for ranks that have all arrived to connect."""
+
+_LONGEST_PAUSE = 1.0
+"""Seconds between two looks into the store for ranks that are late."""
 
 
 @dataclass
@@ -83,11 +87,11 @@ def open_group(
     soon = min(start_timeout, _CONNECT + _CONNECT_EACH * len(ranks))
     patience = soon if have_met else start_timeout
     try:
-        chosen, most = _agree(group, number, sorted(free), timedelta(seconds=patience))
+        chosen, most = _agree(group, number, sorted(free), patience)
         patience = soon
         made = free[chosen] if chosen else _new(ranks, most, timedelta(seconds=soon))
         set_group_timeout(timedelta(seconds=collective_timeout), made)
-    except RuntimeError as exc:  # gloo and the stores have no other class in common
+    except (RuntimeError, TimeoutError) as exc:  # gloo and the stores have no other in common
         raise ProcessGroupError(
             f"the ranks {list(ranks)} did not all make a group for their saves within "
             f"{patience:g} s. Check whether one has ended. All of them must make this call. If "
@@ -142,7 +146,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _agree(
-    group: dist.ProcessGroup, number: int, free: list[str], timeout: timedelta
+    group: dist.ProcessGroup, number: int, free: list[str], timeout: float
 ) -> tuple[str, int]:
     """The name of a group that is free on all ranks, empty if there is none; and how many groups
     one of them is in at most.
@@ -154,11 +158,28 @@ def _agree(
     store.set(f"{place}/{rank}", json.dumps([free, groups_joined()]))
     if rank == 0:
         keys = [f"{place}/{other}" for other in range(size)]
-        store.wait(keys, timeout)
+        _await(store, keys, timeout)
         said = [json.loads(store.get(key)) for key in keys]
         common = set.intersection(*(set(names) for names, _ in said))
         told = min(common, default=""), max(count for _, count in said)
         store.set(f"{place}/chosen", json.dumps(told))
-    store.wait([f"{place}/chosen"], timeout)
+    _await(store, [f"{place}/chosen"], timeout)
     chosen, most = json.loads(store.get(f"{place}/chosen"))
     return chosen, most
+
+
+def _await(store: dist.Store, keys: list[str], timeout: float) -> None:
+    """Waits until all keys are in the store.
+
+    The store's own ``wait`` would keep others from the client meanwhile: the watcher could not say
+    which ranks are missing, and would be inside it when the interpreter ends.
+
+    Raises:
+        TimeoutError: If they are not there after ``timeout`` seconds.
+    """
+    began = time.monotonic()
+    while not store.check(keys):
+        waited = time.monotonic() - began
+        if waited > timeout:
+            raise TimeoutError(f"timed out after {timeout:g} s")
+        time.sleep(min(_LONGEST_PAUSE, max(0.001, waited / 10)))
