@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cloudckpt.checkpoint.torch_private import groups_joined, set_group_timeout
+from cloudckpt.checkpoint.torch_private import Store, groups_joined, set_group_timeout
 from cloudckpt.errors import ConfigError, ProcessGroupError
 from cloudckpt.fork import module_lock
 
@@ -168,7 +168,7 @@ def _agree(
     return chosen, most
 
 
-def _await(store: dist.Store, keys: list[str], timeout: float) -> None:
+def _await(store: Store, keys: list[str], timeout: float) -> None:
     """Waits until all keys are in the store.
 
     The store's own ``wait`` would keep others from the client meanwhile: the watcher could not say
