@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from cloudckpt.config import MIB
 from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.base import (
     Body,
@@ -270,11 +271,11 @@ class FaultyStore(ObjectStore):
 
         return iter(retry(ask))
 
-    def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
-        return self._call("get", key, lambda: self.inner.get(key))
+    def get(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+        return self._call("get", key, lambda: self.inner.get(key, limit=limit))
 
-    def get_latest(self, key: str) -> tuple[bytearray, ObjectInfo]:
-        return self._call("get", key, lambda: self.inner.get_latest(key))
+    def get_latest(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+        return self._call("get", key, lambda: self.inner.get_latest(key, limit=limit))
 
     def get_range(
         self,

@@ -74,6 +74,7 @@ PUBLIC = {
         "MissingDependencyError",
         "MissingKeyError",
         "ObjectNotFoundError",
+        "ObjectTooLargeError",
         "PreconditionFailedError",
         "ProcessGroupError",
         "RangeNotSatisfiableError",

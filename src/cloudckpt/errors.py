@@ -17,7 +17,8 @@
     │   ├── PreconditionFailedError   the object is not (or already) what the condition says
     │   ├── StorageFullError
     │   ├── InvalidRequestError       the store will never accept this request
-    │   │   └── RangeNotSatisfiableError  the object ends before the range does
+    │   │   ├── RangeNotSatisfiableError  the object ends before the range does
+    │   │   └── ObjectTooLargeError   the object is larger than what its reader takes
     │   └── TransientStoreError       retried; it surfaces only when the retries are used up
     │       ├── ThrottledError
     │       ├── ServerError
@@ -84,6 +85,7 @@ __all__ = [
     "MissingDependencyError",
     "MissingKeyError",
     "ObjectNotFoundError",
+    "ObjectTooLargeError",
     "PreconditionFailedError",
     "ProcessGroupError",
     "RangeNotSatisfiableError",
@@ -246,6 +248,10 @@ class InvalidRequestError(StoreError):
 
 class RangeNotSatisfiableError(InvalidRequestError):
     """The object ends before the requested range."""
+
+
+class ObjectTooLargeError(InvalidRequestError):
+    """The object is larger than what its reader takes into memory; none of it was read."""
 
 
 class TransientStoreError(StoreError):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from cloudckpt.errors import (
     ObjectNotFoundError,
+    ObjectTooLargeError,
     PreconditionFailedError,
     RangeNotSatisfiableError,
 )
@@ -155,9 +157,26 @@ class ReadingContract(Hooks):
     def test_get_reads_a_whole_object(self, store: ObjectStore, prefix: str, size: int) -> None:
         data = some_bytes(size)
         self.put_directly(store, prefix + "object", data)
-        found, info = store.get(prefix + "object")
+        found, info = store.get(prefix + "object", limit=size)
         assert bytes(found) == data
         assert info == store.head(prefix + "object")
+
+    @pytest.mark.parametrize("verb", ["get", "get_latest"])
+    def test_what_is_larger_than_its_reader_takes_is_refused_before_it_is_read(
+        self, store: ObjectStore, prefix: str, verb: str
+    ) -> None:
+        key = prefix + "object"
+        self.put_directly(store, key, bytes(SEVERAL_STEPS))
+        for limit in ({"limit": SEVERAL_STEPS - 1}, {}):
+            tracemalloc.start()
+            try:
+                with pytest.raises(ObjectTooLargeError) as caught:
+                    getattr(store, verb)(key, **limit)
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert caught.value.uri == store.uri(key)
+            assert peak < SEVERAL_STEPS / 2
 
     @pytest.mark.parametrize(
         ("start", "stop"),

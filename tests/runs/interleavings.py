@@ -127,8 +127,8 @@ class Gated(MemoryStore):
 
         return self._sent(put)
 
-    def get(self, key):
-        return self._sent(lambda: MemoryStore.get(self, key), reads=True)
+    def get(self, key, **limit):
+        return self._sent(lambda: MemoryStore.get(self, key, **limit), reads=True)
 
     def get_range(self, *args, **kwargs):
         return self._sent(lambda: MemoryStore.get_range(self, *args, **kwargs), reads=True)

@@ -44,6 +44,10 @@ logger = logging.getLogger("cloudckpt")
 
 _TAIL = 4 * 1024 * 1024
 """Bytes of the first request: columns of half a million chunks, or all of a small commit object."""
+_MOST_BYTES = 1 << 33
+"""Of a commit object: torch's pickle of ten million shards takes some two billion."""
+_PIECE = 64 * 1024 * 1024
+"""Bytes of a further request: a store that claims more than it has takes no more memory."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,11 @@ def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
     Raises:
         ObjectNotFoundError: If there is none.
         CheckpointReplacedError: If it was replaced or deleted meanwhile.
+        ObjectTooLargeError: If it is larger than any commit object.
         StoreError: If the store refuses or stays unreachable.
     """
     info = store.head(key)
+    store.check_size(key, info.size, _MOST_BYTES)
     start = 0 if whole else max(0, info.size - _TAIL)
     data = _range(store, info, start, info.size)
     if start:
@@ -110,16 +116,18 @@ def _body_in(data: bytearray, trailer: Trailer) -> memoryview | None:
 
 
 def _range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> bytearray:
-    data = bytearray(stop - start)
-    if data:
+    data = bytearray()
+    for at in range(start, stop, _PIECE):
+        piece = bytearray(min(_PIECE, stop - at))
         try:
-            store.get_range(info.key, start, [memoryview(data)], if_version=info.version)
+            store.get_range(info.key, at, [memoryview(piece)], if_version=info.version)
         except (PreconditionFailedError, ObjectNotFoundError, RangeNotSatisfiableError) as error:
             raise CheckpointReplacedError(
                 "it was replaced or deleted while its metadata was read; load it again",
                 uri=store.uri(info.key.rpartition("/")[0]),
                 cause=error,
             ) from error
+        data += piece
     return data
 
 

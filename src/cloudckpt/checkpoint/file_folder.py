@@ -27,6 +27,8 @@ from cloudckpt.errors import CheckpointCorruptError
 __all__ = [
     "MANIFEST",
     "MOST_BLOCKS",
+    "MOST_MANIFEST_BYTES",
+    "MOST_RECORD_BYTES",
     "FileManifest",
     "StoredFile",
     "beneath",
@@ -50,6 +52,9 @@ MANIFEST = ".cloudckpt-files"
 
 MOST_BLOCKS = 1024
 """Of a file, each with a checksum: so that a manifest stays a few KiB for each file."""
+
+MOST_MANIFEST_BYTES = 1 << 28
+MOST_RECORD_BYTES = 1 << 20
 
 _BLOCK = 1024 * 1024  # bytes; the first power of two that is tried
 

@@ -23,6 +23,7 @@ from cloudckpt.checkpoint.places import ItemPlace, Places
 from cloudckpt.checkpoint.safetensors import (
     INDEX,
     LENGTH_BYTES,
+    MOST_INDEX_BYTES,
     SINGLE_FILE,
     SUFFIX,
     FileHeader,
@@ -88,6 +89,7 @@ class ModelFolder:
         Raises:
             CheckpointCorruptError: If files are missing or damaged.
             CheckpointReplacedError: If it was replaced or deleted meanwhile.
+            ObjectTooLargeError: If what is in the place of the index is larger than any.
             UnsupportedTensorError: If this torch lacks a tensor's type.
         """
         retrier = Retrier(config.retry)
@@ -99,7 +101,7 @@ class ModelFolder:
             return None
         key = uri.key(INDEX)
         try:
-            data, committed = retrier.call(lambda: store.get_latest(key))
+            data, committed = retrier.call(lambda: store.get_latest(key, limit=MOST_INDEX_BYTES))
         except ObjectNotFoundError:
             found = _listed(store, uri, retrier)
             return cls._read(store, uri, lambda: found, found[0], {}, config) if found else None

@@ -56,7 +56,12 @@ from cloudckpt.checkpoint.objects import (
     look_for,
 )
 from cloudckpt.config import Config
-from cloudckpt.errors import CheckpointCorruptError, ConfigError, ObjectNotFoundError
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    ConfigError,
+    ObjectNotFoundError,
+    ObjectTooLargeError,
+)
 from cloudckpt.fork import module_lock
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.deleting import delete_quietly
@@ -376,11 +381,10 @@ def _who(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
     A mark that names no folder counts as that of an uncommitted save.
     """
     try:
-        data, _ = retrier.call(lambda: store.get_latest(key))
-        if len(data) <= _MOST_BYTES:
-            return str(json.loads(bytes(data))["checkpoint"])
+        data, _ = retrier.call(lambda: store.get_latest(key, limit=_MOST_BYTES))
+        return str(json.loads(bytes(data))["checkpoint"])
     except ObjectNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ObjectTooLargeError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s can't be read: %s", store.uri(key), error)
     return ""

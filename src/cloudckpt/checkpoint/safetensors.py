@@ -24,6 +24,7 @@ __all__ = [
     "INDEX",
     "LENGTH_BYTES",
     "MOST_HEADER_BYTES",
+    "MOST_INDEX_BYTES",
     "SINGLE_FILE",
     "SUFFIX",
     "FileHeader",
@@ -44,6 +45,8 @@ SUFFIX = ".safetensors"
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+MOST_INDEX_BYTES = 100_000_000
+"""Of a model's index: some million tensors."""
 
 _METADATA = "__metadata__"
 _CLAIM = b"cloudckpt is writing a model here, which is not complete: "

@@ -104,7 +104,7 @@ class Trials:
             retrier.call(lambda: store.get_range(found.key, 0, [part]))
             return ok(f"a range of {store.uri(found.key)} was read")
         key, part = self._written, memoryview(bytearray(_BYTES // 2))
-        data, _ = retrier.call(lambda: store.get(key))
+        data, _ = retrier.call(lambda: store.get(key, limit=_BYTES))
         retrier.call(lambda: store.get_range(key, start, [part]))
         if data != self._content or part != self._content[start : start + part.nbytes]:
             return failed("an object came back with other bytes than were written")

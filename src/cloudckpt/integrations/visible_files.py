@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from cloudckpt.checkpoint.file_folder import (
     MANIFEST,
+    MOST_MANIFEST_BYTES,
+    MOST_RECORD_BYTES,
     FileManifest,
     StoredFile,
     beneath,
@@ -177,7 +179,7 @@ class VisibleFiles:
             ObjectNotFoundError: If there is no such record.
             CheckpointCorruptError: If it is damaged.
         """
-        data, _ = self._retrier.call(lambda: self._store.get_latest(key))
+        data, _ = self._retrier.call(lambda: self._store.get_latest(key, limit=MOST_RECORD_BYTES))
         return read_record(data, self._store.uri(key))
 
     def manifest(self, folder: str) -> tuple[str, FileManifest] | None:
@@ -192,7 +194,9 @@ class VisibleFiles:
             known = self._manifests.get(folder)
             if known is not None and known[0] == version:
                 return known
-            data, info = self._retrier.call(lambda: self._store.get_latest(key))
+            data, info = self._retrier.call(
+                lambda: self._store.get_latest(key, limit=MOST_MANIFEST_BYTES)
+            )
         except ObjectNotFoundError:
             return None
         read = (info.version, read_manifest(data, folder, self._store.uri(key)))

@@ -49,6 +49,7 @@ from cloudckpt.errors import (
     CloudCheckpointError,
     IncompleteSaveError,
     ObjectNotFoundError,
+    ObjectTooLargeError,
 )
 from cloudckpt.runs.claim import Claim
 from cloudckpt.runs.sweeping import clock_of
@@ -211,11 +212,13 @@ class _Adoption:
 
         def read(key: str) -> tuple[str, Pending | None]:
             try:
-                data, _ = self._view.retrier.call(lambda: self._store.get_latest(key))
+                data, _ = self._view.retrier.call(
+                    lambda: self._store.get_latest(key, limit=MOST_BYTES)
+                )
                 return key, Pending.parse(bytes(data), self._store.uri(key))
             except ObjectNotFoundError:
                 return key, None
-            except CheckpointCorruptError as error:
+            except (CheckpointCorruptError, ObjectTooLargeError) as error:
                 logger.warning("%s", error)
                 return key, None
 

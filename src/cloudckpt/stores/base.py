@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
+from cloudckpt.config import MIB
 from cloudckpt.errors import (
     InvalidRequestError,
     ObjectNotFoundError,
+    ObjectTooLargeError,
     RangeNotSatisfiableError,
 )
 
@@ -360,15 +362,37 @@ class ObjectStore(RangeReader):
         """
 
     @abstractmethod
-    def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
-        """Reads a whole object into memory: for metadata, not for shards."""
+    def get(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+        """Reads a whole object into memory: for metadata, not for shards.
 
-    def get_latest(self, key: str) -> tuple[bytearray, ObjectInfo]:
+        Args:
+            key: The key.
+            limit: Most bytes that such an object may have.
+
+        Raises:
+            ObjectTooLargeError: If it has more; no memory is taken for them.
+        """
+
+    def get_latest(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
         """As `get`, but never from a cache that may hold an earlier version.
 
         For keys that are rewritten. It differs from `get` only for stores that have such caches.
         """
-        return self.get(key)
+        return self.get(key, limit=limit)
+
+    def check_size(self, key: str, size: int, limit: int) -> None:
+        """Whether an object of this size is read into memory.
+
+        Raises:
+            ObjectTooLargeError: If it is larger than ``limit``.
+        """
+        if size > limit:
+            raise ObjectTooLargeError(
+                f"the object has {size} bytes, and what it should be has {limit} at most; it was "
+                "not read",
+                uri=self.uri(key),
+                certain=True,
+            )
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from urllib.parse import quote
 
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.config import Config
+from cloudckpt.config import MIB, Config
 from cloudckpt.errors import (
     BucketNotFoundError,
     ConnectionLostError,
@@ -190,8 +190,8 @@ class GCSStore(RestStore):
             if error.status != _NOT_IMPLEMENTED:  # a store without such uploads has none open
                 raise
 
-    def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
-        data, info = super().get(key)
+    def get(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+        data, info = super().get(key, limit=limit)
         if info.version:
             return data, info
         found = self.head(key)  # an emulator left it out: is it that of these bytes?
@@ -199,10 +199,11 @@ class GCSStore(RestStore):
             raise _replaced(self.uri(key))
         return data, found
 
-    def get_latest(self, key: str) -> tuple[bytearray, ObjectInfo]:
+    def get_latest(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
         # metadata never come from a cache, and caches know data by the whole URL: also by the
         # generation that it is to have
         info = self.head(key)
+        self.check_size(key, info.size, limit)
         data = bytearray(info.size)
         if data:
             try:

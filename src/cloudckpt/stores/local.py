@@ -17,6 +17,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cloudckpt.config import MIB
 from cloudckpt.errors import (
     AccessDeniedError,
     CommitUnknownError,
@@ -235,9 +236,10 @@ class LocalStore(ObjectStore):
                     with self._errors(prefix), contextlib.suppress(*GONE):
                         yield Upload(key, str(path), 0, path.lstat().st_mtime, is_ours=True)
 
-    def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
+    def get(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
         # of one open file: another one may take its place at any time
         with self._opened(key, None) as (file, info):
+            self.check_size(key, info.size, limit)
             data = bytearray(info.size)
             self._fill(key, file, 0, [memoryview(data)], None)
         return data, info

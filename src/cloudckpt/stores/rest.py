@@ -12,6 +12,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
+from cloudckpt.config import MIB
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConnectionLostError,
@@ -400,9 +401,11 @@ class RestStore(ObjectStore):
             ) from error
         return self._made(key, size, tag, attempt)
 
-    def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
+    def get(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
         with self.exchange("GET", self._content_url(key, None), {}, key=key) as reply:
-            data = bytearray(self._length(reply, key))
+            size = self._length(reply, key)
+            self.check_size(key, size, limit)
+            data = bytearray(size)
             reply.read_into([memoryview(data)])
             return data, ObjectInfo(key, len(data), self._version(reply, key))
 
