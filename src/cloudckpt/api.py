@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.objects import is_committed
+from cloudckpt.checkpoint.structure import containers
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.failures import is_of_group
@@ -313,15 +314,18 @@ def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: If it is not a dict.
+        UnsupportedValueError: If a container contains itself.
     """
     _check_dict(state_dict)
-    return {
+    made = {
         # tensors first: checking whether a class matches a protocol is slow
         key: value
         if type(value) in _TENSORS or not isinstance(value, Stateful)
         else value.state_dict()
         for key, value in state_dict.items()
     }
+    containers(made)
+    return made
 
 
 def _check_dict(state_dict: object) -> None:

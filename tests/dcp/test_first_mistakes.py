@@ -2,17 +2,21 @@
 
 import logging
 import os
+from collections import OrderedDict, UserDict
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.dcp import meeting
+from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.errors import (
     ConfigError,
     IncompleteSaveError,
@@ -52,6 +56,48 @@ def test_a_dict_in_place_of_options_is_named(tmp_path, act, config):
 def test_a_function_in_place_of_a_hook_is_named_before_anything_is_sent(tmp_path):
     with pytest.raises(ConfigError, match="derive a class from CommitHook"):
         cloudckpt.CloudStorageWriter(tmp_path, commit_hook=print)
+
+
+def _around_itself(kind):
+    """A container that is within itself, with a tensor beside."""
+    if kind is tuple:
+        made = ([torch.ones(2)],)
+        made[0].append(made)
+    elif kind is list:
+        made = [torch.ones(2)]
+        made.append({"inner": [made]})
+    else:
+        made = kind(weight=torch.ones(2))
+        made["inner"] = [made]
+    return made
+
+
+class _Endless(UserDict):
+    """A mapping that makes a new one of itself whenever it is asked."""
+
+    def __getitem__(self, key):
+        return _Endless(inner=0)
+
+
+ROADS = {
+    "save": lambda state, place: cloudckpt.save(state, checkpoint_id=place),
+    "async_save": lambda state, place: cloudckpt.async_save(state, checkpoint_id=place).result(99),
+    "load": lambda state, place: cloudckpt.load(state, checkpoint_id=place),
+    "hf.save": cloudckpt.hf.save,
+    "torch's save": lambda state, place: dcp.save(
+        state, storage_writer=cloudckpt.CloudStorageWriter(place), planner=CloudSavePlanner()
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, list, tuple, _Endless])
+@pytest.mark.parametrize("road", ROADS.values(), ids=ROADS.keys())
+def test_a_container_within_itself_is_named(tmp_path, road, kind):
+    with pytest.raises(
+        (UnsupportedValueError, CheckpointException),
+        match=r"state_dict\['model'\].* contains itself",
+    ):
+        road({"weight": torch.ones(2), "model": _around_itself(kind)}, tmp_path / "step-1")
 
 
 @pytest.mark.parametrize("act", [cloudckpt.save, cloudckpt.load])

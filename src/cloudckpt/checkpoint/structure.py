@@ -12,17 +12,27 @@ from __future__ import annotations
 import base64
 import logging
 import numbers
+import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from cloudckpt.errors import CheckpointCorruptError, KeyCollisionError
+from cloudckpt.errors import CheckpointCorruptError, KeyCollisionError, UnsupportedValueError
 
-__all__ = ["Key", "KeyNames", "Path", "Structure", "collision", "find_collision", "shown"]
+__all__ = [
+    "Key",
+    "KeyNames",
+    "Path",
+    "Structure",
+    "collision",
+    "containers",
+    "find_collision",
+    "shown",
+]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -313,6 +323,7 @@ Path = tuple["str | int", ...]
 
 _TENSOR, _MAPPING, _LIST, _OTHER = range(4)
 _AS_DICTS = (dict, OrderedDict, Counter, Mapping, MappingProxyType)
+_WALKED = (Mapping, list, tuple)
 _EQUALITY = {kind.__eq__ for kind in _AS_DICTS}
 
 
@@ -396,6 +407,45 @@ class KeyNames:
             if _LIST in kinds:
                 lists.extend(entry for entry in entries if isinstance(entry, list))
         return False
+
+
+def containers(state_dict: Mapping[Any, Any]) -> list[Any]:
+    """The mappings, lists and tuples of a state dict, at any depth, each once, inner ones first.
+
+    Raises:
+        UnsupportedValueError: If one contains itself: no walk over it, torch's neither, would end.
+    """
+    found: dict[int, Any] = {}  # by id, with the value: a later one might get its id otherwise
+    around: dict[int, tuple[Any, Any, Iterator[tuple[Any, Any]]]] = {}
+    around[id(state_dict)] = None, state_dict, _inner(state_dict)
+    while around:
+        number, (_, value, left) = next(reversed(around.items()))
+        key, entry = next(left, (None, None))
+        if entry is None:
+            del around[number]
+            found[number] = value
+        elif id(entry) in around or len(around) >= sys.getrecursionlimit():
+            path = (*(key for key, _, _ in list(around.values())[1:]), key)
+            where = f"state_dict{shown(path[:8])}{'[...]' if len(path) > 8 else ''}"
+            raise UnsupportedValueError(
+                f"{where} contains itself, or is nested too deeply to be walked through: leave it "
+                "out of the state dict, or keep it in an object of a class, which is pickled",
+                item=".".join(map(str, path[:8])),
+            )
+        elif id(entry) not in found:
+            around[id(entry)] = key, entry, _inner(entry)
+    return list(found.values())
+
+
+def _inner(container: Any) -> Iterator[tuple[Any, Any]]:
+    """The containers in a container, with their keys."""
+    if isinstance(container, Mapping):
+        kinds = {kind for kind in set(map(type, container.values())) if issubclass(kind, _WALKED)}
+        entries: Iterable[tuple[Any, Any]] = container.items()
+    else:
+        kinds = {kind for kind in set(map(type, container)) if issubclass(kind, _WALKED)}
+        entries = enumerate(container)
+    return ((key, entry) for key, entry in entries if type(entry) in kinds) if kinds else iter(())
 
 
 def find_collision(state_dict: Mapping[Any, Any], uri: str | None) -> KeyCollisionError | None:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import inventory_behind
 from cloudckpt.checkpoint.shard import check_placements, check_shards, check_supported
-from cloudckpt.checkpoint.structure import KeyNames, Structure, find_collision
+from cloudckpt.checkpoint.structure import KeyNames, Structure, containers, find_collision
 from cloudckpt.checkpoint.torch_private import (
     ShardedTensor,
     create_chunk_list,
@@ -85,7 +85,9 @@ class CloudSavePlanner(DefaultSavePlanner):
 
         Raises:
             KeyCollisionError: If two entries of the state dict would have the same name.
+            UnsupportedValueError: If a container contains itself.
         """
+        containers(state_dict)
         uri = None if storage_meta is None else storage_meta.checkpoint_id
         try:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
@@ -177,8 +179,11 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
 
         Raises:
             UnsupportedTensorError: If a tensor has no memory and torch can't allocate it.
+            UnsupportedValueError: If a container contains itself.
         """
-        if not (dist.is_available() and dist.is_initialized()):  # else torch allocates them
+        if dist.is_available() and dist.is_initialized():  # torch allocates meta tensors then
+            containers(state_dict)
+        else:
             _refuse_meta(state_dict)
         # torch's own also makes None of each value that is neither a number nor a string
         self.original_state_dict = _ready_to_load(state_dict)
@@ -235,16 +240,11 @@ def _refuse_meta(state_dict: dict[str, Any]) -> None:
     Raises:
         UnsupportedTensorError: Names the first one.
     """
-    pending: list[Any] = [state_dict]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Mapping):
-            pending += value.values()
-        elif isinstance(value, (list, tuple)):
-            pending += value
-        elif isinstance(value, torch.Tensor) and value.is_meta:
-            break
-    else:
+    if not any(
+        isinstance(value, torch.Tensor) and value.is_meta
+        for container in containers(state_dict)
+        for value in (container.values() if isinstance(container, Mapping) else container)
+    ):
         return
     values = flatten_state_dict(state_dict)[0].items()
     name = next((name for name, value in values if getattr(value, "is_meta", False)), "a value")
