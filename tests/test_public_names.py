@@ -160,7 +160,7 @@ PUBLIC = {
     "cloudckpt.integrations": set(),
 }
 FRAMEWORKS = {"accelerate", "fabric", "fsspec", "lightning", "ray", "torch_checkpointing"}
-FRAMEWORKS |= {"torchtitan", "transformers"}
+FRAMEWORKS |= {"transformers"}
 STARTED = {"cloudckpt.auto", "cloudckpt.run"}
 
 

@@ -6,10 +6,11 @@ import random
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import DistributedType, ProjectConfiguration
+from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, TensorDataset
 
 import cloudckpt
+from cloudckpt.integrations.accelerate import load_state, save_state
 from results import die_in_save, tell
 
 
@@ -35,13 +36,12 @@ class Net(torch.nn.Module):
 
 
 def main() -> None:
-    cloudckpt.install()
     parser = argparse.ArgumentParser()
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save", action="append", default=[])
     parser.add_argument("--load")
-    parser.add_argument("--project")
+    parser.add_argument("--run")
     parser.add_argument("--killed-in")
     told = parser.parse_args()
     if told.killed_in and os.environ["RANK"] == "1":
@@ -50,8 +50,7 @@ def main() -> None:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type="SHARDED_STATE_DICT"
     )
-    project = ProjectConfiguration(told.project, automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = Accelerator(cpu=True, project_config=project if told.project else None)
+    accelerator = Accelerator(cpu=True)
     if told.fsdp:  # which Accelerate knows on accelerators only
         accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
@@ -66,7 +65,7 @@ def main() -> None:
     accelerator.register_for_checkpointing(counter)
     losses = []
     if told.load:
-        accelerator.load_state(None if told.load == "newest" else told.load)
+        load_state(accelerator, told.load)
     for _, (batch,) in zip(range(told.steps), data, strict=False):
         with accelerator.accumulate(model):
             loss = (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean()
@@ -76,12 +75,12 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
         counter.count += 1
-        if told.project:
-            accelerator.save_state()
+        if told.run:
+            save_state(accelerator, f"{told.run}/step-{counter.count}", max_to_keep=2)
     failures = []
     for uri in told.save:
         try:
-            accelerator.save_state(uri)
+            save_state(accelerator, uri)
         except cloudckpt.errors.CloudCheckpointError as error:
             failures.append(type(error).__name__)
     tell(

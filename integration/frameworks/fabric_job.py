@@ -1,24 +1,15 @@
 """Fabric trains, saves, and loads again what an earlier job has saved."""
 
 import argparse
-import importlib
 import os
-import sys
-from typing import Any
 
+import lightning.fabric as lightning
 import torch
 from torch.distributed.fsdp import fully_shard
 
 import cloudckpt
+from cloudckpt.integrations import fabric as ours
 from results import tell
-
-if "--strategy=alone" in sys.argv:  # the package lightning_fabric, where the other is not
-    sys.modules["lightning"] = None  # type: ignore[assignment]
-    lightning: Any = importlib.import_module("lightning_fabric")
-    ours: Any = None
-else:
-    lightning = importlib.import_module("lightning.fabric")
-    ours = importlib.import_module("cloudckpt.integrations.fabric")
 
 
 def sharded(model: torch.nn.Module, mesh: torch.distributed.DeviceMesh) -> torch.nn.Module:
@@ -27,22 +18,17 @@ def sharded(model: torch.nn.Module, mesh: torch.distributed.DeviceMesh) -> torch
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--strategy", choices=["model_parallel", "ddp", "plain", "alone"], default="model_parallel"
-    )
+    parser.add_argument("--strategy", choices=["model_parallel", "ddp"], default="model_parallel")
     parser.add_argument("--load")
     parser.add_argument("--save")
     told = parser.parse_args()
 
     world = int(os.environ["WORLD_SIZE"])
     if told.strategy == "model_parallel":
-        chosen = {"strategy": ours.CloudModelParallelStrategy(sharded, world, 1)}
-    elif told.strategy in ("plain", "alone"):
-        cloudckpt.install()
-        chosen = {"strategy": lightning.strategies.ModelParallelStrategy(sharded, world, 1)}
+        strategy = ours.CloudModelParallelStrategy(sharded, world, 1)
     else:
-        chosen = {"strategy": "ddp", "plugins": [ours.CloudCheckpointIO()]}
-    fabric = lightning.Fabric(accelerator="cpu", devices=world, **chosen)
+        strategy = ours.CloudDDPStrategy()
+    fabric = lightning.Fabric(accelerator="cpu", devices=world, strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)
     model = fabric.setup_module(torch.nn.Linear(8, 4))

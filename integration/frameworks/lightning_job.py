@@ -1,12 +1,11 @@
 """A Trainer of Lightning that saves to a run, from the checkpoint that it is told to resume."""
 
 import argparse
-import importlib
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as lightning
 import torch
 from torch.distributed.fsdp import fully_shard, fully_sharded_data_parallel
 from torch.distributed.fsdp._init_utils import _init_device_handle
@@ -14,16 +13,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
 import cloudckpt
+from cloudckpt.integrations import lightning as ours
 from results import die_in_save, tell
-
-ALONE = "--strategy=alone" in sys.argv  # the package pytorch_lightning, where the other is not
-if ALONE:
-    sys.modules["lightning"] = None  # type: ignore[assignment]
-    lightning: Any = importlib.import_module("pytorch_lightning")
-    ours: Any = None
-else:
-    lightning = importlib.import_module("lightning.pytorch")
-    ours = importlib.import_module("cloudckpt.integrations.lightning")
 
 
 class Model(lightning.LightningModule):  # type: ignore[misc]
@@ -69,17 +60,11 @@ def fsdp1(world: int) -> Any:
 STRATEGIES: dict[str, Callable[[int], Any]] = {
     "model_parallel": lambda world: ours.CloudModelParallelStrategy(world, 1),
     "fsdp": fsdp1,
-    "ddp": lambda _: "ddp",
+    "ddp": lambda _: ours.CloudDDPStrategy(),
     "async": lambda world: ours.CloudModelParallelStrategy(world, 1, asynchronous=True),
-    "async-ddp": lambda _: "ddp",
-    "alone": lambda world: lightning.strategies.ModelParallelStrategy(world, 1),
-    "plain": lambda world: lightning.strategies.ModelParallelStrategy(world, 1),
-    "plain-ddp": lambda _: "ddp",
-}
-
-PLUGINS: dict[str, Callable[[], list[Any]]] = {
-    "ddp": lambda: [ours.CloudCheckpointIO()],
-    "async-ddp": lambda: [ours.CloudCheckpointIO(asynchronous=True)],
+    "async-ddp": lambda _: ours.CloudDDPStrategy(
+        checkpoint_io=ours.CloudCheckpointIO(asynchronous=True)
+    ),
 }
 
 
@@ -92,20 +77,18 @@ def main() -> None:
     parser.add_argument("--callback", action="store_true")
     parser.add_argument("--killed-in")
     told = parser.parse_args()
-    if ALONE or told.strategy.startswith("plain"):
-        cloudckpt.install()
     if told.killed_in and os.environ["RANK"] == "1":
         die_in_save(told.killed_in)
 
     world = int(os.environ["WORLD_SIZE"])
     strategy = STRATEGIES[told.strategy](world)
-    callback = lightning.callbacks.ModelCheckpoint if ALONE else ours.CloudModelCheckpoint
-    saving = callback(told.run, every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True)
+    saving = ours.CloudModelCheckpoint(
+        told.run, every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True
+    )
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=world,
         strategy=strategy,
-        plugins=PLUGINS.get(told.strategy, list)(),
         callbacks=[saving] if told.callback else None,
         enable_checkpointing=told.callback,
         max_steps=told.steps,
@@ -115,7 +98,7 @@ def main() -> None:
         use_distributed_sampler=False,
     )
     same = torch.ones(64, 8) * torch.arange(8)
-    model = Model(told.strategy in ("model_parallel", "async", "plain", "alone"))
+    model = Model(told.strategy in ("model_parallel", "async"))
     failure = message = ""
     resume = cloudckpt.latest(told.run) if told.resume == "latest" else told.resume
     try:

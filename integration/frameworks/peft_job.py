@@ -4,6 +4,7 @@ Two checkpoints are kept; a run that resumes does so behind its third step.
 """
 
 import argparse
+import logging
 import os
 from typing import Any
 
@@ -43,6 +44,8 @@ def with_lightning(told: argparse.Namespace) -> list[float]:
     from torch.distributed.fsdp import fully_shard
     from torch.utils.data import DataLoader
 
+    from cloudckpt.integrations import lightning as ours
+
     class Model(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -62,20 +65,14 @@ def with_lightning(told: argparse.Namespace) -> list[float]:
             return torch.optim.AdamW(trained, 0.01)
 
     world = int(os.environ["WORLD_SIZE"])
-    sharding = lightning.strategies.ModelParallelStrategy(world, 1)
+    sharding = ours.CloudModelParallelStrategy(world, 1, peft_base=told.with_base)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=sharding if told.framework == "lightning-sharded" else "ddp",
+        strategy=sharding if told.framework == "lightning-sharded" else ours.CloudDDPStrategy(),
         callbacks=[
-            lightning.callbacks.ModelCheckpoint(
-                told.run,
-                "step-{step}",
-                auto_insert_metric_name=False,
-                every_n_train_steps=1,
-                monitor="step",
-                mode="max",
-                save_top_k=2,
+            ours.CloudModelCheckpoint(
+                told.run, every_n_train_steps=1, monitor="step", mode="max", save_top_k=2
             )
         ],
         max_steps=told.steps,
@@ -91,23 +88,24 @@ def with_lightning(told: argparse.Namespace) -> list[float]:
 
 def with_accelerate(told: argparse.Namespace) -> list[float]:
     from accelerate import Accelerator
-    from accelerate.utils import ProjectConfiguration
 
-    project = ProjectConfiguration(told.run, automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = Accelerator(cpu=True, project_config=project)
+    from cloudckpt.integrations.accelerate import load_state, save_state
+
+    accelerator = Accelerator(cpu=True)
     model = lora(told.hidden, told.base)
     trained = (one for one in model.parameters() if one.requires_grad)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, 0.01))
     if told.resume:
-        accelerator.load_state(told.resume)
+        load_state(accelerator, told.resume, peft_base=told.with_base)
     losses = []
-    for _ in range(3 if told.resume else 0, told.steps):
+    for step in range(3 if told.resume else 0, told.steps):
         loss = model(input_ids=TOKENS[None], labels=TOKENS[None]).loss
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        accelerator.save_state()
+        uri = f"{told.run}/step-{step + 1}"
+        save_state(accelerator, uri, max_to_keep=2, peft_base=told.with_base)
     return losses
 
 
@@ -149,7 +147,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--base", type=int, default=0, help="which base; a run has one")
     parser.add_argument("--resume")
-    parser.add_argument("--with-base", action="store_true")
+    parser.add_argument("--without-base", dest="with_base", action="store_false")
     parser.add_argument("--incremental", action="store_true")
     told = parser.parse_args()
     sent: dict[str, int] = {}
@@ -159,11 +157,19 @@ def main() -> None:
             sent[event.uri] = sent.get(event.uri, 0) + (event.nbytes or 0)
 
     events.subscribe(listen, progress=False)
-    config = cloudckpt.Config(peft_base=told.with_base, incremental=told.incremental)
-    cloudckpt.install(config=config)
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("cloudckpt").addHandler(handler)
+    logging.getLogger("cloudckpt").setLevel(logging.INFO)
+    cloudckpt.install(config=cloudckpt.Config(incremental=told.incremental))
     train = {"accelerate": with_accelerate, "trainer": with_trainer}
-    losses = train.get(told.framework, with_lightning)(told)
-    tell(losses=losses, sent=sent)
+    losses, failure = [], ""
+    try:
+        losses = train.get(told.framework, with_lightning)(told)
+    except cloudckpt.errors.MissingKeyError as error:
+        failure = str(error)
+    tell(losses=losses, sent=sent, lines=lines, failure=failure)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -5,18 +5,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import TensorBoardTracker
-from accelerate.utils import ProjectConfiguration
 
 import cloudckpt
-import cloudckpt.integrations.accelerate  # after which the plain Accelerator takes URIs
+from cloudckpt.integrations.accelerate import load_state, save_state
 from results import Job
-
-
-@pytest.fixture(autouse=True)
-def installed() -> None:
-    """Again, as tests of other files may have uninstalled what an import does but once."""
-    cloudckpt.install()
 
 
 def test_fsdp2_state_goes_on_with_other_numbers_of_ranks(
@@ -41,18 +33,16 @@ def test_fsdp2_state_goes_on_with_other_numbers_of_ranks(
     assert not [*(tmp_path / "cwd").iterdir()]
 
 
-def test_named_checkpoints_rotate_in_the_project_and_the_newest_is_loaded(
-    job: Job, run: str, tmp_path: Path
-) -> None:
-    job("accelerate_job.py", "--steps=3", f"--project={run}")
-    kept = [one.uri for one in cloudckpt.list_checkpoints(f"{run}/checkpoints")]
-    resumed = job("accelerate_job.py", "--steps=1", f"--project={run}", "--load=newest", ranks=2)
-    later = [one.uri for one in cloudckpt.list_checkpoints(f"{run}/checkpoints")]
+def test_the_newest_and_what_the_job_loaded_are_kept(job: Job, run: str, tmp_path: Path) -> None:
+    job("accelerate_job.py", "--steps=3", f"--run={run}")
+    kept = [one.step for one in cloudckpt.list_checkpoints(run)]
+    resumed = job("accelerate_job.py", "--steps=3", f"--run={run}", f"--load={run}/step-3", ranks=2)
+    later = [one.step for one in cloudckpt.list_checkpoints(run)]
 
-    assert kept == [f"{run}/checkpoints/checkpoint_1", f"{run}/checkpoints/checkpoint_2"]
-    assert later == [f"{run}/checkpoints/checkpoint_2", f"{run}/checkpoints/checkpoint_3"]
-    assert [one["count"] for one in resumed] == [4, 4]
-    assert [one["step"] for one in resumed] == [4, 4]  # also where there was no rank before
+    assert kept == [2, 3]
+    assert later == [3, 5, 6]
+    assert [one["count"] for one in resumed] == [6, 6]
+    assert [one["step"] for one in resumed] == [6, 6]  # also where there was no rank before
     assert not [*(tmp_path / "cwd").iterdir()]
 
 
@@ -80,19 +70,16 @@ def accelerator(environment: dict[str, str]) -> Accelerator:
     return made
 
 
-def test_paths_go_accelerates_way_and_folded_uris_nowhere(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_folded_uri_and_a_name_that_is_no_step_are_refused(
+    accelerator: Accelerator, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(cloudckpt.errors.InvalidURIError, match="s3://bucket/run"):
-        accelerator.save_state(Path("s3://bucket/run"))
-    with pytest.raises(cloudckpt.errors.InstallError, match=r"cloudckpt\.hf\.save"):
-        accelerator.save_model(accelerator._models[0], "s3://bucket/run")
+        save_state(accelerator, Path("s3://bucket/run"))
+    with pytest.raises(cloudckpt.errors.ConfigError, match="like step-10"):
+        save_state(accelerator, f"{run}/newest", max_to_keep=2)
     assert not [*tmp_path.iterdir()]
-
-    accelerator.save_state(tmp_path / "step-1")
-    assert (tmp_path / "step-1" / "model.safetensors").exists()
-    accelerator.load_state(tmp_path / "step-1")
+    assert not cloudckpt.list_checkpoints(run)
 
 
 class _Branches(torch.nn.Module):
@@ -125,21 +112,22 @@ def test_training_goes_on_as_after_a_local_save(
             optimizer.step()
             optimizer.zero_grad()
 
-    def after(place: str) -> list[Any]:
+    def after(save: Any, load: Any, place: str) -> list[Any]:
         first = made()
         train(*first, before)
-        first[0].save_state(place)
+        save(first[0], place)
         train(*first, 2)
         second = made()
         if has_gradients:
             back(*second[:2])
-        second[0].load_state(place)
+        load(second[0], place)
         states = [len(one[2].state_dict()["state"]) for one in (first, second)]
         gradients = second[1].used.weight.grad
         train(*second, 2)
         return [*(one[1].used.weight.tolist() for one in (first, second)), states, gradients]
 
-    assert repr(after(f"{run}/step-1")) == repr(after(str(tmp_path / "step-1")))
+    theirs = after(Accelerator.save_state, Accelerator.load_state, str(tmp_path / "step-1"))
+    assert repr(after(save_state, load_state, f"{run}/step-1")) == repr(theirs)
 
 
 def test_hooks_save_and_load_what_they_take_upon_themselves(
@@ -158,7 +146,7 @@ def test_hooks_save_and_load_what_they_take_upon_themselves(
 
     model = accelerator._models[0]
     saving = accelerator.register_save_state_pre_hook(save)
-    accelerator.save_state(f"{run}/step-1")
+    save_state(accelerator, f"{run}/step-1")
     names = {item.name for item in cloudckpt.inspect(f"{run}/step-1").items}
     assert "files.unet/weights.pt" in names
     assert not any(name.startswith("model_0") for name in names)
@@ -167,59 +155,22 @@ def test_hooks_save_and_load_what_they_take_upon_themselves(
     with torch.no_grad():
         model.weight.zero_()
     loading = accelerator.register_load_state_pre_hook(load)
-    accelerator.load_state(f"{run}/step-1")
+    load_state(accelerator, f"{run}/step-1")
     assert torch.equal(model.weight, expected)
 
     saving.remove()
     loading.remove()
     with pytest.raises(cloudckpt.errors.MissingKeyError, match="model_0"):
-        accelerator.load_state(f"{run}/step-1")
+        load_state(accelerator, f"{run}/step-1")
     accelerator.register_load_state_pre_hook(lambda models, folder: None)
     with pytest.raises(cloudckpt.errors.MissingKeyError, match="no hook has loaded it"):
-        accelerator.load_state(f"{run}/step-1")
+        load_state(accelerator, f"{run}/step-1")
 
 
-def test_a_name_that_is_older_than_what_is_there_is_refused(
-    environment: dict[str, str], run: str
+def test_an_object_that_was_not_registered_at_the_save_is_named(
+    accelerator: Accelerator, run: str
 ) -> None:
-    def made(iteration: int) -> Accelerator:
-        project = ProjectConfiguration(
-            run, automatic_checkpoint_naming=True, total_limit=1, iteration=iteration
-        )
-        return Accelerator(cpu=True, project_config=project)
-
-    with pytest.raises(
-        cloudckpt.errors.CheckpointNotFoundError, match="no checkpoint was saved yet"
-    ):
-        made(0).load_state()
-    made(3).save_state()
-    with pytest.raises(
-        cloudckpt.errors.CheckpointExistsError, match="checkpoint_3 is there already"
-    ):
-        made(0).save_state()
-    resumed = made(0)
-    resumed.load_state()
-    resumed.save_state()
-    assert cloudckpt.latest(f"{run}/checkpoints", step_name="checkpoint_{step}") == (
-        f"{run}/checkpoints/checkpoint_4"
-    )
-
-
-def test_logs_that_would_be_written_to_a_local_folder_of_a_uri_are_refused(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    project = ProjectConfiguration(run, automatic_checkpoint_naming=True)
-    with pytest.raises(cloudckpt.errors.InstallError, match="a local logging_dir"):
-        TensorBoardTracker("run", project.logging_dir)
-    assert not [*tmp_path.iterdir()]
-
-
-def test_uninstall_leaves_accelerate_as_it_was() -> None:
-    assert "cloudckpt" in Accelerator.save_state.__code__.co_filename
-    cloudckpt.uninstall()
-    try:
-        for method in (Accelerator.save_state, Accelerator.load_state, Accelerator.save_model):
-            assert "cloudckpt" not in method.__code__.co_filename
-    finally:
-        cloudckpt.install()
+    save_state(accelerator, f"{run}/step-1")
+    accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
+    with pytest.raises(cloudckpt.errors.MissingKeyError, match="1 are now"):
+        load_state(accelerator, f"{run}/step-1")

@@ -6,7 +6,6 @@ saves incrementally: what is kept refers to what was deleted.
 
 import asyncio
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +13,13 @@ from typing import Any
 
 import lightning.pytorch
 import pytest
-import pytorch_lightning
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import cloudckpt
-from cloudckpt.integrations import lightning as our_lightning
+from cloudckpt.integrations.accelerate import load_state, save_state
+from cloudckpt.integrations.lightning import CloudCheckpointIO, CloudModelCheckpoint
 from cloudckpt.integrations.transformers import CloudCheckpointCallback
 from results import Job
 from test_torchtitan import _arguments, assets  # noqa: F401 - a fixture
@@ -42,41 +41,34 @@ Train = Callable[[Where, str, int, str | None], str]
 returns the last one. One is kept."""
 
 
-def with_lightning(kind: Any, package: Any) -> Train:
-    def train(where: Where, folder: str, steps: int, resume: str | None) -> str:
-        saving = kind(
-            f"{where.root}/{folder}", every_n_train_steps=1, save_top_k=1, save_last=False
-        )
-        trainer = package.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=steps,
-            callbacks=[saving],
-            limit_val_batches=0,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        demos = importlib.import_module(f"{package.__name__}.demos.boring_classes")
-        trainer.fit(demos.BoringModel(), ckpt_path=resume)
-        assert trainer.global_step == steps
-        return str(saving.best_model_path)
-
-    return train
+def with_lightning(where: Where, folder: str, steps: int, resume: str | None) -> str:
+    saving = CloudModelCheckpoint(
+        f"{where.root}/{folder}", every_n_train_steps=1, save_top_k=1, save_last=False
+    )
+    trainer = lightning.pytorch.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        callbacks=[saving],
+        plugins=[CloudCheckpointIO()],
+        limit_val_batches=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel(), ckpt_path=resume)
+    assert trainer.global_step == steps
+    return str(saving.best_model_path)
 
 
 def with_accelerate(where: Where, folder: str, steps: int, resume: str | None) -> str:
-    project = ProjectConfiguration(
-        f"{where.root}/{folder}", automatic_checkpoint_naming=True, total_limit=1
-    )
-    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(2, 2))
     if resume is not None:
-        accelerator.load_state(resume)
-    last = ""
-    for _ in range(2):
-        last = accelerator.save_state()
-    return last
+        load_state(accelerator, resume)
+    for step in (steps - 1, steps):
+        save_state(accelerator, f"{where.root}/{folder}/step-{step}", max_to_keep=1)
+    return f"{where.root}/{folder}/step-{steps}"
 
 
 def with_trainer(where: Where, folder: str, steps: int, resume: str | None) -> str:
@@ -119,11 +111,7 @@ def with_ray(where: Where, folder: str, steps: int, resume: str | None) -> str:
 
 
 ROTATIONS: dict[str, Train] = {
-    "CloudModelCheckpoint": with_lightning(our_lightning.CloudModelCheckpoint, lightning.pytorch),
-    "lightning": with_lightning(lightning.pytorch.callbacks.ModelCheckpoint, lightning.pytorch),
-    "pytorch_lightning": with_lightning(
-        pytorch_lightning.callbacks.ModelCheckpoint, pytorch_lightning
-    ),
+    "lightning": with_lightning,
     "accelerate": with_accelerate,
     "trainer": with_trainer,
     "ray": with_ray,
@@ -145,9 +133,7 @@ def where(
 
 def _there(root: str) -> set[str]:
     """All checkpoints of both runs, each of which is whole."""
-    folders = [
-        f"{root}/{name}{more}" for name in ("first", "second") for more in ("", "/checkpoints")
-    ]
+    folders = [f"{root}/first", f"{root}/second"]
     found = [one for folder in folders for one in cloudckpt.list_checkpoints(folder)]
     committed = {one.uri for one in found if one.is_committed}
     for uri in committed:
@@ -171,13 +157,11 @@ def test_a_run_deletes_nothing_of_another_one_and_not_what_it_has_resumed(
     assert any(cloudckpt.inspect(uri).shared for uri in (first, second, third))
 
 
-@pytest.mark.parametrize("framework", ["CloudModelCheckpoint", "lightning", "pytorch_lightning"])
-def test_lightning_has_the_same_rules_on_a_disk(where: Where, framework: str) -> None:
+def test_lightning_has_the_same_rules_on_a_disk(where: Where) -> None:
     local = dataclasses.replace(where, root=str(where.scratch))
-    train = ROTATIONS[framework]
-    first = train(local, "first", 2, None)
-    second = train(local, "second", 4, first)
-    third = train(local, "second", 6, second)
+    first = with_lightning(local, "first", 2, None)
+    second = with_lightning(local, "second", 4, first)
+    third = with_lightning(local, "second", 6, second)
     assert {str(path) for path in where.scratch.glob("*/*")} == {first, second, third}
 
 
@@ -198,9 +182,7 @@ def test_torchtitan_deletes_nothing_of_the_run_that_it_was_begun_with(
     run: str,
     tmp_path: Path,
     environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(environment, "CLOUDCKPT_INCREMENTAL", "1")
     first, second = f"{run}/first", f"{run}/second"
     job("torchtitan_job.py", *_arguments(first, tmp_path, steps=2), ranks=2)
     begun = ["--checkpoint.initial_load_path", f"{first}/step-2"]
@@ -208,4 +190,3 @@ def test_torchtitan_deletes_nothing_of_the_run_that_it_was_begun_with(
     kept = _there(run)
     assert {f"{first}/step-1", f"{first}/step-2", f"{second}/step-5"} <= kept
     assert f"{second}/step-1" not in kept
-    assert cloudckpt.inspect(f"{second}/step-5").shared

@@ -5,7 +5,7 @@ import pytest
 from results import Job
 
 
-@pytest.mark.parametrize("strategy", ["model_parallel", "ddp", "plain", "alone"])
+@pytest.mark.parametrize("strategy", ["model_parallel", "ddp"])
 def test_what_fabric_saves_on_two_ranks_it_loads_on_one(
     job: Job, run: str, tmp_path: Path, strategy: str
 ) -> None:
@@ -22,7 +22,7 @@ def test_what_fabric_saves_on_two_ranks_it_loads_on_one(
     assert not [*(tmp_path / "cwd").iterdir()]
 
 
-@pytest.mark.parametrize("strategy", ["model_parallel", "plain", "alone"])
+@pytest.mark.parametrize("strategy", ["model_parallel", "ddp"])
 def test_a_checkpoint_that_is_not_there_is_named(
     job: Job, run: str, tmp_path: Path, strategy: str
 ) -> None:

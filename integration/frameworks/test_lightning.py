@@ -1,11 +1,8 @@
-import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
 import pytest
-import pytorch_lightning
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -17,14 +14,7 @@ from results import Job
 
 @pytest.mark.parametrize(
     ("strategy", "before", "after"),
-    [
-        ("model_parallel", 2, 1),
-        ("plain", 1, 2),
-        ("alone", 2, 1),
-        ("fsdp", 2, 1),
-        ("ddp", 2, 1),
-        ("plain-ddp", 1, 2),
-    ],
+    [("model_parallel", 2, 1), ("fsdp", 2, 1), ("ddp", 2, 1), ("ddp", 1, 2)],
 )
 def test_training_goes_on_with_another_number_of_ranks(
     job: Job, run: str, tmp_path: Path, strategy: str, before: int, after: int
@@ -45,7 +35,7 @@ def test_training_goes_on_with_another_number_of_ranks(
     [
         ("model_parallel", []),
         ("ddp", []),
-        ("plain-ddp", ["--callback"]),
+        ("ddp", ["--callback"]),
         ("async", ["--callback"]),
     ],
 )
@@ -55,7 +45,7 @@ def test_a_failure_to_save_is_told_to_every_rank(job: Job, strategy: str, more: 
     assert [one["failure"] for one in ended] == ["BucketNotFoundError"] * 2
 
 
-@pytest.mark.parametrize("strategy", ["model_parallel", "plain", "alone", "plain-ddp"])
+@pytest.mark.parametrize("strategy", ["model_parallel", "ddp"])
 def test_a_checkpoint_that_is_not_there_is_named(
     job: Job, run: str, tmp_path: Path, strategy: str
 ) -> None:
@@ -148,7 +138,7 @@ def test_a_folded_uri_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not [*tmp_path.iterdir()]
 
 
-def _trainer(package: Any = lightning.pytorch, /, **options: Any) -> Any:
+def _trainer(**options: Any) -> Any:
     quiet = {
         "logger": False,
         "enable_progress_bar": False,
@@ -158,93 +148,32 @@ def _trainer(package: Any = lightning.pytorch, /, **options: Any) -> Any:
         "limit_test_batches": 2,
         "limit_predict_batches": 2,
     }
-    return package.Trainer(accelerator="cpu", devices=1, **{**quiet, **options})
+    return lightning.pytorch.Trainer(accelerator="cpu", devices=1, **{**quiet, **options})
 
 
-@pytest.fixture
-def installed(
-    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
-    """A working folder that is the test's own, and Lightning as it is after ``install``."""
-    monkeypatch.chdir(tmp_path)
-    cloudckpt.install()
-    yield tmp_path
-    cloudckpt.uninstall()
-
-
-PACKAGES = [lightning.pytorch, pytorch_lightning]
-
-
-@pytest.fixture(params=PACKAGES, ids=lambda package: package.__name__)
-def package(request: pytest.FixtureRequest) -> Any:
-    """Lightning's code is in two packages."""
-    return request.param
-
-
-def _model(package: Any) -> Any:
-    return importlib.import_module(f"{package.__name__}.demos.boring_classes").BoringModel()
-
-
-def test_lightnings_own_trainer_and_callback_take_uris(
-    installed: Path, run: str, package: Any
+def test_each_entrance_of_the_trainer_takes_uris(
+    environment: dict[str, str], run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    callback = package.callbacks.ModelCheckpoint
-    saving = callback(dirpath=run, every_n_train_steps=1, save_last=True)
-    trainer = _trainer(package, max_steps=2, callbacks=[saving], limit_val_batches=0)
-    model = _model(package)
+    monkeypatch.chdir(tmp_path)
+    plugins = [ours.CloudCheckpointIO()]
+    saving = ours.CloudModelCheckpoint(run, every_n_train_steps=1, save_last=True)
+    trainer = _trainer(max_steps=2, callbacks=[saving], plugins=plugins, limit_val_batches=0)
+    model = BoringModel()
     trainer.fit(model)
-    assert saving.best_model_path == f"{run}/epoch=0-step=2.ckpt"
-    kept = [one.uri for one in cloudckpt.list_checkpoints(run)]
-    assert kept == [saving.best_model_path, saving.last_model_path]
-
-    resumed = _trainer(package, max_steps=3, callbacks=[callback(dirpath=run)])
-    resumed.fit(_model(package), ckpt_path="last")
-    assert resumed.global_step == 3
     for name in ("test", "validate", "predict"):
-        other = _model(package)
-        getattr(_trainer(package), name)(other, ckpt_path=saving.last_model_path)
+        other = BoringModel()
+        getattr(_trainer(plugins=plugins), name)(other, ckpt_path=saving.last_model_path)
         assert torch.equal(other.layer.weight, model.layer.weight)
-    loaded = type(model).load_from_checkpoint(saving.last_model_path)
-    assert torch.equal(loaded.layer.weight, model.layer.weight)
 
     trainer.save_checkpoint(f"{run}/weights", weights_only=True)
     names = {item.name for item in cloudckpt.inspect(f"{run}/weights").items}
     assert names == {"state_dict.layer.weight", "state_dict.layer.bias", "other_values"}
-    with pytest.raises(cloudckpt.errors.CheckpointNotFoundError, match=f"{run}/nothing"):
-        type(model).load_from_checkpoint(f"{run}/nothing")
-    assert not [*installed.iterdir()]
+    assert not [*tmp_path.iterdir()]
 
 
-def test_single_files_that_lightning_has_saved_are_loaded(installed: Path, run: str) -> None:
-    trainer = _trainer(max_steps=1, enable_checkpointing=False)
-    model = BoringModel()
-    trainer.fit(model)
-    trainer.save_checkpoint(installed / "a.ckpt")
-    cloudckpt.files.save_file(f"{run}/a.ckpt", (installed / "a.ckpt").read_bytes())
-    loaded = BoringModel.load_from_checkpoint(f"{run}/a.ckpt")
-    assert torch.equal(loaded.layer.weight, model.layer.weight)
-
-
-def test_what_can_only_be_local_is_refused_before_the_first_step(
-    installed: Path, package: Any
-) -> None:
-    saving = package.callbacks.ModelCheckpoint(dirpath=Path("s3://bucket/run"))
-    model = _model(package)
-    trainer = _trainer(package, max_steps=1, callbacks=[saving])
+def test_a_folded_folder_is_refused_before_the_first_step() -> None:
     with pytest.raises(cloudckpt.errors.InvalidURIError, match="s3://bucket/run"):
-        trainer.fit(model)
-    assert trainer.global_step == 0
-    assert not [*installed.iterdir()]
-
-
-def test_a_file_uri_that_lightning_takes_for_a_relative_path_is_refused(
-    installed: Path, package: Any, tmp_path: Path
-) -> None:
-    saving = package.callbacks.ModelCheckpoint(dirpath=f"file://{tmp_path}/run")
-    trainer = _trainer(package, max_steps=1, callbacks=[saving])
-    with pytest.raises(cloudckpt.errors.InvalidURIError, match="without file://"):
-        trainer.fit(_model(package))
-    assert trainer.global_step == 0
+        ours.CloudModelCheckpoint(Path("s3://bucket/run"))
 
 
 def test_our_callback_saves_to_and_resumes_from_a_file_uri(

@@ -1,5 +1,6 @@
 """LoRA with PEFT: what goes to the store, at first and later, and how a run goes on."""
 
+import re
 from typing import Any
 
 import pytest
@@ -22,10 +23,12 @@ def _model_in(uri: str) -> set[str]:
     return {name for name in found if name.startswith(("model_0.", "state_dict."))}
 
 
-@pytest.mark.parametrize("framework", RANKS)
-def test_a_lora_run_saves_its_adapters_and_goes_on(job: Job, run: str, framework: str) -> None:
-    ranks = RANKS[framework]
-    straight = job("peft_job.py", framework, run, "--steps=4", ranks=ranks)
+@pytest.mark.parametrize("framework", ["lightning-sharded", "accelerate", "trainer"])
+def test_a_lora_run_that_asks_for_it_saves_its_adapters_only_and_goes_on(
+    job: Job, run: str, framework: str
+) -> None:
+    ranks, options = RANKS[framework], ["--steps=4", "--without-base"]
+    straight = job("peft_job.py", framework, run, *options, ranks=ranks)
     sent = _sent(straight)
     assert len(sent) == 4
     assert max(sent.values()) < BASE / 3
@@ -34,18 +37,24 @@ def test_a_lora_run_saves_its_adapters_and_goes_on(job: Job, run: str, framework
     assert all(".lora_" in name for name in names)
     if framework != "trainer":
         assert any(".reference." in name for name in names)  # which is frozen, and in no base
+        told = [line for line in straight[0]["lines"] if "left out" in line]
+        assert len(told) == 4
+        assert int(re.findall(r"\((\d+) bytes\)", told[0])[0]) > BASE
 
-    how = ["--steps=4", f"--resume={third}"]
-    resumed = job("peft_job.py", framework, f"{run}/resumed", *how, ranks=ranks)
+    resume = f"--resume={third}"
+    resumed = job("peft_job.py", framework, f"{run}/resumed", *options, resume, ranks=ranks)
     assert resumed[0]["losses"][-1] == pytest.approx(straight[0]["losses"][-1], rel=1e-4)
+    if framework != "trainer":
+        refused = job("peft_job.py", framework, f"{run}/other", "--steps=4", resume, ranks=ranks)
+        assert all("pass peft_base=False" in one["failure"] for one in refused)
 
 
 @pytest.mark.parametrize("framework", ["lightning", "lightning-sharded", "accelerate"])
-def test_the_base_is_saved_on_demand_once_if_saves_are_incremental_and_loaded(
+def test_the_base_is_saved_once_if_saves_are_incremental_and_is_loaded(
     job: Job, run: str, framework: str
 ) -> None:
-    ranks, options = RANKS[framework], ["--with-base", "--incremental"]
-    straight = job("peft_job.py", framework, run, "--steps=4", *options, ranks=ranks)
+    ranks = RANKS[framework]
+    straight = job("peft_job.py", framework, run, "--steps=4", "--incremental", ranks=ranks)
     sent = _sent(straight)
     first, second, third, _ = sent
     assert sent[first] > BASE
@@ -55,7 +64,6 @@ def test_the_base_is_saved_on_demand_once_if_saves_are_incremental_and_loaded(
     assert not cloudckpt.exists(second)
     cloudckpt.verify(third)
 
-    # by a job with another base, and without the option by which it is saved
-    how = ["--steps=4", "--base=7", f"--resume={third}"]
+    how = ["--steps=4", "--base=7", f"--resume={third}"]  # in which the base is another one
     resumed = job("peft_job.py", framework, f"{run}/resumed", *how, ranks=ranks)
     assert resumed[0]["losses"][-1] == pytest.approx(straight[0]["losses"][-1], rel=1e-4)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pyarrow.fs
 import pytest
+import ray.train
 import torch
 
 import cloudckpt
-from cloudckpt.integrations.ray import _Stored, _when_written
+from cloudckpt.integrations.ray import checkpoint, checkpoint_upload_fn, run_uri, uri_of
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(600)
@@ -32,19 +33,40 @@ def test_runs_go_on_keep_what_they_are_told_to_and_are_not_copied(
     assert _steps(there) == [10, 11]
 
 
+@pytest.fixture
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker of a run on a disk, which Ray lists and deletes by pyarrow."""
+    place = SimpleNamespace(
+        storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(tmp_path)
+    )
+    here = SimpleNamespace(get_world_rank=lambda: 0, get_storage=lambda: place)
+    monkeypatch.setattr("ray.train.get_context", lambda: here)
+
+
 @pytest.mark.parametrize("is_incremental", [False, True])
 def test_what_pyarrow_would_delete_though_others_refer_to_it_is_not_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_incremental: bool
+    context: None, is_incremental: bool
 ) -> None:
-    monkeypatch.setattr("ray.train.get_context", lambda: SimpleNamespace(get_world_rank=lambda: 0))
-    config = cloudckpt.Config(incremental=is_incremental)
-    cloudckpt.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", config=config)
-    stored = _Stored(str(tmp_path / "step-1"), pyarrow.fs.LocalFileSystem(), None)
+    config, uri = cloudckpt.Config(incremental=is_incremental), f"{run_uri()}/step-1"
+    cloudckpt.save({"w": torch.ones(3)}, checkpoint_id=uri, config=config)
     if not is_incremental:
-        assert _when_written(stored, "step-1") is stored
+        assert uri_of(checkpoint_upload_fn(checkpoint(uri), "name")) == uri
         return
     with pytest.raises(cloudckpt.errors.ConfigError, match=r"RunConfig\(\*\*storage\(uri\)\)"):
-        _when_written(stored, "step-1")
+        checkpoint_upload_fn(checkpoint(uri), "name")
+
+
+def test_a_reference_is_neither_deleted_nor_copied(context: None, tmp_path: Path) -> None:
+    """Ray deletes what it has uploaded in the background, and copies without an upload function."""
+    uri = f"{run_uri()}/step-1"
+    cloudckpt.save({"w": torch.ones(3)}, checkpoint_id=uri)
+    reported = checkpoint(uri)
+    reported.filesystem.delete_dir(reported.path)
+    assert cloudckpt.exists(uri)
+    with pytest.raises(cloudckpt.errors.ConfigError, match="checkpoint_upload_fn"):
+        reported.to_directory(str(tmp_path / "copy"))
+    with pytest.raises(cloudckpt.errors.ConfigError, match="report the result"):
+        checkpoint_upload_fn(ray.train.Checkpoint.from_directory(str(tmp_path)), "name")
 
 
 def _job(environment: dict[str, str], run: str, tmp_path: Path) -> dict[str, Any]:

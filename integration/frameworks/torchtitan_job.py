@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 import page
 from results import tell
 
-exec(page.code("Without a line of code"))
+exec(page.code("install()"))
 
 
 class _Processor:

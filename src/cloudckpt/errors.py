@@ -176,8 +176,8 @@ class MissingDependencyError(CloudCheckpointError, ImportError):
 
 
 class InstallError(CloudCheckpointError):
-    """torch or a framework differs from what ``cloudckpt.install()`` supports, or a part that
-    handles only local files was given a URI.
+    """torch differs from what ``cloudckpt.install()`` supports, or a class derived from torch's
+    writer or reader for local files was given a URI.
     """
 
 

@@ -1,88 +1,115 @@
 """``install()``: stock torch takes our URIs, and everything else stays as it was."""
 
-import contextlib
 import importlib
-import inspect
-import os
 import pathlib
 import sys
-import types
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
-    _async_process_executor,
     _storage_utils,
-    staging,
+    filesystem,
     state_dict_loader,
     state_dict_saver,
 )
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt.errors import InstallError
+from identities import identities
 
-from .places import Place
 from .stock import FsspecReader, FsspecWriter
 from .values import assert_same, numbered
 
-_NAMES = [
-    (_storage_utils, "_storage_setup"),
-    (state_dict_saver, "_storage_setup"),
-    (state_dict_loader, "_storage_setup"),
-    (state_dict_saver, "_ThreadBasedAsyncCheckpointExecutor"),
-    (state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"),
-    (_async_process_executor._ProcessBasedAsyncCheckpointExecutor, "_execute_save_impl"),
-    (FileSystem, "create_stream"),
-    (FileSystem, "init_path"),
-    (FileSystemReader, "__init__"),
-    (FileSystemWriter, "__init__"),
-    (FsspecReader, "__init__"),
-    (FsspecWriter, "__init__"),
-    (staging._ReplicationStager, "__init__"),
-    (torch.serialization, "_open_file_like"),
-]
+_CHOOSING = [_storage_utils, state_dict_saver, state_dict_loader]
+_CLASSES = [FileSystemReader, FileSystemWriter, FsspecReader, FsspecWriter]
+_REPLACED = {
+    *((module.__name__, "_storage_setup") for module in _CHOOSING),
+    *((f"{kind.__module__}.{kind.__name__}", "__init__") for kind in _CLASSES),
+}
+"""One function, in the three modules that have its name, and four constructors."""
 _PATIENCE = 150.0  # seconds
-_EXPERIMENTS = "torch.distributed.checkpoint._experimental"
-with contextlib.suppress(ImportError):  # which install would import
-    importlib.import_module(_EXPERIMENTS)
-
-
-def _current() -> dict:
-    """Every function, class and method of torch's checkpoint code."""
-    owners = [
-        module
-        for name, module in sys.modules.items()
-        if name.startswith(("torch.distributed.checkpoint", "torch.serialization"))
-    ]
-    for module in list(owners):
-        owners += [value for value in vars(module).values() if inspect.isclass(value)]
-    kinds = (types.FunctionType, type, classmethod, staticmethod, property)
-    return {
-        (owner, name): id(value)
-        for owner in owners
-        for name, value in vars(owner).items()
-        if isinstance(value, kinds)
-    }
-
-
-def _now(originals: dict) -> dict:
-    """The same of what was there then: other tests may have torch import more meanwhile."""
-    owners = {owner for owner, _ in originals}
-    return {pair: value for pair, value in _current().items() if pair[0] in owners}
 
 
 @pytest.fixture
-def originals() -> dict:
-    """What is there while nothing is installed."""
+def before() -> dict:
+    """Torch as it is while nothing is installed."""
     cloudckpt.install()  # imports what it changes
     cloudckpt.uninstall()
-    return _current()
+    return identities("torch")
+
+
+def _changed(before: dict) -> set:
+    now = identities("torch")
+    return {pair for pair, value in before.items() if now.get(pair) is not value}
+
+
+def test_five_functions_of_torch_are_replaced_once_and_given_back(before):
+    for _ in range(2):
+        cloudckpt.install()
+        once = identities("torch")
+        cloudckpt.install()
+        assert _changed(before) == _REPLACED
+        assert not _changed(once)
+        cloudckpt.uninstall()
+        cloudckpt.uninstall()
+        assert not _changed(before)
+
+
+_FRAMEWORK = """
+class Trainer:
+    def save_model(self, output_dir): ...
+    @classmethod
+    def load(cls, path): ...
+
+def save_pretrained(save_directory): ...
+"""
+
+
+class _Old:
+    """A finder as packages of long ago have them: without find_spec."""
+
+    def find_module(self, name, path=None): ...
+
+
+class _Counting:
+    """A finder that notes who is looked for, and finds nobody."""
+
+    def __init__(self):
+        self.names = []
+
+    def find_spec(self, name, path=None, target=None):
+        self.names.append(name)
+
+
+@pytest.mark.filterwarnings("ignore:.*find_spec.. not found:ImportWarning")
+def test_frameworks_and_imports_are_untouched_with_odd_finders(tmp_path, monkeypatch):
+    (tmp_path / "transformers").mkdir()
+    for name in ("__init__", "trainer", "modeling_utils"):
+        (tmp_path / "transformers" / f"{name}.py").write_text(_FRAMEWORK)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("transformers.trainer")
+    before = identities("transformers")
+    counting = _Counting()
+    finders = [_Old(), counting, *sys.meta_path, _Old()]
+    monkeypatch.setattr(sys, "meta_path", list(finders))
+    try:
+        cloudckpt.install()
+        later = importlib.import_module("transformers.modeling_utils")
+        assert identities("transformers").items() >= before.items()
+        for function in (later.save_pretrained, later.Trainer.save_model, later.Trainer.load):
+            assert function.__code__.co_filename == later.__file__
+        assert counting.names.count(later.__name__) == 1
+        assert sys.meta_path == finders
+    finally:
+        cloudckpt.uninstall()
+        for name in list(sys.modules):
+            if name.partition(".")[0] == "transformers":
+                del sys.modules[name]
 
 
 def test_stock_save_and_load_take_an_s3_uri(installed, s3):
@@ -93,55 +120,11 @@ def test_stock_save_and_load_take_an_s3_uri(installed, s3):
     assert cloudckpt.inspect(s3.uri).has_checksums
 
 
-def test_a_torch_without_the_experimental_api_takes_an_s3_uri_as_well(s3, monkeypatch):
-    for name in [_EXPERIMENTS, *sys.modules]:
-        if name.startswith(_EXPERIMENTS):
-            monkeypatch.setitem(sys.modules, name, None)
-    cloudckpt.install(config=s3.config)
-    try:
-        dcp.save({"t": numbered(10)}, checkpoint_id=s3.uri)
-        loaded = {"t": torch.zeros(10)}
-        dcp.load(loaded, checkpoint_id=s3.uri)
-    finally:
-        cloudckpt.uninstall()
-    assert_same(loaded["t"], numbered(10))
-
-
 def test_stock_async_save_in_a_thread_takes_an_s3_uri(installed, s3):
     dcp.async_save({"t": numbered(10)}, checkpoint_id=s3.uri).result(_PATIENCE)
     loaded = {"t": torch.zeros(10)}
     cloudckpt.load(loaded, checkpoint_id=s3.uri, config=s3.config)
     assert_same(loaded["t"], numbered(10))
-
-
-def _in_a_process(place: Place) -> None:
-    variables = {
-        "CLOUDCKPT_S3_ENDPOINT_URL": place.config.s3.endpoint_url,
-        "CLOUDCKPT_S3_ADDRESSING_STYLE": "path",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ.update(variables)
-    cloudckpt.install()
-    try:
-        for step in (1, 2):
-            state = {"t": numbered(10, first=step), f"rank {dist.get_rank()}": step}
-            dcp.async_save(
-                state,
-                checkpoint_id=place.uri,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            ).result(_PATIENCE)
-            loaded = {"t": torch.zeros(10), f"rank {dist.get_rank()}": None}
-            dcp.load(loaded, checkpoint_id=place.uri)
-            assert_same(loaded, state)
-    finally:
-        cloudckpt.uninstall()
-        for name in variables:
-            del os.environ[name]
-        _async_process_executor._CHECKPOINT_PROCESS = None  # which ends it
-
-
-def test_stock_async_save_in_a_process_takes_an_s3_uri(s3, ranks):
-    ranks(1, _in_a_process, s3)
 
 
 @pytest.mark.parametrize("as_path", [str, pathlib.Path])
@@ -198,71 +181,27 @@ def test_without_install_stock_torch_does_not_use_us(s3):
     assert not isinstance(found, cloudckpt.CloudStorageWriter)
 
 
-def test_installing_twice_is_installing_once(originals):
-    cloudckpt.install()
-    try:
-        once = _current()
-        cloudckpt.install()
-        assert _current() == once
-        where = [(owner, name) for owner, name in _NAMES if name != "_execute_save_impl"]
-        assert all(once[pair] != originals[pair] for pair in where)
-    finally:
-        cloudckpt.uninstall()
-    assert _now(originals) == originals
-
-
-def test_uninstalling_restores_torch_and_may_be_repeated(originals):
-    for _ in range(2):
-        cloudckpt.install()
-        cloudckpt.uninstall()
-        cloudckpt.uninstall()
-        assert _now(originals) == originals
-
-
-@pytest.mark.parametrize(("module", "name"), _NAMES, ids=lambda x: getattr(x, "__name__", x))
-def test_a_torch_without_a_private_name_is_refused_and_left_alone(
-    module, name, originals, monkeypatch
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        *((module, "_storage_setup") for module in _CHOOSING),
+        (filesystem, "FileSystemReader"),
+        (filesystem, "FileSystemWriter"),
+        (sys.modules[FsspecReader.__module__], "FsspecReader"),
+        (sys.modules[FsspecWriter.__module__], "FsspecWriter"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+@pytest.mark.parametrize("other", [None, lambda where, path: None])
+def test_a_torch_that_looks_otherwise_is_refused_and_left_alone(
+    module, name, other, before, monkeypatch
 ):
-    monkeypatch.delattr(module, name)
-    with pytest.raises(InstallError, match=name):
-        cloudckpt.install()
-    now = _now(originals)
-    assert now.get((module, name)) is None
-    assert {**now, (module, name): originals[module, name]} == originals
-
-
-def test_a_torch_with_another_signature_is_refused_and_left_alone(monkeypatch):
-    def changed(storage, checkpoint_id, *, reader=False, more=None):
-        raise AssertionError("not called")
-
-    monkeypatch.setattr(_storage_utils, "_storage_setup", changed)
-    before = _current()
-    with pytest.raises(InstallError, match="newer"):
-        cloudckpt.install()
-    assert _current() == before
-
-
-def test_a_torch_whose_writer_takes_another_path_is_refused_and_left_alone(monkeypatch):
-    monkeypatch.setattr(FileSystemWriter, "__init__", lambda self, where, path: None)
-    before = _current()
-    with pytest.raises(InstallError, match="newer"):
-        cloudckpt.install()
-    assert _current() == before
-
-
-def test_a_torch_that_opens_something_else_is_refused_and_left_alone(monkeypatch):
-    monkeypatch.setattr(torch.serialization, "_open_file_like", lambda buffer, mode: None)
-    before = _current()
-    with pytest.raises(InstallError, match=r"torch\.load"):
-        cloudckpt.install()
-    assert _current() == before
-
-
-def test_after_a_refusal_installing_works_once_the_name_is_back(originals):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(state_dict_saver, "_storage_setup")
-        with pytest.raises(InstallError):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, other)
+        otherwise = identities("torch")
+        with pytest.raises(InstallError, match=name):
             cloudckpt.install()
+        assert not _changed(otherwise)
     cloudckpt.install()
     cloudckpt.uninstall()
-    assert _now(originals) == originals
+    assert not _changed(before)

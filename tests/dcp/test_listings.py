@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.spec import AbstractFileSystem
-from torch.distributed.checkpoint import FileSystemWriter, _async_process_executor
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
@@ -153,28 +153,6 @@ def _on_each_rank(place: Place) -> None:
 
 def test_the_listing_of_each_rank_is_right(ranks, s3):
     ranks(2, _on_each_rank, s3)
-
-
-def _with_torchs_daemon(place: Place) -> None:
-    """As torchtitan's ``keep_latest_k``, whose first rank lists by fsspec between the saves."""
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    listing = Remembering(place)
-    cloudckpt.install(place.config)
-    try:
-        for step in ("step-1", "step-2", "step-3"):
-            listing.ls()
-            dcp.async_save(
-                _state(), checkpoint_id=place.at(step).uri, async_checkpointer_type=_PROCESS
-            ).result(_PATIENCE)
-            assert f"{step}/.metadata" in listing.ls()
-    finally:
-        cloudckpt.uninstall()
-        del os.environ["MASTER_ADDR"]
-        _async_process_executor._CHECKPOINT_PROCESS = None  # which ends it
-
-
-def test_what_torchs_daemon_has_saved_is_listed(ranks, s3):
-    ranks(1, _with_torchs_daemon, s3)
 
 
 def test_what_s3fs_lists_is_right(s3):

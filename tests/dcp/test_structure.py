@@ -140,17 +140,6 @@ def _save_in_the_background(place: Place, kind) -> None:
     dcp.async_save(state(), storage_writer=writer, async_checkpointer_type=kind).result(PATIENCE)
 
 
-def test_an_installed_cloudckpt_keeps_the_structure(s3, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3.config.s3.endpoint_url)
-    monkeypatch.setenv("CLOUDCKPT_S3_ADDRESSING_STYLE", "path")
-    cloudckpt.install()
-    try:
-        dcp.save(state(), checkpoint_id=s3.uri)
-    finally:
-        cloudckpt.uninstall()
-    assert_same(loaded(s3), state())
-
-
 def test_moments_of_an_optimizer_are_there_again(local):
     model, optimizer = trained()
     by_save({"optimizer": optimizer.state_dict()}, local)

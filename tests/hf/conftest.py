@@ -1,3 +1,3 @@
 """Places for models."""
 
-from dcp.conftest import installed, local, place, places, s3  # noqa: F401 - fixtures
+from dcp.conftest import local, place, places, s3  # noqa: F401 - fixtures

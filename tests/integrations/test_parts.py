@@ -32,7 +32,7 @@ def test_an_optimizer_has_the_states_that_were_saved_and_no_others(
     uri = f"file://{tmp_path}/step-1"
     model, optimizer = _made(momentum=0.9)
     _train(model, optimizer, *saved)
-    api.save(_parts(model, optimizer).state_dicts(Config()), checkpoint_id=uri)
+    api.save(_parts(model, optimizer).state_dicts(), checkpoint_id=uri)
 
     other, resumed = _made(momentum=0.9)
     _train(other, resumed, *loading)
@@ -50,7 +50,7 @@ def test_a_saved_state_that_would_be_left_out_is_refused_and_the_optimizer_stays
     uri = f"file://{tmp_path}/step-1"
     model, optimizer = _made(momentum=0.9)
     _train(model, optimizer, "a")
-    api.save(_parts(model, optimizer).state_dicts(Config()), checkpoint_id=uri)
+    api.save(_parts(model, optimizer).state_dicts(), checkpoint_id=uri)
 
     with pytest.raises(ConfigError, match=r"'a\.bias\.momentum_buffer' was saved, and SGD"):
         _parts(*_made()).load(uri, Config(), beside={})

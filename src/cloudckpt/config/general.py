@@ -124,9 +124,6 @@ class Config(Options):
     incremental: bool = option(
         False, "send only what the newest checkpoint in the folder lacks, and refer to the rest"
     )
-    peft_base: bool = option(
-        False, "have Lightning and Accelerate save the frozen weights of PEFT models, too"
-    )
     conditional_writes: Switch = option(
         "auto",
         "commit by conditional PUT; 'auto' tests stores that are not known to honour it, "

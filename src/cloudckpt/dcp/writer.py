@@ -146,7 +146,7 @@ class CloudStorageWriter(OurWriter):
             notes: Notes stored with the checkpoint; the coordinator's count.
             base: An earlier checkpoint in the same folder; bytes that it already has are not sent
                 again. With ``Config(incremental=True)`` the default is the newest one. torch's own
-                ``save`` sends everything, unless :func:`cloudckpt.install` was called.
+                ``save`` sends everything; :func:`cloudckpt.save` does not.
 
         Raises:
             ConfigError: If the notes can't be kept, or options or hook are something else.
@@ -344,8 +344,7 @@ class CloudStorageWriter(OurWriter):
             self.note_structure(planner.structure)
         if self.is_incremental and contents is None:
             logger.warning(
-                "%s: all of it is sent, as torch's own saver was called: call cloudckpt.save, or "
-                "cloudckpt.install() before",
+                "%s: all of it is sent, as torch's own saver was called: call cloudckpt.save",
                 self.uri,
             )
         written = self.send(plan, planner, contents=contents)

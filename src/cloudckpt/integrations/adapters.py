@@ -1,8 +1,7 @@
-"""Saves of PEFT models: the adapters and whatever else is trained, without the frozen base.
+"""The frozen base of PEFT models, which may be left out of a checkpoint.
 
-The code that makes the model loads the base from its original location, and the base is the same in
-every save. ``Config(peft_base=True)`` saves it all the same, for a base that is randomly
-initialized or was changed. A checkpoint that has the base is loaded with it, whatever the options.
+The code that makes such a model can load the base from where it came from. That is so unless the
+base was initialized randomly or changed: so it is saved, unless the user says otherwise.
 
 Nothing here imports PEFT: its models, and transformers models with adapters, are recognized by
 their ``peft_config``.
@@ -10,15 +9,18 @@ their ``peft_config``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from cloudckpt.config import Config
+from cloudckpt.dcp.meeting import Meeting
 
 __all__ = ["base_weights", "without_base"]
+
+logger = logging.getLogger("cloudckpt")
 
 _WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 """What torch adds to the names of parameters, but not to the keys of a state dict."""
@@ -47,7 +49,15 @@ def base_weights(model: Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def without_base(model: Module, state: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The part of a model's state dict to save."""
-    left_out: Collection[str] = () if config.peft_base else base_weights(model)
+def without_base(model: Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a model's state dict to save without the base; logs what is left out."""
+    left_out = base_weights(model) & state.keys()
+    nbytes = sum(state[name].numel() * state[name].element_size() for name in left_out)
+    if Meeting.of(None, False).rank == 0:
+        logger.info(
+            "%d frozen weights of the base model (%d bytes) are left out of the checkpoint, as "
+            "peft_base=False says: the model must have them before it is loaded",
+            len(left_out),
+            nbytes,
+        )
     return {name: value for name, value in state.items() if name not in left_out}

@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import Any
 
 import fsspec
-from fsspec.registry import _registry, known_implementations, registry
+from fsspec.registry import known_implementations, registry
 from fsspec.spec import AbstractFileSystem
 
 from cloudckpt.checkpoint.file_folder import MANIFEST
@@ -52,7 +52,6 @@ __all__ = [
     "S3FileSystem",
     "file_system",
     "register",
-    "unregister",
 ]
 
 _COMMITS = {METADATA, MANIFEST, "model.safetensors.index.json"}
@@ -380,48 +379,34 @@ def file_system(scheme: str, config: Config | None = None) -> _StoreFileSystem:
 # ---- who serves s3://, gs:// and az://
 
 _OURS = {kind.scheme: kind for kind in (S3FileSystem, GCSFileSystem, AzureFileSystem)}
-_names = {scheme: f"{kind.__module__}.{kind.__name__}" for scheme, kind in _OURS.items()}
-_replaced: dict[str, Any] = {}
 _installed: Config | None = None
 
 
 def register(config: Config | None = None) -> list[str]:
     """Serves ``s3``, ``gs`` and ``az`` to fsspec where no other package does.
 
-    A scheme is taken if the package that fsspec names for it (s3fs, gcsfs, adlfs) is installed, or
-    a class is registered. Nothing is imported to find out.
+    A scheme is taken unless the package that fsspec names for it (s3fs, gcsfs, adlfs) is installed,
+    or a class is registered. Nothing is imported to find out.
 
     Args:
-        config: Options of file systems that are made without any.
+        config: Options of file systems that are made without any, also of those made before.
 
     Returns:
-        The schemes that cloudckpt now serves.
+        The schemes that cloudckpt serves.
     """
     global _installed
     _installed = config
-    for scheme, name in _names.items():
-        if not _is_served(scheme, known_implementations.get(scheme, {}).get("class", "")):
-            _replaced[scheme] = known_implementations.get(scheme)
-            fsspec.register_implementation(scheme, name, clobber=True)
-    return sorted(_replaced)
+    return [scheme for scheme, ours in _OURS.items() if _serves(scheme, ours)]
 
 
-def unregister() -> None:
-    """Reverts :func:`register`; existing file systems stay as they are."""
-    global _installed
-    _installed = None
-    while _replaced:
-        scheme, before = _replaced.popitem()
-        if _registry.get(scheme) is _OURS[scheme]:
-            del _registry[scheme]
-        if before is None:
-            known_implementations.pop(scheme, None)
-        else:
-            known_implementations[scheme] = before
-
-
-def _is_served(scheme: str, name: str) -> bool:
-    if scheme in registry or name == _names[scheme]:
-        return True
-    package = name.partition(".")[0]
-    return bool(package) and importlib.util.find_spec(package) is not None
+def _serves(scheme: str, ours: type[_StoreFileSystem]) -> bool:
+    """Registers our class for a scheme unless another package serves it."""
+    if scheme in registry:
+        return registry[scheme] is ours
+    name = f"{ours.__module__}.{ours.__name__}"
+    known = known_implementations.get(scheme, {}).get("class", "")
+    package = known.partition(".")[0]
+    if known != name and package and importlib.util.find_spec(package) is not None:
+        return False
+    fsspec.register_implementation(scheme, name, clobber=True)
+    return True

@@ -16,8 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 from cloudckpt.config import Config
+from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import MissingDependencyError
-from cloudckpt.integrations.fabric import CloudCheckpointIO
+from cloudckpt.integrations.fabric import CloudCheckpointIO, DDPOnStores
 from cloudckpt.integrations.fsspec import register
 from cloudckpt.integrations.lightning_folder import may_be_removed, newest_in
 from cloudckpt.integrations.lightning_sharded import TrainerOnStores
@@ -26,7 +27,7 @@ from cloudckpt.integrations.parts import uri_of
 try:
     import fsspec
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 except ImportError as exc:
     raise MissingDependencyError(
         "cloudckpt.integrations.lightning needs Lightning's Trainer: pip install 'lightning>=2.5'"
@@ -34,6 +35,7 @@ except ImportError as exc:
 
 __all__ = [
     "CloudCheckpointIO",
+    "CloudDDPStrategy",
     "CloudFSDPMixin",
     "CloudFSDPStrategy",
     "CloudModelCheckpoint",
@@ -43,6 +45,10 @@ __all__ = [
 
 class CloudModelParallelStrategy(TrainerOnStores, ModelParallelStrategy):  # type: ignore[misc]
     """Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallelism) that also saves to URIs."""
+
+
+class CloudDDPStrategy(DDPOnStores, DDPStrategy):  # type: ignore[misc]
+    """Lightning's ``DDPStrategy`` that also saves to URIs."""
 
 
 class CloudFSDPMixin(TrainerOnStores):
@@ -110,6 +116,14 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         )
         if self._root is not None and self._root.startswith("file://"):
             self.dirpath = self._root  # Lightning has made it relative to the working directory
+
+    def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's; if the first rank can't look into the folder, all ranks raise."""
+        if self._root is None:
+            super().setup(trainer, *args, **kwargs)
+            return
+        setup = super().setup
+        Meeting.of(None, False).begin(lambda: setup(trainer, *args, **kwargs))
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         """The newest committed one, for ``ckpt_path="last"``; Lightning loses the scheme."""

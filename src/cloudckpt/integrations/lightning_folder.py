@@ -1,7 +1,4 @@
-"""The folder of Lightning's checkpoint callback on a URI: what is newest and what may be deleted.
-
-Nothing here imports Lightning, since the code serves both of its packages.
-"""
+"""The folder of Lightning's checkpoint callback on a URI: what is newest, what may be deleted."""
 
 from __future__ import annotations
 

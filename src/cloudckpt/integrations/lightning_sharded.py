@@ -1,8 +1,8 @@
 """Sharded checkpoints of Lightning on URIs: all ranks save their shards, in one commit.
 
-Nothing here imports Lightning, since the code serves both of its packages, ``lightning`` and
-``pytorch_lightning``. The classes here go before a Lightning strategy in the bases and pass paths
-on to it; or their methods are called with such a strategy and a URI.
+The classes here go before a Lightning strategy in the bases and pass paths on to it. Nothing here
+imports Lightning: a user may derive from the classes of ``pytorch_lightning`` and
+``lightning_fabric``, which have the same code under other names.
 """
 
 from __future__ import annotations
@@ -30,17 +30,24 @@ class FabricOnStores:
     """Makes Fabric's sharded strategies save to a URI: each rank its shards, in one commit."""
 
     config: Config | None = None
+    peft_base = True
 
-    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, config: Config | None = None, peft_base: bool = True, **kwargs: Any
+    ) -> None:
         """
         Args:
             *args: Lightning's.
             config: Options for saving and loading.
+            peft_base: Whether the frozen base of PEFT models is saved, and must be in what is
+                loaded. Without it, what is left out is logged, and a model keeps the base that it
+                has.
             **kwargs: Lightning's.
         """
         super().__init__(*args, **kwargs)
         if config is not None:
             self.config = config
+        self.peft_base = peft_base
 
     def save_checkpoint(
         self,
@@ -62,7 +69,7 @@ class FabricOnStores:
         _check_sharded(self, uri)
         if filter is not None:
             raise ConfigError("filter= is not for sharded checkpoints: leave it out", uri=uri)
-        parts = _parts(state, uri).state_dicts(config_of(self))
+        parts = _parts(state, uri).state_dicts(peft_base=self.peft_base)
         values = {key: _asked(value) for key, value in state.items() if key not in parts}
         if self.is_global_zero:  # type: ignore[attr-defined]
             parts[VALUES] = packed(values)
@@ -95,7 +102,13 @@ class FabricOnStores:
                 uri=uri,
             )
         parts = _parts(state, uri)
-        values = parts.load(uri, config_of(self), strict=strict, weights_only=weights_only)
+        values = parts.load(
+            uri,
+            config_of(self),
+            strict=strict,
+            peft_base=self.peft_base,
+            weights_only=weights_only,
+        )
         for key, value in state.items():
             if isinstance(value, (Module, Optimizer)):
                 continue
@@ -119,12 +132,14 @@ class TrainerOnStores:
     """Makes the Trainer's sharded strategies save to a URI: each rank its shards, in one commit."""
 
     config: Config | None = None
+    peft_base = True
     saves: Saves | None = None  # in the background
 
     def __init__(
         self,
         *args: Any,
         config: Config | None = None,
+        peft_base: bool = True,
         asynchronous: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -132,6 +147,7 @@ class TrainerOnStores:
         Args:
             *args: Lightning's.
             config: Options for saving and loading.
+            peft_base: As for :class:`FabricOnStores`.
             asynchronous: Whether a save copies the state and continues in the background. A failure
                 is then raised by the next save, or at the end, on all ranks.
             **kwargs: Lightning's.
@@ -139,6 +155,7 @@ class TrainerOnStores:
         super().__init__(*args, **kwargs)
         if config is not None:
             self.config = config
+        self.peft_base = peft_base
         if asynchronous:
             self.saves = Saves(config_of(self), asynchronous=True)
 
@@ -161,18 +178,18 @@ class TrainerOnStores:
         refuse_storage_options(storage_options, uri)
         _check_sharded(self, uri)
         values = dict(checkpoint)
-        module = self.lightning_module  # type: ignore[attr-defined]
-        model = without_base(module, values.pop("state_dict"), config_of(self))
+        model = values.pop("state_dict")
+        if not self.peft_base:
+            model = without_base(self.lightning_module, model)  # type: ignore[attr-defined]
         parts: dict[str, Any] = {"state_dict": model}
         for index, state in enumerate(values.pop("optimizer_states", [])):
             parts[f"optimizer_{index}"] = state
         if self.is_global_zero:  # type: ignore[attr-defined]
             parts[VALUES] = packed(values)
-        saves = getattr(self, "saves", None)
-        if saves is None:
+        if self.saves is None:
             api.save(parts, checkpoint_id=uri, config=config_of(self))
         else:
-            saves.save(parts, uri)
+            self.saves.save(parts, uri)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -189,8 +206,8 @@ class TrainerOnStores:
         if uri is None:
             more = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.6
             return dict(super().load_checkpoint(checkpoint_path, **more))  # type: ignore[misc]
-        if (saves := getattr(self, "saves", None)) is not None:
-            saves.finish()
+        if self.saves is not None:
+            self.saves.finish()
         module = self.lightning_module  # type: ignore[attr-defined]
         model = self.model  # type: ignore[attr-defined]
         is_fitting = module.trainer.state.fn == "fit"
@@ -199,8 +216,13 @@ class TrainerOnStores:
             {"state_dict": model},
             {f"optimizer_{index}": (model, one) for index, one in enumerate(optimizers)},
         )
-        strict = module.strict_loading
-        return parts.load(uri, config_of(self), strict=strict, weights_only=weights_only)
+        return parts.load(
+            uri,
+            config_of(self),
+            strict=module.strict_loading,
+            peft_base=self.peft_base,
+            weights_only=weights_only,
+        )
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint if it exists; only the first rank does so."""

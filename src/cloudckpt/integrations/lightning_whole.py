@@ -1,7 +1,6 @@
 """Whole checkpoints of Lightning on URIs, for strategies that do not shard.
 
-Nothing here imports Lightning, since the code serves both of its packages, ``lightning`` and
-``pytorch_lightning``.
+Nothing here imports Lightning, as in :mod:`.lightning_sharded`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["WholeOnStores", "config_of", "refuse_storage_options"]
 class WholeOnStores:
     """Makes Lightning's plugin save to a URI: one process saves, tensor by tensor.
 
-    It goes before a Lightning plugin in the bases, which handles paths; alone it takes URIs only.
+    It goes before a Lightning plugin in the bases, which handles paths.
     """
 
     def __init__(self, config: Config | None = None, *, asynchronous: bool = False) -> None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
-from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError, MissingKeyError
 from cloudckpt.integrations import optimizer_states
 from cloudckpt.integrations.adapters import base_weights, without_base
 from cloudckpt.runs.catalog import Run
@@ -55,11 +55,16 @@ class Parts:
         self._models = models
         self._optimizers = optimizers
 
-    def state_dicts(self, config: Config) -> dict[str, Any]:
-        """What to save of each, by name; a collective call."""
+    def state_dicts(self, *, peft_base: bool = True) -> dict[str, Any]:
+        """What to save of each, by name; a collective call.
+
+        Args:
+            peft_base: Whether the frozen base of PEFT models is saved; what is left out is logged.
+        """
         found: dict[str, Any] = {}
         for name, model in self._models.items():
-            found[name] = without_base(model, get_model_state_dict(model), config)
+            state = get_model_state_dict(model)
+            found[name] = state if peft_base else without_base(model, state)
         for name, (model, optimizer) in self._optimizers.items():
             found[name] = optimizer_states.taken(model, optimizer)
         return found
@@ -71,6 +76,7 @@ class Parts:
         *,
         beside: Mapping[str, Any] | None = None,
         strict: bool = True,
+        peft_base: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Loads them in place, on any number of ranks; a collective call.
@@ -80,12 +86,15 @@ class Parts:
             config: Options.
             beside: What else to load, instead of the values.
             strict: Whether all of them must be in the checkpoint.
+            peft_base: Whether that includes the frozen base of PEFT models. Without it, a model
+                keeps the base that it has where the checkpoint has none.
             weights_only: With False, pickles in the checkpoint may run any code.
 
         Returns:
             The values saved beside them, if these were loaded.
 
         Raises:
+            MissingKeyError: If ``strict``, and the checkpoint lacks some of them.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         buffer = io.BytesIO()
@@ -95,6 +104,8 @@ class Parts:
         )
         wanted: dict[str, Any] = {}
         lacking = self._lacking(there)
+        if strict and peft_base:
+            _require_base(lacking, uri)
         for name, model in self._models.items():
             weights = get_model_state_dict(model)
             left_out = lacking.get(name, set())
@@ -124,7 +135,7 @@ class Parts:
         return unpacked(None if found is buffer else found, weights_only)
 
     def _lacking(self, there: Collection[str]) -> dict[str, set[str]]:
-        """By model, where there are any: the frozen weights that a checkpoint was saved without."""
+        """By model, where there are any: the frozen base weights that a checkpoint lacks."""
         lacking = {
             name: {weight for weight in base_weights(model) if f"{name}.{weight}" not in there}
             for name, model in self._models.items()
@@ -140,6 +151,16 @@ class Parts:
         for name, (_, optimizer) in self._optimizers.items():
             saved = _below(f"{name}.state.", there)
             optimizer_states.check_room(wanted[name], optimizer, saved, uri, name)
+
+
+def _require_base(lacking: Mapping[str, set[str]], uri: str) -> None:
+    for name, weights in lacking.items():
+        raise MissingKeyError(
+            f"{len(weights)} frozen weights of the base model are not in the checkpoint; if the "
+            "model has the right ones already, pass peft_base=False",
+            uri=uri,
+            item=f"{name}.{min(weights)}",
+        )
 
 
 def _below(prefix: str, names: Collection[str]) -> set[str]:

@@ -1,21 +1,21 @@
 """Ray Train V2: reports checkpoints that are already in the run's storage, without copying them.
 
-Each worker saves with :func:`cloudckpt.save` beneath :func:`run_uri`, and reports the location. Ray
-removes what ``num_to_keep`` does not keep, and returns the newest checkpoint after a crash.
+Each worker saves with :func:`cloudckpt.save` beneath :func:`run_uri`, and reports the location::
 
-``ray.train.report`` copies what it is given, and in the background removes the original afterwards.
-For the results of :func:`checkpoint`, and nothing else, it does neither: Ray accepts an upload
-function, and the one passed here does nothing.
+    ray.train.report(
+        {"loss": loss}, checkpoint=checkpoint(uri), checkpoint_upload_fn=checkpoint_upload_fn
+    )
 
-Tested with ray 2.60.
+Ray removes what ``num_to_keep`` does not keep, and returns the newest checkpoint after a crash.
+``checkpoint(uri)`` is a reference, with nothing that Ray could copy, or delete once it has been
+"uploaded"; :func:`checkpoint_upload_fn` makes it a checkpoint in Ray's storage. Nothing of Ray is
+changed. Tested with ray 2.60.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NoReturn
 
 from cloudckpt.checkpoint.references import commit_at
 from cloudckpt.config import Config
@@ -27,15 +27,14 @@ from cloudckpt.uri import CheckpointURI, URILike
 
 try:
     import ray.train
+    from fsspec.spec import AbstractFileSystem
     from pyarrow.fs import FSSpecHandler, PyFileSystem
-    from ray.train.v2._internal.execution.context import TrainContext
-    from ray.train.v2.api.report_config import CheckpointUploadMode
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
         "this needs Ray Train V2: pip install 'ray[train]>=2.60'", cause=error
     ) from error
 
-__all__ = ["checkpoint", "run_uri", "storage", "uri_of"]
+__all__ = ["checkpoint", "checkpoint_upload_fn", "run_uri", "storage", "uri_of"]
 
 _SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az", "local": "file"}
 """pyarrow's names for file systems, and their schemes here."""
@@ -73,14 +72,14 @@ def run_uri() -> str:
 
 
 def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
-    """Wraps a checkpoint beneath :func:`run_uri` for ``ray.train.report``.
+    """A reference to a checkpoint beneath :func:`run_uri`, for ``ray.train.report``.
+
+    Pass ``checkpoint_upload_fn=checkpoint_upload_fn`` with it.
 
     Args:
         uri: The checkpoint.
         written: The future of a background save. The report waits for it, in one of Ray's threads
             with ``checkpoint_upload_mode=CheckpointUploadMode.ASYNC``, and fails if the save does.
-            It also fails for a checkpoint saved with ``incremental=True`` if Ray does not use
-            :func:`storage`, since Ray would delete what later checkpoints refer to.
 
     Raises:
         ConfigError: If it is elsewhere: Ray would neither take nor remove it.
@@ -88,8 +87,38 @@ def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
     location, run = str(CheckpointURI.parse(uri)), run_uri()
     if not location.startswith(f"{run}/"):
         raise ConfigError(f"Ray manages what is beneath {run}: save there", uri=location)
-    _lead_reports()
-    return _Stored(location.partition("://")[2], _storage().storage_filesystem, written)
+    return _Reference(location, written)
+
+
+def checkpoint_upload_fn(reported: Any, name: str) -> Any:
+    """Makes a reference a checkpoint in Ray's storage, once it is written; Ray calls it.
+
+    Args:
+        reported: The result of :func:`checkpoint`.
+        name: Ray's name for it, which it does not get.
+
+    Raises:
+        ConfigError: If it is something else, or was saved with ``incremental=True`` while Ray does
+            not use :func:`storage`, since Ray would delete what later checkpoints refer to.
+        CloudCheckpointError: If the save failed.
+    """
+    if not isinstance(reported, _Reference):
+        raise ConfigError("report the result of cloudckpt.integrations.ray.checkpoint(uri)")
+    if reported.written is not None:
+        reported.written.result()
+    uri, files = CheckpointURI.parse(reported.path), _storage().storage_filesystem
+    is_by_pyarrow = not str(files.type_name).startswith(_OURS)
+    if is_by_pyarrow and ray.train.get_context().get_world_rank() == 0:
+        config = chosen_config() or Config()
+        commit = commit_at(open_store(uri, config), uri, Retrier(config.retry))
+        if commit is not None and commit.has_digests:
+            raise ConfigError(
+                "it was saved with incremental=True, and Ray deletes checkpoints by pyarrow, with "
+                "what later ones refer to: give RunConfig(**storage(uri)) instead of storage_path, "
+                "or save without it",
+                uri=str(uri),
+            )
+    return ray.train.Checkpoint(str(uri).partition("://")[2], files)
 
 
 def uri_of(found: Any) -> str:
@@ -97,62 +126,34 @@ def uri_of(found: Any) -> str:
     return _uri(found.filesystem, found.path)
 
 
-class _Stored(ray.train.Checkpoint):  # type: ignore[misc]
-    """A checkpoint already in Ray's storage; in other processes a plain Ray checkpoint."""
-
-    def __init__(self, path: str, filesystem: Any, written: Future[Any] | None) -> None:
-        super().__init__(path, filesystem)
+class _Reference(ray.train.Checkpoint):  # type: ignore[misc]
+    def __init__(self, uri: str, written: Future[Any] | None) -> None:
+        super().__init__(uri, PyFileSystem(FSSpecHandler(_Nothing())))
         self.written = written
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ray.train.Checkpoint, (self.path, self.filesystem)
 
+class _Nothing(AbstractFileSystem):  # type: ignore[misc]
+    """Where a reference seems to be: nothing there can be read, and deleting does nothing.
 
-def _when_written(stored: _Stored, name: str) -> _Stored:
-    """Replaces the upload: returns the checkpoint as soon as it is written.
-
-    Raises:
-        ConfigError: If Ray would delete all of it through pyarrow, though a later checkpoint may
-            refer to it.
+    With ``CheckpointUploadMode.ASYNC``, Ray deletes what was reported once it is uploaded.
     """
-    if stored.written is not None:
-        stored.written.result()
-    is_by_pyarrow = not str(stored.filesystem.type_name).startswith(_OURS)
-    if is_by_pyarrow and ray.train.get_context().get_world_rank() == 0:
-        uri, config = CheckpointURI.parse(uri_of(stored)), chosen_config() or Config()
-        said = commit_at(open_store(uri, config), uri, Retrier(config.retry))
-        if said is not None and said.has_digests:
-            raise ConfigError(
-                "it was saved with incremental=True, and Ray deletes checkpoints by pyarrow, with "
-                "what later ones refer to: give RunConfig(**storage(uri)) instead of storage_path, "
-                "or save without it",
-                uri=str(uri),
-            )
-    return stored
 
+    cachable = False
 
-@functools.cache
-def _lead_reports() -> None:
-    """Makes ``report`` in this process take checkpoints that are already stored as they are."""
-    original = TrainContext.report
-    signature = inspect.signature(original)
-    needed = {"checkpoint_upload_fn", "delete_local_checkpoint_after_upload"}
-    if not needed <= {*signature.parameters}:
-        raise MissingDependencyError(
-            f"ray {ray.__version__} reports otherwise than this cloudckpt knows: take ray 2.60"
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "size": 0, "type": "directory"}
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None: ...
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> NoReturn:
+        raise ConfigError(
+            "Ray would copy it: pass checkpoint_upload_fn= of cloudckpt.integrations.ray to "
+            "ray.train.report",
+            uri=path,
         )
 
-    @functools.wraps(original)
-    def report(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
-        if isinstance(given.get("checkpoint"), _Stored):
-            given["checkpoint_upload_fn"] = _when_written
-            given["delete_local_checkpoint_after_upload"] = False
-            if given.get("checkpoint_upload_mode") is CheckpointUploadMode.NO_UPLOAD:
-                given["checkpoint_upload_mode"] = CheckpointUploadMode.SYNC
-        original(**given)
-
-    TrainContext.report = report
+    def find(self, path: str, *_: Any, **__: Any) -> NoReturn:
+        self.ls(path)
 
 
 def _storage() -> Any:
