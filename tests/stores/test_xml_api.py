@@ -5,6 +5,7 @@ import tracemalloc
 import pytest
 
 from cloudckpt.errors import ServerError
+from cloudckpt.stores.rest import reading
 from cloudckpt.stores.xml_api import error_fields, text, unqualified
 
 URI = "s3://bucket/run"
@@ -45,7 +46,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
 def test_an_answer_that_is_no_answer_is_a_named_error(body):
-    with pytest.raises(ServerError, match="not the XML it should be") as caught:
+    with pytest.raises(ServerError, match="not what it should be") as caught, reading(URI):
         unqualified(body, URI)
     assert caught.value.uri == URI
 

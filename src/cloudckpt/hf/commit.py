@@ -351,7 +351,7 @@ def look_for_older(uri: CheckpointURI, config: Config) -> dict[str, ObjectInfo]:
     below = uri.key("")
     found: dict[str, ObjectInfo] = {}
     for prefix in (SINGLE_FILE, "model-", "shard-"):  # index first: then its files exist
-        for info in retrier.call(lambda: list(store.list(below + prefix))):  # noqa: B023
+        for info in store.list(below + prefix, retrier.call):
             name = info.key.removeprefix(below)
             if name == INDEX or _is_usual(name):
                 found[name] = info

@@ -11,10 +11,11 @@ import base64
 import binascii
 import contextlib
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 from urllib.parse import quote, unquote, urlencode
 from xml.etree.ElementTree import Element
 
@@ -61,6 +62,8 @@ from cloudckpt.stores.rest import (
 from cloudckpt.stores.xml_api import text, unqualified
 
 __all__ = ["AzureStore"]
+
+P = TypeVar("P")
 
 # https://learn.microsoft.com/azure/storage/blobs/scalability-targets
 _MAX_PUT = 5000 * 1024**2
@@ -241,10 +244,8 @@ class AzureStore(RestStore):
         """The uploads that Azure has blocks of, and those begun here."""
         known = list(self._begun.values())  # at once, since other threads begin and end uploads
         begun = {upload.id: upload for upload in known if upload.key.startswith(prefix)}
-        pages = self._pages(prefix, retry, {"include": "uncommittedblobs"})
-        for name, properties in chain.from_iterable(map(_blobs, pages)):
-            if text(properties, "Content-Length") not in ("", "0"):
-                continue  # completed
+        pages = self._pages(prefix, retry, {"include": "uncommittedblobs"}, _uncommitted)
+        for name in chain.from_iterable(pages):
             for upload_id in retry(partial(self._uploads_of, name)):
                 yield begun.pop(upload_id, Upload(name, upload_id, 0))
         yield from begun.values()
@@ -255,10 +256,10 @@ class AzureStore(RestStore):
         try:
             with self.exchange("GET", url, {}, key=key) as reply:
                 page = unqualified(reply.read_all(), self.uri(key), "BlockList")
+                blocks = page.iterfind("UncommittedBlocks/Block")
+                return sorted({_upload_of(text(block, "Name")) for block in blocks})
         except ObjectNotFoundError:
             return []  # completed or discarded since the listing
-        blocks = page.iterfind("UncommittedBlocks/Block")
-        return sorted({_upload_of(text(block, "Name")) for block in blocks})
 
     def _check_open(self, upload: Upload) -> None:
         """Keeps a late part from bringing back a discarded upload."""
@@ -275,16 +276,17 @@ class AzureStore(RestStore):
             return self._described(reply, key)
 
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
-        for page in self._pages(prefix, retry, {}):
-            yield from map(_found, _blobs(page))
+        for page in self._pages(prefix, retry, {}, _objects):
+            yield from page
 
     def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
-        for page in self._pages(prefix, retry, {"delimiter": "/"}):
-            yield from map(_found, _blobs(page))
-            for folder in page.iterfind("Blobs/BlobPrefix"):
-                yield _name(folder).removeprefix(prefix).rstrip("/")
+        for objects, folders in self._pages(prefix, retry, {"delimiter": "/"}, _level):
+            yield from objects
+            yield from (folder.removeprefix(prefix).rstrip("/") for folder in folders)
 
-    def _pages(self, prefix: str, retry: Retry, query: Mapping[str, str]) -> Iterator[Element]:
+    def _pages(
+        self, prefix: str, retry: Retry, query: Mapping[str, str], read: Callable[[Element], P]
+    ) -> Iterator[P]:
         """The pages of a listing; Azure's SDK takes eight times as long to read them."""
         query = {
             "restype": "container",
@@ -294,13 +296,13 @@ class AzureStore(RestStore):
             **query,
         }
 
-        def ask(marks: tuple[str, ...]) -> tuple[Element, tuple[str, ...] | None]:
+        def ask(marks: tuple[str, ...]) -> tuple[P, tuple[str, ...] | None]:
             more = {"marker": marks[0]} if marks else {}
             url = f"{self._access.url}?{encode_query({**query, **more})}"
             with self.exchange("GET", url, {}, key=prefix) as reply:
                 page = unqualified(reply.read_all(), self.uri(prefix), "EnumerationResults")
-            marker = page.findtext("NextMarker")
-            return page, (marker,) if marker else None
+                marker = page.findtext("NextMarker")
+                return read(page), (marker,) if marker else None
 
         return all_pages(self.uri(prefix), ask, retry)
 
@@ -394,11 +396,25 @@ def _blobs(page: Element) -> Iterator[tuple[str, Element]]:
             yield _name(blob), properties
 
 
-def _found(blob: tuple[str, Element]) -> ObjectInfo:
-    name, properties = blob
-    tag = text(properties, "Etag").strip('"')
-    size, modified = text(properties, "Content-Length"), text(properties, "Last-Modified")
-    return ObjectInfo(name, int(size), f'"{tag}"', modified=http_date(modified))
+def _objects(page: Element) -> list[ObjectInfo]:
+    """The blobs that a page lists."""
+    found = []
+    for name, properties in _blobs(page):
+        tag = text(properties, "Etag").strip('"')
+        size, modified = text(properties, "Content-Length"), text(properties, "Last-Modified")
+        found.append(ObjectInfo(name, int(size), f'"{tag}"', modified=http_date(modified)))
+    return found
+
+
+def _level(page: Element) -> tuple[list[ObjectInfo], list[str]]:
+    """The blobs and the folders that a page lists."""
+    return _objects(page), [_name(folder) for folder in page.iterfind("Blobs/BlobPrefix")]
+
+
+def _uncommitted(page: Element) -> list[str]:
+    """The names of the blobs that a page lists and that have no content yet."""
+    sizes = [(name, text(properties, "Content-Length")) for name, properties in _blobs(page)]
+    return [name for name, size in sizes if size in ("", "0")]
 
 
 def _name(blob: Element) -> str:

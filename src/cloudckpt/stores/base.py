@@ -124,6 +124,11 @@ class ObjectInfo:
     modified: float | None = field(default=None, compare=False)
     attempt: str = field(default="", compare=False)
     arrived: float | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.size < 1 << 63:
+            raise ValueError(f"no object has {self.size} bytes")
+
     answered: float | None = field(default=None, compare=False)
 
     @property

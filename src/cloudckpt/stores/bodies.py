@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import socket
 import ssl
 import sys
@@ -18,7 +19,7 @@ from cloudckpt.stores.base import Body, Progress
 from cloudckpt.stores.long_reads import TLSSocket
 from cloudckpt.stores.watch import Counter, LateError, Watch
 
-__all__ = ["STEP", "Reply", "StoppedError", "cut", "steps"]
+__all__ = ["STEP", "Reply", "StoppedError", "cut", "steps", "whole_number"]
 
 _PIECE = 64 * 1024
 _MOST_ERROR_BYTES = 64 * 1024
@@ -33,6 +34,10 @@ _SMALL = 64 * 1024
 _GATHER = 256 * 1024
 
 
+# the last two are what http.client makes of sizes of chunks that are none
+_BROKEN = (OSError, http.client.HTTPException, ValueError, OverflowError)
+
+
 def cut(view: memoryview) -> Iterator[memoryview]:
     """A view in steps."""
     for start in range(0, view.nbytes, STEP):
@@ -40,14 +45,14 @@ def cut(view: memoryview) -> Iterator[memoryview]:
 
 
 class StoppedError(Exception):
-    """Carries what ``progress`` raised past urllib3, which would take an OSError for its own."""
+    """Carries what ``progress`` raised past who would take it for an error of their own."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
-def steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes]:
-    """Cuts large views into steps and gathers small ones, which would cost a call each."""
+def _reporting(progress: Progress | None) -> Progress:
+    """Calls ``progress``; what it raises is told from what a connection or an answer raises."""
 
     def moved(count: int) -> None:
         if progress is not None:
@@ -56,6 +61,20 @@ def steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes]
             except BaseException as error:
                 raise StoppedError(error) from error
 
+    return moved
+
+
+_WHOLE = re.compile("[0-9]{1,18}")
+
+
+def whole_number(text: str | None) -> int | None:
+    """A size in bytes as an answer spells it; None if it is none that an object can have."""
+    return int(text) if text is not None and _WHOLE.fullmatch(text) else None
+
+
+def steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes]:
+    """Cuts large views into steps and gathers small ones, which would cost a call each."""
+    moved = _reporting(progress)
     gathered: list[memoryview] = []
     waiting = 0
     for view in body:
@@ -101,8 +120,7 @@ class Reply:
     @property
     def length(self) -> int | None:
         """The announced size of the body in bytes."""
-        text = self.headers.get("Content-Length")
-        return int(text) if text is not None and text.isdigit() else None
+        return whole_number(self.headers.get("Content-Length"))
 
     @property
     def tls(self) -> tuple[str, str] | None:
@@ -125,13 +143,13 @@ class Reply:
         Raises:
             ConnectionLostError: If the body ends early or stalls; ``received`` says what arrived.
         """
-        received = 0
+        received, moved = 0, _reporting(progress)
         for piece in (piece for view in views for piece in cut(view)):
             left = piece
             while left.nbytes:
                 try:
                     count = self._step(left)
-                except (OSError, http.client.HTTPException) as exc:
+                except _BROKEN as exc:
                     raise ConnectionLostError(
                         f"the connection broke after {received} bytes", received=received, cause=exc
                     ) from exc
@@ -141,13 +159,12 @@ class Reply:
                     )
                 left = left[count:]
                 received += count
-                if progress is not None:
-                    progress(count)
+                moved(count)
 
     def read(self, limit: int = _MOST_ERROR_BYTES) -> bytes:
         """What arrives of the body of a short answer, at most ``limit`` bytes."""
         data = bytearray()
-        with contextlib.suppress(OSError, http.client.HTTPException):
+        with contextlib.suppress(*_BROKEN):
             self._receive(data, limit)
         return bytes(data)
 
@@ -178,7 +195,7 @@ class Reply:
         receive = self._receive_chunks if self._raw.chunked else self._receive
         try:
             receive(data, limit)
-        except (OSError, http.client.HTTPException) as exc:
+        except _BROKEN as exc:
             raise ConnectionLostError(
                 f"the connection broke after {len(data)} bytes", cause=exc
             ) from exc

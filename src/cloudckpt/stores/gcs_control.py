@@ -27,7 +27,7 @@ from cloudckpt.stores.sdk import SdkCalls
 
 __all__ = ["Control"]
 
-_Page = tuple[Sequence[Any], Sequence[str]]
+_Page = tuple[Sequence[ObjectInfo | str], Sequence[str]]
 _LISTED = "name,size,generation,updated"
 
 
@@ -78,21 +78,18 @@ class Control:
     def list(self, prefix: str, retry: Retry) -> Iterator[ObjectInfo]:
         """The objects whose key begins with ``prefix``, page by page."""
         for page, _ in self._pages(prefix, retry, fields=f"items({_LISTED}),nextPageToken"):
-            yield from (self._found(blob, retry) for blob in page)
+            yield from (self._whole(found, retry) for found in page)
 
     def list_level(self, prefix: str, retry: Retry) -> Iterator[ObjectInfo | str]:
         """The objects and the folders directly beneath ``prefix``, page by page."""
         fields = f"items({_LISTED}),prefixes,nextPageToken"
         for page, folders in self._pages(prefix, retry, delimiter="/", fields=fields):
-            yield from (self._found(blob, retry) for blob in page)
+            yield from (self._whole(found, retry) for found in page)
             for folder in folders:
                 yield folder.removeprefix(prefix).rstrip("/")
 
-    def _found(self, blob: Any, retry: Retry) -> ObjectInfo:
-        if blob.generation is None or blob.size is None:  # an emulator may leave them out
-            return retry(lambda: self._store.head(blob.name))
-        modified = blob.updated.timestamp() if blob.updated else None
-        return ObjectInfo(blob.name, blob.size, str(blob.generation), modified=modified)
+    def _whole(self, found: ObjectInfo | str, retry: Retry) -> ObjectInfo:
+        return found if isinstance(found, ObjectInfo) else retry(lambda: self._store.head(found))
 
     def _pages(self, prefix: str, retry: Retry, **wanted: str) -> Iterator[_Page]:
         """The objects and the folders of each page."""
@@ -106,9 +103,9 @@ class Control:
                     retry=None,
                     **wanted,
                 )
-                page = list(next(found.pages, ()))
-            token = found.next_page_token
-            return (page, sorted(found.prefixes)), (token,) if token else None
+                page = list(map(_found, next(found.pages, ())))
+                token = found.next_page_token
+                return (page, sorted(found.prefixes)), (token,) if token else None
 
         return all_pages(self._store.uri(prefix), ask, retry)
 
@@ -146,13 +143,13 @@ class Control:
                     raise
                 if token is None:
                     break
-        uri = self._store.uri(key)
-        if not target.generation:
-            raise ConnectionLostError("the answer lacks the generation", uri=uri)
-        if target.size != found.size:
-            raise ServerError(f"{found.size} bytes were copied, but {target.size} stored", uri=uri)
-        crc32c = parse_crc32c(f"crc32c={target.crc32c or ''}")
-        return ObjectInfo(key, found.size, str(target.generation), crc32c)
+            uri, size, version = self._store.uri(key), target.size, target.generation
+            if not version:
+                raise ConnectionLostError("the answer lacks the generation", uri=uri)
+            if size != found.size:
+                raise ServerError(f"{found.size} bytes were copied, but {size} stored", uri=uri)
+            crc32c = parse_crc32c(f"crc32c={target.crc32c or ''}")
+            return ObjectInfo(key, size, str(version), crc32c)
 
     def _new(self, key: str, attempt: str) -> Any:
         """A blob with what new objects get, and the name of the write."""
@@ -171,21 +168,34 @@ class Control:
         try:
             with self._calls.about(""):
                 bucket.reload(retry=None)
+                return _rules_of(bucket, prefix)
         except StoreError:
             return BucketRules(unread=("versioning, retention and lifecycle rules",))
-        keeps = ["older versions"] if bucket.versioning_enabled else []
-        if bucket.retention_period:
-            keeps.append(f"everything for {bucket.retention_period / _DAY:g} days (retention)")
-        soft = bucket.soft_delete_policy.retention_duration_seconds
-        if soft:
-            keeps.append(f"what is deleted for {int(soft) / _DAY:g} days (soft delete)")
-        days = [
-            rule["condition"]["age"]
-            for rule in bucket.lifecycle_rules
-            if rule["action"]["type"] == "AbortIncompleteMultipartUpload"
-            and prefix.startswith(tuple(rule["condition"].get("matchesPrefix", ("",))))
-        ]
-        return BucketRules(keeps=tuple(keeps), ends_uploads=min(days, default=None))
+
+
+def _found(blob: Any) -> ObjectInfo | str:
+    """An object as a listing describes it; its key if an emulator has left the rest out."""
+    if blob.generation is None or blob.size is None:
+        return str(blob.name)
+    modified = blob.updated.timestamp() if blob.updated else None
+    return ObjectInfo(str(blob.name), blob.size, str(blob.generation), modified=modified)
+
+
+def _rules_of(bucket: Any, prefix: str) -> BucketRules:
+    """What a bucket keeps, and whether it ends uploads under a prefix."""
+    keeps = ["older versions"] if bucket.versioning_enabled else []
+    if bucket.retention_period:
+        keeps.append(f"everything for {bucket.retention_period / _DAY:g} days (retention)")
+    soft = bucket.soft_delete_policy.retention_duration_seconds
+    if soft:
+        keeps.append(f"what is deleted for {int(soft) / _DAY:g} days (soft delete)")
+    days = [
+        rule["condition"]["age"]
+        for rule in bucket.lifecycle_rules
+        if rule["action"]["type"] == "AbortIncompleteMultipartUpload"
+        and prefix.startswith(tuple(rule["condition"].get("matchesPrefix", ("",))))
+    ]
+    return BucketRules(keeps=tuple(keeps), ends_uploads=min(days, default=None))
 
 
 class _Session:

@@ -149,5 +149,5 @@ def _fields(body: bytes) -> tuple[str, str]:
         first = (error.get("errors") or [{}])[0]
         reason = first.get("reason") or error.get("status") or ""
         return str(reason), str(error.get("message", ""))
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return "", ""

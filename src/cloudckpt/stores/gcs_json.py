@@ -26,7 +26,7 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, Progress, nbytes, random_suffix
-from cloudckpt.stores.bodies import Reply
+from cloudckpt.stores.bodies import Reply, whole_number
 from cloudckpt.stores.rest import RestStore, encode_query, http_date, iso_date
 
 __all__ = [
@@ -171,11 +171,11 @@ class JsonObjects:
             _of_payload(progress, len(head), size),
             key=key,
         ) as reply:
-            resource = self._answer(reply, key)
-        if size == 0:  # which an answer may leave out, see _size
-            resource = {"size": 0, **resource}
-        with carried_out():
-            found = self._stored(resource, key)
+            resource = _answer(reply)
+            if size == 0:  # which an answer may leave out, see _size
+                resource = {"size": 0, **resource}
+            with carried_out():
+                found = self._stored(resource, key)
         if found.size != size:
             raise ServerError(
                 f"{size} bytes were sent, but {found.size} stored", uri=self._store.uri(key)
@@ -190,9 +190,8 @@ class JsonObjects:
         """
         url = self.url(key, {"fields": _RESOURCE})
         with self._store.exchange("GET", url, {}, key=key) as reply:
-            resource = self._answer(reply, key)
             answered = http_date(reply.headers.get("Date", ""))
-        return dataclasses.replace(self._parse(resource, key), answered=answered)
+            return dataclasses.replace(self._parse(_answer(reply), key), answered=answered)
 
     def checked(self, made: ObjectInfo, size: int, crc32c: int | None) -> ObjectInfo:
         """Returns an object made of parts if it matches them.
@@ -210,15 +209,6 @@ class JsonObjects:
             uri=self._store.uri(made.key),
         )
 
-    def _answer(self, reply: Reply, key: str) -> dict[str, Any]:
-        try:
-            answer = json.loads(reply.read_all())
-        except ValueError as exc:
-            raise ServerError(
-                "the answer is not the JSON it should be", uri=self._store.uri(key), cause=exc
-            ) from exc
-        return answer if isinstance(answer, dict) else {}
-
     def _stored(self, resource: Mapping[str, Any], key: str) -> ObjectInfo:
         """An object as an answer describes it; what that leaves out is asked for."""
         if "generation" not in resource:
@@ -226,14 +216,9 @@ class JsonObjects:
         return self._parse(resource, key)
 
     def _parse(self, resource: Mapping[str, Any], key: str) -> ObjectInfo:
-        try:
-            version = str(int(resource["generation"]))
-            size = int(resource["size"]) if "size" in resource else self._size(key, version)
-            attempt = str(dict(resource.get("metadata") or {}).get(ATTEMPT, ""))
-        except (KeyError, TypeError, ValueError) as exc:
-            raise ConnectionLostError(
-                "size, generation or metadata of the object can't be read", uri=self._store.uri(key)
-            ) from exc
+        version = str(int(resource["generation"]))
+        size = int(resource["size"]) if "size" in resource else self._size(key, version)
+        attempt = str(dict(resource.get("metadata") or {}).get(ATTEMPT, ""))
         crc32c = parse_crc32c(f"crc32c={resource.get('crc32c', '')}")
         modified = iso_date(str(resource.get("timeCreated", "")))
         return ObjectInfo(key, size, version, crc32c, modified, attempt)
@@ -246,9 +231,9 @@ class JsonObjects:
         url = self.url(key, {"alt": "media", "ifGenerationMatch": version})
         try:
             with self._store.exchange("GET", url, {"Range": "bytes=0-0"}, key=key) as reply:
-                total = reply.headers.get("Content-Range", "").rpartition("/")[2]
-                if reply.status == 206 and total.isdigit():
-                    return int(total)
+                total = whole_number(reply.headers.get("Content-Range", "").rpartition("/")[2])
+                if reply.status == 206 and total is not None:
+                    return total
                 if reply.status == 200 and reply.length is not None:
                     return reply.length
         except RangeNotSatisfiableError:
@@ -258,6 +243,11 @@ class JsonObjects:
                 "the object was replaced while it was looked at", uri=error.uri
             ) from error
         raise ConnectionLostError("the answer does not tell the size", uri=self._store.uri(key))
+
+
+def _answer(reply: Reply) -> dict[str, Any]:
+    answer = json.loads(reply.read_all())
+    return answer if isinstance(answer, dict) else {}
 
 
 @contextlib.contextmanager

@@ -348,6 +348,8 @@ class HttpClient:
             )
             try:
                 yield reply
+            except StoppedError as stopped:
+                raise stopped.error from None
             finally:
                 reply.close()
         finally:

@@ -27,11 +27,11 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, ObjectStore, Progress, Retry, nbytes
-from cloudckpt.stores.bodies import Reply
+from cloudckpt.stores.bodies import Reply, StoppedError, whole_number
 from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.origins import BucketRules, Origin, Route
-from cloudckpt.stores.redaction import conceal, told
+from cloudckpt.stores.redaction import conceal, reason, told
 from cloudckpt.waiting import current
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "http_date",
     "iso_date",
     "mended",
+    "reading",
 ]
 
 P = TypeVar("P")
@@ -68,7 +69,7 @@ def iso_date(text: str) -> float | None:
     """Seconds since 1970 of a time as RFC 3339 writes it; None if it is none."""
     try:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -76,8 +77,27 @@ def http_date(text: str) -> float | None:
     """Seconds since 1970 of a time as headers write it; None if it is none."""
     try:
         return parsedate_to_datetime(text).timestamp()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, LookupError, OverflowError):
         return None
+
+
+@contextlib.contextmanager
+def reading(uri: str) -> Iterator[None]:
+    """Around all that reads an answer: whatever an odd one raises is an error of the server.
+
+    Nothing that comes from the wire is read elsewhere, so readers need no checks of their own for
+    what no store answers. What may be tried again is; what ``progress`` raises passes.
+    """
+    try:
+        yield
+    except (CloudCheckpointError, StoppedError, MemoryError):
+        raise
+    except Exception as exc:
+        raise ServerError(
+            "the answer is not what it should be; check the endpoint and the proxy",
+            uri=uri,
+            cause=reason(exc),
+        ) from exc
 
 
 _Marks = tuple[str, ...]
@@ -368,13 +388,18 @@ class RestStore(ObjectStore):
         method, uri = request.method, self.uri(request.key)
         if (waiting := current()) is not None:
             waiting.sends(f"{method} {uri}")
-        with self._http.send(
-            method, used.url, used.headers, request.body, request.progress, is_long=request.is_long
-        ) as reply:
+        with self._open(request, used) as reply, reading(uri):
             if reply.status not in _SUCCESS:
                 answer = reply.read_refusal() if method != "HEAD" else b""
                 raise self.failure(reply.status, reply.headers, answer, method, uri)
             yield reply
+
+    def _open(self, request: Request, used: Authorized) -> contextlib.AbstractContextManager[Reply]:
+        """Sends a request; its answer, whatever its status."""
+        return self._http.send(
+            request.method, used.url, used.headers, request.body, request.progress,
+            is_long=request.is_long,
+        )  # fmt: skip
 
     def _written(
         self,
@@ -523,9 +548,10 @@ def _check_range(reply: Reply, start: int, size: int, uri: str) -> int:
         return size
     unit, _, span = told(reply.headers.get("Content-Range", "")).partition(" ")
     extent, _, total = span.partition("/")
-    if unit != "bytes" or not total.isdigit():
-        raise ConnectionLostError(f"the answer has no usable Content-Range: {span!r}", uri=uri)
-    if int(total) < start + size:
+    whole = whole_number(total)
+    if unit != "bytes" or whole is None:
+        raise ConnectionLostError("the answer has no usable Content-Range", uri=uri, cause=span)
+    if whole < start + size:
         raise RangeNotSatisfiableError(
             f"the object ends before the range does: bytes {extent} of {total} were offered "
             f"for {start}-{start + size - 1}",
@@ -537,4 +563,4 @@ def _check_range(reply: Reply, start: int, size: int, uri: str) -> int:
             f"{start}-{start + size - 1}; check the endpoint and the proxy",
             uri=uri,
         )
-    return int(total)
+    return whole

@@ -53,7 +53,6 @@ from cloudckpt.stores.s3_dialects import AWS
 from cloudckpt.stores.s3_errors import from_answer
 from cloudckpt.stores.xml_api import Dialect, XmlMultipart
 from cloudckpt.uri import CheckpointURI
-from cloudckpt.waiting import current
 
 __all__ = ["HUGGING_FACE_ENDPOINT", "S3Store", "open_hugging_face"]
 
@@ -238,18 +237,11 @@ class S3Store(RestStore):
                 )
             raise
 
-    @contextlib.contextmanager
-    def _attempt(self, request: Request, used: Authorized) -> Iterator[Reply]:
+    def _open(self, request: Request, used: Authorized) -> contextlib.AbstractContextManager[Reply]:
         is_read = request.method == "GET" and request.url == self.object_url(request.key)
         if self._redirects is None or not is_read:
-            attempt = super()._attempt(request, used)
-        else:
-            uri = self.uri(request.key)
-            if (waiting := current()) is not None:
-                waiting.sends(f"GET {uri}")
-            attempt = self._redirects.read(request, used, uri)
-        with attempt as reply:
-            yield reply
+            return super()._open(request, used)
+        return self._redirects.read(request, used, self.uri(request.key))
 
     def authorized(self, request: Request) -> Authorized:
         digest = self._access.payload_digest(request.method, request.body)

@@ -205,10 +205,13 @@ class BucketAccess:
                 return False
             if self._place.region == region:
                 return True  # another thread was here before
-            with _translated(self._uri):
-                client = _client(_session(self._options), self._options, region)
-                base, signed_for = _resolve(client, self.bucket)
-                client.close()
+            try:
+                with _translated(self._uri):
+                    client = _client(_session(self._options), self._options, region)
+                    base, signed_for = _resolve(client, self.bucket)
+                    client.close()
+            except CloudCheckpointError:  # boto3 knows no such region
+                return False
             is_path = self.bucket_url != self.base
             place = _Place(base.removesuffix("/") if is_path else base, signed_for)
             if place == self._place:

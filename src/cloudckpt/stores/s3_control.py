@@ -176,9 +176,9 @@ class Control:
                 **_source(source, found),
                 **algorithm,
             )
-        made = answer.get("CopyObjectResult", {})
-        of_whole = made.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
-        return made.get("ETag", ""), _crc32c(made) if of_whole else None
+            made = answer.get("CopyObjectResult", {})
+            of_whole = made.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
+            return made.get("ETag", ""), _crc32c(made) if of_whole else None
 
     def copy_part(
         self,
@@ -202,10 +202,10 @@ class Control:
                 **_source(source, found),
                 **span,
             )
-        made = answer.get("CopyPartResult", {})
-        if not made.get("ETag"):
-            raise ConnectionLostError("the answer has no ETag", uri=self._store.uri(upload.key))
-        return Part(number, stop - start, made["ETag"], _crc32c(made))
+            made = answer.get("CopyPartResult", {})
+            if not made.get("ETag"):
+                raise ConnectionLostError("the answer has no ETag", uri=self._store.uri(upload.key))
+            return Part(number, stop - start, made["ETag"], _crc32c(made))
 
     def rules(self, prefix: str) -> BucketRules:
         """What the bucket keeps, and whether it ends uploads under ``prefix``."""

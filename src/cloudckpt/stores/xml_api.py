@@ -80,12 +80,10 @@ def unqualified(body: bytes, uri: str, name: str = "") -> Element:
         name: That the root must have, if what is not in it would be taken for missing.
 
     Raises:
-        ServerError: If the body is no XML that a store answers: cut off, or a proxy's.
+        ServerError: If it has another root.
+        Exception: If the body is no XML that a store answers; see :func:`~.rest.reading`.
     """
-    try:
-        root = _parsed(body)
-    except _NO_XML as exc:
-        raise ServerError(_NOT_THE_XML, uri=uri, cause=exc) from exc
+    root = _parsed(body)
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
     if name and root.tag != name:

@@ -1,0 +1,29 @@
+"""Whatever an endpoint answers, a store returns or raises an error of stores, soon."""
+
+import random
+
+import pytest
+from dialects import DIALECTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from odd_answers import ask, odd_server
+
+
+@pytest.fixture(scope="module")
+def odd():
+    with odd_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=DIALECTS)
+def named_store(request, odd):
+    store = DIALECTS[request.param].open(odd.url)
+    yield request.param, store
+    store.close()
+
+
+@settings(max_examples=150)
+@given(seed=st.integers(0, 2**32))
+def test_an_odd_answer_is_an_error_of_the_store(odd, named_store, seed):
+    name, store = named_store
+    assert ask(odd, store, name, random.Random(seed)) is None
