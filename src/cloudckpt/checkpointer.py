@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -145,7 +145,9 @@ class Checkpointer(ClosedAtExit):
             uri: Where to save: ``s3://bucket/run/step-1000`` or another location.
             state_dict: What to save; the ``state_dict()`` of ``Stateful`` values is saved.
             **kwargs: ``planner``, to use instead of the configured one; ``notes``, or a function
-                that returns them, to keep with the checkpoint.
+                that returns them, to keep with the checkpoint; ``base``, as of the writer;
+                ``keep_existing``, whether a checkpoint at the location must not be replaced,
+                whatever the options say.
 
         Returns:
             None if the checkpoint is committed; otherwise two futures: one is done when the trainer
@@ -234,7 +236,7 @@ class Checkpointer(ClosedAtExit):
         self, uri: URILike, state_dict: object, kwargs: dict[str, Any]
     ) -> CloudStorageWriter:
         self._check_open()
-        if unknown := sorted(set(kwargs) - {"planner", "notes"}):
+        if unknown := sorted(set(kwargs) - {"planner", "notes", "base", "keep_existing"}):
             raise ConfigError(f"save does not take {unknown}")
         if isinstance(state_dict, (str, os.PathLike)):
             raise ConfigError("save takes the location first: save(uri, state_dict)")
@@ -242,7 +244,10 @@ class Checkpointer(ClosedAtExit):
         notes = kwargs.get("notes")
         if callable(notes):
             notes = notes()
-        return CloudStorageWriter(uri, config=self._config.config, commit_hook=hook, notes=notes)
+        config, base = self._config.config, kwargs.get("base")
+        if kwargs.get("keep_existing"):
+            config = replace(config_or_default(config), overwrite=False)
+        return CloudStorageWriter(uri, config=config, commit_hook=hook, notes=notes, base=base)
 
 
 class SyncCheckpointer(Checkpointer):

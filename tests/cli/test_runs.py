@@ -171,7 +171,7 @@ def test_prune_keeps_what_it_can_not_compare_and_says_so(cli, capsys, run, caplo
     arguments = ("prune", str(run), "--max-to-keep", "1", "--best-metric", "loss", "--dry-run")
     assert cli(*arguments) == 0
     assert [row[0].rpartition("/")[2] for row in rows(capsys)] == ["step-4"]
-    assert "the metrics of step-1 can't be read" in caplog.text
+    assert "the notes of step-1 can't be read" in caplog.text
 
 
 def test_sweep_takes_what_no_checkpoint_names(cli, capsys, run):
@@ -222,19 +222,21 @@ def long_run(monkeypatch) -> Long:
     return store
 
 
-def test_ls_of_ten_thousand_takes_twelve_listings_and_a_look_at_each(cli, capsys, long_run):
+def test_ls_of_ten_thousand_takes_twelve_listings_and_three_looks_at_each(cli, capsys, long_run):
     assert cli("ls", f"{long_run.root}/run") == 0
     assert [int(row[0]) for row in rows(capsys)] == list(range(1, 10_001))
     assert long_run.requests.count("folders") <= 12
     looks = [request for request in long_run.requests if request != "folders"]
-    assert sorted(looks) == sorted(f"run/{name}/" for name in long_run.folders)
+    levels = [f"run/{name}/" for name in long_run.folders]
+    notes = [f"run/{name}/.metadata" for name in long_run.folders] * 2
+    assert sorted(looks) == sorted(levels + notes)
 
 
-def test_latest_of_a_thousand_takes_three_requests(cli, capsys, long_run):
+def test_latest_of_a_thousand_takes_four_requests(cli, capsys, long_run):
     del long_run.folders[1000:]
     assert cli("latest", f"{long_run.root}/run") == 0
     assert capsys.readouterr().out == f"{long_run.root}/run/step-1000\n"
-    assert len(long_run.requests) <= 3
+    assert len(long_run.requests) <= 4
 
 
 def test_no_option_deletes_all_checkpoints_of_a_run(cli, capsys, run):

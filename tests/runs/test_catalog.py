@@ -106,7 +106,7 @@ def test_a_listing_takes_one_request_for_each_checkpoint_and_thousand_names(stor
     assert len(list_checkpoints(f"{store.root}/run", config=CONFIG)) == 1001
     assert store.requests.count("folders") == 2
     assert store.requests.count("level") == 1001
-    assert len(store.requests) == 1003
+    assert len(store.requests) == 1003 + 2 * 1001  # and the notes of each step
 
 
 @pytest.mark.parametrize("name", ["{:04}.bin", "~{:04}", "deep/er/{:04}", "{:04}/deep"])
@@ -117,8 +117,9 @@ def test_folders_of_strangers_are_not_listed_through(store, name) -> None:
     store.requests.clear()
     found = list_checkpoints(f"{store.root}/run", config=CONFIG)
     assert [(one.step, one.nbytes) for one in found] == [(1, 6), (2, 6)]
-    # the run; each of its three folders; where there are more names than fit, what is ours by name
-    assert len(store.requests) <= 1 + 3 + 2 * 2
+    # the run; each of its three folders; where there are more names than fit, what is ours
+    # by name; the claim, and the notes of both steps
+    assert len(store.requests) <= 1 + 3 + 2 * 2 + 1 + 2 * 2
 
 
 def test_a_copy_of_a_run_does_not_list_strangers_through(store) -> None:

@@ -13,7 +13,7 @@ from cloudckpt.checkpoint.objects import find_commit
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import TransferCancelledError
 from cloudckpt.runs import contents, verifying
-from cloudckpt.runs.catalog import CheckpointSummary, Run, latest_step, summaries
+from cloudckpt.runs.catalog import CheckpointSummary, Run, newest_step, summaries
 from cloudckpt.runs.contents import CheckpointContents
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 from cloudckpt.runs.verifying import Verified
@@ -36,7 +36,7 @@ async def latest(
 ) -> str | None:
     """As :func:`cloudckpt.latest`."""
     found = Run(run, step_name=step_name, config=config)
-    step = await asked(found.view, lambda view: latest_step(view, found))
+    step = await asked(found.view, lambda view: newest_step(view, found))
     return None if step is None else str(found.uri(step))
 
 

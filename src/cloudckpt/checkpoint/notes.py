@@ -27,7 +27,7 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Notes", "metrics_of", "read_notes", "stored_notes", "with_timing"]
+__all__ = ["Notes", "continued_from", "metrics_of", "read_notes", "stored_notes", "with_timing"]
 
 _TRIES = 5  # while a checkpoint is being replaced
 
@@ -43,12 +43,16 @@ class Notes:
         step: The training step.
         metrics: Numbers by which to compare checkpoints.
         user: Anything else that JSON can hold.
+        job: The job that saved it in a run, a name drawn at random; empty if no job is known.
+        continues: By job before that one, the last step that it continues, the earliest job first.
         save: How long the save took, recorded by the save itself if there is room.
     """
 
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
+    job: str = ""
+    continues: Mapping[str, int] = field(default_factory=dict)
     save: SaveTiming | None = field(default=None, compare=False)
 
     def to_json(self) -> bytes:
@@ -63,7 +67,9 @@ class Notes:
             name: value if math.isfinite(value) else str(value)
             for name, value in self.metrics.items()
         }
-        document = {"step": self.step, "metrics": metrics, "user": dict(self.user)}
+        document: dict[str, Any] = {"step": self.step, "metrics": metrics, "user": dict(self.user)}
+        if self.job:
+            document |= {"job": self.job, "continues": [*self.continues.items()]}
         try:
             data = json.dumps(
                 document, ensure_ascii=False, allow_nan=False, default=_plain
@@ -97,12 +103,35 @@ class Notes:
             metrics = {name: _number(value) for name, value in found.get("metrics", {}).items()}
             if not isinstance(user, dict) or not (step is None or type(step) is int):
                 raise ValueError("no notes")
+            job, continues = found.get("job", ""), continued_from(found.get("continues", []))
+            if not isinstance(job, str):
+                raise ValueError("no job")
             save = SaveTiming.from_json(found["save"]) if "save" in found else None
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
             raise CheckpointCorruptError(
                 "the notes of the checkpoint make no sense", uri=uri, cause=exc
             ) from exc
-        return cls(step=step, metrics=metrics, user=user, save=save)
+        return cls(step=step, metrics=metrics, user=user, job=job, continues=continues, save=save)
+
+    def continued_at(self, step: int) -> dict[str, int]:
+        """What a job continues that goes on from this checkpoint, of this step."""
+        before = {job: last for job, last in self.continues.items() if job != self.job}
+        return {**before, self.job: step}
+
+
+def continued_from(pairs: object) -> dict[str, int]:
+    """Reads what a job continues, as pairs of a job and its last step.
+
+    Raises:
+        ValueError: If it is something else.
+        TypeError: See above.
+    """
+    if not isinstance(pairs, list):
+        raise ValueError("no list of jobs")
+    found = dict(pairs)
+    if any(type(job) is not str or type(step) is not int for job, step in found.items()):
+        raise ValueError("no jobs with their last steps")
+    return found
 
 
 def with_timing(noted: bytes, timing: SaveTiming) -> bytes:

@@ -48,9 +48,10 @@ class Mode(str, Enum):
 def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -> None:
     """List the checkpoints of a run: step, age, size, and whether each is committed.
 
-    Torn: an interrupted save left it. Pending: its trainers were killed and their saving processes
-    send the rest, which the next job or `cloudckpt adopt` commits. Kept: deleted, except for data
-    that later steps share; in a run that has such steps, the metadata of every step is read.
+    Abandoned: committed, but not of the training that the next job restores. Torn: an interrupted
+    save left it. Pending: its trainers were killed and their saving processes send the rest, which
+    the next job or `cloudckpt adopt` commits. Kept: deleted, except for data that later steps
+    share; in a run that has such steps, the metadata of every step is read.
     """
     found = cloudckpt.list_checkpoints(run, step_name=step_name)
     shared: dict[str, int | None] = {}
@@ -71,16 +72,22 @@ def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -
         ]
         for one in found
     ]
-    columns = ["step", "state", "size", *(["shared"] if shared else []), "age", "checkpoint"]
-    right = {0, *range(2, len(columns) - 1)}
-    print_rows(columns, rows, right=right, styles={"torn": "yellow", "pending": "yellow"})
+    columns = ["step", "state", "size", *(["shared"] if shared else []), "age"]
+    right = {0, *range(2, len(columns))}
+    if any(one.is_abandoned for one in found):  # then it matters whose each of them is
+        columns.append("job")
+        rows = [[*row[:-1], one.job[:8], row[-1]] for row, one in zip(rows, found, strict=True)]
+    columns.append("checkpoint")
+    print_rows(
+        columns, rows, right=right, styles=dict.fromkeys(["abandoned", "torn", "pending"], "yellow")
+    )
     if not found:
         say(f"there are no checkpoints in {run} whose names are like {step_name!r}")
 
 
 def _state(one: cloudckpt.runs.CheckpointSummary) -> str:
     if one.is_committed:
-        return "committed"
+        return "abandoned" if one.is_abandoned else "committed"
     if one.is_pending:
         return "pending"
     return "kept" if one.is_referred_to else "torn"
@@ -156,6 +163,9 @@ def prune(
         typer.Option(help="Keep the best by this metric instead of the newest."),
     ] = None,
     best_mode: Annotated[Mode, typer.Option(help="Which values of it are the best.")] = Mode.min,
+    abandoned: Annotated[
+        bool, typer.Option("--abandoned", help="Delete abandoned checkpoints, too.")
+    ] = False,
     step_name: StepName = DEFAULT_PATTERN,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -171,6 +181,7 @@ def prune(
         keep_period=keep_period,
         best_metric=best_metric,
         best_mode=best_mode.value,
+        abandoned=abandoned,
         step_name=step_name,
     )
     if not dry_run and unneeded:

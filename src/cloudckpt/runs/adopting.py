@@ -51,7 +51,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     ObjectTooLargeError,
 )
-from cloudckpt.runs.claim import Claim
+from cloudckpt.runs.line import CLAIM, Owner
 from cloudckpt.runs.sweeping import clock_of
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
@@ -147,8 +147,13 @@ class _Adoption:
     def _view(self) -> View:
         return View(self._uri, self._config)
 
+    def _owner(self) -> str:
+        """The job that has claimed the run; empty if none has."""
+        owner = Owner.read(self._store, self._run.key(CLAIM), self._retrier)
+        return "" if owner is None else owner.job
+
     def carry_out(self, until: float) -> None:
-        by_rank = self._awaited(Claim.holder(self._run, self._config), until)
+        by_rank = self._awaited(self._owner(), until)
         baseline = Baseline(self._uri.key(METADATA), None)
         draft = self._draft(by_rank)
         self._check_objects(draft.objects)
@@ -290,7 +295,7 @@ class _Adoption:
         baseline.check_age(uri)
 
         def check() -> None:
-            if Claim.holder(self._run, self._config) != pending.job:
+            if self._owner() != pending.job:
                 raise self._of_another_job()
 
         try:

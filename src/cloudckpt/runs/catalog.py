@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,9 +25,11 @@ from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CloudCheckpointError,
+    ConfigError,
     StoreError,
     TransientStoreError,
 )
+from cloudckpt.runs.line import CLAIM, Line, Owner
 from cloudckpt.runs.steps import DEFAULT_PATTERN, StepNames
 from cloudckpt.stores.base import AT_FIRST, ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier, open_store
@@ -56,6 +58,9 @@ class CheckpointSummary:
             finishing it, or have: the next job's ``restore()`` commits it, or ``cloudckpt adopt``.
         is_referred_to: Whether other checkpoints of the run refer to its objects, or saves in
             progress may: those objects stay when it is deleted.
+        is_abandoned: Whether it is committed, but not on the line of its run: of a training that
+            was given up, or of a job that another has replaced (:mod:`cloudckpt.runs.line`).
+        job: The job that saved it; empty if that is not known.
         nbytes: Bytes of its objects, including leftovers of killed saves.
         modified: When the newest of them was written, in seconds since 1970 by the store's clock;
             None if the store does not say.
@@ -66,6 +71,8 @@ class CheckpointSummary:
     is_committed: bool
     is_pending: bool = False
     is_referred_to: bool = False
+    is_abandoned: bool = False
+    job: str = ""
     nbytes: int
     modified: float | None
 
@@ -76,7 +83,8 @@ def list_checkpoints(
     """The checkpoints in a run's folders, uncommitted too; by step, then others by name.
 
     Folders in which neither cloudckpt nor torch has written are not listed. This takes one request
-    per thousand folders, and one per folder; a checkpoint with a thousand names or more directly
+    per thousand folders, one for the claim of the run, one per folder, and two more per committed
+    step; a checkpoint with a thousand names or more directly
     in it takes two more, plus one per further thousand of its objects. Subfolders of checkpoints
     are not searched.
 
@@ -99,14 +107,17 @@ def latest(
 ) -> str | None:
     """The URI of the newest committed checkpoint of a run; None if there is none.
 
-    It takes one request per thousand folders, and one for the newest step, if that is committed.
+    Abandoned steps are passed over (:mod:`cloudckpt.runs.line`). It takes one request per thousand
+    folders, one for the claim of the run, and two for the newest step, if that is on the line.
     While a job saves, ranks that ask separately may get different answers: ask on one rank and
     broadcast the answer, as :class:`CheckpointManager` does.
 
     Args and errors are those of :func:`list_checkpoints`.
     """
     found = Run(run, step_name=step_name, config=config)
-    step = latest_step(found.view, found)
+    step = newest_step(found.view, found)
+    if step is None:
+        check_is_run(found.view, found)
     return None if step is None else str(found.uri(step))
 
 
@@ -128,24 +139,127 @@ def steps_of(view: View, run: Run) -> list[int]:
     return found
 
 
-def latest_step(view: View, run: Run) -> int | None:
-    """The newest step whose checkpoint can be loaded."""
+def newest_step(view: View, run: Run) -> int | None:
+    """The newest committed step on the line of a run."""
     return newest_of(view, run, steps_of(view, run))
 
 
 def newest_of(view: View, run: Run, steps: list[int]) -> int | None:
-    """The newest of some steps, oldest first, whose checkpoint can be loaded."""
+    """The newest of some steps, oldest first, that is committed and on the line of its run."""
+    line = line_of(view, run)
     for step in reversed(steps):
-        if find_commit(view.look, run.uri(step)) is not None:
+        try:
+            notes = notes_of(view, run, step)
+        except CheckpointCorruptError as error:
+            run.log_unread({step: error})
+            continue
+        if notes is not None and line.has(step, notes):
             return step
     return None
+
+
+def owner_of(view: View, run: Run) -> Owner | None:
+    """The job that claimed a run last."""
+    with view.asking() as store:
+        return Owner.read(store, run.root.key(CLAIM), view.retrier)
+
+
+def line_of(view: View, run: Run) -> Line:
+    """The line of a run; every function that chooses among its steps asks this one."""
+    return Line.of(owner_of(view, run))
+
+
+def notes_of(view: View, run: Run, step: int) -> Notes | None:
+    """The notes of a step; None if it is not committed.
+
+    Raises:
+        CheckpointCorruptError: If they are damaged.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    with view.asking() as store:
+        try:
+            return read_notes(store, run.uri(step), view.retrier)
+        except CheckpointNotFoundError:
+            return None
+
+
+@dataclass(frozen=True)
+class History:
+    """The committed steps of a run, with their notes, oldest first.
+
+    Attributes:
+        line: Those on its line.
+        abandoned: Those of other trainings.
+        unread: Those whose notes can't be read, and why: whose they are is not known.
+    """
+
+    line: dict[int, Notes] = field(default_factory=dict)
+    abandoned: dict[int, Notes] = field(default_factory=dict)
+    unread: dict[int, CloudCheckpointError] = field(default_factory=dict)
+
+    def scores(self, metric: str) -> dict[int, float]:
+        """A metric of the steps on the line; NaN for one that was saved without it."""
+        return {step: one.metrics.get(metric, math.nan) for step, one in self.line.items()}
+
+
+def history_of(view: View, run: Run, steps: Sequence[int] | None = None) -> History:
+    """The committed steps of a run, or of some of its steps; reads the notes of all.
+
+    Raises:
+        StoreError: If the store refuses the listing, or stays unreachable.
+    """
+
+    def look(step: int) -> Notes | CloudCheckpointError | None:
+        try:
+            return notes_of(view, run, step)
+        except TransientStoreError:
+            raise
+        except (CheckpointCorruptError, StoreError) as error:
+            return error
+
+    steps = steps_of(view, run) if steps is None else steps
+    line, found = line_of(view, run), History()
+    pairs = [*zip(steps, view.each(look, steps), strict=True)]
+    of_line = {step: line.has(step, one) for step, one in pairs[::-1] if isinstance(one, Notes)}
+    for step, one in pairs:
+        if isinstance(one, Notes):
+            (found.line if of_line[step] else found.abandoned)[step] = one
+        elif one is not None:
+            found.unread[step] = one
+    return found
+
+
+def check_is_run(view: View, run: Run) -> None:
+    """Refuses the location of a checkpoint.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    if run.root.prefix and find_commit(view.look, run.root) is not None:
+        raise ConfigError(
+            f"this is a checkpoint, not a run: did you mean the folder around it, "
+            f"{run.root.parent}? If checkpoints are beneath it, delete this one with "
+            "cloudckpt rm",
+            uri=str(run.root),
+        )
 
 
 def summaries(view: View, run: Run) -> list[CheckpointSummary]:
     """See :func:`list_checkpoints`."""
     found = view.each(partial(summary, view, run), view.folders(run.root.key("")))
     known = [one for one in found if one is not None]
-    return sorted(known, key=lambda one: (one.step is None, one.step or 0, one.uri))
+    if not known:
+        check_is_run(view, run)
+    steps = sorted(one.step for one in known if one.is_committed and one.step is not None)
+    history = history_of(view, run, steps) if steps else History()
+    notes = history.line | history.abandoned
+    told = [
+        one
+        if one.step not in notes
+        else replace(one, is_abandoned=one.step in history.abandoned, job=notes[one.step].job)
+        for one in known
+    ]
+    return sorted(told, key=lambda one: (one.step is None, one.step or 0, one.uri))
 
 
 def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None:
@@ -238,6 +352,10 @@ class Run:
         """The notes saved with the checkpoint of a step."""
         return read_notes(self.store, self.uri(step), self.retrier)
 
+    def history(self) -> History:
+        """See :func:`history_of`."""
+        return history_of(self.view, self)
+
     def committed(self) -> list[int]:
         """The steps whose checkpoints can be loaded, oldest first; checks all of them."""
         found, view = self.steps(), self.view
@@ -246,45 +364,11 @@ class Run:
         )
         return [step for step, is_there in zip(found, are_there, strict=True) if is_there]
 
-    def scores(
-        self, steps: list[int], metric: str
-    ) -> tuple[dict[int, float], dict[int, CloudCheckpointError]]:
-        """A metric of some steps, as saved with them; NaN for a step saved without it.
-
-        One step that can't be read keeps no other from being compared. Once the store stays
-        unreachable, no further step is read: each might wait just as long in vain.
-
-        Returns:
-            The metric by step; and for steps whose notes can't be read, why. A step that is in
-            neither is not there any more.
-        """
-        view, lost = self.view, list[TransientStoreError]()
-
-        def look(step: int) -> float | CloudCheckpointError | None:
-            if lost:
-                return lost[0]
-            try:
-                notes = read_notes(self.store, self.uri(step), view.retrier)
-            except CheckpointNotFoundError:
-                return None
-            except TransientStoreError as error:
-                lost.append(error)
-                return error
-            except (CheckpointCorruptError, StoreError) as error:
-                return error
-            return notes.metrics.get(metric, math.nan)
-
-        found = dict(zip(steps, view.each(look, steps), strict=True))
-        return (
-            {step: one for step, one in found.items() if isinstance(one, float)},
-            {step: one for step, one in found.items() if isinstance(one, CloudCheckpointError)},
-        )
-
     def log_unread(self, unread: Mapping[int, CloudCheckpointError]) -> None:
-        """Logs which steps have no score because their notes can't be read, if there are any."""
+        """Logs which steps have notes that can't be read, if there are any."""
         if unread:
             logger.error(
-                "%s: the metrics of %s can't be read, so it is neither compared nor deleted%s: %s",
+                "%s: the notes of %s can't be read, so it is neither chosen nor deleted%s: %s",
                 self.root,
                 self.names.name(min(unread)),
                 f" (nor are {len(unread) - 1} others)" if len(unread) > 1 else "",

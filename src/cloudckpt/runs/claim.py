@@ -1,10 +1,15 @@
 """Which job writes to a run: a small object, written by the job that began last.
 
 Two jobs that save into one run delete each other's checkpoints and mix two trainings under
-consecutive steps, while each of their commits succeeds. So a job writes its name into the run
-before its first save, and checks before each commit, and before it deletes a step, that the name is
-still there. A job that is started again takes over from the one that was killed; if that one is
-still running somewhere, its next commit fails, and it deletes nothing that the new job has saved.
+consecutive steps, while each of their commits succeeds. So a job writes its name into the run with
+its first write, on the condition that the claim is the one that it saw when it opened the run: a
+job that was replaced before it has saved can't take the run back. It checks before each commit, and
+before it deletes a step, that its name is still there. A job that is started again takes over from
+the one that was killed; if that one is still running somewhere, its next commit fails, and it
+deletes nothing that the new job has saved. A job that only restores claims nothing.
+
+A claim also says what the job continues: by that readers know which steps are its training's
+(:mod:`cloudckpt.runs.line`).
 """
 
 from __future__ import annotations
@@ -14,8 +19,8 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -28,19 +33,15 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
-from cloudckpt.stores.base import ObjectStore, random_suffix
+from cloudckpt.runs.line import CLAIM, Owner
+from cloudckpt.stores.base import random_suffix
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["CLAIM", "Claim", "ClaimHook"]
+__all__ = ["Claim", "ClaimHook"]
 
 logger = logging.getLogger("cloudckpt")
-
-CLAIM = ".cloudckpt-job.json"
-"""The object beneath the folder of a run."""
-
-_TRIES = 5  # against jobs that begin at the same time
 
 
 @dataclass(frozen=True)
@@ -51,65 +52,68 @@ class Claim:
         run: The folder of the run.
         config: The options to reach it.
         version: The version of the claim object.
-        job: The job's name, drawn at random; empty if the object could not be written.
+        job: The job's name, drawn at random; that of the job before if the object could not be
+            replaced.
+        continues: By job before it, the last step that it continues.
     """
 
     run: CheckpointURI
     config: Config
     version: str
     job: str
+    continues: Mapping[str, int]
 
     @classmethod
-    def make(cls, run: CheckpointURI, config: Config) -> Claim:
-        """Claims a run, even if another job has claimed it before.
+    def make(
+        cls,
+        run: CheckpointURI,
+        config: Config,
+        seen: Owner | Claim | None,
+        continues: Mapping[str, int],
+    ) -> Claim:
+        """Claims a run, unless another job has done so since its claim was read.
+
+        Args:
+            run: The folder of the run.
+            config: Options.
+            seen: The claim that was there when the job opened the run, or its own.
+            continues: What the job continues.
 
         Raises:
+            CheckpointConflictError: If another job has claimed the run meanwhile.
             StoreError: If the store refuses or stays unreachable.
         """
-        who = {
+        document = {
             "job": (job := random_suffix()),
+            "continues": [*continues.items()],
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "began": time.time(),
         }
-        content = json.dumps(who).encode()
+        content = memoryview(json.dumps(document).encode())
         store, key, retrier = open_store(run, config), run.key(CLAIM), Retrier(config.retry)
-        put = partial(put_whole, store, key, memoryview(content), retrier)
-        for left in reversed(range(_TRIES)):
-            held = _version_of(store, key, retrier)
-            condition: dict[str, Any] = {}
-            if creates_only(store, config):  # some bucket policies demand a condition
-                condition = {"if_absent": True} if held is None else {"if_version": held}
-            try:
-                return cls(run, config, put(**condition).version, job)
-            except PreconditionFailedError:  # another job has claimed the run just now
-                if not left:
-                    raise
-            except AccessDeniedError as error:
-                if held is None:
-                    raise
-                logger.warning(
-                    "%s can't be replaced (is there a retention policy?), so another job that "
-                    "saves into this run would go unnoticed: %s",
-                    CLAIM,
-                    error,
-                )
-                return cls(run, config, held, "")
-        raise AssertionError
-
-    @staticmethod
-    def holder(run: CheckpointURI, config: Config) -> str:
-        """The name of the job that claimed a run last; empty if there is none, or it is unknown.
-
-        Raises:
-            StoreError: If the store refuses or stays unreachable.
-        """
-        store, key = open_store(run, config), run.key(CLAIM)
+        condition: dict[str, Any] = {}
+        if creates_only(store, config):  # some bucket policies demand a condition
+            condition = {"if_absent": True} if seen is None else {"if_version": seen.version}
+        else:
+            now = Owner.read(store, key, retrier)
+            if (now and now.version) != (seen and seen.version):
+                raise _taken(run, now)
         try:
-            said = Retrier(config.retry).call(lambda: store.get_latest(key))[0]
-            return str(json.loads(bytes(said))["job"])
-        except (ObjectNotFoundError, ValueError, KeyError, TypeError):
-            return ""
+            made = put_whole(store, key, content, retrier, **condition)
+        except (PreconditionFailedError, ObjectNotFoundError) as error:
+            raise _taken(run, Owner.read(store, key, retrier)) from error
+        except AccessDeniedError as error:
+            if seen is None:
+                raise
+            logger.warning(
+                "%s can't be replaced (is there a retention policy?), so another job that "
+                "saves into this run would go unnoticed: %s",
+                CLAIM,
+                error,
+            )
+            return cls(run, config, seen.version, seen.job, continues)
+        return cls(run, config, made.version, job, continues)
 
     def check(self) -> None:
         """Checks that no other job has claimed the run since.
@@ -119,17 +123,25 @@ class Claim:
             StoreError: If the store refuses or stays unreachable.
         """
         store, key = open_store(self.run, self.config), self.run.key(CLAIM)
+        retrier = Retrier(self.config.retry)
         try:
-            if Retrier(self.config.retry).call(lambda: store.head(key)).version == self.version:
+            if retrier.call(lambda: store.head(key)).version == self.version:
                 return
-            other = f"another job has begun to save into this run: {_who(store, key)}"
         except ObjectNotFoundError:
-            other = f"somebody has deleted {CLAIM} from this run, and may delete more"
-        raise CheckpointConflictError(
-            f"{other}. Two training jobs in one run would delete and replace each other's "
-            "checkpoints: give one of them its own folder, or stop it",
-            uri=str(self.run),
-        )
+            pass
+        raise _taken(self.run, Owner.read(store, key, retrier))
+
+
+def _taken(run: CheckpointURI, by: Owner | None) -> CheckpointConflictError:
+    """The error of a job whose run another one has claimed."""
+    what = f"somebody has deleted {CLAIM} from this run, and may delete more"
+    if by is not None:
+        what = f"another job has begun to save into this run: {by.who}"
+    return CheckpointConflictError(
+        f"{what}. Two training jobs in one run would delete and replace each other's checkpoints: "
+        "give one of them its own folder, or stop it",
+        uri=str(run),
+    )
 
 
 class ClaimHook(CommitHook):
@@ -154,20 +166,3 @@ class ClaimHook(CommitHook):
 
     def after_commit(self, uri: str, metadata: Metadata) -> None:
         self._inner.after_commit(uri, metadata)
-
-
-def _version_of(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
-    """The version of an object; None if there is none."""
-    try:
-        return retrier.call(lambda: store.head(key)).version
-    except ObjectNotFoundError:
-        return None
-
-
-def _who(store: ObjectStore, key: str) -> str:
-    """The other job's identity, for a message."""
-    try:
-        said = json.loads(bytes(store.get_latest(key)[0]))
-        return f"process {int(said['pid'])} on host {str(said['host'])[:100]!r}"
-    except Exception:  # noqa: BLE001 - the message does without it
-        return "it does not say which"

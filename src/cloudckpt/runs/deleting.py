@@ -126,14 +126,17 @@ def unneeded(
     keep_period: int | None = None,
     best_metric: str | None = None,
     best_mode: Literal["min", "max"] = "min",
+    abandoned: bool = False,
     step_name: str = DEFAULT_PATTERN,
     config: Config | None = None,
 ) -> list[str]:
-    """The committed checkpoints of a run that need not be kept, oldest first.
+    """The committed checkpoints of a run that need not be kept, by step.
 
-    The arguments are those of :class:`CheckpointManager`; the newest is always kept. Its metadata
-    must be readable: otherwise good checkpoints would be deleted in favour of a damaged one. Others
-    whose metrics can't be read are kept in addition, and logged.
+    The arguments are those of :class:`CheckpointManager`. Only steps on the line of the run count
+    (:mod:`cloudckpt.runs.line`), of which the newest is always kept. The metadata of the run's
+    newest must be readable: otherwise good checkpoints would be deleted in favour of a damaged one.
+    Others whose notes can't be read are kept in addition, and logged. Abandoned steps are among the
+    results only if ``abandoned``.
 
     Raises:
         CheckpointCorruptError: If the metadata of the newest is not readable.
@@ -143,28 +146,30 @@ def unneeded(
     """
     kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
     found = Run(run, step_name=step_name, config=config)
-    steps = found.committed()
-    compared, scores = steps, None
+    history = found.history()
+    for error in history.unread.values():
+        if isinstance(error, StoreError):
+            raise error
+    found.log_unread(history.unread)
+    steps, scores = [*history.line], None
     if best_metric is not None:
-        scores, unread = found.scores(steps, best_metric)
-        for error in unread.values():
-            if isinstance(error, StoreError):
-                raise error
-        found.log_unread(unread)
+        scores = history.scores(best_metric)
         if scores and all(map(math.isnan, scores.values())):
             raise ConfigError(
                 f"no checkpoint of this run has the metric {best_metric!r}, so none is the best: "
                 "cloudckpt inspect shows what they have",
                 uri=str(found.root),
             )
-        compared, steps = [*scores], sorted(scores | unread)
-    unneeded = [str(found.uri(step)) for step in kept.unneeded(compared, scores)]
+    unneeded = [str(found.uri(step)) for step in kept.unneeded(steps, scores)]
     if unneeded:
         try:
-            inspect(found.uri(steps[-1]), config=found.config)
+            newest = max([*steps, *history.abandoned, *history.unread])
+            inspect(found.uri(newest), config=found.config)
         except CheckpointCorruptError as error:
             error.message += (
                 "; it is the newest of the run, which is kept: delete it before those that are good"
             )
             raise
+    if abandoned:
+        unneeded += [str(found.uri(step)) for step in history.abandoned]
     return unneeded

@@ -33,18 +33,29 @@ from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     ClosedError,
     CloudCheckpointError,
     ConfigError,
     IncompleteSaveError,
     SaveInProgressError,
+    StoreError,
 )
 from cloudckpt.runs import verifying
 from cloudckpt.runs.adopting import adopt_pending
-from cloudckpt.runs.catalog import Run
+from cloudckpt.runs.catalog import (
+    Run,
+    check_is_run,
+    history_of,
+    line_of,
+    newest_step,
+    notes_of,
+    owner_of,
+)
 from cloudckpt.runs.claim import Claim, ClaimHook
 from cloudckpt.runs.failures import FailureBudget, OnFailure, RunStatus
+from cloudckpt.runs.line import Line, Owner
 from cloudckpt.runs.preemption import Agreement, Preemption
 from cloudckpt.runs.pruning import Pruner
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, check_step
@@ -55,12 +66,48 @@ __all__ = ["CheckpointManager"]
 logger = logging.getLogger("cloudckpt")
 
 
+_LOOKS = 3  # for the best step, while steps are deleted between listing and reading them
+_MANY_JOBS = 100  # in a line, above which jobs of which no step is left are forgotten
+
+
 class _Asked(NamedTuple):
     """A save in the background."""
 
     number: int  # among those requested of the manager
     step: int
     newest: int | None  # the newest step before it
+
+
+class _Passed:
+    """The steps that a restore passes over since they are abandoned; of the first rank."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._line: Line | None = None
+        self._steps: dict[int, Notes] = {}
+
+    def is_on_line(self, step: int, notes: Notes) -> bool:
+        """Whether a step is on the line of the run; asked of the steps newest first."""
+        if self._line is None:
+            self._line = line_of(self._run.view, self._run)
+        is_there = self._line.has(step, notes)
+        if not is_there:
+            self._steps[step] = notes
+        return is_there
+
+    def log(self, restored: int | None) -> None:
+        """Names them."""
+        if self._steps:
+            logger.warning(
+                "%s: %s restored; passed over, as they are abandoned: %s. To load one of them, "
+                "call restore(step=...)",
+                self._run.root,
+                "nothing was" if restored is None else f"step {restored} was",
+                ", ".join(
+                    f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
+                    for step, one in self._steps.items()
+                ),
+            )
 
 
 class CheckpointManager(ClosedAtExit):
@@ -95,6 +142,8 @@ class CheckpointManager(ClosedAtExit):
         preemption: Preemption | None = None,
         checkpointer: CheckpointerConfig | None = None,
         adopt_wait: float = 60.0,
+        keep_abandoned: bool = True,
+        read_only: bool = False,
         config: Config | None = None,
     ) -> None:
         """
@@ -119,12 +168,20 @@ class CheckpointManager(ClosedAtExit):
             checkpointer: How checkpoints are saved and loaded, and by which ranks.
             adopt_wait: Seconds that :meth:`restore` waits for saving processes of a killed job that
                 are still sending a step; 0 ignores them.
+            keep_abandoned: Whether steps stay that are not on the run's line: those of a training
+                that was given up, or of a job that this one has replaced. They never count, and
+                that they stay is logged. If False, each save deletes them, once a step was
+                restored or the run was seen to be empty.
+            read_only: Whether this job only restores: it then writes nothing and handles no signal,
+                and calls that would write raise :class:`ConfigError`.
             config: Options; if a ``checkpointer`` is given, set them there.
 
         Raises:
-            ConfigError: If an option is invalid, or two ranks were given different ones.
+            ConfigError: If an option is invalid, two ranks were given different ones, or ``run`` is
+                a checkpoint.
             DifferentCheckpointsError: If two ranks were given different runs.
             InvalidURIError: If ``run`` is not a valid location.
+            StoreError: If the store refuses or stays unreachable.
             CloudCheckpointError: As :func:`make_async_checkpointer`.
         """
         given: object = preemption
@@ -139,7 +196,12 @@ class CheckpointManager(ClosedAtExit):
         self._adopt_wait = adopt_wait
         self._best_metric = best_metric
         self._preemption = preemption if preemption is not None else Preemption()
-        self._is_watching = preemption is not None
+        self._is_watching = preemption is not None and not read_only
+        self._read_only = read_only
+        self._incremental = incremental
+        self._keep_abandoned = keep_abandoned
+        self._continues: Mapping[str, int] | None = None  # None if restore() was not called
+        self._base: str | None = None  # of the first save after a restore
         group, alone = None, False
         if checkpointer is not None:
             group, alone = checkpointer.process_group, checkpointer.no_dist
@@ -178,7 +240,7 @@ class CheckpointManager(ClosedAtExit):
                 options = dataclasses.replace(options, config=made)
             options = dataclasses.replace(options, commit_hook=self._hook)
             found = Run(run, step_name=step_name, config=options.config)
-            if preemption is not None:
+            if self._is_watching:
                 self._preemption.watch()
                 undo.callback(self._preemption.ignore)
             return found, kept, options
@@ -186,18 +248,19 @@ class CheckpointManager(ClosedAtExit):
         def alike(made: tuple[Run, Retention, CheckpointerConfig]) -> RankStatus:
             told = (
                 f"save_interval_steps={self._interval}, {step_name=}, {asynchronous=}, "
-                f"{incremental=}, {on_failure=}, {max_failures=}"
+                f"{incremental=}, {on_failure=}, {max_failures=}, {read_only=}"
             )
             return RankStatus(location=str(made[0].root), options=told)
 
         with contextlib.ExitStack() as undo:  # undoes what was begun here if another rank fails
-            self._run, retention, options = self._meeting.begin(prepare, alike)
-            self._pruner = Pruner(self._run, retention, best_metric, self._hook)
+            self._run, self._retention, options = self._meeting.begin(prepare, alike)
+            self._seen = self._meeting.broadcast_from_first(self._open)
+            self._pruner = Pruner(self._run, self._retention, best_metric, self._hook)
             self._in_use = self._pruner.in_use
             undo.callback(self._pruner.close, wait=False)
             self._direct = make_sync_checkpointer(options)
             self._checkpointer: Checkpointer = self._direct
-            if asynchronous:
+            if asynchronous and not read_only:
                 self._checkpointer = AsyncCheckpointer(
                     options, on_failure=self._failed_earlier, when_busy="replace"
                 )
@@ -211,17 +274,20 @@ class CheckpointManager(ClosedAtExit):
 
     @collective("CheckpointManager.all_steps")
     def all_steps(self) -> list[int]:
-        """The steps whose checkpoints are committed, oldest first, as listed in the store now."""
-        return self._meeting.broadcast_from_first(self._run.committed)
+        """The committed steps of this training, oldest first, as listed in the store now.
+
+        Abandoned steps are left out (:func:`cloudckpt.list_checkpoints` has them).
+        """
+        return self._meeting.broadcast_from_first(lambda: [*self._run.history().line])
 
     @collective("CheckpointManager.latest_step")
     def latest_step(self) -> int | None:
-        """The newest step whose checkpoint is committed; None if there is none."""
-        return self._meeting.broadcast_from_first(lambda: next(self._run.committed_steps(), None))
+        """The newest committed step of this training; None if there is none."""
+        return self._meeting.broadcast_from_first(lambda: newest_step(self._run.view, self._run))
 
     @collective("CheckpointManager.best_step")
     def best_step(self) -> int | None:
-        """The committed step with the best metric; None if no step has the metric.
+        """The committed step of this training with the best metric; None if none has the metric.
 
         Steps whose metrics are damaged are left out, which is logged.
 
@@ -231,7 +297,7 @@ class CheckpointManager(ClosedAtExit):
         """
         if self._best_metric is None:
             raise ConfigError("best_step() needs best_metric=, the metric to compare")
-        return self._meeting.broadcast_from_first(self._pruner.best)
+        return self._meeting.broadcast_from_first(self._best)
 
     @collective("CheckpointManager.metrics")
     def metrics(self, step: int) -> dict[str, float]:
@@ -281,7 +347,9 @@ class CheckpointManager(ClosedAtExit):
         """
         step = check_step(step)
         self._check_open()
-        if not self._is_watching:  # a job that only restores ends by a signal, as any other does
+        if not (
+            self._is_watching or self._read_only
+        ):  # a job that only restores ends by a signal, as any other does
             self._is_watching = True
             self._preemption.watch()
         if self._reached is None or self._reached[0] != step:
@@ -327,6 +395,7 @@ class CheckpointManager(ClosedAtExit):
             CloudCheckpointError: As :func:`cloudckpt.save`, for this save or the previous one.
         """
         step = check_step(step)
+        self._check_writable()
         if not (self.should_save(step) or force):
             if self._restored is not None and step < self._restored:
                 logger.warning(
@@ -340,8 +409,9 @@ class CheckpointManager(ClosedAtExit):
         self._saves += 1
         number = self._saves
         try:
-            return self._save(step, number, state, metrics, notes)
+            return self._save(step, number, state, metrics, notes, force)
         except CloudCheckpointError as error:
+            self._explain(error)
             # the failure of an earlier save was counted when it was reported
             if error is self._failures.last or not self._goes_on(number, step, error):
                 raise
@@ -354,10 +424,14 @@ class CheckpointManager(ClosedAtExit):
         state: dict[str, Any],
         metrics: Mapping[str, float] | None,
         notes: Mapping[str, Any] | None,
+        force: bool,
     ) -> bool:
-        if self._hook.claim is None:
-            run, config = self._run.root, self._run.config
-            self._hook.claim = self._meeting.broadcast_from_first(lambda: Claim.make(run, config))
+        continues = self._continues or {}
+        if self._hook.claim is None or self._hook.claim.continues != continues:
+            self._hook.claim = self._meeting.broadcast_from_first(self._begin_line)
+            if self._continues is not None:
+                self._continues = self._hook.claim.continues
+        claim = self._hook.claim
         is_last = self._is_last(step)
 
         @functools.cache
@@ -365,7 +439,13 @@ class CheckpointManager(ClosedAtExit):
             for name, given in (("metrics", metrics), ("notes", notes)):
                 if not isinstance(given, (Mapping, type(None))):
                     raise ConfigError(f"{name}={given!r}: give a dict")
-            return Notes(step=step, metrics=metrics_of(metrics), user=dict(notes or {}))
+            return Notes(
+                step=step,
+                metrics=metrics_of(metrics),
+                user=dict(notes or {}),
+                job=claim.job,
+                continues=claim.continues,
+            )
 
         saver = self._checkpointer
         if is_last:  # no other save may outlast this one
@@ -373,7 +453,14 @@ class CheckpointManager(ClosedAtExit):
             saver = self._direct
         self._in_use.begin(step)
         try:
-            futures = saver.save(self.uri(step), state, notes=noted)
+            futures = saver.save(
+                self.uri(step),
+                state,
+                notes=noted,
+                base=self._base,
+                # who never called restore() may not know that there are steps of this number
+                keep_existing=self._continues is None and not force,
+            )
         except BaseException:
             self._in_use.end(step)
             raise
@@ -389,7 +476,7 @@ class CheckpointManager(ClosedAtExit):
             self._under_way.append(step)
             written.add_done_callback(functools.partial(self._note_end, number, step))
             self._asked[written.number] = _Asked(number, step, self._newest)
-        self._newest = step
+        self._newest, self._base = step, None
         if self._is_first:
             kept = noted().metrics
             if self._best_metric is not None and math.isnan(kept.get(self._best_metric, math.nan)):
@@ -402,7 +489,9 @@ class CheckpointManager(ClosedAtExit):
                     if self._best_metric in kept
                     else f"missing (it has: {', '.join(kept) or 'none'})",
                 )
-            self._pruner.after(step, written)
+            # who never called restore() may not know that the run has steps
+            keeps = self._keep_abandoned or self._continues is None
+            self._pruner.after(written, keep_abandoned=keeps)
         self._has_saved_last = self._has_saved_last or is_last
         return True
 
@@ -439,23 +528,21 @@ class CheckpointManager(ClosedAtExit):
         self._check_open()
         if step is not None:
             step = check_step(step)
-            self._load(state, step, verify)
-            if (newest := self.latest_step()) is not None and newest > step and self._is_first:
-                logger.warning(
-                    "step %d was restored although step %d is newer: the next job will restore "
-                    "the newer one, unless it is deleted or this job gets past it",
-                    step,
-                    newest,
-                )
+            goal = self._meeting.broadcast_from_first(functools.partial(self._goal, step))
+            self._load(state, step, verify, goal)
             return step
         damage: CloudCheckpointError | None = None
         until = time.monotonic() + self._adopt_wait
+        passed = _Passed(self._run)
         for found in self._meeting.broadcast_from_first(lambda: self._run.steps()[::-1]):
-            is_there = functools.partial(self._is_committed, found, until)
-            if not self._meeting.broadcast_from_first(is_there):
-                continue
+            look = functools.partial(self._candidate, found, until, passed)
+            notes, error = self._meeting.broadcast_from_first(look)
             try:
-                self._load(state, found, verify)
+                if error is not None:
+                    raise error
+                if notes is None:
+                    continue
+                self._load(state, found, verify, notes)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 damage = damage or error
                 if isinstance(error, CheckpointCorruptError):
@@ -464,9 +551,12 @@ class CheckpointManager(ClosedAtExit):
                     "step %d can't be restored, so an older one is tried: %s", found, error
                 )
                 continue
+            passed.log(found)
             return found
+        passed.log(None)
         if damage is not None:
             raise damage
+        self._continues = {}
         return None
 
     @collective("CheckpointManager.delete")
@@ -474,8 +564,8 @@ class CheckpointManager(ClosedAtExit):
         """Deletes the checkpoint of a step, after the saves in progress.
 
         Raises:
-            CheckpointConflictError: If this manager has saved, and another job has begun to save
-                into this run since: the step may be that job's.
+            CheckpointConflictError: If another job has begun to save into this run since this one
+                has, or since it was opened: the step may be that job's.
             CheckpointNotFoundError: If it has no committed checkpoint.
             ClosedError: If the manager was closed.
             ConfigError: If it is not a valid step.
@@ -483,6 +573,9 @@ class CheckpointManager(ClosedAtExit):
         """
         step = check_step(step)
         self._check_open()
+        self._check_writable()
+        if self._hook.claim is None:
+            self._hook.claim = self._meeting.broadcast_from_first(self._take_over)
         self._meeting.broadcast_from_first(lambda: self._pruner.delete(step))
 
     def wait_until_finished(self) -> None:
@@ -548,20 +641,109 @@ class CheckpointManager(ClosedAtExit):
             else:
                 return
 
-    def _is_committed(self, step: int, until: float) -> bool:
-        """Whether a step is committed now; if its trainers were killed, it may be adopted first."""
-        if self._run.is_committed(step):
-            return True
-        if not self._adopt_wait or not self._run.is_pending(step):
+    def _open(self) -> Owner | None:
+        """The claim that this job finds, on the first rank.
+
+        Raises:
+            ConfigError: If the location is that of a checkpoint.
+        """
+        check_is_run(self._run.view, self._run)
+        return owner_of(self._run.view, self._run)
+
+    def _claimed(self, continues: Mapping[str, int]) -> Claim:
+        """Claims the run, on the first rank."""
+        seen = self._hook.claim or self._seen
+        return Claim.make(self._run.root, self._run.config, seen, continues)
+
+    def _begin_line(self) -> Claim:
+        """Claims the run for a first save, or for the first one after going back."""
+        if self._continues is None:
+            there = next(self._run.committed_steps(), None)
+            if there is not None:
+                logger.warning(
+                    "%s has steps up to %d, and restore() was not called: this job begins a new "
+                    "line beside them, which the next job will restore. Steps that are there are "
+                    "not replaced without force=True",
+                    self._run.root,
+                    there,
+                )
+        continues = self._continues or {}
+        if len(continues) > _MANY_JOBS:
+            line = self._run.history().line.values()
+            continues = {
+                job: last for job, last in continues.items() if any(one.job == job for one in line)
+            }
+        return self._claimed(continues)
+
+    def _take_over(self) -> Claim:
+        """Claims the run for a deletion, which begins no new line."""
+        continues = self._continues
+        if continues is None:
+            line = self._run.history().line
+            continues = line[max(line)].continued_at(max(line)) if line else {}
+        return self._claimed(continues)
+
+    def _best(self) -> int | None:
+        """See :meth:`best_step`; on the first rank."""
+        for _ in range(_LOOKS):
+            steps = self._run.steps()
+            history = history_of(self._run.view, self._run, steps)
+            if self._run.steps() == steps:
+                break  # otherwise some were deleted meanwhile, perhaps for newer ones
+        for error in history.unread.values():
+            if isinstance(error, StoreError):
+                raise error
+        self._run.log_unread(history.unread)
+        return self._retention.best(history.scores(str(self._best_metric)))
+
+    def _goal(self, step: int) -> Notes:
+        """The notes of a step that is to be restored; says what going there means."""
+        notes = notes_of(self._run.view, self._run, step)
+        history = self._run.history()
+        if notes is None:
+            there = ", ".join(map(str, history.line)) or "none"
+            others = ", ".join(map(str, history.abandoned))
+            raise CheckpointNotFoundError(
+                f"step {step} has no committed checkpoint; there are {there}"
+                + (f", and abandoned {others}" if others else ""),
+                uri=self.uri(step),
+            )
+        newest = max(history.line, default=step)
+        if step in history.abandoned or newest > step:
+            logger.warning(
+                "%s is restored, although %s: the first save begins a new line here, and from then "
+                "on steps that it does not continue are abandoned",
+                f"step {step}",
+                f"step {newest} is newer" if newest > step else "it is abandoned",
+            )
+        return notes
+
+    def _candidate(
+        self, step: int, until: float, passed: _Passed
+    ) -> tuple[Notes | None, CheckpointCorruptError | None]:
+        """The notes of a step that may be restored, or why they can't be read.
+
+        If its trainers were killed, it may be adopted first.
+        """
+        try:
+            notes = notes_of(self._run.view, self._run, step)
+            if notes is None and self._adopts(step, until):
+                notes = notes_of(self._run.view, self._run, step)
+        except CheckpointCorruptError as error:
+            return None, error
+        return (notes if notes is not None and passed.is_on_line(step, notes) else None), None
+
+    def _adopts(self, step: int, until: float) -> bool:
+        """Commits a step that its trainers could not commit, if it is there."""
+        if not self._adopt_wait or self._read_only or not self._run.is_pending(step):
             return False
         try:
             adopt_pending(self._run.uri(step), self._run.config, until=until, hook=self._hook)
         except (IncompleteSaveError, AccessDeniedError) as error:
             logger.warning("step %d is left as its trainers left it: %s", step, error)
-            return self._run.is_committed(step)
         return True
 
-    def _load(self, state: dict[str, Any], step: int, verify: bool) -> None:
+    def _load(self, state: dict[str, Any], step: int, verify: bool, notes: Notes) -> None:
         with self._in_use.kept(step):
             if verify:
                 config, group = self._run.config, self._meeting.group
@@ -569,6 +751,8 @@ class CheckpointManager(ClosedAtExit):
             self._checkpointer.load(self.uri(step), state, strict=True)
         self._newest = self._restored = step
         self._committed = step, None
+        self._continues = notes.continued_at(step)
+        self._base = self.uri(step) if self._incremental else None
 
     def _note_end(self, number: int, step: int, written: SaveFuture) -> None:
         """Records the end of a background save; runs on the thread that saved."""
@@ -584,8 +768,18 @@ class CheckpointManager(ClosedAtExit):
         self._committed = step, time.monotonic()
         self._failures.succeeded(number)
 
+    def _explain(self, error: CloudCheckpointError) -> None:
+        """Says why a save replaces no step although the options allow it."""
+        if isinstance(error, CheckpointExistsError) and self._continues is None:
+            error.message = (
+                "the step has a checkpoint of another training, which this job, that has not "
+                "called restore(), replaces only with force=True: call restore(), or give the "
+                "job a folder of its own"
+            )
+
     def _failed_earlier(self, saves: Collection[int], error: CloudCheckpointError) -> None:
         """Records failures of earlier saves, given by the checkpointer's numbers."""
+        self._explain(error)
         failed = [self._asked.pop(save) for save in sorted(saves) if save in self._asked]
         for asked in reversed(failed):
             if self._newest == asked.step:
@@ -627,6 +821,10 @@ class CheckpointManager(ClosedAtExit):
     @property
     def _belongs_here(self) -> bool:
         return self._pid == os.getpid()
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise ConfigError("the manager is read_only: make another one to save or delete")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,4 +1,4 @@
-"""Deletes the steps of a run that are no longer kept, and knows their scores."""
+"""Deletes the steps of a run that are no longer kept."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from cloudckpt.background.save import SaveFuture
+from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointNotFoundError,
     CloudCheckpointError,
-    StoreError,
 )
-from cloudckpt.runs.catalog import Run
+from cloudckpt.runs.catalog import History, Run, notes_of, summary
 from cloudckpt.runs.claim import ClaimHook
 from cloudckpt.runs.deleting import delete_at
 from cloudckpt.runs.steps import Retention
@@ -26,11 +27,11 @@ __all__ = ["Pruner"]
 
 logger = logging.getLogger("cloudckpt")
 
-_LOOKS = 3  # for the best step, while steps are deleted between listing and reading them
-
 
 class Pruner:
     """Deletes steps on one thread, in the order of the saves; of the first rank of a job.
+
+    It knows nothing of the run from one save to the next: steps may be removed by others meanwhile.
 
     Attributes:
         in_use: The steps that are being saved or loaded.
@@ -51,18 +52,18 @@ class Pruner:
         self._best_metric = best_metric
         self._hook = hook
         self.in_use = StepsInUse()
-        self._unread: set[int] = set()  # those without a score, as logged
+        self._logged: set[int] = set()  # steps that are unread or abandoned
         self._has_told_loss = False  # of the run, to another job
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-prune")
 
-    def after(self, step: int, saved: SaveFuture | None = None) -> None:
-        """Deletes the steps no longer kept once this step is saved, in the background.
+    def after(self, saved: SaveFuture | None = None, *, keep_abandoned: bool = True) -> None:
+        """Deletes the steps no longer kept once a step is saved, in the background.
 
         Args:
-            step: The step.
             saved: Its save, if that may be in progress.
+            keep_abandoned: Whether steps that are not on the run's line stay.
         """
-        self._thread.submit(self._after, step, saved)
+        self._thread.submit(self._after, saved, keep_abandoned)
 
     def delete(self, step: int) -> None:
         """Deletes a step, after the saves begun before.
@@ -82,41 +83,28 @@ class Pruner:
         """Ends the thread, when it has nothing left to do."""
         self._thread.shutdown(wait=wait)
 
-    def best(self) -> int | None:
-        """The committed step with the best score; None if no step has one.
+    def _after(self, saved: SaveFuture | None, keep_abandoned: bool) -> None:
+        """Deletes the steps no longer kept, if the save succeeds.
 
-        Raises:
-            StoreError: If the store refuses or stays unreachable.
-        """
-        for _ in range(_LOOKS):
-            steps = self._run.committed()
-            scores, unread = self._run.scores(steps, str(self._best_metric))
-            for error in unread.values():
-                if isinstance(error, StoreError):
-                    raise error
-            if len(scores) + len(unread) == len(steps):
-                break  # otherwise some were deleted meanwhile, perhaps for newer ones
-        self._run.log_unread(unread)
-        return self._retention.best(scores)
-
-    def _after(self, step: int, saved: SaveFuture | None) -> None:
-        """Deletes the steps no longer kept, if the save of this step succeeds.
-
-        Later steps belong to a training that was given up when this one resumed from an earlier
-        step: they will be saved again, and until then are left alone. So is everything once another
-        job has claimed the run, which may have saved the same steps anew.
+        Nothing is deleted once another job has claimed the run.
         """
         if saved is not None:
             concurrent.futures.wait([saved])
             if saved.exception() is not None or saved.skipped:
                 return
-        if self._retention.max_to_keep is None:
+        if self._retention.max_to_keep is None and keep_abandoned:
             return
         try:
-            known = [one for one in self._run.committed() if one <= step]
-            scores = None if self._best_metric is None else self._compared(known)
-            for one in self._retention.unneeded(known if scores is None else [*scores], scores):
-                self._prune(one)
+            self._hook.check_claim()
+            history = self._run.history()
+            self._log_new(history, keep_abandoned)
+            metric = self._best_metric
+            scores = None if metric is None else history.scores(metric)
+            for step in self._retention.unneeded(history.line, scores):
+                self._prune(step, history.line[step])
+            if not keep_abandoned:
+                for step, notes in history.abandoned.items():
+                    self._prune(step, notes)
         except CheckpointConflictError as error:
             if not self._has_told_loss:  # several steps may have been committed before the loss
                 logger.error(
@@ -128,12 +116,31 @@ class Pruner:
         except Exception:
             logger.exception("%s: old checkpoints could not be deleted", self._run.root)
 
-    def _prune(self, step: int) -> None:
+    def _log_new(self, history: History, keep_abandoned: bool) -> None:
+        """Logs, once for each step, what is kept besides and why."""
+        new = {step: why for step, why in history.unread.items() if step not in self._logged}
+        self._run.log_unread(new)
+        abandoned = [step for step in history.abandoned if step not in self._logged]
+        if abandoned and keep_abandoned:
+            view, names = self._run.view, map(self._run.names.name, abandoned)
+            found = view.each(partial(summary, view, self._run), names)
+            logger.warning(
+                "%s: steps of another training stay (%s), %d bytes in all: delete them with "
+                "rm, with prune --abandoned, or by keep_abandoned=False",
+                self._run.root,
+                ", ".join(map(str, abandoned)),
+                sum(one.nbytes for one in found if one is not None),
+            )
+        self._logged = {*history.unread, *history.abandoned}
+
+    def _prune(self, step: int, notes: Notes) -> None:
+        """Deletes a step, unless this job has saved it anew since its notes were read."""
         with self.in_use.deleted(step) as is_free:
             if not is_free:
                 return
             try:
-                self._delete(step)
+                if notes_of(self._run.view, self._run, step) == notes:
+                    self._delete(step)
             except CheckpointConflictError:
                 raise  # the other steps are not this job's either
             except CheckpointNotFoundError:
@@ -145,18 +152,6 @@ class Pruner:
 
     def _delete(self, step: int) -> None:
         delete_at(self._run.uri(step), self._run.config, self._hook.check_claim)
-
-    def _compared(self, steps: list[int]) -> dict[int, float]:
-        """The scores of those steps that can be compared; on the deleting thread.
-
-        What is left out is not deleted in this round: a step may be unreadable for a moment only.
-        It does not matter for the others: none that is unneeded beside some is needed beside more.
-        """
-        scores, unread = self._run.scores(steps, str(self._best_metric))
-        if unread.keys() != self._unread:
-            self._run.log_unread(unread)
-            self._unread = set(unread)
-        return scores
 
 
 class StepsInUse:

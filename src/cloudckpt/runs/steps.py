@@ -12,12 +12,13 @@ from typing import Literal
 from cloudckpt.config import whole_number
 from cloudckpt.errors import ConfigError
 
-__all__ = ["DEFAULT_PATTERN", "Retention", "StepNames", "check_step"]
+__all__ = ["DEFAULT_PATTERN", "HIGHEST_STEP", "Retention", "StepNames", "check_step"]
 
 DEFAULT_PATTERN = "step-{step}"
 """The same names as torchtitan's."""
 
-_HIGHEST = 10**18  # steps are whole numbers of up to eighteen digits
+HIGHEST_STEP = 10**18 - 1
+"""Steps are whole numbers of up to eighteen digits."""
 
 
 def check_step(step: int) -> int:
@@ -27,7 +28,7 @@ def check_step(step: int) -> int:
         ConfigError: If it is not a whole number from 0 on.
     """
     found = whole_number(step)
-    if found is None or not 0 <= found < _HIGHEST:
+    if found is None or not 0 <= found <= HIGHEST_STEP:
         raise ConfigError(f"step={step!r}: a step is a whole number from 0 to 10**18 - 1")
     return found
 
@@ -58,7 +59,7 @@ class StepNames:
             raise ConfigError(f"step_name={pattern!r} is not the name of a folder: {example}")
         before, after = (re.escape(text) for text in self._around())
         self._pattern = re.compile(f"{before}([0-9]+){after}")
-        if any(self.step(self._with(step)) != step for step in (0, 7, _HIGHEST - 1)):
+        if any(self.step(self._with(step)) != step for step in (0, 7, HIGHEST_STEP)):
             raise ConfigError(f"step_name={pattern!r} does not write plain digits: {example}")
 
     def _with(self, step: int) -> str:

@@ -47,12 +47,12 @@ class View:
 
     def look(self, key: str) -> ObjectInfo:
         """Size and version of an object; see :func:`~cloudckpt.stores.base.look_at`."""
-        with self._asked() as store:
+        with self.asking() as store:
             return self.retrier.call(lambda: look_at(store, key))
 
     def objects(self, prefix: str) -> list[ObjectInfo]:
         """The objects whose key begins with ``prefix``, in the order of keys."""
-        with self._asked() as store:
+        with self.asking() as store:
             return [*store.list(prefix, self.retrier.call)]
 
     def level(self, prefix: str) -> list[ObjectInfo | str]:
@@ -60,12 +60,12 @@ class View:
 
         It takes one request, however much is there or beneath the folders.
         """
-        with self._asked() as store:
+        with self.asking() as store:
             return first_of_level(store, prefix, self.retrier.call)
 
     def folders(self, prefix: str) -> list[str]:
         """The names beneath ``prefix`` that have keys beneath them, in order."""
-        with self._asked() as store:
+        with self.asking() as store:
             return [*folders_of(store, prefix, self.retrier.call)]
 
     def each(self, look: Callable[[S], T], wanted: Iterable[S]) -> list[T]:
@@ -100,8 +100,8 @@ class View:
                 store.interrupt([*self._asking])
 
     @contextlib.contextmanager
-    def _asked(self) -> Iterator[ObjectStore]:
-        """Around a question of this thread."""
+    def asking(self) -> Iterator[ObjectStore]:
+        """The store, for questions of another kind; :meth:`cancel` ends those under way."""
         thread = threading.get_ident()
         self._asking.add(thread)
         try:
@@ -109,3 +109,7 @@ class View:
         finally:
             with self._leaving:
                 self._asking.discard(thread)
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        with self.asking():
+            return self.retrier.call(question)

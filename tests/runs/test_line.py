@@ -1,0 +1,228 @@
+"""Whose step is it: jobs that are replaced, that go back, and that begin anew in one run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import CheckpointManager
+from cloudckpt.errors import (
+    CheckpointConflictError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+)
+from cloudckpt.runs import Preemption, deleting
+
+
+def job(run, **options) -> CheckpointManager:
+    options = {"asynchronous": False, "preemption": Preemption(signals=())} | options
+    return CheckpointManager(run, **options)
+
+
+def state(value: float) -> dict:
+    return {"w": torch.full((400,), float(value))}
+
+
+def save(manager: CheckpointManager, *steps: int, of: float = 0, **options) -> None:
+    """Saves steps; each value says which job it is of."""
+    for step in steps:
+        manager.save(step, state(of + step), metrics={"loss": 1 / (1 + step)}, **options)
+    manager.wait_until_finished()
+
+
+def restored(run, **options) -> tuple[int | None, float]:
+    """What the next job restores."""
+    found = state(-1)
+    with job(run) as manager:
+        step = manager.restore(found, **options)
+    return step, found["w"][0].item()
+
+
+def states(run) -> dict[int | None, str]:
+    found = cloudckpt.list_checkpoints(run)
+    return {one.step: "abandoned" if one.is_abandoned else "line" for one in found}
+
+
+@pytest.fixture
+def run(tmp_path) -> str:
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def two(run):
+    """A job that has saved 1 to 6, and one that has restored step 3 and saved 4 and 5."""
+    with job(run) as old, job(run) as seen:
+        save(old, 1, 2, 3)
+        del seen
+        with job(run) as new:
+            assert new.restore(state(0)) == 3
+            save(old, 4, 5, 6, of=1000)
+            save(new, 4, 5)
+            yield old, new
+
+
+def test_what_a_replaced_job_has_saved_is_neither_restored_nor_counted(run, two, caplog) -> None:
+    old, new = two
+    with pytest.raises(CheckpointConflictError):
+        old.save(7, state(1007))
+    assert restored(run) == (5, 5)
+    assert "passed over, as they are abandoned: step 6" in caplog.text
+    assert new.all_steps() == [1, 2, 3, 4, 5]
+    assert cloudckpt.latest(run).endswith("step-5")
+    assert states(run) == dict.fromkeys([1, 2, 3, 4, 5], "line") | {6: "abandoned"}
+    prune = {"max_to_keep": 1, "best_metric": "loss"}
+    assert [uri[-1] for uri in deleting.unneeded(run, **prune)] == ["1", "2", "3", "4"]
+    assert [uri[-1] for uri in deleting.unneeded(run, **prune, abandoned=True)] == [*"12346"]
+
+
+def test_what_is_saved_before_the_replacement_saves_is_the_runs(run) -> None:
+    with job(run) as old:
+        save(old, 1)
+        with job(run) as new:
+            assert new.restore(state(0)) == 1
+            save(old, 2)
+            assert restored(run) == (2, 2)
+
+
+@pytest.mark.parametrize("keep_abandoned", [True, False])
+def test_who_goes_back_counts_the_steps_that_it_continues(run, keep_abandoned, caplog) -> None:
+    with job(run) as manager:
+        save(manager, 10, 20, 30, 40)
+    with job(run, max_to_keep=2, keep_abandoned=keep_abandoned) as manager:
+        assert manager.restore(state(0), step=20) == 20
+        save(manager, 25, 35, of=1000)
+        assert manager.all_steps() == [25, 35]
+    assert [*states(run)] == ([25, 30, 35, 40] if keep_abandoned else [25, 35])
+    assert ("steps of another training stay (30, 40)" in caplog.text) == keep_abandoned
+    assert caplog.text.count("stay (") == keep_abandoned
+    cloudckpt.delete(f"{run}/step-35")
+    assert restored(run) == (25, 1025)
+
+
+def test_a_job_may_go_back_in_itself(run) -> None:
+    with job(run) as manager:
+        save(manager, 1, 2, 3)
+        manager.restore(state(0), step=1)
+        save(manager, 2, of=1000)
+        assert manager.all_steps() == [1, 2]
+    assert restored(run) == (2, 1002)
+    assert states(run) == {1: "line", 2: "line", 3: "abandoned"}
+
+
+def test_an_abandoned_step_is_gone_back_to_with_all_that_it_continues(run, two) -> None:
+    with job(run) as manager:
+        assert manager.restore(state(0), step=6) == 6
+        save(manager, 7)
+    assert states(run) == dict.fromkeys((1, 2, 3, 6, 7), "line") | {
+        4: "abandoned",
+        5: "abandoned",
+    }
+
+
+def test_a_job_that_never_restores_begins_a_line_of_its_own_and_says_so(run, caplog) -> None:
+    with job(run) as manager:
+        save(manager, 2, 4, 6)
+    with job(run, max_to_keep=1, keep_abandoned=False) as manager:
+        save(manager, 1, 3, of=1000)
+        assert "has steps up to 6, and restore() was not called" in caplog.text
+        with pytest.raises(CheckpointExistsError, match="force=True"):
+            manager.save(4, state(1004))
+        assert restored(run) == (3, 1003)
+        save(manager, 6, of=1000, force=True)
+    assert restored(run) == (6, 1006)
+    assert states(run) == {2: "abandoned", 4: "abandoned", 6: "line"}
+
+
+def test_an_old_job_that_has_not_saved_cannot_take_the_run_from_its_replacement(run) -> None:
+    with job(run) as old, job(run) as new:
+        save(new, 1)
+        for write in (lambda: old.save(2, state(1002)), lambda: old.delete(1)):
+            with pytest.raises(CheckpointConflictError):
+                write()
+        save(new, 2)
+    assert restored(run) == (2, 2)
+
+
+def test_who_only_restores_or_reads_disturbs_nobody(run) -> None:
+    with job(run) as manager:
+        save(manager, 1)
+        assert restored(run) == (1, 1)
+        with job(run, read_only=True) as reader:
+            assert reader.restore(state(0)) == 1
+            for write in (lambda: reader.save(2, state(2)), lambda: reader.delete(1)):
+                with pytest.raises(ConfigError, match="read_only"):
+                    write()
+        save(manager, 2)
+
+
+def test_a_deletion_claims_the_run_and_leaves_its_line(run) -> None:
+    with job(run) as manager:
+        save(manager, 1, 2)
+        with job(run) as keeper:
+            keeper.delete(2)
+        with pytest.raises(CheckpointConflictError):
+            manager.save(3, state(3))
+    assert restored(run) == (1, 1)
+
+
+def test_a_job_that_is_killed_before_its_first_commit_leaves_what_it_continues(run) -> None:
+    with job(run) as manager:
+        save(manager, 1, 2, 3)
+    with job(run) as manager:
+        manager.restore(state(0), step=2)
+        manager._hook.before_commit = lambda *_: 1 / 0
+        with pytest.raises(cloudckpt.errors.CloudCheckpointError):
+            manager.save(3, state(3))
+    assert restored(run) == (2, 2)
+
+
+def test_without_a_job_steps_are_one_line_by_number(run) -> None:
+    for step in (1, 2, 10):
+        cloudckpt.save(state(step), checkpoint_id=f"{run}/step-{step}")
+    assert restored(run) == (10, 10)
+    with job(run, max_to_keep=2) as manager:
+        assert manager.restore(state(0), step=2) == 2
+        save(manager, 3)
+        assert manager.all_steps() == [2, 3]
+    assert restored(run) == (3, 3)
+    assert states(run) == {2: "line", 3: "line", 10: "abandoned"}
+
+
+@pytest.mark.parametrize("claim", [None, {"job": "old", "host": "h", "pid": 1}, "no claim"])
+def test_without_a_claim_that_says_it_the_newest_step_decides(run, two, claim) -> None:
+    (where := cloudckpt.uri.CheckpointURI.parse(run)) and cloudckpt.delete(f"{run}/step-6")
+    path = f"/{where.prefix}/.cloudckpt-job.json"
+    if claim is None:
+        cloudckpt.copy(run, f"{run}-copy")
+        run += "-copy"
+    else:
+        with open(path, "w") as file:
+            json.dump(claim, file)
+    assert restored(run) == (5, 5)
+    assert set(states(run).values()) == {"line"}
+
+
+def test_many_jobs_that_have_left_no_step_are_forgotten(run) -> None:
+    with job(run, max_to_keep=1) as manager:
+        for step in range(1, 120):
+            manager.restore(state(0))
+            save(manager, step)
+    assert restored(run) == (119, 119)
+    assert len(cloudckpt.inspect(f"{run}/step-119").notes.continues) < 110
+
+
+def test_a_step_that_is_not_there_is_told_with_those_that_are(run, two) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"there are 1, 2, 3, 4, 5.* abandoned 6"):
+        restored(run, step=77)
+
+
+@pytest.mark.parametrize("ask", [job, cloudckpt.latest, cloudckpt.list_checkpoints])
+def test_a_checkpoint_in_the_place_of_a_run_is_refused_with_the_run_named(run, ask) -> None:
+    with job(run) as manager:
+        save(manager, 1)
+    with pytest.raises(ConfigError, match=f"{run}\\?"):
+        ask(f"{run}/step-1")
