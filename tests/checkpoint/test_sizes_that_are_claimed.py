@@ -61,4 +61,4 @@ def test_a_mark_counts_as_that_of_an_uncommitted_save(large, tmp_path):
     uri = CheckpointURI.parse(tmp_path)
     large(keep_name("0" * 16), 1 << 30)
     keys = {str(tmp_path / "object")}
-    assert protected(LocalStore(), uri, uri.folder, keys, Config()) == keys
+    assert protected(LocalStore(), uri, {uri.folder: keys}, Config()) == keys

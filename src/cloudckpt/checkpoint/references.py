@@ -42,7 +42,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from cloudckpt.checkpoint.base import Base
@@ -313,41 +313,84 @@ def release(
         # a copy that another tool has made has the name of the original's save, whose marks stay
         own = [mark for mark in marks if _who(store, mark, retrier) == uri.folder]
         delete_quietly(store, own, config.retry, threads=config.requests_at_once)
-    unneeded: list[str] = []
-    for folder, keys in by_folder.items():
-        left = keys - set(needed)
-        if left and (folder != uri.folder or said.has_digests):
-            left -= protected(store, uri, folder, left, config)
-        unneeded += sorted(left)
-    return unneeded
+    left = {folder: keys - set(needed) for folder, keys in by_folder.items()}
+    shared = {
+        folder: keys
+        for folder, keys in left.items()
+        if keys and (folder != uri.folder or said.has_digests)
+    }
+    kept = protected(store, uri, shared, config)
+    return sorted(set().union(*left.values()) - kept)
 
 
 def protected(
-    store: ObjectStore, uri: CheckpointURI, folder: str, keys: set[str], config: Config
+    store: ObjectStore, uri: CheckpointURI, wanted: Mapping[str, set[str]], config: Config
 ) -> set[str]:
-    """Those data objects of ``uri``'s folder, or of one beside it, that are still needed.
+    """Those data objects of ``wanted``, keys by folder beside ``uri``, that are still needed.
+
+    Folders are looked into at the same time, and so are the checkpoints that refer to them.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.
     """
-    retrier, inside = Retrier(config.retry), uri.beside(folder)
+    kept: dict[str, set[str]] = {}
+    unclear = dict(wanted)
     for _ in range(_TRIES):
+        if not unclear:
+            break
+        looked = _Protection(store, uri, unclear, config)
+        kept |= looked.kept
+        unclear = {folder: wanted[folder] for folder in looked.unclear}
+    return set().union(*(kept | unclear).values())
+
+
+class _Protection:
+    """One look at what protects the objects of some folders.
+
+    Attributes:
+        kept: By folder, the keys that are needed.
+        unclear: The folders that have lost a mark meanwhile. Perhaps it was of a save that is gone;
+            any later save has its own mark by now, so the next look will find it.
+    """
+
+    def __init__(
+        self, store: ObjectStore, uri: CheckpointURI, wanted: Mapping[str, set[str]], config: Config
+    ) -> None:
+        self.kept: dict[str, set[str]] = {}
+        self.unclear: set[str] = set()
+        self._store, self._uri, self._wanted = store, uri, wanted
+        self._group = TaskGroup(
+            config.requests_at_once, name="cloudckpt-keep", interrupt=store.interrupt
+        )
+        self._retrier = Retrier(config.retry, self._group.cancellation)
+        self._group.run(self._submit)
+
+    def _submit(self) -> None:
+        for folder in self._wanted:
+            self._group.submit(functools.partial(self._look_into, folder))
+
+    def _look_into(self, folder: str) -> None:
+        store, retrier, inside = self._store, self._retrier, self._uri.beside(folder)
         marks = [info.key for info in store.list(keeps_in(inside), retrier.call)]
-        found = keys & _named(store, inside, retrier)
-        for key in marks:
-            if found == keys:
-                return found
-            referring = _who(store, key, retrier)
-            if referring is None:
-                break  # perhaps of a save that is gone; any later save has its own mark by now
-            said = commit_at(store, uri.beside(referring), retrier) if referring else None
-            if said is None or said.record is None or said.record.attempt != _attempt_of(key):
-                logger.info("%s is kept, as a save may refer to it", inside)
-                return keys
-            found |= keys & data_keys(uri.beside(referring), said).get(folder, set())
+        self.kept[folder] = self._wanted[folder] & _named(store, inside, retrier)
+        for mark in marks:
+            self._group.submit(functools.partial(self._look_at, folder, mark), patient=False)
+
+    def _look_at(self, folder: str, mark: str) -> None:
+        wanted, kept = self._wanted[folder], self.kept[folder]
+        if kept == wanted:
+            return
+        referring = _who(self._store, mark, self._retrier)
+        if referring is None:
+            self.unclear.add(folder)
+            return
+        uri = self._uri.beside(referring)
+        said = commit_at(self._store, uri, self._retrier) if referring else None
+        if said is None or said.record is None or said.record.attempt != _attempt_of(mark):
+            logger.info("%s is kept, as a save may refer to it", self._uri.beside(folder))
+            kept |= wanted
         else:
-            return found
-    return keys
+            kept |= wanted & data_keys(uri, said).get(folder, set())
 
 
 def _attempt_of(key: str) -> str:

@@ -322,7 +322,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if not marks:
             return keys
         store, _, _ = self._place(str(uri))
-        kept = protected(store, uri, uri.folder, {*keys} - marks, self._config)
+        kept = protected(store, uri, {uri.folder: {*keys} - marks}, self._config)
         return [key for key in keys if key not in kept and not (kept and key in marks)]
 
     def _delete(self, path: str, keys: list[str]) -> None:
