@@ -104,7 +104,7 @@ def save(
         config: Options, if no writer is given.
         base: An earlier checkpoint in the same folder, if no writer is given: unchanged data is not
             sent but referenced there. Both saves need ``Config(incremental=True)``, which uses the
-            newest checkpoint as the base if none is given.
+            newest step as the base if none is given.
 
     Returns:
         The committed metadata. On ranks other than the one that committed, it is read on first

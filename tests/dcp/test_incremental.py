@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -404,6 +405,36 @@ def test_when_the_last_one_is_gone_the_newest_that_is_left_is_the_base(place) ->
     cloudckpt.delete(place.at("step-2").uri, config=place.config)
     assert saved(place, 3) < first / 10
     assert is_at(loaded(place.at("step-3")), 3)
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("own", ["step-9", "last"])
+def test_only_a_step_is_taken_for_a_base(local, own, forgets, monkeypatch) -> None:
+    config = local.having(incremental=True).config
+    for step, name in enumerate(("step-8", "best", "zzz", own)):
+        cloudckpt.save(state_at(step), checkpoint_id=local.at(name).uri, config=config)
+        if forgets:  # as of another process
+            monkeypatch.setattr("cloudckpt.dcp.incremental._bases", {})
+    found = cloudckpt.inspect(local.at(own).uri, config=config).shared
+    assert list(found) == [local.at("step-8").uri]
+    cloudckpt.delete(local.at("zzz").uri, config=config)
+    assert not local.at("zzz").names()  # nobody refers to it
+
+
+@on_disk
+def test_what_refers_to_a_checkpoint_is_asked_at_the_same_time(place, monkeypatch) -> None:
+    for step in range(1, 6):
+        saved(place, step)
+    together, ask = threading.Barrier(4), LocalStore.get
+
+    def get(self: LocalStore, key: str, *args: Any) -> Any:
+        if is_keep_name(key.rpartition("/")[2]):
+            together.wait(60)
+        return ask(self, key, *args)
+
+    monkeypatch.setattr(LocalStore, "get", get)
+    cloudckpt.delete(place.at("step-1").uri, config=place.config)
+    assert is_at(loaded(place.at("step-5")), 5)
 
 
 def twins(length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -122,7 +122,7 @@ class Config(Options):
     )
     overwrite: bool = option(True, "replace a checkpoint at the same URI, atomically")
     incremental: bool = option(
-        False, "send only what the newest checkpoint in the folder lacks, and refer to the rest"
+        False, "send only what the newest step in the folder lacks, and refer to the rest"
     )
     conditional_writes: Switch = option(
         "auto",

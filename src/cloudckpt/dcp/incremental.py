@@ -9,6 +9,7 @@ differ from other saves.
 from __future__ import annotations
 
 import functools
+import re
 from array import array
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
@@ -177,7 +178,10 @@ def agree_on_base(
     return cast("Base | None", base)
 
 
-_bases: dict[tuple[GroupRef, CheckpointURI], tuple[CheckpointURI, Base]] = {}
+_Steps = tuple[GroupRef, CheckpointURI, tuple[str, ...]]
+"""A group, and the steps in a folder, by the text around the numbers in their names."""
+
+_bases: dict[_Steps, tuple[CheckpointURI, Base]] = {}
 _lock = module_lock()
 
 
@@ -196,7 +200,7 @@ def remember(
         return
     base = Base.of(attempt, uri.folder, written.objects, written.extents)
     with _lock:
-        key = ref_to(members), uri.parent
+        key = _steps(members, uri)
         _bases.pop(key, None)
         _bases[key] = uri, base
         while len(_bases) > _MOST:
@@ -206,13 +210,21 @@ def remember(
 def _remembered(
     members: dist.ProcessGroup | None, uri: CheckpointURI
 ) -> tuple[CheckpointURI, Base] | None:
-    """The last checkpoint beside ``uri`` that these ranks have saved incrementally."""
+    """The last step beside ``uri`` that these ranks have saved incrementally."""
     with _lock:
-        return _bases.get((ref_to(members), uri.parent))
+        return _bases.get(_steps(members, uri))
+
+
+def _steps(members: dist.ProcessGroup | None, uri: CheckpointURI) -> _Steps:
+    return ref_to(members), uri.parent, _around_numbers(uri.folder)
 
 
 def newest_beside(store: ObjectStore, uri: CheckpointURI, config: Config) -> CheckpointURI | None:
-    """The newest committed checkpoint in the same folder, by the numbers in the names.
+    """The newest committed step in the same folder, by the numbers in the names.
+
+    A step's name differs from this checkpoint's in the numbers only, or, if that has no number, has
+    any. A folder such as ``best`` would stay a base for long, and keep what it shares. A checkpoint
+    that is to be replaced may be its own base.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.
@@ -220,9 +232,14 @@ def newest_beside(store: ObjectStore, uri: CheckpointURI, config: Config) -> Che
     retrier = Retrier(config.retry)
     parent = uri.parent.key("")
     listed = list(store.list_level(parent, retrier.call))
-    for name in sorted(
-        (one for one in listed if isinstance(one, str)), key=natural_order, reverse=True
-    ):
+    own = _around_numbers(uri.folder)
+    steps = [
+        name
+        for name in listed
+        if isinstance(name, str)
+        and (_around_numbers(name) == own or (len(own) == 1 < len(_around_numbers(name))))
+    ]
+    for name in sorted(steps, key=natural_order, reverse=True):
         beside = uri.beside(name)
         try:
             retrier.call(functools.partial(store.head, beside.key(METADATA)))
@@ -230,3 +247,8 @@ def newest_beside(store: ObjectStore, uri: CheckpointURI, config: Config) -> Che
             continue
         return beside
     return None
+
+
+def _around_numbers(name: str) -> tuple[str, ...]:
+    """The text before, between and after the numbers in a name."""
+    return tuple(re.split("[0-9]+", name))
