@@ -48,6 +48,7 @@ from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checkpoint.objects import trial_name
 from cloudckpt.checkpoint.safetensors import (
     INDEX,
+    MOST_INDEX_BYTES,
     SINGLE_FILE,
     claim_bytes,
     claimed_files,
@@ -62,6 +63,7 @@ from cloudckpt.errors import (
     CloudCheckpointError,
     CommitUnknownError,
     ObjectNotFoundError,
+    ObjectTooLargeError,
     PreconditionFailedError,
     StoreError,
 )
@@ -371,8 +373,8 @@ def _is_usual(name: str) -> bool:
 def _named_by(store: ObjectStore, key: str, retrier: Retrier) -> Iterable[str]:
     """The files named by an index or a claim."""
     try:
-        data, _ = retrier.call(lambda: store.get_latest(key))
+        data, _ = retrier.call(lambda: store.get_latest(key, limit=MOST_INDEX_BYTES))
         claimed = claimed_files(data, store.uri(key))
         return parse_index(data, store.uri(key)).values() if claimed is None else claimed
-    except (CheckpointCorruptError, ObjectNotFoundError):
+    except (CheckpointCorruptError, ObjectNotFoundError, ObjectTooLargeError):
         return ()
