@@ -11,7 +11,9 @@
     │   ├── ObjectNotFoundError       also FileNotFoundError
     │   ├── BucketNotFoundError
     │   ├── AccessDeniedError         also PermissionError
-    │   ├── CredentialsError          absent, incomplete or expired
+    │   ├── CredentialsError          absent, incomplete or refused
+    │   │   ├── ExpiredCredentialsError   also TransientStoreError
+    │   │   └── ClockError            this machine's clock is wrong
     │   ├── TLSError                  the server can't be trusted, or does not speak TLS
     │   ├── WrongRegionError
     │   ├── PreconditionFailedError   the object is not (or already) what the condition says
@@ -69,6 +71,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "CheckpointReplacedError",
+    "ClockError",
     "ClosedError",
     "CloudCheckpointError",
     "CommitUnknownError",
@@ -77,6 +80,7 @@ __all__ = [
     "CredentialsError",
     "Damage",
     "DifferentCheckpointsError",
+    "ExpiredCredentialsError",
     "IncompleteSaveError",
     "InstallError",
     "InvalidRequestError",
@@ -218,6 +222,17 @@ class CredentialsError(StoreError):
     """No credentials were found, or the store does not accept them any more."""
 
 
+class ClockError(CredentialsError):
+    """The store does not accept the time at which a request was signed.
+
+    Attributes:
+        ahead: Seconds that this machine's clock is ahead of the store's, if its answer told that.
+            If they agree, the request was held back, as by a process that was suspended.
+    """
+
+    ahead: float | None = None
+
+
 class TLSError(StoreError):
     """The server (or a proxy) and the client do not trust each other, or share no TLS version."""
 
@@ -264,6 +279,14 @@ class TransientStoreError(StoreError):
     def __init__(self, message: str, *, retry_after: float | None = None, **context: Any) -> None:
         super().__init__(message, **context)
         self.retry_after = retry_after
+
+
+class ExpiredCredentialsError(CredentialsError, TransientStoreError):
+    """The store accepted these credentials, and does not any more.
+
+    Who gives out others (a file, a variable, a role, a process) may be seconds late: they are
+    looked for until the deadline of the retries.
+    """
 
 
 class ThrottledError(TransientStoreError):

@@ -36,6 +36,7 @@ from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
+    ClockError,
     ConfigError,
     ConnectionLostError,
     CredentialsError,
@@ -556,9 +557,10 @@ MEANINGS = {
         "KMS.AccessDeniedException"
     ),
     CredentialsError: (
-        "403 InvalidAccessKeyId, 403 SignatureDoesNotMatch, 403 RequestTimeTooSkewed, 403 "
-        "ExpiredToken, 400 ExpiredToken, 400 InvalidToken, 401, 403 InvalidSecurity"
+        "403 InvalidAccessKeyId, 403 SignatureDoesNotMatch, 403 ExpiredToken, 400 ExpiredToken, "
+        "400 InvalidToken, 401, 403 InvalidSecurity"
     ),
+    ClockError: "403 RequestTimeTooSkewed, 403 RequestExpired",
     WrongRegionError: (
         "301 PermanentRedirect, 307 TemporaryRedirect, 400 AuthorizationHeaderMalformed, 400 "
         "IllegalLocationConstraintException, 301"

@@ -20,7 +20,7 @@ from cloudckpt.errors import (
     ThrottledError,
     TLSError,
 )
-from cloudckpt.stores.refusals import Meaning, by_code, refusal
+from cloudckpt.stores.refusals import WRONG_TIME, Meaning, by_code, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["TOKEN_REFUSED", "from_answer"]
@@ -176,6 +176,8 @@ def from_answer(
         known = _REFUSED  # Azurite has another code for it
     if refused is not None:
         known, own = refused if known is _REFUSED else known, {**own, 401: refused}
+    if "date header too old" in fields.get("AuthenticationErrorDetail", "").lower():
+        known = WRONG_TIME
     named = fields.get("HeaderName") or fields.get("QueryParameterName") or ""
     texts = (fields.get("Message", ""), named, _detail(fields))
     words = [" ".join(text.split()) for text in texts]

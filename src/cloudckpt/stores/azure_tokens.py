@@ -12,7 +12,7 @@ from cloudckpt.config import Config
 from cloudckpt.errors import CredentialsError, MissingDependencyError, StoreError
 from cloudckpt.stores.credentials import alone, check_credential, fetching
 from cloudckpt.stores.origins import Origin
-from cloudckpt.stores.redaction import raise_alone, reason
+from cloudckpt.stores.redaction import raise_alone, told
 
 try:
     from azure.core.exceptions import AzureError, ClientAuthenticationError
@@ -28,6 +28,7 @@ __all__ = ["Tokens"]
 
 _SCOPE = "https://storage.azure.com/.default"
 _MARGIN = 300.0  # seconds before a token's end from which azure-identity gives a new one
+_LONGEST = 3000  # characters of what all sources say
 _PAUSE = 30.0  # seconds between renewals; azure-identity's own interval after failures
 _CLI_TIMEOUT = 60  # seconds; `az` starts slowly on a busy machine
 
@@ -121,7 +122,7 @@ class Tokens:
             "nor by azure-identity (AZURE_CLIENT_ID and its companions, workload identity, "
             "managed identity, 'az login')",
             uri=self._uri,
-            cause=reason(exc),
+            cause=told(str(exc), most=_LONGEST),  # a line of each source
             certain=True,
         )
 

@@ -61,6 +61,8 @@ class Credentials(Generic[S]):
 
     Attributes:
         current: What authorizes requests.
+        have_worked: Whether a request has succeeded with such credentials: refused later, they
+            were replaced, and this side does not have the new ones yet.
     """
 
     def __init__(self, look: Callable[[], S]) -> None:
@@ -70,6 +72,7 @@ class Credentials(Generic[S]):
         self._looked_at = 0.0
         self._failed = self._held = False
         self._failure: tuple[float, StoreError] | None = None  # of the last look, and its end
+        self.have_worked = False
         self.current = look()
 
     def source(self) -> S:

@@ -22,7 +22,7 @@ from cloudckpt.errors import (
     StoreError,
     ThrottledError,
 )
-from cloudckpt.stores.refusals import Meaning, by_code, refusal
+from cloudckpt.stores.refusals import WRONG_TIME, Meaning, by_code, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["from_answer"]
@@ -65,6 +65,8 @@ _BY_REASON = by_code(
     }
 )
 
+_OF_TIME = {"requestTimeTooSkewed", "RequestTimeTooSkewed"}  # of signed requests
+
 _BY_STATUS: dict[int, Meaning] = {
     403: (AccessDeniedError, "access denied; check the IAM roles of these credentials"),
 }
@@ -92,7 +94,7 @@ def from_answer(
         action,
         uri,
         headers,
-        known=_known(status, reason, message),
+        known=WRONG_TIME if reason in _OF_TIME else _known(status, reason, message),
         own=_BY_STATUS,
         is_foreign=_is_foreign(body.strip(), message, is_google=is_google),
     )

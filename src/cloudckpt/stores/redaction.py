@@ -65,7 +65,7 @@ def masked(text: str, secrets: Iterable[str] = ()) -> str:
     return _without(text, _known(secrets))
 
 
-def told(text: str, secrets: Iterable[str] = ()) -> str:
+def told(text: str, secrets: Iterable[str] = (), *, most: int = _LONGEST_WORD) -> str:
     """What a server, a proxy or an SDK says, for messages: without credentials, and not too long.
 
     Everything from the wire passes here before it becomes a part of an error: all ranks get that,
@@ -73,9 +73,9 @@ def told(text: str, secrets: Iterable[str] = ()) -> str:
     """
     known = _known(secrets)
     # a secret that the end of the text cuts in two would no longer be recognized
-    window = _LONGEST_WORD + max((len(form) for form in known), default=0) + _LONGEST_WORD
+    window = most + max((len(form) for form in known), default=0) + _LONGEST_WORD
     shown = _without(text[:window], known)
-    return shown if len(shown) <= _LONGEST_WORD else f"{shown[:_LONGEST_WORD]}…"
+    return shown if len(shown) <= most else f"{shown[:most]}…"
 
 
 def _without(text: str, known: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
+    ClockError,
     CredentialsError,
     InvalidRequestError,
     ObjectNotFoundError,
@@ -28,7 +29,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.redaction import told
 
-__all__ = ["Meaning", "by_code", "by_status", "refusal", "retry_after"]
+__all__ = ["Meaning", "WRONG_TIME", "by_code", "by_status", "refusal", "retry_after"]
 
 Meaning = tuple[type[StoreError], str]
 """The error to raise, and what it says."""
@@ -37,6 +38,9 @@ _CODE = re.compile(r"[A-Za-z][\w.]{0,99}")
 _REQUEST_IDS = ("x-amz-request-id", "x-amz-id-2", "x-guploader-uploadid", "x-ms-request-id")
 """The headers with which the vendors' support finds a request in their logs."""
 _TIMEOUTS = {"requesttimeout", "requesttimeoutexception", "operationtimedout"}  # in lower case
+
+WRONG_TIME: Meaning = (ClockError, "this machine's clock is wrong by minutes")
+"""The meaning of the refusal of a request for the time at which it was signed."""
 
 _TEXTS: Mapping[type[StoreError], str] = {
     AccessDeniedError: "access denied; check the policies for these credentials",
@@ -155,6 +159,12 @@ def refusal(
     error.status = status or None
     if isinstance(error, TransientStoreError):
         error.retry_after = retry_after(given)
+    if isinstance(error, ClockError) and (ahead := _ahead(given)) is not None:
+        error.ahead = ahead
+        minutes, where = round(abs(ahead) / 60), "ahead of" if ahead > 0 else "behind"
+        error.message += f": it is {minutes} minutes {where} the store's"
+        if not minutes:
+            error.message = f"{action}: the request reached the store minutes after it was signed"
     return error
 
 
@@ -169,6 +179,14 @@ def _is_certain(code: str, status: int, known: Meaning | None) -> bool:
     if known is not None and known[0] is not ServerError:
         return True
     return 300 <= status < 499  # which is a gateway's
+
+
+def _ahead(headers: Mapping[str, str]) -> float | None:
+    """Seconds that this machine's clock is ahead of that of an answer, if that has a date."""
+    date = _date(headers.get("date", ""))
+    if date is None:
+        return None
+    return (datetime.datetime.now(datetime.timezone.utc) - date).total_seconds()
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

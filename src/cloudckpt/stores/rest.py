@@ -14,9 +14,11 @@ from urllib.parse import quote, urlencode
 
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
+    ClockError,
     CloudCheckpointError,
     ConnectionLostError,
     CredentialsError,
+    ExpiredCredentialsError,
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -49,6 +51,7 @@ __all__ = [
 
 P = TypeVar("P")
 
+_MOST_SKEW = 120.0  # seconds between clocks; stores allow five to fifteen minutes
 _SUCCESS = frozenset({200, 201, 202, 204, 206})
 
 
@@ -218,7 +221,8 @@ class RestStore(ObjectStore):
     """A store whose objects are read with GET, HEAD and Range.
 
     A request that is refused for its credentials is sent a second time if the environment, files
-    and services that they come from have others by now: an exception to "one attempt".
+    and services that they come from have others by now: an exception to "one attempt". If they
+    have none yet, but the store accepted these before, the refusal counts as one that may pass.
 
     Attributes:
         metadata_prefix: What the headers with an object's metadata begin with.
@@ -341,11 +345,15 @@ class RestStore(ObjectStore):
 
         try:
             with mended(attempt, lambda refused: self.mends(refused, *used)) as reply:
+                self._credentials.have_worked = True
                 yield reply
         except CloudCheckpointError as error:
             if error.uri is None:
                 error.uri = self.uri(request.key)
             conceal(error, used[0].hidden if used else ())
+            may_be_renewed = self._credentials.have_worked and used and used[0].secrets
+            if may_be_renewed and type(error) is CredentialsError and error.status:
+                raise _expired(error) from error
             raise
 
     def authorized(self, request: Request) -> Authorized:
@@ -373,12 +381,15 @@ class RestStore(ObjectStore):
         raise meaning
 
     def mends(self, refused: StoreError, used: Authorized | None = None) -> bool:
-        """Whether a request that was refused may succeed now, as there are other credentials.
+        """Whether a request that was refused may succeed now: with other credentials, or if it was
+        held back until its signature was too old, with a new one.
 
         Args:
             refused: The refusal.
             used: What was sent; None if nothing was.
         """
+        if isinstance(refused, ClockError):  # if the clocks agree, the request was held back
+            return abs(refused.ahead or 0.0) < _MOST_SKEW
         if used is None or not used.secrets or not isinstance(refused, self._refusals()):
             return False
         return self._credentials.renew(used.source, used.secrets)
@@ -534,6 +545,15 @@ class RestStore(ObjectStore):
 
     def close(self) -> None:
         self._http.close()
+
+
+def _expired(refused: CredentialsError) -> ExpiredCredentialsError:
+    """The refusal of credentials that the store accepted before."""
+    error = ExpiredCredentialsError(
+        refused.message, uri=refused.uri, cause=refused.cause, certain=refused.certain
+    )
+    error.status = refused.status
+    return error
 
 
 def _check_range(reply: Reply, start: int, size: int, uri: str) -> int:

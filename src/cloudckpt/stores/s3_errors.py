@@ -22,7 +22,7 @@ from cloudckpt.errors import (
     ThrottledError,
     WrongRegionError,
 )
-from cloudckpt.stores.refusals import Meaning, by_code, by_status, refusal
+from cloudckpt.stores.refusals import WRONG_TIME, Meaning, by_code, by_status, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["REGION", "from_answer", "from_code"]
@@ -68,7 +68,6 @@ _BY_CODE = by_code(
             "SignatureDoesNotMatch": (
                 "the secret key does not fit the access key (or a proxy changed the request)"
             ),
-            "RequestTimeTooSkewed RequestExpired": "this machine's clock is wrong by minutes",
         },
         WrongRegionError: {
             "IllegalLocationConstraintException": "",
@@ -103,6 +102,8 @@ _BY_STATUS: dict[int, Meaning] = {
     403: (AccessDeniedError, _DENIED),
 }
 
+_OF_TIME = {"RequestTimeTooSkewed", "RequestExpired"}
+
 _NOT_DONE = {"ConditionalRequestConflict", "OperationAborted"}
 """Documented to leave the object as it is, also behind the status 200 of a long completion."""
 
@@ -125,7 +126,7 @@ def from_code(
     given = {name.lower(): value for name, value in (headers or {}).items()}
     region = given.get("x-amz-bucket-region") or region
     region = region if REGION.fullmatch(region) else ""
-    known = _BY_CODE.get(code)
+    known = WRONG_TIME if code in _OF_TIME else _BY_CODE.get(code)
     if known is None and code.startswith("KMS."):
         known = by_status(400 if status == 200 else status)[0], _KMS
     elif status == 400 and not code and region:  # the answer to HEAD has no body to tell more
