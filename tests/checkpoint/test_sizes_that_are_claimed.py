@@ -12,7 +12,7 @@ from cloudckpt.checkpoint.file_folder import MANIFEST
 from cloudckpt.checkpoint.objects import keep_name
 from cloudckpt.checkpoint.references import protected
 from cloudckpt.errors import CheckpointCorruptError, ObjectTooLargeError
-from cloudckpt.integrations.visible_files import VisibleFiles
+from cloudckpt.integrations.torch_checkpointing.visible import VisibleFiles
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI

@@ -6,10 +6,10 @@ Tensors in host memory that a library serializes are sent from there, without a 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from types import TracebackType
 
+import numpy as np
 import torch
 
 from cloudckpt.checkpoint.file_folder import StoredFile, record_bytes
@@ -94,23 +94,8 @@ def tensors_last(value: object) -> Callable[[memoryview], bool]:
     starts = dict(sorted(ranges))  # the longest range for each start
 
     def lasts(view: memoryview, _kept: object = value) -> bool:
-        start = _address(view)
+        start = np.frombuffer(view, np.uint8).ctypes.data
         stop = starts.get(start)
         return stop is not None and start + view.nbytes <= stop
 
     return lasts
-
-
-class _Buffer(ctypes.Structure):
-    """The beginning of a ``Py_buffer``, with room for the rest."""
-
-    _fields_ = (("buf", ctypes.c_void_p), ("rest", ctypes.c_char * 256))
-
-
-def _address(view: memoryview) -> int:
-    buffer = _Buffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    try:
-        return buffer.buf or 0
-    finally:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))

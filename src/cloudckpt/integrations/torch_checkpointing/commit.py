@@ -1,15 +1,12 @@
 """Commits a folder of files: writes its manifest, on the condition that none exists.
 
-The files that it names are first compared with a listing. Only files that were not written beneath
-the target folder are copied.
+The files that it names are first compared with a listing.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import time
-from dataclasses import replace
 
 from cloudckpt.checkpoint.baseline import Baseline, now
 from cloudckpt.checkpoint.commit import commit, conditions_work
@@ -18,8 +15,6 @@ from cloudckpt.checkpoint.file_folder import (
     FileManifest,
     StoredFile,
     beneath,
-    content_name,
-    folder_of,
     inside,
     is_record_name,
     manifest_bytes,
@@ -31,17 +26,15 @@ from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointExistsError,
+    ConfigError,
 )
-from cloudckpt.integrations.visible_files import VisibleFiles
+from cloudckpt.integrations.torch_checkpointing.visible import VisibleFiles
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.relay import copy_objects
 from cloudckpt.transfer.retry import Retrier
 
 __all__ = ["FolderCommit"]
-
-logger = logging.getLogger("cloudckpt")
 
 
 class FolderCommit:
@@ -87,7 +80,6 @@ class FolderCommit:
         baseline.check_age(store.uri(target))
         files = self._read_records()
         self._check_written(target, files)
-        files |= self._brought(target, files)
         trial = inside(target) + trial_name(random_suffix())
         conditional = conditions_work(store, self._config.conditional_writes, trial, self._retrier)
         manifest = FileManifest(job=self._job, files=files)
@@ -137,40 +129,26 @@ class FolderCommit:
         return files
 
     def _check_written(self, target: str, files: dict[str, StoredFile]) -> None:
-        """Checks that each object exists with its size: other ranks may use another store."""
-        elsewhere = {folder_of(file.key) for file in _elsewhere(target, files).values()}
-        there = {
-            (info.key, info.size)
-            for folder in (target, *elsewhere)
-            for info in self._store.list(inside(folder), self._retrier.call)
-        }
+        """Checks that each object exists with its size: other ranks may use another store.
+
+        Raises:
+            ConfigError: If a file lies elsewhere than beneath the target, where a manifest can't
+                name it.
+            CheckpointCorruptError: If one is not there.
+        """
+        listed = self._store.list(inside(target), self._retrier.call)
+        there = {(info.key, info.size) for info in listed}
         for name, file in files.items():
+            uri = self._store.uri(file.key)
+            if not file.key.startswith(inside(target)):
+                raise ConfigError(
+                    f"{name} was not written beneath {target}, to be committed there: give "
+                    "CloudStorageConfig the temp_dir_prefix of the writer",
+                    uri=uri,
+                )
             if (file.key, file.size) not in there:
                 raise CheckpointCorruptError(
                     f"{name} was written, but is not there with its {file.size} bytes; nothing was "
                     "committed. Compare on all ranks what leads to the store",
-                    uri=self._store.uri(file.key),
+                    uri=uri,
                 )
-
-    def _brought(self, target: str, files: dict[str, StoredFile]) -> dict[str, StoredFile]:
-        """Copies files that lie elsewhere to beneath the target folder."""
-        elsewhere = _elsewhere(target, files)
-        if not elsewhere:
-            return {}
-        logger.warning(
-            "%s: %d files are copied, for they were written elsewhere: set temporary to what the "
-            "names of temporary folders begin with",
-            self._store.uri(target),
-            len(elsewhere),
-        )
-        copies = {
-            name: replace(file, key=inside(target) + content_name(name, random_suffix()))
-            for name, file in elsewhere.items()
-        }
-        pairs = [(file.key, copies[name].key) for name, file in elsewhere.items()]
-        copy_objects(self._store, self._store, pairs, self._config)
-        return copies
-
-
-def _elsewhere(target: str, files: dict[str, StoredFile]) -> dict[str, StoredFile]:
-    return {name: file for name, file in files.items() if not file.key.startswith(inside(target))}

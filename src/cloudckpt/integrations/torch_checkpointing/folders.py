@@ -47,14 +47,14 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
-from cloudckpt.integrations.folder_commit import FolderCommit
-from cloudckpt.integrations.recorded_file import RecordedFile
-from cloudckpt.integrations.visible_files import (
+from cloudckpt.integrations.torch_checkpointing.commit import FolderCommit
+from cloudckpt.integrations.torch_checkpointing.visible import (
     CommittedFile,
     PlainFile,
     RecordedAs,
     VisibleFiles,
 )
+from cloudckpt.integrations.torch_checkpointing.written import RecordedFile
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
@@ -202,12 +202,13 @@ class FileFolders(VisibleFiles):
     def rename_folder(self, source: str, target: str) -> None:
         """Commits what this job has written into one folder as another folder.
 
-        Nothing is copied if the source's name is the temporary prefix followed by the target's
-        name; otherwise what lies elsewhere is copied, within the store where it can.
+        Nothing is copied: the source's name must be the temporary prefix followed by the target's
+        name.
 
         Raises:
             FileNotFoundError: If this job has written nothing there.
             FileExistsError: If something is at the target: both stay as they are.
+            ConfigError: If what was written does not lie beneath the target.
             CheckpointCorruptError: If what was written is gone.
             IncompleteSaveError: If the first file was written too long ago.
             CommitUnknownError: If the store does not say whether the commit took place.

@@ -1,12 +1,7 @@
-"""torch_checkpointing on URIs: a ``StorageConfig`` for our stores.
+"""The storage that torch_checkpointing calls, with its paths as URIs.
 
->>> from torch_checkpointing.checkpoint_manager import CheckpointManager  # doctest: +SKIP
->>> config = CheckpointManager.Config(storage_config=CloudStorageConfig())  # doctest: +SKIP
->>> config.build().save("s3://bucket/run/step-1000", {"model": state})  # doctest: +SKIP
-
-torch_checkpointing commits a checkpoint by renaming the folder that all ranks have written to; here
-that is one conditional write, see :mod:`cloudckpt.integrations.file_folders`. If its writer writes
-in place (``write_to_temp_dir=False``), the callback :meth:`CloudStorageConfig.publish` commits.
+If its writer writes in place (``write_to_temp_dir=False``), the callback
+:meth:`CloudStorageConfig.publish` commits.
 
 Its writers pass paths that ``pathlib`` has made from URIs (``s3:/bucket/run``). Elsewhere cloudckpt
 refuses that form, since it means a local folder; here it can only mean the URI.
@@ -29,8 +24,8 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.torch_private import default_store
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import ConfigError, InvalidURIError, MissingDependencyError
-from cloudckpt.integrations.file_folders import FileFolders
-from cloudckpt.integrations.recorded_file import tensors_last
+from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
+from cloudckpt.integrations.torch_checkpointing.written import tensors_last
 from cloudckpt.stores.base import random_suffix
 from cloudckpt.torch_files.torch_save import size_of
 from cloudckpt.transfer.retry import open_store
@@ -57,9 +52,9 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
 
     Attributes:
         config: Options; read from the environment by default.
-        temp_dir_prefix: That of ``CheckpointWriterConfig``. Files in a folder with this prefix, or
-            in a folder within it, wait for their commit; if it differs from the writer's prefix, a
-            commit copies what was written. Empty for a writer that writes in place.
+        temp_dir_prefix: That of ``CheckpointWriterConfig``: with another one, commits are refused.
+            Files in a folder with this prefix, or in a folder within it, wait for their commit.
+            Empty for a writer that writes in place.
         published: Whether files written in place also wait for their commit, by :meth:`publish`:
             until then only the job that writes them sees them.
         job: Sixteen hexadecimal digits shared by all ranks of the job, and by no other job; agreed
