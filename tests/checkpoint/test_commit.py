@@ -7,7 +7,8 @@ import uuid
 
 import pytest
 
-from cloudckpt.checkpoint.baseline import Baseline, begin
+from cloudckpt.checkpoint import baseline
+from cloudckpt.checkpoint.baseline import Baseline
 from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checksum import CRC32C
 from cloudckpt.config import RetryPolicy
@@ -25,6 +26,7 @@ from cloudckpt.errors import (
     StoreError,
     ThrottledError,
 )
+from cloudckpt.stores.base import ObjectInfo, look_at
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.retry import Retrier
 from faulty_store import FaultyStore
@@ -95,33 +97,68 @@ def finish(store, baseline, retrier, *, conditional=True):
 # the beginning
 
 
-def test_a_save_notes_that_nothing_is_there(store, retrier):
-    assert begin(store, KEY, overwrite=True, retrier=retrier) == Baseline(KEY, None)
+def begin(look, key=KEY, **options):
+    return baseline.begin(look, key, f"mem://bucket/{key}", **{"overwrite": True, **options})
 
 
-def test_a_save_notes_which_version_is_there(store, retrier):
+def looking(store, retrier, key=KEY):
+    return lambda: retrier.call(lambda: look_at(store, key))
+
+
+def test_a_save_notes_what_is_there(store, retrier):
+    assert begin(looking(store, retrier)) == Baseline(KEY, None)
     version = write(store, OLD).version
-    assert begin(store, KEY, overwrite=True, retrier=retrier) == Baseline(KEY, version)
+    store.fail("get_range", ServerError, calls=[1, 2])
+    assert begin(looking(store, retrier)) == Baseline(KEY, version)
 
 
 def test_a_checkpoint_that_must_not_be_overwritten_is_noticed_at_once(store, retrier):
     write(store, OLD)
     with pytest.raises(CheckpointExistsError) as caught:
-        begin(store, KEY, overwrite=False, retrier=retrier)
-    assert caught.value.uri == store.uri(KEY)
-    assert begin(store, "other/.metadata", overwrite=False, retrier=retrier).version is None
-
-
-def test_a_store_that_does_not_answer_is_asked_again(store, retrier):
-    version = write(store, OLD).version
-    store.fail("head", ServerError, calls=[1, 2])
-    assert begin(store, KEY, overwrite=True, retrier=retrier).version == version
+        begin(looking(store, retrier), overwrite=False)
+    assert caught.value.uri == f"mem://bucket/{KEY}"
+    nowhere = looking(store, retrier, "other/.metadata")
+    assert begin(nowhere, "other/.metadata", overwrite=False).version is None
 
 
 def test_a_store_that_refuses_is_no_empty_place(store, retrier):
-    store.fail("head", AccessDeniedError)
+    store.fail("get_range", AccessDeniedError)
     with pytest.raises(AccessDeniedError):
-        begin(store, KEY, overwrite=True, retrier=retrier)
+        begin(looking(store, retrier))
+
+
+@pytest.mark.parametrize(
+    ("seconds_before_the_question", "seconds_of_the_answer", "age", "is_there"),
+    [
+        (0.01, 0.1, 0.0, True),  # the store's times are in seconds
+        (0.01, 0.1, 500.0, True),
+        (0.01, 8.0, 500.0, True),  # a store that was silent
+        (0.01, 8.0, 3.0, False),
+        (8.0, 0.1, 3.0, False),  # a machine that was suspended
+        (8.0, 0.1, 7.5, True),
+        (8.0, 0.1, None, True),  # a store that does not tell
+    ],
+)
+def test_what_came_since_the_save_began_was_not_there_before(
+    monkeypatch, seconds_before_the_question, seconds_of_the_answer, age, is_there
+):
+    clock = [100.0 + seconds_before_the_question]
+    monkeypatch.setattr(baseline, "now", lambda: clock[0])
+    answers = []
+
+    def look():
+        clock[0] += seconds_of_the_answer if not answers else 0.1
+        old = None if age is None else age + 0.1 * len(answers)
+        answered = None if old is None else 1000.0 + old
+        answers.append(ObjectInfo(KEY, 1, "v", modified=1000.0, answered=answered))
+        return answers[-1]
+
+    if is_there:
+        assert begin(look, began=100.0) == Baseline(KEY, "v")
+    else:
+        with pytest.raises(CheckpointConflictError):
+            begin(look, began=100.0)
+    assert len(answers) <= 2
 
 
 # the commit

@@ -5,13 +5,17 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import Config
+from cloudckpt import CheckpointManager, Config
+from cloudckpt.checkpointer import CheckpointerConfig
+from cloudckpt.runs import Preemption
 
 from .states import filled
 
@@ -46,6 +50,40 @@ def save(uri: str, config: Config, step: int, nbytes: int) -> dict[str, Any]:
     """One save."""
     state = filled(step, nbytes)
     return _outcome(lambda: cloudckpt.save(state, checkpoint_id=uri, config=config))
+
+
+ROADS = ("save", "THREAD", "PROCESS", "incremental", "manager")
+"""The ways to save a state to a location."""
+
+
+def save_by(road: str, run: str, config: Config, step: int, nbytes: int) -> dict[str, Any]:
+    """Saves step 1 beside the location, then ``step`` to it, by a plan that is known then."""
+    if road == "incremental":
+        config = replace(config, incremental=True)
+    kind = AsyncCheckpointerType.THREAD if road == "THREAD" else AsyncCheckpointerType.PROCESS
+
+    def save(number: int) -> None:
+        state, place = filled(number, nbytes), f"{run}/step-{number}"
+        if road == "save":
+            cloudckpt.save(state, checkpoint_id=place, config=config)
+        else:
+            cloudckpt.async_save(
+                state, checkpoint_id=place, config=config, async_checkpointer_type=kind
+            ).result(150)
+
+    if road != "manager":
+        save(1)
+        return _outcome(lambda: save(step))
+    options = {"save_interval_steps": 1, "preemption": Preemption(signals=())}
+    with CheckpointManager(run, checkpointer=CheckpointerConfig(config=config), **options) as one:
+        one.save(1, filled(1, nbytes))
+        one.wait_until_finished()
+
+        def save_and_wait() -> None:
+            one.save(step, filled(step, nbytes), force=True)
+            one.wait_until_finished()
+
+        return _outcome(save_and_wait)
 
 
 def load(uri: str, config: Config, nbytes: int) -> dict[str, Any]:

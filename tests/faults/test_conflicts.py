@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -180,33 +181,51 @@ class TestRaces:
         assert rule.injected == 1
 
 
+# where a trainer stands still: amid its data, at its commit, or just when it asks what is there;
+# and whether a checkpoint is there before
+FROZEN_AT = {
+    "data": ("PutObject", "*/step-2/*.distcp", False),
+    "commit": ("PutObject", "*/step-2/.metadata", True),
+    "beginning": ("GetObject", "*/step-2/.metadata", False),
+}
+_SECONDS = 2.5  # the store's times tell in seconds what came first
+
+
 class TestZombies:
-    @everywhere(path=["*/.metadata"])
-    @pytest.mark.parametrize("path", ["*.distcp", "*/.metadata"])
-    def test_a_writer_that_was_stopped_and_comes_back_late_cannot_overwrite(
-        self, place, store, proxy, endpoint, direct, path
+    @everywhere(road=["save", "PROCESS"], at=["commit"])
+    @pytest.mark.parametrize("at", FROZEN_AT)
+    @pytest.mark.parametrize("road", jobs.ROADS)
+    def test_a_trainer_that_was_stopped_and_comes_back_late_cannot_overwrite(
+        self, store, proxy, endpoint, direct, road, at
     ):
+        run = store.uri("run")
+        place = f"{run}/step-2"
+        operation, path, replaces = FROZEN_AT[at]
+        if replaces:
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=direct)
         born, stopped, successor = threading.Event(), threading.Event(), threading.Event()
 
         def stop(_) -> None:
             assert born.wait(30)
-            writer.signal(signal.SIGSTOP)
+            trainer.signal(signal.SIGSTOP)
             stopped.set()
             assert successor.wait(30)
 
-        proxy.inject(Call(stop), operation="PutObject", path=path, times=1)
+        rule = proxy.inject(Call(stop), operation=operation, path=path, times=1)
         patient = impatient(endpoint, read_timeout=60.0, stall_timeout=60.0)
         arguments = {"config": patient, "step": 2, "nbytes": SMALL}
-        with child(jobs.save, uri=place, **arguments) as writer:
+        with child(jobs.save_by, road=road, run=run, **arguments) as trainer:
             born.set()
-            assert stopped.wait(30)
+            assert stopped.wait(60)
+            if at == "beginning":
+                time.sleep(_SECONDS)
             cloudckpt.save(filled(3, SMALL), checkpoint_id=place, config=direct)
             successor.set()
-            writer.signal(signal.SIGCONT)
-            status, outcome = writer.wait()
+            trainer.signal(signal.SIGCONT)
+            status, outcome = trainer.wait()
+        assert rule.injected == 1
         assert (status, outcome["error"]) == (0, "CheckpointConflictError")
         assert load_step(place, direct, SMALL) == 3
-        store.assert_tidy()
 
 
 class TestStoresWithoutConditions:

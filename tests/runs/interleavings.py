@@ -56,7 +56,7 @@ from cloudckpt.runs.copying import copy
 from cloudckpt.runs.deleting import delete, unneeded
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores import memory, registry
-from cloudckpt.stores.base import ObjectInfo, once
+from cloudckpt.stores.base import ObjectInfo, look_at, once
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer import retry
 from cloudckpt.transfer.retry import Retrier
@@ -256,7 +256,10 @@ class World:
 
         def work(config: Config) -> None:
             store, retrier = registry.open_store(uri, config), Retrier(RETRY)
-            baseline = begin(store, uri.key(METADATA), overwrite=True, retrier=retrier)
+            key = uri.key(METADATA)
+            baseline = begin(
+                lambda: retrier.call(lambda: look_at(store, key)), key, str(uri), overwrite=True
+            )
             hold = None
             if base is not None:
                 with contextlib.suppress(CloudCheckpointError):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from cloudckpt.errors import (
     CheckpointConflictError,
@@ -21,10 +21,10 @@ from cloudckpt.errors import (
     IncompleteSaveError,
     ObjectNotFoundError,
 )
-from cloudckpt.stores.base import ObjectStore
-from cloudckpt.transfer.retry import Retrier
+from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.transfer.view import View
 
-__all__ = ["LONGEST_SAVE", "Baseline", "begin", "begin_in_thread", "conflict", "now"]
+__all__ = ["LONGEST_SAVE", "Baseline", "Beginning", "begin", "conflict", "now"]
 
 T = TypeVar("T")
 
@@ -74,11 +74,11 @@ class Baseline:
 
 
 def begin(
-    store: ObjectStore,
+    look: Callable[[], ObjectInfo],
     key: str,
+    uri: str,
     *,
     overwrite: bool,
-    retrier: Retrier,
     began: float | None = None,
 ) -> Baseline:
     """Looks for an existing checkpoint.
@@ -88,10 +88,10 @@ def begin(
     was there when the save began.
 
     Args:
-        store: The store.
-        key: The commit object.
+        look: Asks the store for the commit object.
+        key: Its key.
+        uri: Its URI, for errors.
         overwrite: Whether an existing checkpoint may be replaced.
-        retrier: Retries transient failures.
         began: When the save began, if not now.
 
     Raises:
@@ -104,51 +104,63 @@ def begin(
     for _ in range(_LOOKS):
         asked = now()
         try:
-            found = retrier.call(lambda: store.head(key))
+            found = look()
         except ObjectNotFoundError:
             break
         version = found.version
         if found.age is None or found.age + _STORES_SECOND >= now() - began:
             break  # it was there before
         if found.age + _STORES_SECOND < asked - began:
-            raise conflict(store, key)
+            raise conflict(uri)
         # it may have come before or while the store was asked: the next answer tells
     if version is not None and not overwrite:
         raise CheckpointExistsError(
             "Checkpoint already exists and overwrite is off: choose another location, or allow it "
             "with Config(overwrite=True)",
-            uri=store.uri(key),
+            uri=uri,
         )
     return Baseline(key, version, began)
 
 
-def begin_in_thread(look: Callable[[], T]) -> Future[T]:
-    """Begins a save in a thread of its own, so that its caller does not wait for the store.
+class Beginning(Generic[T]):
+    """What a save asks the store when it begins, in a thread of its own: its caller does not wait.
 
     Args:
-        look: Looks for what exists already.
+        view: What the store is asked through; it ends with the question.
+        ask: Asks, and returns the answer.
     """
-    found: Future[T] = Future()
-    here = contextvars.copy_context()
 
-    def run() -> None:
+    def __init__(self, view: View, ask: Callable[[], T]) -> None:
+        self._view = view
+        self._answer: Future[T] = Future()
+        here = contextvars.copy_context()
+
+        def run() -> None:
+            try:
+                self._answer.set_result(here.run(ask))
+            except BaseException as error:  # noqa: BLE001 - raised where the save needs the answer
+                self._answer.set_exception(error)
+
+        # a program that ends without the answer does not wait for it
+        threading.Thread(target=run, name="cloudckpt-begin", daemon=True).start()
+
+    def answer(self) -> T:
+        """Waits for the answer, and raises what the question has raised.
+
+        An interrupt ends the question, too.
+        """
         try:
-            found.set_result(here.run(look))
-        except BaseException as error:  # noqa: BLE001 - raised where the save needs the answer
-            found.set_exception(error)
-
-    # it ends with its request; a program that ends without the answer need not wait for it
-    threading.Thread(target=run, name="cloudckpt-begin", daemon=True).start()
-    return found
+            return self._answer.result()
+        except BaseException:
+            self._view.cancel()
+            raise
 
 
-def conflict(
-    store: ObjectStore, key: str, cause: BaseException | None = None
-) -> CheckpointConflictError:
+def conflict(uri: str, cause: BaseException | None = None) -> CheckpointConflictError:
     """The error of a save whose location has another commit than when it began."""
     return CheckpointConflictError(
         "another writer has committed to this location since this save began; this save is "
         "discarded and theirs is kept",
-        uri=store.uri(key),
+        uri=uri,
         cause=cause,
     )

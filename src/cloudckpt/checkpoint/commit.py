@@ -214,7 +214,7 @@ def commit(
                 raise _unknown(store, key, error) from error
         if not overtaken:
             raise
-        raise conflict(store, key, error) from error
+        raise conflict(store.uri(key), error) from error
 
 
 def _checksum_of(store: ObjectStore, body: Sequence[memoryview]) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
-import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cloudckpt.checkpoint.baseline import Baseline, begin, begin_in_thread, now
+from cloudckpt.checkpoint.baseline import Baseline, Beginning, begin, now
 from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.committed import fetch, object_names
 from cloudckpt.checkpoint.draft import Draft, Planned
@@ -53,6 +53,7 @@ from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.regions import check_regions
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CloudStorageWriter", "CommitHook", "OurWriter", "committing", "run_after"]
@@ -172,7 +173,7 @@ class CloudStorageWriter(OurWriter):
         self.attempt = random_suffix()
         self._began = time.time()
         self._rank = 0
-        self._baseline: concurrent.futures.Future[Baseline] | None = None
+        self._baseline: Beginning[Baseline] | None = None
         self._is_set_up = False
         self._written: list[str] = []
         self._structure = Structure()
@@ -241,18 +242,13 @@ class CloudStorageWriter(OurWriter):
 
     def begin(self, *, commits: bool) -> None:
         if commits and self._baseline is None:
-            uri, config, began = self.uri, self.config, now()
-
-            def look() -> Baseline:
-                return begin(
-                    open_store(uri, config),
-                    uri.key(METADATA),
-                    overwrite=config.overwrite,
-                    retrier=Retrier(config.retry),
-                    began=began,
-                )
-
-            self._baseline = begin_in_thread(look)
+            key, began = self.uri.key(METADATA), now()
+            view, overwrite = View(self.uri, self.config), self.config.overwrite
+            look = functools.partial(view.look, key)
+            where = self.uri.object(METADATA)
+            self._baseline = Beginning(
+                view, lambda: begin(look, key, where, overwrite=overwrite, began=began)
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Waits until it is known which checkpoint exists already, before anything is sent.
@@ -282,7 +278,7 @@ class CloudStorageWriter(OurWriter):
             CheckpointExistsError: See :meth:`prepare_local_plan`.
         """
         if self.commits and self._baseline is not None:
-            self._baseline.result()
+            self._baseline.answer()
 
     def hold_base(self, last: CheckpointURI | None) -> Hold | None:
         """Protects the base from deletion until the commit, on the rank that commits.
@@ -436,7 +432,7 @@ class CloudStorageWriter(OurWriter):
         uri, hook = str(self.uri), self.commit_hook or CommitHook()
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=uri)
-        baseline = self._baseline.result()
+        baseline = self._baseline.answer()
         if self._is_finished:  # its objects are committed by now, or deleted
             raise IncompleteSaveError(
                 "the save was finished before, and can't be finished twice: save again", uri=uri

@@ -76,6 +76,7 @@ from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import put_whole
+from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["FilesUnderConstruction", "look_for_older"]
@@ -341,7 +342,7 @@ class FilesUnderConstruction:
         group.run(submit)
 
 
-def look_for_older(uri: CheckpointURI, config: Config) -> dict[str, ObjectInfo]:
+def look_for_older(view: View) -> dict[str, ObjectInfo]:
     """The index and files of a model that is there, or was being written, by name.
 
     Other files, such as adapters, are left alone.
@@ -349,19 +350,19 @@ def look_for_older(uri: CheckpointURI, config: Config) -> dict[str, ObjectInfo]:
     Raises:
         StoreError: If the store refuses or stays unreachable.
     """
-    store, retrier = open_store(uri, config), Retrier(config.retry)
+    uri = view.location
     below = uri.key("")
     found: dict[str, ObjectInfo] = {}
     for prefix in (SINGLE_FILE, "model-", "shard-"):  # index first: then its files exist
-        for info in store.list(below + prefix, retrier.call):
+        for info in view.objects(below + prefix):
             name = info.key.removeprefix(below)
             if name == INDEX or _is_usual(name):
                 found[name] = info
     if INDEX in found:
-        for name in set(_named_by(store, found[INDEX].key, retrier)) - found.keys():
+        for name in set(_named_by(view)) - found.keys():
             if not _is_usual(name):
                 with contextlib.suppress(ObjectNotFoundError):
-                    found[name] = retrier.call(lambda: store.head(uri.key(name)))  # noqa: B023
+                    found[name] = view.look(uri.key(name))
     return found
 
 
@@ -370,11 +371,12 @@ def _is_usual(name: str) -> bool:
     return name == SINGLE_FILE or _NUMBERED.fullmatch(name) is not None
 
 
-def _named_by(store: ObjectStore, key: str, retrier: Retrier) -> Iterable[str]:
+def _named_by(view: View) -> Iterable[str]:
     """The files named by an index or a claim."""
+    uri = view.location
     try:
-        data, _ = retrier.call(lambda: store.get_latest(key, limit=MOST_INDEX_BYTES))
-        claimed = claimed_files(data, store.uri(key))
-        return parse_index(data, store.uri(key)).values() if claimed is None else claimed
+        data = view.read(uri.key(INDEX), limit=MOST_INDEX_BYTES)
+        claimed = claimed_files(data, uri.object(INDEX))
+        return parse_index(data, uri.object(INDEX)).values() if claimed is None else claimed
     except (CheckpointCorruptError, ObjectNotFoundError, ObjectTooLargeError):
         return ()

@@ -48,6 +48,7 @@ from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
 from cloudckpt.transfer.parts import PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["Exported", "PlannedCopy", "cut_into_parts", "export_checkpoint"]
@@ -114,7 +115,7 @@ def export_checkpoint(
     stored, uri = CheckpointURI.parse(source), model_location(target)
     if stored == uri:
         raise InvalidURIError(f"{uri} is both the checkpoint and the model to be written")
-    there = look_for_older(uri, config)
+    there = look_for_older(View(uri, config))
     found = _Source(stored, config, key_mapping, dtype)
     files = plan_files(found.tensors, bytes_of_size(max_shard_size), fqn_to_file)
     stats = TransferStats(str(uri), 0, sum(file.size for file in files))

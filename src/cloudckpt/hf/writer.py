@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from cloudckpt.checkpoint.baseline import begin_in_thread
+from cloudckpt.checkpoint.baseline import Beginning
 from cloudckpt.checkpoint.safetensors import SUFFIX, type_name
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.config import Config, config_or_default, whole_number
@@ -51,6 +50,7 @@ from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.transfer.memory import is_plain, settled
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["SafetensorsWriter", "bytes_of_size", "model_location"]
@@ -178,11 +178,12 @@ class SafetensorsWriter(OurWriter):
         if checkpoint_id:
             self.uri = model_location(checkpoint_id)
         self._under_construction = None
-        self._there: concurrent.futures.Future[dict[str, ObjectInfo]] | None = None
+        self._there: Beginning[dict[str, ObjectInfo]] | None = None
 
     def begin(self, *, commits: bool) -> None:
         if commits and self._there is None:
-            self._there = begin_in_thread(partial(look_for_older, self.uri, self.config))
+            view = View(self.uri, self.config)
+            self._there = Beginning(view, partial(look_for_older, view))
 
     def storage_meta(self) -> None:
         """Does nothing: a model has no torch metadata."""
@@ -225,7 +226,7 @@ class SafetensorsWriter(OurWriter):
         """
         files = plan_files(_tensors(plans, self.dtype), self.max_shard_size, self.fqn_to_file)
         assert self._there is not None
-        building = FilesUnderConstruction(self.uri, self.config, files, self._there.result())
+        building = FilesUnderConstruction(self.uri, self.config, files, self._there.answer())
         self._there = None  # the next save begins anew
         self._under_construction = building
         limits = open_store(self.uri, self.config).capabilities

@@ -37,7 +37,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.contents import CheckpointPart, parts
 from cloudckpt.runs.verifying import find_damages, one_error
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, look_at, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.copying import copies_within
 from cloudckpt.transfer.deleting import delete_quietly
@@ -276,7 +276,11 @@ class CheckpointCopy:
         uri, store, retrier = self._target.uri, self._target.store, self._target.retrier
         source = self._source.uri
         names = [part.commit.key.removeprefix(source.key("")) for part in found]
-        begun = [begin(store, uri.key(name), overwrite=True, retrier=retrier) for name in names]
+        begun = []
+        for name in names:
+            key = uri.key(name)
+            look = partial(retrier.call, partial(look_at, store, key))
+            begun.append(begin(look, key, uri.object(name), overwrite=True))
         if not self._overwrite and any(baseline.version for baseline in begun):
             raise CheckpointExistsError(
                 "a checkpoint already exists here: choose another location, or allow it to be "

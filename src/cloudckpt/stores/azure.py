@@ -273,7 +273,7 @@ class AzureStore(RestStore):
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
             if reply.headers.get("x-ms-meta-hdi_isfolder") == "true":
                 raise ObjectNotFoundError("there is a directory, not a blob", uri=self.uri(key))
-            return self._described(reply, key)
+            return self._described(reply, key, self._length(reply, key))
 
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
         for page in self._pages(prefix, retry, {}, _objects):

@@ -107,14 +107,14 @@ class ObjectInfo:
         size: Bytes.
         version: What changes when the object is replaced (ETag, generation); opaque.
         checksum: The bytes' checksum, by ``capabilities.checksum``, if the store reported it.
-        modified: When it was written, in seconds since 1970 by the store's clock; set by listings
-            and ``head``.
+        modified: When it was written, in seconds since 1970 by the store's clock; set by listings,
+            ``head`` and ``get_range``.
         attempt: The name of the write that made it, see :meth:`ObjectStore.put`; set by ``head``.
             Empty if it has none, or the store keeps none.
         arrived: When it came to its place, where that may be later than ``modified``: a copy of a
             file may have the time of the original.
-        answered: When the store said so, in seconds since 1970 by its clock; set by ``head``, where
-            that may take long. Both times are known to a second.
+        answered: When the store said so, in seconds since 1970 by its clock; set by ``head`` and
+            ``get_range``. Both times are known to a second.
     """
 
     key: str
@@ -539,7 +539,7 @@ def look_at(store: ObjectStore, key: str) -> ObjectInfo:
     try:
         return store.get_range(key, 0, [memoryview(bytearray(1))])
     except RangeNotSatisfiableError:  # it is empty
-        return ObjectInfo(key, 0, "")
+        return store.head(key)
 
 
 def random_suffix() -> str:

@@ -467,7 +467,7 @@ class RestStore(ObjectStore):
             except ConnectionLostError as error:
                 error.version = version
                 raise
-            return ObjectInfo(key, total, version, attempt=self._attempt_in(reply))
+            return self._described(reply, key, total)
 
     def _attempt_in(self, reply: Reply) -> str:
         """The name of the write that made the object that an answer is about."""
@@ -487,13 +487,13 @@ class RestStore(ObjectStore):
 
     def _head(self, key: str) -> ObjectInfo:
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
-            return self._described(reply, key)
+            return self._described(reply, key, self._length(reply, key))
 
-    def _described(self, reply: Reply, key: str) -> ObjectInfo:
-        """The object that the answer to HEAD describes."""
+    def _described(self, reply: Reply, key: str, size: int) -> ObjectInfo:
+        """The object that the headers of an answer describe."""
         return ObjectInfo(
             key,
-            self._length(reply, key),
+            size,
             self._version(reply, key),
             attempt=self._attempt_in(reply),
             modified=http_date(reply.headers.get("Last-Modified", "")),

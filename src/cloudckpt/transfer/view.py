@@ -50,6 +50,11 @@ class View:
         with self.asking() as store:
             return self.retrier.call(lambda: look_at(store, key))
 
+    def read(self, key: str, *, limit: int) -> bytearray:
+        """The bytes of an object of at most ``limit`` bytes."""
+        with self.asking() as store:
+            return self.retrier.call(lambda: store.get_latest(key, limit=limit))[0]
+
     def objects(self, prefix: str) -> list[ObjectInfo]:
         """The objects whose key begins with ``prefix``, in the order of keys."""
         with self.asking() as store:
@@ -81,7 +86,7 @@ class View:
 
         def stop(threads: Collection[int]) -> None:
             self._cancellation.cancel()
-            self._store.interrupt(threads)
+            registry.open_store(self.location, self.config).interrupt(threads)  # it is open
 
         group = TaskGroup(self.config.requests_at_once, name="cloudckpt-list", interrupt=stop)
 
