@@ -8,11 +8,13 @@ if a rank objects, or two name different locations, do they exchange their full 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,6 +28,7 @@ from cloudckpt._version import __version__
 from cloudckpt.checkpoint.torch_private import Collectives, device_for_collectives
 from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.failures import portable, portable_errors
+from cloudckpt.dcp.gloo_threads import let_finish
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
@@ -49,6 +52,9 @@ logger = logging.getLogger("cloudckpt")
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+if sys.version_info < (3, 14):
+    atexit.register(let_finish)
 
 _NO_TAG = 1 << 20  # a tag that no message uses
 _LATE = timedelta(milliseconds=1)
