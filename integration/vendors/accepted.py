@@ -35,7 +35,7 @@ _S3 = [
     _DECLARATION,
     Accepted("s3*", "header amz-sdk-*", "*", None, "botocore's count of its tries; not for S3"),
     Accepted("s3*", "header expect", "100-continue", None,
-             "it costs a round trip; a refusal before the end of the body is read all the same"),
+             "it costs a round trip; it is sent after an answer that asks to slow down only"),
     Accepted("s3*: part, large", "header x-amz-content-sha256", "*", "UNSIGNED-PAYLOAD",
              "TLS and CRC32C guard the payload; S3 documents that it may be unsigned over https"),
     Accepted("s3*: completion", "header x-amz-content-sha256", "*", "*", "that of the body"),

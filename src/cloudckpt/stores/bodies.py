@@ -106,8 +106,18 @@ class Reply:
         sock: socket.socket | None,
         watch: Watch,
         longest: float,
+        *,
+        is_last: bool = False,
     ) -> None:
-        """``longest``: seconds that a chunked answer about objects may take as a whole."""
+        """
+        Args:
+            response: Of urllib3.
+            raw: Of the standard library.
+            sock: That it comes by.
+            watch: Ends it when it stalls.
+            longest: Seconds that a chunked answer about objects may take as a whole.
+            is_last: Whether the connection can't be used again.
+        """
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
         self._response = response
@@ -115,6 +125,7 @@ class Reply:
         self._sock = sock
         self._watch = watch
         self._longest = longest
+        self._is_last = is_last
         self._is_stalled = False
 
     @property
@@ -254,7 +265,7 @@ class Reply:
             if left is not None and left <= _MOST_ERROR_BYTES:
                 self.read()
         finally:
-            if self._raw.isclosed():
+            if self._raw.isclosed() and not self._is_last:
                 self._response.release_conn()
             else:
                 self._response.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import functools
 import http.client
 import logging
 import os
@@ -32,6 +33,7 @@ from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError
 from cloudckpt.stores.base import Body, Progress
 from cloudckpt.stores.bodies import Reply, StoppedError, steps
+from cloudckpt.stores.expect import EXPECT, early_answer, resumed
 from cloudckpt.stores.long_reads import (
     BodyReader,
     LongReadSocket,
@@ -107,6 +109,9 @@ class _Ours(http.client.HTTPConnection):
     busy: dict[int, Connection]  # by the thread that uses it
     watch: Watch
     connecting: bool = False
+    asks_first: bool = False  # whether the request waits for the server before its body
+    is_spent: bool = False  # whether the server still waits for a body, and no request can follow
+    begun: bytes = b""  # of the answer, read while the request waited
     raw_response: http.client.HTTPResponse | None = None
     raw_sock: socket.socket | None = None
 
@@ -145,7 +150,24 @@ class _Watched(_Ours):
             # if it knows this error: without TLS it would be this one.
             raise BrokenPipeError(errno.EPIPE, str(exc)) from exc
 
+    def putheader(self, header: Any, *values: Any) -> None:
+        self.asks_first = self.asks_first or header in EXPECT
+        super().putheader(header, *values)
+
+    def endheaders(self, message_body: Any = None, *, encode_chunked: bool = False) -> None:
+        asks_first, self.asks_first = self.asks_first, False
+        super().endheaders(message_body, encode_chunked=encode_chunked)
+        if asks_first and isinstance(self.sock, socket.socket):
+            self.is_spent, self.begun = early_answer(self.sock)
+            if self.is_spent:  # urllib3 then reads the answer
+                raise BrokenPipeError(errno.EPIPE, "answered before the body was sent")
+
     def getresponse(self) -> http.client.HTTPResponse:
+        answer: Any = http.client.HTTPResponse
+        if self.begun:
+            answer = functools.partial(_ResumedResponse, begun=self.begun)
+            self.begun = b""
+        self.response_class = answer
         self.raw_sock = self.sock  # dropped below if it is to close
         if self.sock is not None:
             self.sock.settimeout(None)  # urllib3 has set another one
@@ -161,13 +183,23 @@ class _Watched(_Ours):
         return self.raw_response
 
 
+class _ResumedResponse(http.client.HTTPResponse):
+    """An answer of which something was read before."""
+
+    fp: Any
+
+    def __init__(self, *args: Any, begun: bytes, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fp = resumed(self.fp, begun)
+
+
 class _Connecting(_Ours):
     """Sits before urllib3's connection, to which a proxy may say one byte after the other."""
 
     def connect(self) -> None:
         late = f"no connection was made within {self.connect_limit:g} s (4 times connect_timeout)"
         self.busy[threading.get_ident()] = self
-        self.connecting = True
+        self.connecting, self.is_spent, self.begun = True, False, b""
         try:
             with self.watch.step(self, late, self.connect_limit):
                 super().connect()
@@ -177,6 +209,12 @@ class _Connecting(_Ours):
             self.sock = LongReadSocket.of(self.sock)
         if isinstance(self.sock, WatchedSocket):
             self.sock.watched()
+
+    @property
+    def is_connected(self) -> bool:
+        """Not if more has come than was promised: the next answer would begin with it."""
+        connected: bool = super().is_connected  # type: ignore[misc]  # urllib3's
+        return connected and not has_unread(self.sock)
 
 
 class _ConnectingByTLS(_Connecting):
@@ -202,12 +240,6 @@ class _ConnectingByTLS(_Connecting):
         context.sslsocket_class = LongReadTLSSocket if self.native_tls else TLSSocket
         self.ssl_context = context
         super().connect()
-
-    @property
-    def is_connected(self) -> bool:
-        """Not if more has come than was promised: the next answer would begin with it."""
-        connected: bool = super().is_connected  # type: ignore[misc]  # urllib3's
-        return connected and not has_unread(self.sock)
 
 
 def _pool_classes(
@@ -345,6 +377,7 @@ class HttpClient:
                 connection.raw_sock,
                 self._watch,
                 options.completion_timeout,
+                is_last=connection.is_spent,
             )
             try:
                 yield reply

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, ObjectStore, Progress, Retry, nbytes
 from cloudckpt.stores.bodies import Reply, StoppedError, whole_number
 from cloudckpt.stores.credentials import Credentials
+from cloudckpt.stores.expect import EXPECT
 from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.origins import BucketRules, Origin, Route
 from cloudckpt.stores.redaction import conceal, reason, told
@@ -52,6 +54,9 @@ __all__ = [
 P = TypeVar("P")
 
 _MOST_SKEW = 120.0  # seconds between clocks; stores allow five to fifteen minutes
+_BUSY = 60.0  # seconds after an answer that asks to slow down in which others may come
+_LARGE = 1024**2  # bytes of a body for which a round trip pays
+_NO_EXPECTATIONS = 417
 _SUCCESS = frozenset({200, 201, 202, 204, 206})
 
 
@@ -234,6 +239,8 @@ class RestStore(ObjectStore):
         self.root = root
         self._http = http
         self._credentials = credentials
+        self._busy_until = 0.0  # by the monotonic clock
+        self._knows_expect = True
 
     @abstractmethod
     def _authorized(
@@ -371,6 +378,8 @@ class RestStore(ObjectStore):
         try:
             source = self._credentials.source()
             url, headers = self._authorized(method, request.url, headers)
+            if self._asks_first(request):  # not signed: proxies may drop it
+                headers = {**headers, **EXPECT}
             secrets = self._credentials.used()
             return Authorized(url, headers, source, secrets, hidden=secrets)
         except StoreError as error:
@@ -380,9 +389,15 @@ class RestStore(ObjectStore):
             meaning = self._credentials.failed(error)
         raise meaning
 
+    def _asks_first(self, request: Request) -> bool:
+        """Whether a body is sent only when the server has said so, see :mod:`.expect`."""
+        is_busy = self._knows_expect and time.monotonic() < self._busy_until
+        return is_busy and nbytes(request.body) >= _LARGE
+
     def mends(self, refused: StoreError, used: Authorized | None = None) -> bool:
-        """Whether a request that was refused may succeed now: with other credentials, or if it was
-        held back until its signature was too old, with a new one.
+        """Whether a request that was refused may succeed now: with other credentials, without a
+        header that is not known, or, if it was held back until its signature was too old, with a
+        new one.
 
         Args:
             refused: The refusal.
@@ -390,6 +405,9 @@ class RestStore(ObjectStore):
         """
         if isinstance(refused, ClockError):  # if the clocks agree, the request was held back
             return abs(refused.ahead or 0.0) < _MOST_SKEW
+        if used is not None and refused.status == _NO_EXPECTATIONS and EXPECT.keys() & used.headers:
+            self._knows_expect = False
+            return True
         if used is None or not used.secrets or not isinstance(refused, self._refusals()):
             return False
         return self._credentials.renew(used.source, used.secrets)
@@ -402,7 +420,10 @@ class RestStore(ObjectStore):
         with self._open(request, used) as reply, reading(uri):
             if reply.status not in _SUCCESS:
                 answer = reply.read_refusal() if method != "HEAD" else b""
-                raise self.failure(reply.status, reply.headers, answer, method, uri)
+                error = self.failure(reply.status, reply.headers, answer, method, uri)
+                if isinstance(error, ThrottledError):
+                    self._busy_until = time.monotonic() + _BUSY
+                raise error
             yield reply
 
     def _open(self, request: Request, used: Authorized) -> contextlib.AbstractContextManager[Reply]:
