@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import cloudckpt.hf
+from background.waiting import eventually
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE
 from cloudckpt.errors import (
@@ -287,6 +288,30 @@ def test_a_save_outlives_passing_faults_and_undoes_itself_at_lasting_ones(
             assert not list(here.plain.list_uploads("")), "of lost answers, too"
             here.save(3, "two files")
             assert here.seen() == 3
+
+
+@pytest.mark.parametrize("theirs", ["one file", "two files"])
+@pytest.mark.parametrize("ours", ["one file", "three files"])
+@pytest.mark.parametrize("before", [None, "one file", "two files"])
+def test_what_comes_after_a_save_has_begun_is_not_replaced(world, before, ours, theirs) -> None:
+    here = world()
+    if before is not None:
+        here.save(1, before)
+
+    class Slow:
+        """A model whose state takes so long that another job saves meanwhile."""
+
+        def state_dict(self):
+            assert eventually(lambda: not any("begin" in t.name for t in threading.enumerate()))
+            here.save(3, theirs)
+            return {name: torch.full((16,), 2.0) for name in NAMES}
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    with pytest.raises(CheckpointConflictError):
+        cloudckpt.hf.save({"model": Slow()}, here.uri, config=here.config(), **SHAPES[ours])
+    assert here.seen() == 3
 
 
 def test_a_commit_whose_answers_are_all_lost_is_looked_up(world) -> None:
