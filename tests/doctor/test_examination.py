@@ -353,10 +353,10 @@ SECRET = "CANARY0wJalrXUtnFEMIK7MDENG"
 
 
 def test_no_secret_of_aws_is_shown(end, bucket, monkeypatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIACANARY0000000END")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAPUBLIC0000000END")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_SESSION_TOKEN", f"token-{SECRET}")
-    end.inject(s3_error(403, "SignatureDoesNotMatch", f"AKIACANARY0000000END {SECRET}"), skip=3)
+    end.inject(s3_error(403, "SignatureDoesNotMatch", f"AKIAPUBLIC0000000END {SECRET}"), skip=3)
     text = repr(examined(f"s3://{bucket}/run", config_of(end.url)))
     assert "access key …0END" in text
     assert "CANARY" not in text

@@ -35,7 +35,7 @@ from cloudckpt.errors import (
     RangeNotSatisfiableError,
     UntrustedPickleError,
 )
-from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, look_at
 from cloudckpt.transfer.retry import Retrier
 
 __all__ = ["CommitObject", "Fetched", "fetch", "object_names", "read_commit"]
@@ -90,6 +90,14 @@ def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
         ObjectTooLargeError: If it is larger than any commit object.
         StoreError: If the store refuses or stays unreachable.
     """
+    try:
+        return _fetch(store, key, whole=whole)
+    except CheckpointReplacedError:
+        look_at(store, key)  # to conditions, some stores answer so if there is no object
+        raise
+
+
+def _fetch(store: ObjectStore, key: str, *, whole: bool) -> Fetched:
     info = store.head(key)
     store.check_size(key, info.size, _MOST_BYTES)
     start = 0 if whole else max(0, info.size - _TAIL)

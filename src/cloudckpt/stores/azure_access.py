@@ -106,6 +106,9 @@ class ContainerAccess:
                 return _Source()
             given = _from_environment(container, uri)
             fits = given.account in ("", place.account)
+            if given.sas and not given.key and not given.account and host:
+                # unlike a key, it is sent: to no account that only the URI names
+                fits = place.account == config.azure.account
             if fits:
                 _check_cloud(given, place, uri)
             if fits and given.key:
@@ -126,7 +129,14 @@ class ContainerAccess:
                     "are sent by https only",
                     uri=uri,
                 )
-            note = "" if fits else f" (AZURE_STORAGE_* is of another account, {given.account!r})"
+            note = ""
+            if not fits and given.account:
+                note = f" (AZURE_STORAGE_* is of another account, {given.account!r})"
+            elif not fits:
+                note = (
+                    f" (AZURE_STORAGE_SAS_TOKEN is not sent to the account of the URI: set "
+                    f"AZURE_STORAGE_ACCOUNT={place.account} if it is of that)"
+                )
             tokens = Tokens(config, uri, note=note)
             return _Source(token=tokens.get, found=tokens.origin)
 

@@ -87,7 +87,7 @@ def from_answer(
     """
     body = _decompressed(headers, body)
     reason, message = _fields(body)
-    return refusal(
+    error = refusal(
         status,
         reason,
         [message],
@@ -98,6 +98,11 @@ def from_answer(
         own=_BY_STATUS,
         is_foreign=_is_foreign(body.strip(), message, is_google=is_google),
     )
+    if isinstance(error, AccessDeniedError) and action in ("GET", "HEAD"):
+        error.message += (
+            "; without storage.objects.list, Google answers so if there is no such object, too"
+        )
+    return error
 
 
 def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:

@@ -19,7 +19,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -30,7 +30,7 @@ import urllib3.util.ssl_
 
 from cloudckpt._version import __version__
 from cloudckpt.config import Config
-from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError
+from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError, StoreError
 from cloudckpt.stores.base import Body, Progress
 from cloudckpt.stores.bodies import Reply, StoppedError, steps
 from cloudckpt.stores.expect import EXPECT, early_answer, resumed
@@ -51,6 +51,7 @@ __all__ = ["HttpClient", "HttpOptions", "proxy_url"]
 _UNFIT = re.compile(r"[^\t\x20-\x7e\xa0-\xff]")  # in the value of a header
 _CONNECTING = 4  # times connect_timeout: TCP, TLS with a proxy, its answer, TLS with the store
 _USER_AGENT = f"cloudckpt/{__version__}"
+_TUNNEL = re.compile(r"Tunnel connection failed: (4\d\d)\b.*")
 _LONGER = 15  # how many times as long as others the answer to a completion may take
 
 
@@ -63,7 +64,7 @@ class HttpOptions:
     read_timeout: float
     stall_timeout: float
     completion_timeout: float = 900.0
-    proxy: str | None = None
+    proxy: str | None = field(default=None, repr=False)  # its URL may have a password
     ca_bundle: str | None = None
     client_cert: str | None = None
     verify_tls: bool = True
@@ -272,7 +273,8 @@ class HttpClient:
     """Keep-alive connections to the endpoints of one store; for one process, many threads."""
 
     def __init__(self, options: HttpOptions) -> None:
-        logging.getLogger("urllib3.connectionpool").addFilter(_hide_signatures)
+        for name in ("urllib3.connection", "urllib3.connectionpool"):
+            logging.getLogger(name).addFilter(_hide_signatures)
         self._watch = Watch(options.stall_timeout)
         self._busy: dict[int, Connection] = {}
         self._traffic = Traffic()
@@ -360,7 +362,9 @@ class HttpClient:
                 )
             except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
                 host = urlsplit(url).netloc.rpartition("@")[2]
-                lasting = lasting_failure(exc, host, bundle=options.ca_bundle)
+                lasting = _refused_by_proxy(exc, host) or lasting_failure(
+                    exc, host, bundle=options.ca_bundle
+                )
                 if lasting is not None:
                     raise lasting from exc
                 unsent = _never_connected(exc)
@@ -409,10 +413,11 @@ class HttpClient:
 
 
 def _hide_signatures(record: logging.LogRecord) -> bool:
-    """Removes signatures from the URLs in urllib3's debug log."""
+    """Removes signatures from the URLs in what urllib3 logs."""
     if isinstance(record.args, tuple):
         record.args = tuple(
-            masked(value) if isinstance(value, str) else value for value in record.args
+            value if isinstance(value, (int, float)) else masked(str(value))
+            for value in record.args
         )
     return True
 
@@ -448,6 +453,23 @@ def proxy_url(proxy: str) -> urllib3.util.Url:
         "HTTPS_PROXY (HTTP_PROXY for an http:// endpoint, or ALL_PROXY in their place) names no "
         "proxy that can be used; write it as http://host:port or https://host:port (SOCKS is not "
         "supported)"
+    )
+
+
+def _refused_by_proxy(exc: BaseException, host: str) -> StoreError | None:
+    """The error to raise if a proxy will not connect to the host; None if it may do so later."""
+    said = _TUNNEL.search(told(str(exc)))
+    if said is None or int(said[1]) in (408, 425, 429):
+        return None
+    advice = (
+        "write a user and a password into its URL"
+        if said[1] == "407"
+        else "have it allow this host, name another proxy, or name the host in NO_PROXY"
+    )
+    return InvalidRequestError(
+        f"the proxy that HTTPS_PROXY (or ALL_PROXY) names refuses a connection to {host}: {advice}",
+        cause=said[0],
+        certain=True,
     )
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import parse_qs, urljoin, urlsplit
 
 from urllib3 import HTTPHeaderDict
@@ -48,7 +48,7 @@ _MOST = 4096  # URLs of a kilobyte
 class _Target:
     """A signed URL, when it expires (seconds since 1970), and whose version it is."""
 
-    url: str
+    url: str = field(repr=False)
     ends: float
     version: str
 

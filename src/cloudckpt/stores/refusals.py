@@ -62,7 +62,8 @@ _BY_STATUS: Mapping[int, type[StoreError] | Meaning] = {
     404: ObjectNotFoundError,
     407: (
         InvalidRequestError,
-        "a proxy on the way asks for a user and a password; write them into its URL",
+        "a proxy on the way asks for a user and a password; write them into its URL (HTTP_PROXY, "
+        "HTTPS_PROXY)",
     ),
     408: ServerError,
     409: ServerError,  # another operation on the same object is under way

@@ -150,7 +150,7 @@ def all_pages(
             begun.add(following)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # its headers may authorize the store to read a copy's source
 class Request:
     """What is to be sent, without Content-Length and what authorizes it.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ _NAMES = (
     ("AWS_SECRET_ACCESS_KEY", "aws_secret_access_key"),
     ("AWS_SESSION_TOKEN", "aws_session_token"),
 )
+_SILENT_FOR = 0.9  # seconds; botocore waits for one at least, and an answer takes milliseconds
 _LEAST_ID = 16  # characters, which AWS documents: of a shorter one its end would be too much
 
 
@@ -39,6 +42,7 @@ class Keys:
         self._latest: tuple[str, ...] = ()
         if session is None:
             return
+        began = time.monotonic()
         with fetching_keys(self._uri):
             self._found = session().get_credentials()
         if self._found is None:
@@ -46,7 +50,7 @@ class Keys:
                 "no AWS credentials were found: neither in the environment "
                 "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), nor "
                 "in a profile of ~/.aws/config and ~/.aws/credentials (AWS_PROFILE), nor from "
-                "the container's or instance's role",
+                "the container's or instance's role" + _silence(time.monotonic() - began),
                 uri=uri,
                 certain=True,
             )
@@ -83,6 +87,18 @@ class Keys:
             identity=f"access key …{key[-4:]}" if len(key) >= _LEAST_ID else "",
             ends=ends.timestamp() if ends else None,
         )
+
+
+def _silence(seconds: float) -> str:
+    """What is to be said if boto3 has waited for the metadata of an instance in vain."""
+    is_off = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+    if is_off or seconds < _SILENT_FOR:
+        return ""
+    return (
+        f"; the metadata service of the instance did not answer within {seconds:.0f} s: in a "
+        "container on EC2, it takes a hop limit of 2 (aws ec2 modify-instance-metadata-options "
+        "--http-put-response-hop-limit 2)"
+    )
 
 
 def fetching_keys(uri: str) -> contextlib.AbstractContextManager[None]:

@@ -143,6 +143,8 @@ def from_code(
         is_foreign=is_foreign,
         certain=True if code in _NOT_DONE else None,
     )
+    if isinstance(error, AccessDeniedError) and action in ("GET", "HEAD"):
+        error.message += "; without s3:ListBucket, S3 answers so if there is no such object, too"
     if isinstance(error, WrongRegionError) and region:
         error.message += f"; set AWS_REGION={region}"
         error.region = region

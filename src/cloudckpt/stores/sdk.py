@@ -43,7 +43,7 @@ class Answer:
     body: bytes
 
 
-@dataclass
+@dataclass(repr=False)
 class _Call:
     """A call under way; ``has_sent`` says whether it has led to a request."""
 

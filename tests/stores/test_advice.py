@@ -1,0 +1,180 @@
+"""What errors advise where the cause is on this side: proxies, roles, metadata services, names."""
+
+import logging
+import socket
+import threading
+import time
+
+import pytest
+from dialects import error_xml
+
+import cloudckpt
+from cloudckpt import AzureOptions, Config, RetryPolicy
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    ConnectionLostError,
+    CredentialsError,
+    InvalidRequestError,
+    PreconditionFailedError,
+)
+from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.http import HttpOptions
+from cloudckpt.stores.local import LocalStore
+from cloudckpt.stores.redirects import _Target
+from cloudckpt.stores.rest import Request
+from cloudckpt.transfer.retry import Retrier
+
+PATIENT = RetryPolicy(base=0.01, cap=0.05, deadline=20.0)
+
+
+@pytest.fixture
+def proxied(monkeypatch):
+    """Names a proxy that answers all with this line; counts how often."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    asked = []
+
+    def start(line):
+        def serve():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    asked.append(connection.recv(65536))
+                    connection.sendall(f"HTTP/1.1 {line}\r\nContent-Length: 0\r\n\r\n".encode())
+
+        threading.Thread(target=serve, daemon=True).start()
+        port = listener.getsockname()[1]
+        monkeypatch.setenv("HTTPS_PROXY", f"http://user:of-the-proxy@127.0.0.1:{port}")
+        return asked
+
+    yield start
+    listener.close()
+
+
+@pytest.mark.parametrize("status", ["403 Forbidden", "407 Proxy Authentication Required"])
+def test_a_proxy_that_refuses_to_connect_ends_it_at_once_and_is_named(proxied, open_s3, status):
+    asked = proxied(status)
+    store = open_s3(endpoint_url="https://store.example")
+    with pytest.raises(InvalidRequestError, match="HTTPS_PROXY") as caught:
+        Retrier(PATIENT).call(lambda: store.get("run/object"))
+    assert caught.value.certain
+    assert "of-the-proxy" not in str(caught.value)
+    assert len(asked) == 1
+
+
+def test_a_proxy_that_fails_for_now_is_asked_again(proxied, open_s3):
+    asked = proxied("502 Bad Gateway")
+    store = open_s3(endpoint_url="https://store.example")
+    with pytest.raises(ConnectionLostError):
+        Retrier(RetryPolicy(base=0.01, cap=0.01, deadline=0.3)).call(lambda: store.get("object"))
+    assert len(asked) > 1
+
+
+@pytest.mark.parametrize("root", ["s3", "gs"])
+def test_a_denied_read_names_the_permission_that_tells_missing_objects(
+    server, open_s3, open_gcs, root
+):
+    body = error_xml("AccessDenied")
+    server.respond(lambda request: server.Answer(403, body=body))
+    store = open_s3() if root == "s3" else open_gcs()
+    right = {"s3": "s3:ListBucket", "gs": "storage.objects.list"}[root]
+    with pytest.raises(AccessDeniedError, match=right):
+        store.get_range("run/object", 0, [memoryview(bytearray(1))])
+    with pytest.raises(AccessDeniedError) as caught:
+        store.put("run/object", [memoryview(b"x")], checksum=0)
+    assert right not in str(caught.value)
+
+
+def test_a_metadata_service_that_does_not_answer_is_named_with_the_hop_limit(
+    monkeypatch, open_s3, tmp_path
+):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_METADATA_SERVICE_TIMEOUT", "1")
+    monkeypatch.setenv("AWS_METADATA_SERVICE_NUM_ATTEMPTS", "1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", endpoint)
+        began = time.monotonic()
+        with pytest.raises(CredentialsError, match=r"did not answer.*hop limit"):
+            open_s3()
+        assert time.monotonic() - began < 20
+
+
+class Strict(LocalStore):
+    """Answers as stores do that find a condition unmet where there is no object."""
+
+    def __init__(self):
+        super().__init__()
+        self.deleted = None
+
+    def head(self, key):
+        found = super().head(key)
+        if self.deleted is None and key.endswith(".metadata"):
+            self.deleted = found
+        return self.deleted if key.endswith(".metadata") else found
+
+    def get_range(self, key, start, into, *, if_version=None, progress=None):
+        if not key.endswith(".metadata"):
+            return super().get_range(key, start, into, if_version=if_version, progress=progress)
+        if if_version is None:
+            return super().get_range(f"{key}-gone", start, into)
+        raise PreconditionFailedError("the condition is not met", uri=self.uri(key))
+
+
+def test_a_checkpoint_that_is_gone_is_not_called_replaced(tmp_path, monkeypatch):
+    cloudckpt.save({"n": 1}, checkpoint_id=tmp_path / "step-1")
+    store = Strict()
+    monkeypatch.setattr(cloudckpt.stores.registry, "open_store", lambda uri, config: store)
+    with pytest.raises(CheckpointNotFoundError):
+        cloudckpt.load({"n": 0}, checkpoint_id=tmp_path / "step-1")
+
+
+# what holds a secret
+
+
+def test_nothing_that_may_hold_a_secret_shows_it_in_its_repr():
+    limits = {"connections": 1, "connect_timeout": 1, "read_timeout": 1, "stall_timeout": 1}
+    for one in (
+        HttpOptions(proxy="http://user:S3cr3t@proxy:1", **limits),
+        _Target("https://cdn/x?sig=S3cr3t", 0.0, "version"),
+        Request("PUT", "https://store/x", {"x-ms-copy-source-authorization": "Bearer S3cr3t"}),
+    ):
+        assert "S3cr3t" not in repr(one)
+
+
+@pytest.mark.parametrize("name", ["urllib3.connection", "urllib3.connectionpool"])
+def test_a_signed_url_is_not_logged_by_urllib3(open_s3, caplog, name):
+    open_s3()
+    url = "https://account/x?sv=1&sig=S3cr3tOfTheSignature"
+    with caplog.at_level(logging.DEBUG):
+        logging.getLogger(name).warning("Failed to parse %s: %s", url, ValueError(url))
+    assert "S3cr3t" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("configured", "named", "is_sent"),
+    [
+        ("", "account", False),
+        ("account", "account", True),
+        ("another", "account", False),
+        ("option", "account", True),
+    ],
+)
+def test_a_signature_is_sent_to_the_configured_account_only(
+    monkeypatch, azure_key, configured, named, is_sent
+):
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=S3cr3t")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "" if configured == "option" else configured)
+    options = AzureOptions(account="account") if configured == "option" else AzureOptions()
+    host = f"{named}.blob.core.windows.net"
+    store = AzureStore("container", Config(azure=options), host, f"az://{named}/container")
+    source = store._access.credentials.current
+    assert (source.sas != "") is is_sent
+    store.close()
