@@ -148,7 +148,7 @@ def test_columns_plan_as_torch_does(plans, lowest):
     assert list(map(plan_of, records)) == plans
     wanted, metadata, refusal = by_torch(plans, lowest)
     try:
-        planned, parts = plan_together(records, to_lowest_rank=lowest, uri=URI)
+        planned, parts, _ = plan_together(records, to_lowest_rank=lowest, uri=URI)
     except NotInColumnsError:
         event("left to torch")
         return

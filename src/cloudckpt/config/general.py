@@ -120,6 +120,13 @@ class Config(Options):
         "machine (which is slow, and billed): a warning, if a rank moves more than 1 GiB; an error "
         "before any data are moved; or nothing",
     )
+    replicas: Literal["warn", "refuse", "trust"] = option(
+        "warn",
+        "what happens to a save if ranks have different values under one name, of which a "
+        "checkpoint has one: a warning, once for each name; an error on all ranks, and nothing is "
+        "committed; or nothing, as they are not compared. Of tensors of 64 KiB or more a sixteenth "
+        "is compared",
+    )
     overwrite: bool = option(True, "replace a checkpoint at the same URI, atomically")
     incremental: bool = option(
         False, "send only what the newest step in the folder lacks, and refer to the rest"

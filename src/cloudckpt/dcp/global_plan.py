@@ -47,6 +47,7 @@ from cloudckpt.checkpoint.structure import Structure, shown
 from cloudckpt.checkpoint.torch_private import validate_global_plan
 from cloudckpt.checkpoint.written import Extents
 from cloudckpt.checksum import ChecksumAlgorithm
+from cloudckpt.dcp.copies import Shared, shared_of_ranks
 from cloudckpt.errors import KeyCollisionError
 
 __all__ = ["Part", "plan_of", "plan_together", "record_of", "refuse_contradictions"]
@@ -85,7 +86,7 @@ def _part(count: int, packed: bytes) -> Part:
 
 def plan_together(
     records: Sequence[Record], *, to_lowest_rank: bool, uri: str
-) -> tuple[Planned, list[Part]]:
+) -> tuple[Planned, list[Part], list[Shared]]:
     """What torch's planner makes of the plans of all ranks.
 
     Args:
@@ -95,7 +96,7 @@ def plan_together(
         uri: The checkpoint, for messages.
 
     Returns:
-        What is to be written, and by rank its part of it.
+        What is to be written, by rank its part of it, and by rank what others have, too.
 
     Raises:
         NotInColumnsError: If the plans contradict each other; torch then decides.
@@ -116,7 +117,8 @@ def plan_together(
         of_ranks.append(rows[first:stop])
     structure = Structure.merged([record.structure for record in records], uri)
     counts = tuple(of_rank.numel() for of_rank in of_ranks)
-    return Planned(counts, inventory, tuple(of_ranks), structure), parts
+    shared = shared_of_ranks(items.groups, items.ranks_of_groups, items.starts)
+    return Planned(counts, inventory, tuple(of_ranks), structure), parts, shared
 
 
 @dataclass(frozen=True)
@@ -207,10 +209,14 @@ class _Items:
 
     Attributes:
         starts: By rank, the number of its first item; and the number of all at the end.
+        groups: Items that are the same part of the same name; known once :meth:`kept` was called.
+        ranks_of_groups: The ranks that have them.
     """
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.starts = [0]
+        self.groups: list[list[int]] = []
+        self.ranks_of_groups: list[tuple[int, ...]] = []
         self._checksum = records[0].checksum
         self._names: dict[str, _Name] = {}
         self._numbers: dict[str, int] = {}
@@ -267,6 +273,7 @@ class _Items:
         keeps = torch.ones(self.starts[-1], dtype=torch.bool, device="cpu")
         groups = sorted(self._duplicates())
         of_groups = [tuple(bisect_right(self.starts, i) - 1 for i in group) for group in groups]
+        self.groups, self.ranks_of_groups = groups, of_groups
         for group, ranks in zip(groups, of_groups, strict=True):
             if len(set(ranks)) != len(ranks):
                 raise NotInColumnsError("a rank has an item twice")

@@ -23,6 +23,7 @@ from cloudckpt.checkpoint.draft import Planned
 from cloudckpt.checkpoint.shard import SmallForm
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents
+from cloudckpt.dcp.copies import Copies
 from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.outline import Outline
 from cloudckpt.dcp.planners import CloudSavePlanner
@@ -89,6 +90,7 @@ class KnownPlan:
         saves: How many saves have used the plan.
         record: What it writes, as a record without locations; empty if columns can't express it,
             None until it is needed.
+        copies: What this rank has in common with others.
         of_all: On the coordinator, what it knows of all ranks.
     """
 
@@ -107,6 +109,7 @@ class KnownPlan:
     extents: Extents = field(default_factory=Extents.none)
     saves: int = 0
     record: bytes | None = None
+    copies: Copies = Copies()
     of_all: OfAllRanks | None = None
 
 

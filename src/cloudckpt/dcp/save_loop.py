@@ -47,6 +47,14 @@ from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp import incremental, plan_cache
 from cloudckpt.dcp.committed_metadata import committed_metadata
+from cloudckpt.dcp.copies import (
+    Copies,
+    Described,
+    Shared,
+    groups_of_plans,
+    refuse_or_tell,
+    shared_of_ranks,
+)
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.global_plan import (
     Part,
@@ -70,8 +78,9 @@ __all__ = ["SaveLoop"]
 
 _AS_TORCH = (DefaultSavePlanner.create_global_plan, CloudSavePlanner.create_global_plan)
 
-Report = tuple[bytes, Written]
-"""A rank's report after writing: the digest of its plan, and what it has written."""
+Report = tuple[bytes, Written, int]
+"""A rank's report after writing: the digest of its plan, what it has written, and the number by
+which its copies of what others have, too, are compared with theirs (see ``copies``)."""
 
 
 class Committed(NamedTuple):
@@ -90,6 +99,7 @@ class _Planned:
         number: Its number.
         structure: What flattening has lost of this rank's state dict.
         is_known: Whether the coordinator knows that structure, too.
+        copies: What this rank has in common with others.
         of_all: On the coordinator, what all ranks will write.
     """
 
@@ -97,6 +107,7 @@ class _Planned:
     number: int
     structure: Structure
     is_known: bool
+    copies: Copies
     of_all: Planned | None
 
 
@@ -133,7 +144,8 @@ class SaveLoop:
         writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
         if writer.waits_before_sending:
             writer.wait_for_baseline()
-        self._flags = (*flags, writer.checksum.name)  # it stands in the commit object
+        # the checksum stands in the commit object
+        self._flags = (*flags, writer.checksum.name, writer.config.replicas)
         with paused_gc():
             self._outline = Outline.of(state_dict)
         self._known: KnownPlan | None = None
@@ -177,6 +189,7 @@ class SaveLoop:
         mine: list[KnownPlan] = []
         drafts: list[Draft] = []
         sent: list[Written] = []
+        reported: list[Report] = []
 
         @self._logged
         def write_data() -> Report:
@@ -200,11 +213,15 @@ class SaveLoop:
             )
             if known is not None:  # the coordinator knows how the values were nested, too
                 written = replace(written.without(known.extents), structure=Structure())
-            return entry.digest, written
+            return entry.digest, written, entry.copies.weighed(self._planner)
 
         @self._logged
-        def finish_checkpoint(reports: list[Report]) -> Committed:
-            of_all, written = self._of_all(reports, planned, known)
+        def finish_checkpoint(reports: list[Report]) -> Committed | None:
+            reported.extend(reports)
+            return None if sum(number for _, _, number in reports) % (1 << 64) else commit()
+
+        def commit() -> Committed:
+            of_all, written = self._of_all(reported, planned, known)
             with committing(self._writer):
                 draft = self._writer.finish_with(lambda: of_all.planned, written)
                 drafts.append(draft)
@@ -213,7 +230,20 @@ class SaveLoop:
                     mine[0] = replace(mine[0], of_all=replace(of_all, planned=kept))
                 return Committed(self._writer.attempt, draft.inventory is not None)
 
-        committed: Committed = self._ranks.all_reduce("write", write_data, finish_checkpoint)
+        @self._logged
+        def describe_copies() -> list[Described]:
+            return mine[0].copies.described(self._planner)
+
+        @self._logged
+        def compare_copies(by_rank: list[list[Described]]) -> tuple[Committed, frozenset[str]]:
+            refuses = self._writer.config.replicas == "refuse"
+            unlike = refuse_or_tell(by_rank, str(self._writer.uri), refuses=refuses)
+            return commit(), unlike
+
+        committed = self._ranks.all_reduce("write", write_data, finish_checkpoint)
+        if committed is None:
+            committed, unlike = self._ranks.all_reduce("compare", describe_copies, compare_copies)
+            mine[0] = replace(mine[0], copies=mine[0].copies.without(unlike))
         if self._outline is not None and committed.can_be_filled:
             plan_cache.remember(mine[0])
         incremental.remember(self._group, self._writer.uri, committed.attempt, sent[0])
@@ -253,27 +283,32 @@ class SaveLoop:
                 return plan if alone else pickle.dumps(plan)
 
         @self._logged
-        def global_step(told: list[Any]) -> list[tuple[Any, int]]:
+        def global_step(told: list[Any]) -> list[tuple[Any, int, Shared]]:
             number = plan_cache.new_number()
             with paused_gc():
-                planned, steps = self._planned_together(told)
+                planned, steps, shared = self._planned_together(told)
                 found.append(planned)
+                if self._writer.config.replicas == "trust":
+                    shared = [Shared.nothing()] * len(steps)
                 return [
-                    (step if alone or isinstance(step, Part) else pickle.dumps(step), number)
-                    for step in steps
+                    (step if alone or isinstance(step, Part) else pickle.dumps(step), number, own)
+                    for step, own in zip(steps, shared, strict=True)
                 ]
 
-        step, number = self._ranks.reduce_scatter("plan", local_step, global_step)
+        step, number, shared = self._ranks.reduce_scatter("plan", local_step, global_step)
         plan, structure = local[0]
         is_known = isinstance(step, Part)
         with paused_gc():
+            copies = Copies.of(plan, shared)
             if isinstance(step, bytes):
                 step = pickle.loads(step)  # noqa: S301 - of the coordinator
             plan = step.of(plan) if isinstance(step, Part) else step
-        return _Planned(plan, number, structure, is_known, found[0] if found else None)
+        return _Planned(plan, number, structure, is_known, copies, found[0] if found else None)
 
-    def _planned_together(self, told: list[Any]) -> tuple[Planned, Sequence[Part | SavePlan]]:
-        """What all ranks write, and each rank's part.
+    def _planned_together(
+        self, told: list[Any]
+    ) -> tuple[Planned, Sequence[Part | SavePlan], list[Shared]]:
+        """What all ranks write, each rank's part, and what of it others have, too.
 
         Raises:
             IncompleteSaveError: If the ranks' parts of a tensor do not fill it.
@@ -295,7 +330,7 @@ class SaveLoop:
                 cause=exc,
             ) from exc
 
-    def _joined(self, told: list[Any]) -> tuple[Planned, Sequence[Part | SavePlan]]:
+    def _joined(self, told: list[Any]) -> tuple[Planned, Sequence[Part | SavePlan], list[Shared]]:
         uri, checksum = str(self._writer.uri), self._writer.checksum
         by_rank = [self._parsed(one) for one in told]
         records = [one for one in by_rank if isinstance(one, Record)]
@@ -308,12 +343,13 @@ class SaveLoop:
         plans = [plan_of(one) if isinstance(one, Record) else one for one in by_rank]
         if type(self._planner).create_global_plan in _AS_TORCH:
             refuse_contradictions(plans, uri)
+        shared = shared_of_ranks(*groups_of_plans(plans))
         plans, metadata = self._planner.create_global_plan(plans)
         plans = self._writer.prepare_global_plan(plans)
         planned = Planned.of(metadata, [[i.index for i in p.items] for p in plans], checksum)
         if isinstance(self._planner, CloudSavePlanner):
             self._planner.forget_others()
-        return planned, plans
+        return planned, plans, shared
 
     def _parsed(self, told: Any) -> Record | SavePlan:
         """What a rank would write, from its report."""
@@ -378,6 +414,7 @@ class SaveLoop:
             names=tuple(values),
             mappings=self._planner.mappings,
             structure=planned.structure,
+            copies=planned.copies,
             plan=plan,
             digest=plan_cache.digest_of(plan),
             expected=expected_size(plan.items),
@@ -422,16 +459,16 @@ class SaveLoop:
             IncompleteSaveError: If a rank has written by another plan, or its previous save is
                 another than the coordinator's.
         """
-        digests = tuple(digest for digest, _ in reports)
+        digests = tuple(digest for digest, _, _ in reports)
         if planned is not None:
             assert planned.of_all is not None
-            written = [one for _, one in reports]
+            written = [one for _, one, _ in reports]
             return OfAllRanks(planned.of_all, digests, _extents_of(written)), written
         assert known is not None
         assert known.of_all is not None
         written = []
         of_before = zip(known.of_all.digests, known.of_all.extents, strict=True)
-        for rank, ((digest, one), (planned_digest, before)) in enumerate(
+        for rank, ((digest, one, _), (planned_digest, before)) in enumerate(
             zip(reports, of_before, strict=True)
         ):
             try:

@@ -252,7 +252,7 @@ class _Adoption:
                 extents = Extents.unpack(one.extents, one.columns)
                 records.append(record)
                 written.append(Written(uri, one.objects, extents, structure=record.structure))
-            planned, _ = plan_together(records, to_lowest_rank=True, uri=uri)
+            planned, _, _ = plan_together(records, to_lowest_rank=True, uri=uri)
             if planned.counts != tuple(len(one.extents) for one in written):
                 raise ValueError("two ranks have written the same")
             checksum = records[0].checksum

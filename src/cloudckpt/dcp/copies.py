@@ -1,0 +1,256 @@
+"""Whether ranks have the same under one name: of what several ranks have, one copy is saved.
+
+Ranks with different values there, such as states of random generators, or experts that each rank
+counts from 0, would lose all but one without a word. So each rank reports one number of 64 bits for
+all its copies, written or not, and these numbers add up to zero (modulo 2**64) if all copies are
+the same: for each set of ranks that have the same items there is a weight for each rank, random,
+and zero in sum, and a rank multiplies it with its digest of these items. Only if the sum is another
+do the ranks report a digest of each copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+
+from cloudckpt.checkpoint.columns import column_of, packed_column, unfilled, unpack_column
+from cloudckpt.checkpoint.likeness import digest_of_all
+from cloudckpt.dcp.outline import PLAIN
+from cloudckpt.errors import KeyCollisionError
+
+__all__ = ["Copies", "Described", "Shared", "groups_of_plans", "refuse_or_tell", "shared_of_ranks"]
+
+logger = logging.getLogger("cloudckpt")
+
+_ALL = (1 << 64) - 1
+_NAMED = 5  # keys that a message names
+_told: set[str] = set()  # the keys that this process has logged already
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Which items of a rank others have, too.
+
+    Attributes:
+        items: Their numbers in the rank's own plan, one set of ranks after the other.
+        counts: How many there are of each set.
+        weights: This rank's weight in each set.
+    """
+
+    items: torch.Tensor
+    counts: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+
+    @classmethod
+    def nothing(cls) -> Shared:
+        """No item."""
+        return cls(unfilled(0))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _shared, (self.items.numel(), packed_column(self.items), self.counts, self.weights)
+
+
+def _shared(count: int, packed: bytes, counts: tuple[int, ...], weights: tuple[int, ...]) -> Shared:
+    unpack_column(io.BytesIO(packed), items := unfilled(count))
+    return Shared(items, counts, weights)
+
+
+def shared_of_ranks(
+    groups: Iterable[Sequence[int]], ranks: Iterable[tuple[int, ...]], starts: Sequence[int]
+) -> list[Shared]:
+    """By rank, what it has in common with others.
+
+    Args:
+        groups: The items that are the same part of the same name, by their numbers among those of
+            all ranks.
+        ranks: The ranks that have them.
+        starts: By rank, the number of its first item; and the number of all at the end.
+    """
+    by_set: dict[tuple[int, ...], list[Sequence[int]]] = {}
+    for group, of_group in zip(groups, ranks, strict=True):
+        by_set.setdefault(of_group, []).append(group)
+    found: list[list[tuple[torch.Tensor, int]]] = [[] for _ in starts[1:]]
+    for members, of_set in by_set.items():
+        own = column_of(of_set) - column_of([starts[rank] for rank in members])
+        for rank, items, weight in zip(members, own.unbind(1), _weights(len(members)), strict=True):
+            found[rank].append((items, weight))
+    return [
+        Shared(
+            torch.cat([unfilled(0), *(items for items, _ in sets)]),
+            tuple(items.numel() for items, _ in sets),
+            tuple(weight for _, weight in sets),
+        )
+        for sets in found
+    ]
+
+
+def _weights(count: int) -> list[int]:
+    others = [secrets.randbits(64) for _ in range(count - 1)]
+    return [-sum(others) & _ALL, *others]
+
+
+def groups_of_plans(
+    plans: Sequence[SavePlan],
+) -> tuple[list[list[int]], list[tuple[int, ...]], list[int]]:
+    """The first three arguments of :func:`shared_of_ranks`, of plans that columns can't express."""
+    by_index: dict[MetadataIndex, dict[int, int]] = {}  # the hint does not count
+    starts = [0]
+    for rank, plan in enumerate(plans):
+        for number, item in enumerate(plan.items, starts[-1]):
+            by_index.setdefault(item.index, {}).setdefault(rank, number)
+        starts.append(starts[-1] + len(plan.items))
+    several = [of_ranks for of_ranks in by_index.values() if len(of_ranks) > 1]
+    return [[*one.values()] for one in several], [(*one,) for one in several], starts
+
+
+class Described(NamedTuple):
+    """A rank's copy of an item; the offsets are those of a tensor, the kind is its class."""
+
+    name: str
+    offsets: tuple[int, ...] | None
+    digest: int
+    kind: str
+
+
+class _Copy(NamedTuple):
+    name: str
+    where: MetadataIndex
+    sizes: torch.Size | None
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What a rank has in common with others, and compares at each save by one plan.
+
+    Attributes:
+        items: The items, one set of ranks after the other.
+        counts: How many there are of each set.
+        weights: This rank's weight in each set.
+        unlike: The names of those that are known to differ, and are compared no more.
+    """
+
+    items: tuple[_Copy, ...] = ()
+    counts: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+    unlike: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, plan: SavePlan, shared: Shared) -> Copies:
+        """Those of a rank's own plan."""
+        items = (plan.items[number] for number in shared.items.tolist())
+        copies = tuple(
+            _Copy(
+                item.index.fqn,
+                item.index,
+                None if item.tensor_data is None else item.tensor_data.chunk.sizes,
+            )
+            for item in items
+        )
+        return cls(copies, shared.counts, shared.weights)
+
+    def without(self, names: Collection[str]) -> Copies:
+        """The same, without the comparison of what has these names."""
+        return replace(self, unlike=self.unlike | frozenset(names))
+
+    def weighed(self, planner: DefaultSavePlanner) -> int:
+        """This rank's number: those of all ranks add up to zero if all copies are the same."""
+        total, items = 0, iter(self.items)
+        for count, weight in zip(self.counts, self.weights, strict=True):
+            of_set = [copy for copy, _ in zip(items, range(count), strict=False)]
+            compared = (copy for copy in of_set if copy.name not in self.unlike)
+            total += weight * digest_of_all(_value(copy, planner) for copy in compared)
+        return total & _ALL
+
+    def described(self, planner: DefaultSavePlanner) -> list[Described]:
+        """Each copy by itself."""
+        return list(self._described(planner))
+
+    def _described(self, planner: DefaultSavePlanner) -> Iterator[Described]:
+        for copy in self.items:
+            if copy.name not in self.unlike:
+                value, offsets = _value(copy, planner), copy.where.offset
+                at = None if offsets is None else tuple(offsets)
+                kind = "tensor" if copy.sizes is not None else type(value).__name__
+                yield Described(copy.name, at, digest_of_all([value]), kind)
+
+
+def _value(copy: _Copy, planner: DefaultSavePlanner) -> Any:
+    """This rank's copy; none if it can't be had: the rank that saves it tells why."""
+    with contextlib.suppress(Exception):
+        return _found(copy, planner)
+    return None
+
+
+def _found(copy: _Copy, planner: DefaultSavePlanner) -> Any:
+    value = planner.state_dict[copy.name]
+    if copy.sizes is None:
+        return value
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if type(local) in PLAIN and local.shape == copy.sizes:
+        return local
+    return planner.lookup_object(copy.where)
+
+
+def refuse_or_tell(
+    by_rank: Sequence[Sequence[Described]], uri: str, *, refuses: bool
+) -> frozenset[str]:
+    """Finds what differs between ranks.
+
+    Args:
+        by_rank: What each has in common with others.
+        uri: The checkpoint.
+        refuses: Whether that is an error; otherwise it is logged, once for each name.
+
+    Returns:
+        The names of what differs.
+
+    Raises:
+        KeyCollisionError: If ranks have different values under one name.
+    """
+    found: dict[tuple[str, tuple[int, ...] | None], dict[tuple[str, int], list[int]]] = {}
+    for rank, copies in enumerate(by_rank):
+        for copy in copies:
+            of_place = found.setdefault((copy.name, copy.offsets), {})
+            of_place.setdefault((copy.kind, copy.digest), []).append(rank)
+    unlike: dict[str, str] = {}
+    for (name, _), by_digest in found.items():
+        if len(by_digest) > 1:
+            parted = (f"{_shown(ranks)} ({kind})" for (kind, _), ranks in by_digest.items())
+            unlike.setdefault(name, f"{name}: {_first_few(parted, ', ')}")
+    news = [name for name in unlike if refuses or name not in _told]
+    if not news:
+        return frozenset(unlike)
+    first = news[0]
+    text = (
+        f"{len(news)} {'entry differs' if len(news) == 1 else 'entries differ'} between ranks, and "
+        "of each the checkpoint has one copy only. Ranks with the same copy: "
+        f"{_first_few((unlike[name] for name in news), '; ')}. What belongs to a rank needs a name "
+        f"of its own, for example {{f'{first}.{{rank}}': ...}}, and what belongs to all has to be "
+        "made the same before, for example by a broadcast. replicas='trust' compares nothing"
+    )
+    if refuses:
+        raise KeyCollisionError(text, uri=uri, item=first)
+    _told.update(news)
+    logger.warning("%s: %s", uri, text)
+    return frozenset(unlike)
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_first_few(map(str, ranks), ' ')}"
+
+
+def _first_few(texts: Iterable[str], separator: str) -> str:
+    all_of_them = list(texts)
+    more = [f"and {len(all_of_them) - _NAMED} more"] * (len(all_of_them) > _NAMED)
+    return separator.join([*all_of_them[:_NAMED], *more])

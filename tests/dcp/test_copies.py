@@ -1,0 +1,183 @@
+"""What ranks have under one name is compared, as of several copies one is saved."""
+
+import contextlib
+import logging
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import cloudckpt
+from cloudckpt.checkpointer import close_async_savers
+from cloudckpt.dcp import copies, plan_cache
+from cloudckpt.errors import KeyCollisionError
+
+from .places import Place
+
+KINDS = ["save", *AsyncCheckpointerType]
+
+
+@contextlib.contextmanager
+def _warnings():
+    """What is logged as a warning here."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())
+    logger = logging.getLogger("cloudckpt")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def _save(kind, state: dict, place: Place) -> None:
+    options = {"checkpoint_id": place.uri, "config": place.config}
+    if kind == "save":
+        cloudckpt.save(state, **options)
+    else:
+        cloudckpt.async_save(state, async_checkpointer_type=kind, **options).result()
+
+
+def _dtensor(local: torch.Tensor, placements: list) -> DTensor:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+def _state(step: int, unlike: set[str]) -> dict:
+    """The same on all ranks, but for these names."""
+
+    def of(name: str) -> int:
+        return step + 100 * (dist.get_rank() if name in unlike else 0)
+
+    # replicas are ranks 0 and 2, and 1 and 3
+    half = dist.get_rank() % 2
+    return {
+        "loader": {"pos": of("loader.pos"), "seen": [1, 2]},
+        "text": f"epoch {of('text')}",
+        "small": torch.full((3,), float(of("small"))),
+        "large": torch.randn(
+            300, 300, generator=torch.Generator().manual_seed(of("large")), dtype=torch.float64
+        ),
+        "own": {f"rank{dist.get_rank()}": torch.randn(3)},
+        "replicated": _dtensor(torch.full((4,), of("replicated")), [Replicate(), Replicate()]),
+        "hybrid": _dtensor(torch.full((2,), half + 2.0 * of("hybrid")), [Replicate(), Shard(0)]),
+        "sharded": _dtensor(torch.full((2,), float(dist.get_rank())), [Shard(0), Shard(0)]),
+    }
+
+
+NAMES = ["loader.pos", "text", "small", "large", "replicated", "hybrid"]
+
+
+def _named(text: str) -> set[str]:
+    return {name for name in [*NAMES, "own", "sharded", "seen"] if f"{name}: rank" in text}
+
+
+def _told_of(place: Place, kind, drawn: list[set[str]]) -> list[set[str]]:
+    plan_cache.forget()
+    copies._told.clear()
+    found = []
+    try:
+        for step, unlike in enumerate(drawn):
+            with _warnings() as texts:
+                _save(kind, _state(step, unlike), place)
+            assert len(texts) <= 1
+            found.append(_named("".join(texts)))
+    finally:
+        close_async_savers()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_differs_between_ranks_is_named_once(kind, ranks, local):
+    """By a new plan, by a known one, and not again."""
+    drawn = [set(), {"small"}, {"small"}, {"small", "hybrid", "text"}, set(), set(NAMES)]
+    drawn += [set()] * 2
+    told = [set(), {"small"}, set(), {"hybrid", "text"}, set()]
+    told += [{"loader.pos", "large", "replicated"}, set(), set()]
+    first, *others = ranks(4, _told_of, local, kind, drawn)
+    assert first == told
+    assert others == [[set()] * len(drawn)] * 3  # the coordinator tells it
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_difference_is_named_at_the_first_save(seed, ranks, local):
+    draw = random.Random(seed)
+    drawn = [set(draw.sample(NAMES, draw.randrange(5)))]
+    assert ranks(4, _told_of, local, "save", drawn)[0] == drawn
+
+
+def _refused(place: Place, kind, unlike: set[str]) -> tuple:
+    plan_cache.forget()
+    try:
+        for known in (False, True):
+            if known:
+                _save(kind, _state(0, set()), place.at("known"))
+            with pytest.raises(KeyCollisionError) as caught:
+                _save(kind, _state(1, unlike), place.at("unlike"))
+            assert _named(str(caught.value)) == unlike
+    finally:
+        close_async_savers()
+    return caught.value.item
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_difference_is_an_error_on_all_ranks_if_it_is_to_be_one(kind, ranks, local):
+    place = local.having(replicas="refuse")
+    assert ranks(4, _refused, place, kind, {"hybrid", "text"}) == ["text"] * 4
+    assert not local.at("unlike").names()
+
+
+def test_what_is_trusted_is_not_compared(ranks, local):
+    place = local.having(replicas="trust")
+    assert ranks(4, _told_of, place, "save", [set(NAMES)] * 2)[0] == [set()] * 2
+
+
+def _made_in_other_ways(place: Place) -> list[str]:
+    """States of equal values, whose order, identity and strides differ by rank and chance."""
+    draw = random.Random(dist.get_rank())
+    texts: list[str] = []
+    for step in range(25):
+        words = [f"w{n}" for n in range(20)]
+        draw.shuffle(words)
+        one = [1.0, "a"]
+        tensor = torch.arange(12.0).reshape(3, 4) + step
+        state = {
+            "set": {*words},
+            "dict": {"flat": dict.fromkeys(sorted(words), step)},
+            "list": [one, one if draw.random() < 0.5 else list(one)],
+            "t": tensor if draw.random() < 0.5 else tensor.t().contiguous().t(),
+            "text": "".join(["ab", "c"]) if draw.random() < 0.5 else "abc",
+            "state": random.Random(step).getstate(),
+        }
+        with _warnings() as found:
+            cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+        texts += found
+    return texts
+
+
+def test_equal_values_are_never_called_different(ranks, local):
+    assert ranks(3, _made_in_other_ways, local) == [[]] * 3
+
+
+def _plain_on_one(place: Place) -> list[str]:
+    """A tensor on one rank, and one that is replicated on the others: torch plans these."""
+    copies._told.clear()
+    rank, whole = dist.get_rank(), torch.ones(4)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    other = DTensor.from_local(whole + rank, mesh, [Replicate()], run_check=False)
+    with _warnings() as found:
+        cloudckpt.save(
+            {"w": whole if rank == 0 else other}, checkpoint_id=place.uri, config=place.config
+        )
+    return found
+
+
+def test_copies_are_compared_where_torch_makes_the_plan(ranks, local):
+    first, second = ranks(2, _plain_on_one, local)
+    assert "w: rank 0" in first[0]
+    assert second == []
