@@ -12,11 +12,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
-from transformers.image_processing_base import ImageProcessingMixin
-from transformers.processing_utils import ProcessorMixin
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from transformers.video_processing_utils import BaseVideoProcessor
 
 import cloudckpt
 from cloudckpt.integrations.transformers import CloudCheckpointCallback
@@ -63,35 +59,6 @@ def test_a_checkpoint_has_the_small_files_and_comes_back_as_it_was(
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 1
     names = {path.name for path in folder.iterdir()}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"} <= names
-
-
-def test_what_would_make_a_local_folder_of_a_uri_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    cloudckpt.install()
-    model = LlamaForCausalLM(SHAPE)
-    trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True))
-    with pytest.raises(cloudckpt.errors.InstallError, match="CloudCheckpointCallback"):
-        TrainingArguments("s3://bucket/run", use_cpu=True)
-    with pytest.raises(cloudckpt.errors.InvalidURIError, match="s3://bucket/run"):
-        TrainingArguments(Path("s3://bucket/run"), use_cpu=True)
-    for kind in (
-        ImageProcessingMixin,
-        SequenceFeatureExtractor,
-        ProcessorMixin,
-        BaseVideoProcessor,
-    ):
-        for place in ("s3://bucket/run", Path("s3://bucket/run")):
-            with pytest.raises(cloudckpt.errors.CloudCheckpointError, match="s3://bucket/run"):
-                kind.save_pretrained(object.__new__(kind), place)
-    for configuration in (SHAPE, model.generation_config):
-        with pytest.raises(cloudckpt.errors.InstallError, match=r"cloudckpt\.files\.save_file"):
-            configuration.save_pretrained("s3://bucket/run")
-    for saving in (trainer.save_model, model.save_pretrained):
-        with pytest.raises(cloudckpt.errors.InstallError, match=r"cloudckpt\.hf\.save"):
-            saving("s3://bucket/run")
-    assert not [*tmp_path.iterdir()]
 
 
 def _trainer(folder: Path, saved: CloudCheckpointCallback, steps: int, **options: Any) -> Trainer:
