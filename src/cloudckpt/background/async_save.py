@@ -26,7 +26,9 @@ from cloudckpt.uri import URILike
 __all__ = ["async_save", "close_async_savers"]
 
 _lock = module_lock()
-_savers: dict[tuple[Any, ...], AsyncSaver] = {}
+_Known = tuple[AsyncCheckpointerType, BackgroundOptions, AsyncSaver]
+# by process and group: by the group itself, to keep it alive, since addresses may be reused
+_savers: dict[tuple[int, dist.ProcessGroup | None], _Known] = {}
 _closing: list[AsyncSaver] = []
 
 
@@ -49,8 +51,10 @@ def async_save(
 
     The memory of the copy, and the saving process if there is one, are kept for the next call with
     the same group, kind and options, until :func:`close_async_savers` or the end of the
-    interpreter, which waits for saves under way. Those of a group that was destroyed are released
-    by the first call with another group. The first call for a group is collective.
+    interpreter, which waits for saves under way. They are released by a call for the same group
+    with another kind or options, and those of a group that was destroyed by the first call with
+    another group; if a save is under way with them, by a call after it. The first call for a group,
+    kind and options is collective.
 
     The future reports background failures, on every rank. A staged copy that is still being read is
     never overwritten by the next save: see :class:`~cloudckpt.config.BackgroundOptions` for what
@@ -115,19 +119,17 @@ def close_async_savers() -> None:
 
     If a call is interrupted, another call finishes the work.
     """
-    _retire(lambda group, saver: True)
+    _retire(lambda group: True)
     with _lock:
         savers = list(_closing)
     _close(savers)
 
 
-def _retire(is_meant: Callable[[dist.ProcessGroup | None, AsyncSaver], bool]) -> list[AsyncSaver]:
+def _retire(is_meant: Callable[[dist.ProcessGroup | None], bool]) -> None:
     """Takes savers, by their groups, out of those that are used; they have to be closed."""
     with _lock:
         own = [key for key in _savers if key[0] == os.getpid()]  # not a forking parent's
-        meant = [_savers.pop(key) for key in own if is_meant(key[1], _savers[key])]
-        _closing.extend(meant)
-    return meant
+        _closing.extend(_savers.pop(key)[-1] for key in own if is_meant(key[1]))
 
 
 def _close(savers: list[AsyncSaver]) -> None:
@@ -146,16 +148,20 @@ def _saver_for(
 ) -> AsyncSaver:
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     together = None if alone else group if group is not None else dist.group.WORLD
-    # keyed by the objects themselves, to keep them alive: addresses may be reused
-    key = (os.getpid(), together, kind, options)
+    place = os.getpid(), together
     with _lock:
-        if (known := _savers.get(key)) is not None:
-            return known
-    # savers of a group that is gone are of no use; one that still saves is closed later
-    _close(_retire(lambda of, one: of is not None and not exists(of) and one.is_idle))
+        known = _savers.get(place)
+        is_fitting = known is not None and known[:2] == (kind, options)
+    if not is_fitting:  # alike on all ranks, even where the former one still saves
+        _retire(lambda of: of is together or (of is not None and not exists(of)))
+    with _lock:
+        unused = [saver for saver in _closing if saver.is_idle]
+    _close(unused)
+    if known is not None and is_fitting:
+        return known[-1]
     # not with the lock held: it waits for the other ranks
     made = AsyncSaver(
         process_group=group, no_dist=no_dist, kind=kind, options=options, have_met=True
     )
     with _lock:
-        return _savers.setdefault(key, made)
+        return _savers.setdefault(place, (kind, options, made))[-1]
