@@ -9,13 +9,15 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import RetryPolicy, waiting
+from cloudckpt.checkpointer import SaveFuture
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -27,7 +29,7 @@ from cloudckpt.torch_files.torch_save import write_torch_file
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.uri import CheckpointURI
 from forks import child
-from wire.faults import Corrupt, Drip, Stall
+from wire.faults import Call, Corrupt, Drip, Stall
 from wire.hop import Fault, Hop
 
 from . import jobs
@@ -128,6 +130,33 @@ class TestWaiting:
 
 
 class TestSilence:
+    @everywhere(road=["PROCESS"])
+    @pytest.mark.parametrize("road", ["THREAD", "PROCESS", "incremental"])
+    def test_a_save_in_the_background_returns_while_the_store_answers_nothing(
+        self, store, proxy, endpoint, road
+    ):
+        config = impatient(endpoint, read_timeout=60.0, stall_timeout=60.0)
+        config = replace(config, incremental=road == "incremental")
+        kind = AsyncCheckpointerType[road if road == "THREAD" else "PROCESS"]
+
+        def save(step: int) -> SaveFuture:
+            place = store.uri(f"run/step-{step}")
+            return cloudckpt.async_save(
+                filled(step, SMALL),
+                checkpoint_id=place,
+                config=config,
+                async_checkpointer_type=kind,
+            )
+
+        save(1).result(150)
+        answers = threading.Event()
+        proxy.inject(Call(lambda request: answers.wait(150)))
+        future = save(2)
+        assert not future.done()
+        answers.set()
+        future.result(150)
+        assert load_step(store.uri("run/step-2"), config, SMALL) == 2
+
     @everywhere(step=["part", "whole"], moment=["answer"])
     @pytest.mark.timeout(150)
     @pytest.mark.parametrize(
