@@ -12,6 +12,7 @@ import os
 import random
 import re
 import select
+import shutil
 import socket
 import ssl
 import struct
@@ -749,6 +750,18 @@ def test_certificates_of_authorities_that_can_not_be_read_are_named_at_once(
     assert error.certain
     assert str(bundle) in error.message
     assert tls_server.requests == []
+
+
+def test_certificates_of_authorities_are_read_once_for_all_connections(
+    tls_server, open_client, tls_files, tmp_path
+):
+    bundle = shutil.copy(tls_files[0], tmp_path / "bundle.pem")
+    client = open_client(ca_bundle=str(bundle))
+    for _ in range(3):
+        tls_server.answer(body=b"data", headers={"Connection": "close"})
+        assert get(client, tls_server.url, 4) == b"data"
+        bundle.unlink(missing_ok=True)
+    assert len({request.port for request in tls_server.requests}) == 3
 
 
 def test_certificates_of_authorities_may_lie_in_a_folder(

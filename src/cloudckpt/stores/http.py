@@ -18,7 +18,7 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -218,6 +218,57 @@ class _Connecting(_Ours):
         return connected and not has_unread(self.sock)
 
 
+class _Contexts:
+    """The TLS of one client's connections: its files are read once, which takes 24 ms of CPU."""
+
+    def __init__(self, options: HttpOptions) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._made: dict[type[ssl.SSLSocket], ssl.SSLContext] = {}
+
+    def to_store(self) -> ssl.SSLContext:
+        """Of the sockets that bodies come by."""
+        return self._of(LongReadTLSSocket if self._options.native_tls else TLSSocket)
+
+    def to_proxy(self) -> ssl.SSLContext:
+        """Of those to a proxy that itself speaks TLS."""
+        return self._of(ssl.SSLSocket)
+
+    def _of(self, kind: type[ssl.SSLSocket]) -> ssl.SSLContext:
+        """Made when it is first needed; what can't be read fails each connection, by its name."""
+        with self._lock:
+            if kind not in self._made:
+                context = self._read()
+                context.sslsocket_class = kind
+                self._made[kind] = context
+            return self._made[kind]
+
+    def _read(self) -> ssl.SSLContext:
+        options = self._options
+        context = urllib3.util.ssl_.create_urllib3_context(
+            cert_reqs=ssl.CERT_REQUIRED if options.verify_tls else ssl.CERT_NONE
+        )
+        if options.ca_bundle is None:
+            context.load_default_certs()
+        else:
+            is_folder = os.path.isdir(options.ca_bundle)
+            where = {"capath" if is_folder else "cafile": options.ca_bundle}
+            try:
+                context.load_verify_locations(**where)
+            except OSError as exc:
+                raise urllib3.exceptions.SSLError(exc) from exc
+        if options.client_cert is not None:
+            context.load_cert_chain(options.client_cert)
+        # urllib3 sets these for each connection, while another thread may copy them without the GIL
+        context.set_alpn_protocols(urllib3.util.ssl_.ALPN_PROTOCOLS)
+        context.set_alpn_protocols = _are_set  # type: ignore[method-assign, assignment]
+        return context
+
+
+def _are_set(protocols: Iterable[str]) -> None:
+    """In place of a setter whose value is there."""
+
+
 class _ConnectingByTLS(_Connecting):
     """The same; the socket is to be one of ours.
 
@@ -225,21 +276,16 @@ class _ConnectingByTLS(_Connecting):
     the TLS of a proxy is no socket, and goes without.
     """
 
-    native_tls: bool  # set by _pool_classes
-    # set by urllib3:
-    ca_certs: str | None
-    ca_cert_dir: str | None
-    cert_reqs: int | str | None
+    contexts: _Contexts  # set by _pool_classes
+    # read by urllib3:
     ssl_context: ssl.SSLContext | None
+    proxy_config: Any
 
     def connect(self) -> None:
-        context = urllib3.util.ssl_.create_urllib3_context(
-            cert_reqs=urllib3.util.ssl_.resolve_cert_reqs(self.cert_reqs)
-        )
-        if not (self.ca_certs or self.ca_cert_dir):
-            context.load_default_certs()
-        context.sslsocket_class = LongReadTLSSocket if self.native_tls else TLSSocket
-        self.ssl_context = context
+        self.ssl_context = self.contexts.to_store()
+        if self.proxy_config is not None:
+            to_proxy = self.contexts.to_proxy()
+            self.proxy_config = self.proxy_config._replace(ssl_context=to_proxy)
         super().connect()
 
 
@@ -254,7 +300,7 @@ def _pool_classes(
         "answer_limits": answer_limits,
         "connect_limit": _CONNECTING * options.connect_timeout,
         "busy": busy,
-        "native_tls": options.native_tls,
+        "contexts": _Contexts(options),
         "watch": watch,
     }
     plain = type("Plain", (_Connecting, urllib3.connection.HTTPConnection, _Watched), shared)
@@ -287,11 +333,6 @@ class HttpClient:
         settings: dict[str, Any] = {"maxsize": options.connections, "num_pools": 8}
         settings["socket_options"] = _socket_options()
         settings["cert_reqs"] = "CERT_REQUIRED" if options.verify_tls else "CERT_NONE"
-        if options.ca_bundle is not None:
-            is_folder = os.path.isdir(options.ca_bundle)
-            settings["ca_cert_dir" if is_folder else "ca_certs"] = options.ca_bundle
-        if options.client_cert is not None:
-            settings["cert_file"] = options.client_cert
         if options.proxy is None:
             manager = urllib3.PoolManager(**settings)
         else:
