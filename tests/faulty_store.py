@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from cloudckpt.config import MIB
 from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.base import (
+    MOST_READ,
     Body,
     Capabilities,
     ObjectInfo,
@@ -271,10 +271,10 @@ class FaultyStore(ObjectStore):
 
         return iter(retry(ask))
 
-    def get(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+    def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         return self._call("get", key, lambda: self.inner.get(key, limit=limit))
 
-    def get_latest(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+    def get_latest(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         return self._call("get", key, lambda: self.inner.get_latest(key, limit=limit))
 
     def get_range(

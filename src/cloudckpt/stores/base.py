@@ -43,6 +43,9 @@ T = TypeVar("T")
 
 _PIECE = 16 * 1024**2  # bytes read at a time
 
+MOST_READ = 256 * MIB
+"""Bytes that `get` reads of an object about which its caller says nothing."""
+
 Body = Sequence[memoryview]
 """Byte views (format ``B``), sent in order."""
 
@@ -367,7 +370,7 @@ class ObjectStore(RangeReader):
         """
 
     @abstractmethod
-    def get(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+    def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         """Reads a whole object into memory: for metadata, not for shards.
 
         Args:
@@ -378,7 +381,7 @@ class ObjectStore(RangeReader):
             ObjectTooLargeError: If it has more; no memory is taken for them.
         """
 
-    def get_latest(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+    def get_latest(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         """As `get`, but never from a cache that may hold an earlier version.
 
         For keys that are rewritten. It differs from `get` only for stores that have such caches.

@@ -14,7 +14,7 @@ from dataclasses import replace
 from urllib.parse import quote
 
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.config import MIB, Config
+from cloudckpt.config import Config
 from cloudckpt.errors import (
     BucketNotFoundError,
     ConnectionLostError,
@@ -25,6 +25,7 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.base import (
+    MOST_READ,
     Body,
     Capabilities,
     ObjectInfo,
@@ -190,7 +191,7 @@ class GCSStore(RestStore):
             if error.status != _NOT_IMPLEMENTED:  # a store without such uploads has none open
                 raise
 
-    def get(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+    def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         data, info = super().get(key, limit=limit)
         if info.version:
             return data, info
@@ -199,7 +200,7 @@ class GCSStore(RestStore):
             raise _replaced(self.uri(key))
         return data, found
 
-    def get_latest(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+    def get_latest(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         # metadata never come from a cache, and caches know data by the whole URL: also by the
         # generation that it is to have
         info = self.head(key)

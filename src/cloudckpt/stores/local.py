@@ -17,7 +17,6 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cloudckpt.config import MIB
 from cloudckpt.errors import (
     AccessDeniedError,
     CommitUnknownError,
@@ -30,6 +29,7 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.base import (
+    MOST_READ,
     Body,
     Capabilities,
     ObjectInfo,
@@ -236,7 +236,7 @@ class LocalStore(ObjectStore):
                     with self._errors(prefix), contextlib.suppress(*GONE):
                         yield Upload(key, str(path), 0, path.lstat().st_mtime, is_ours=True)
 
-    def get(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+    def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         # of one open file: another one may take its place at any time
         with self._opened(key, None) as (file, info):
             self.check_size(key, info.size, limit)

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from cloudckpt.config import MIB
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, RangeNotSatisfiableError
 from cloudckpt.stores.base import (
+    MOST_READ,
     Body,
     Capabilities,
     ObjectInfo,
@@ -182,7 +182,7 @@ class MemoryStore(ObjectStore):
             held = [upload for upload, _ in self._bucket.uploads.values()]
         return (upload for upload in held if upload.key.startswith(prefix))
 
-    def get(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+    def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         data, version, *_ = self._held(key)
         self.check_size(key, len(data), limit)
         return bytearray(data), ObjectInfo(key, len(data), version)

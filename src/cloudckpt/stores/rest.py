@@ -13,7 +13,6 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
-from cloudckpt.config import MIB
 from cloudckpt.errors import (
     ClockError,
     CloudCheckpointError,
@@ -29,7 +28,16 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, ObjectStore, Progress, Retry, nbytes
+from cloudckpt.stores.base import (
+    ATTEMPT,
+    MOST_READ,
+    Body,
+    ObjectInfo,
+    ObjectStore,
+    Progress,
+    Retry,
+    nbytes,
+)
 from cloudckpt.stores.bodies import Reply, StoppedError, whole_number
 from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.expect import EXPECT
@@ -458,7 +466,7 @@ class RestStore(ObjectStore):
             ) from error
         return self._made(key, size, tag, attempt)
 
-    def get(self, key: str, *, limit: int = MIB) -> tuple[bytearray, ObjectInfo]:
+    def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         with self.exchange("GET", self._content_url(key, None), {}, key=key) as reply:
             size = self._length(reply, key)
             self.check_size(key, size, limit)
