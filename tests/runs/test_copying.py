@@ -433,6 +433,29 @@ def test_of_a_run_all_committed_checkpoints_are_copied(run, tmp_path) -> None:
     assert cloudckpt.latest(tmp_path / "copy") == (tmp_path / "copy" / "step-4").as_uri()
 
 
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_checkpoint_that_is_copied_to_a_run_goes_beneath_it(tmp_path, slash) -> None:
+    for place in ("a/step-1", "a/step-2", "b/step-1"):
+        cloudckpt.save({"n": 1}, checkpoint_id=tmp_path / place)
+    target = f"{tmp_path / 'b'}{slash}"
+    assert copy(tmp_path / "a" / "step-2", target).checkpoints == 1
+    assert cloudckpt.exists(tmp_path / "b" / "step-2")
+    assert not cloudckpt.exists(target)
+    with pytest.raises(CheckpointExistsError):
+        copy(tmp_path / "a" / "step-2", target)
+    with pytest.raises(ConfigError, match="the same"):
+        copy(tmp_path / "a" / "step-2", tmp_path / "a")
+    assert copy(tmp_path / "b", tmp_path / "c").checkpoints == 2
+
+
+def test_a_run_is_not_copied_to_a_checkpoint(tmp_path) -> None:
+    for place in ("a/step-1", "b"):
+        cloudckpt.save({"n": 1}, checkpoint_id=tmp_path / place)
+    with pytest.raises(CheckpointExistsError, match="never a checkpoint and a run"):
+        copy(tmp_path / "a", tmp_path / "b")
+    assert not cloudckpt.exists(tmp_path / "b" / "step-1")
+
+
 def test_of_a_run_only_what_is_called_so_is_copied(run, tmp_path) -> None:
     copy(run, tmp_path / "copy", step_name="step-{step}")
     assert copied_names(tmp_path / "copy") == ["step-1", "step-3", "step-4"]

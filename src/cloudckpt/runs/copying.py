@@ -22,7 +22,13 @@ from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
-from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+)
 from cloudckpt.runs.catalog import list_checkpoints
 from cloudckpt.runs.checkpoint_copy import CheckpointCopy, Copied, Place, Progress
 from cloudckpt.runs.contents import inspect
@@ -65,9 +71,12 @@ def copy(
     it does not keep, is left out, which is logged. A checkpoint that the target already has is not
     copied again, so an interrupted copy of a run continues where it stopped.
 
+    A folder is a checkpoint or a run, never both. As with ``cp``, a checkpoint that is copied to
+    the folder of a run that is there goes beneath it, under its own name.
+
     Args:
         source: A checkpoint, or the folder of a run.
-        target: The location of the copy.
+        target: The location of the copy, or of a checkpoint the folder of a run.
         overwrite: Whether a checkpoint at the target may be replaced.
         step_name: Of a run, copy only folders with such names, for example ``"step-{step}"``.
         config: Options.
@@ -82,7 +91,8 @@ def copy(
         CheckpointNotFoundError: If there is no committed checkpoint to copy, or all were deleted
             meanwhile.
         CheckpointExistsError: If there is a checkpoint at the target and ``overwrite`` is off; also
-            if the checkpoint to be replaced, or its replacement, was saved without collectives.
+            if the checkpoint to be replaced, or its replacement, was saved without collectives, or
+            if the target of a run is a checkpoint.
         CheckpointCorruptError: If the source is damaged; nothing of it is visible at the target.
         CheckpointConflictError: If another writer has written to the target meanwhile.
         CommitUnknownError: If the store does not say whether the commit took place.
@@ -106,8 +116,9 @@ def copy(
     )
     done = Progress(progress)
     pairs = meeting.broadcast_from_first(lambda: _pairs(origin, goal, step_name))
-    if pairs is None:
-        one = CheckpointCopy(origin, goal, meeting, overwrite, done)
+    if isinstance(pairs, str):
+        to = replace(goal, uri=checkpoint_location(CheckpointURI.parse(pairs)))
+        one = CheckpointCopy(origin, to, meeting, overwrite, done)
         return retry_if_replaced(one.run)
     done.total = sum(pair.nbytes for pair in pairs) // meeting.size
     copied, damaged = Copied(), []
@@ -180,12 +191,26 @@ class _Pair:
     nbytes: int
 
 
-def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair] | None:
-    """The folders of a run; None if the source is a checkpoint."""
+def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair] | str:
+    """The folders of a run; or where a checkpoint is to be copied to."""
+    is_there = is_committed(goal.store, goal.uri, goal.retrier)
+    if is_committed(origin.store, origin.uri, origin.retrier):
+        name = origin.uri.prefix.rpartition("/")[2]
+        beneath = name and not is_there and _is_run(goal)
+        to = goal.uri.join(name) if beneath else goal.uri
+        if origin.uri == to and origin.store is goal.store:
+            raise ConfigError("the source and the target of the copy are the same", uri=str(to))
+        if beneath:
+            logger.info("%s is a run: the copy is made at %s", goal.uri, to)
+        return str(to)
     if origin.uri == goal.uri and origin.store is goal.store:
         raise ConfigError("the source and the target of the copy are the same", uri=str(goal.uri))
-    if is_committed(origin.store, origin.uri, origin.retrier):
-        return None
+    if is_there:
+        raise CheckpointExistsError(
+            "the target is a checkpoint, and a folder is never a checkpoint and a run: name "
+            "another, or delete it first",
+            uri=str(goal.uri),
+        )
     pattern = step_name or DEFAULT_PATTERN
     found = [
         _Pair(CheckpointURI.parse(one.uri).prefix.rpartition("/")[2], one.nbytes)
@@ -200,6 +225,15 @@ def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair] | N
             uri=str(origin.uri),
         )
     return found
+
+
+def _is_run(place: Place) -> bool:
+    """Whether checkpoints are beneath a location."""
+    try:
+        found = list_checkpoints(place.uri, config=place.config)
+    except AccessDeniedError:  # who may only write there
+        return False
+    return any(one.is_committed for one in found)
 
 
 def _of_a_run(damaged: list[CheckpointCorruptError], copied: Copied) -> CheckpointCorruptError:
