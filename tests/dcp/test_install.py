@@ -205,3 +205,10 @@ def test_a_torch_that_looks_otherwise_is_refused_and_left_alone(
     cloudckpt.install()
     cloudckpt.uninstall()
     assert not _changed(before)
+
+
+def test_a_torch_whose_module_is_elsewhere_is_refused_and_left_alone(before, monkeypatch):
+    monkeypatch.setattr("cloudckpt.dcp.install._FSSPEC", ("_gone", "_away"))
+    with pytest.raises(InstallError, match="_away"):
+        cloudckpt.install()
+    assert not _changed(before)

@@ -13,7 +13,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -31,9 +31,9 @@ _DCP = "torch.distributed.checkpoint"
 _CHOOSING = ("_storage_utils", "state_dict_saver", "state_dict_loader")
 """The modules that have ``_storage_setup``: the first defines it, the others import it by name."""
 _FSSPEC = ("_fsspec_filesystem", "fsspec_filesystem")  # torch 2.15: without the underscore
-_HEEDED = {"overwrite", "cache_staged_state_dict", "per_thread_copy_ahead"}
+_HEEDED = {"self", "path", "overwrite", "cache_staged_state_dict", "per_thread_copy_ahead"}
 _HEEDED |= {"single_file_per_rank", "sync_files", "thread_count"}
-"""Options of torch's writers that are translated, or do not change what is saved."""
+"""Parameters of torch's classes that are translated, or do not change what is saved."""
 _CLOUDS = tuple(f"{scheme}://" for scheme in CLOUD_SCHEMES)
 
 _lock = module_lock()
@@ -73,7 +73,8 @@ def _changes() -> Iterator[tuple[Any, str, Any]]:
         yield sys.modules[f"{_DCP}.{name}"], "_storage_setup", _choosing(original)
     classes = [("filesystem", "FileSystem")]
     if find_spec("fsspec") is not None:  # else torch has no classes for it
-        classes += [(name, "Fsspec") for name in _FSSPEC if find_spec(f"{_DCP}.{name}")][:1]
+        old, new = _FSSPEC
+        classes.append((old if find_spec(f"{_DCP}.{old}") else new, "Fsspec"))
     for module, prefix in classes:
         for ours, name in ((CloudStorageWriter, "Writer"), (CloudStorageReader, "Reader")):
             kind = _in_torch(module, f"{prefix}{name}", "path")
@@ -82,7 +83,8 @@ def _changes() -> Iterator[tuple[Any, str, Any]]:
 
 def _in_torch(module: str, name: str, *parameters: str) -> Any:
     """A function or class of torch, whose first parameters must be these."""
-    found = getattr(importlib.import_module(f"{_DCP}.{module}"), name, None)
+    home = f"{_DCP}.{module}"
+    found = getattr(importlib.import_module(home), name, None) if find_spec(home) else None
     has = tuple(inspect.signature(found).parameters) if callable(found) else ()
     if has[: len(parameters)] != parameters:
         raise InstallError(
@@ -106,7 +108,7 @@ def _in_store(location: object) -> str | None:
     return str(place) if place.is_cloud else None
 
 
-def _options(ours: type[Any], **given: Any) -> dict[str, Any]:
+def _options(ours: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Our options; ``overwrite`` may have been given to torch's class."""
     config, trust_pickle = _chosen
     if "overwrite" in given:
@@ -122,7 +124,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         if uri is None:
             return original(storage, checkpoint_id, reader)
         ours = CloudStorageReader if reader else CloudStorageWriter
-        return ours(uri, **_options(ours))
+        return ours(uri, **_options(ours, {}))
 
     return _storage_setup
 
@@ -148,8 +150,7 @@ def _becoming(kind: Any, ours: type[Any]) -> Callable[..., None]:
                 f"{type(self).__name__} takes local paths only: derive it from cloudckpt's class",
                 uri=uri,
             )
-        options = {name: value for name, value in given.items() if name not in ("self", "path")}
-        for name, value in options.items():
+        for name, value in given.items():
             if name not in _HEEDED and value and value != signature.parameters[name].default:
                 raise ConfigError(
                     f"{', '.join(value) if isinstance(value, dict) else name} means nothing to "
@@ -157,6 +158,6 @@ def _becoming(kind: Any, ours: type[Any]) -> Callable[..., None]:
                     uri=uri,
                 )
         self.__class__ = ours  # not by __new__, which can't be removed from a class without a trace
-        ours.__init__(self, uri, **_options(ours, **options))
+        ours.__init__(self, uri, **_options(ours, given))
 
     return __init__

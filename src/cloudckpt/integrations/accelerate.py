@@ -9,7 +9,8 @@ holds the models as ``model_0`` and so on and the optimizers as ``optimizer_0`` 
 tensor, each rank its shards, and under ``files`` the small files that Accelerate and registered
 hooks write (random states, schedulers, samplers, the scaler, registered objects). Nothing of
 Accelerate is changed: what was prepared is read from the accelerator, and the small files are
-written and read by the functions of ``accelerate.checkpointing``. Tested with accelerate 1.15.
+written and read by the functions of ``accelerate.checkpointing``. Tested with accelerate 1.14 and
+1.15.
 """
 
 from __future__ import annotations
