@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,16 +195,30 @@ def test_without_a_job_steps_are_one_line_by_number(run) -> None:
 
 @pytest.mark.parametrize("claim", [None, {"job": "old", "host": "h", "pid": 1}, "no claim"])
 def test_without_a_claim_that_says_it_the_newest_step_decides(run, two, claim) -> None:
-    (where := cloudckpt.uri.CheckpointURI.parse(run)) and cloudckpt.delete(f"{run}/step-6")
-    path = f"/{where.prefix}/.cloudckpt-job.json"
-    if claim is None:
-        cloudckpt.copy(run, f"{run}-copy")
-        run += "-copy"
-    else:
-        with open(path, "w") as file:
-            json.dump(claim, file)
+    path = Path(run, ".cloudckpt-job.json")
+    path.unlink() if claim is None else path.write_text(json.dumps(claim))
+    assert restored(run) == (6, 1006)
+    cloudckpt.delete(f"{run}/step-6")
     assert restored(run) == (5, 5)
     assert set(states(run).values()) == {"line"}
+
+
+def test_a_copy_of_a_run_has_its_line(run, two) -> None:
+    for _ in range(2):
+        cloudckpt.copy(run, f"{run}-copy")
+        assert restored(f"{run}-copy") == (5, 5)
+        assert states(f"{run}-copy") == states(run)
+
+
+def test_a_step_that_is_copied_into_a_run_is_not_restored_without_a_word(run, two) -> None:
+    cloudckpt.copy(f"{run}/step-6", f"{run}-other/step-60")
+    with job(f"{run}-other") as other:
+        assert other.restore(state(0)) == 60  # it was all that was there
+        save(other, 61)
+    cloudckpt.copy(f"{run}-other/step-61", f"{run}/step-61")
+    assert restored(run) == (5, 5)
+    assert states(run)[61] == "abandoned"
+    assert restored(run, step=61) == (61, 61)
 
 
 def test_many_jobs_that_have_left_no_step_are_forgotten(run) -> None:

@@ -39,7 +39,7 @@ from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Claim", "ClaimHook"]
+__all__ = ["Claim", "ClaimHook", "copy_claim"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -130,6 +130,25 @@ class Claim:
         except ObjectNotFoundError:
             pass
         raise _taken(self.run, Owner.read(store, key, retrier))
+
+
+def copy_claim(
+    source: CheckpointURI, config: Config, target: CheckpointURI, target_config: Config
+) -> None:
+    """Gives the copy of a run its claim, which says what its line is; one that is there stays.
+
+    Raises:
+        StoreError: If a store refuses or stays unreachable.
+    """
+    origin, goal = open_store(source, config), open_store(target, target_config)
+    retrier = Retrier(target_config.retry)
+    try:
+        data, _ = Retrier(config.retry).call(lambda: origin.get_latest(source.key(CLAIM)))
+        if Owner.read(goal, target.key(CLAIM), retrier) is None:
+            only = creates_only(goal, target_config)
+            put_whole(goal, target.key(CLAIM), memoryview(data), retrier, if_absent=only)
+    except (ObjectNotFoundError, PreconditionFailedError):
+        return
 
 
 def _taken(run: CheckpointURI, by: Owner | None) -> CheckpointConflictError:

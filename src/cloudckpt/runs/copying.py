@@ -31,6 +31,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.catalog import list_checkpoints
 from cloudckpt.runs.checkpoint_copy import CheckpointCopy, Copied, Place, Progress
+from cloudckpt.runs.claim import copy_claim
 from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 from cloudckpt.runs.verifying import one_error
@@ -65,11 +66,12 @@ def copy(
     the kind of checksums stay; the data objects get new names. A copy that fails or is interrupted
     deletes what it has written.
 
-    Of a run, each folder with a committed checkpoint is copied to a folder of the same name; other
-    content (uncommitted checkpoints, other files) is not. A damaged checkpoint is skipped, and
-    reported at the end. One that is deleted meanwhile, as a job that is still saving does with what
-    it does not keep, is left out, which is logged. A checkpoint that the target already has is not
-    copied again, so an interrupted copy of a run continues where it stopped.
+    Of a run, each folder with a committed checkpoint is copied to a folder of the same name, and so
+    is the claim, which says which of them are abandoned, if the target has none; other content
+    (uncommitted checkpoints, other files) is not. A damaged checkpoint is skipped, and reported at
+    the end. One that is deleted meanwhile, as a job that is still saving does with what it does not
+    keep, is left out, which is logged. A checkpoint that the target already has is not copied
+    again, so an interrupted copy of a run continues where it stopped.
 
     A folder is a checkpoint or a run, never both. As with ``cp``, a checkpoint that is copied to
     the folder of a run that is there goes beneath it, under its own name.
@@ -120,6 +122,9 @@ def copy(
         to = replace(goal, uri=checkpoint_location(CheckpointURI.parse(pairs)))
         one = CheckpointCopy(origin, to, meeting, overwrite, done)
         return retry_if_replaced(one.run)
+    meeting.broadcast_from_first(
+        lambda: copy_claim(origin.uri, origin.config, goal.uri, goal.config)
+    )
     done.total = sum(pair.nbytes for pair in pairs) // meeting.size
     copied, damaged = Copied(), []
     deleted: CheckpointNotFoundError | None = None

@@ -114,7 +114,3 @@ class View:
         finally:
             with self._leaving:
                 self._asking.discard(thread)
-
-    def _ask(self, question: Callable[[], T]) -> T:
-        with self.asking():
-            return self.retrier.call(question)

@@ -1,0 +1,331 @@
+"""A run in which jobs begin, are replaced, live on, go back and are killed, as chance draws them.
+
+The model knows of each commit which one it continues, as no store does, and has all of them for
+ever: the line of a run is the chain from the newest commit of the job that claimed the run last.
+After each rule all that can be asked of the run must be as the model says.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import cloudckpt
+from cloudckpt import CheckpointManager
+from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
+from cloudckpt.errors import (
+    CheckpointConflictError,
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CloudCheckpointError,
+)
+from cloudckpt.runs import Preemption, deleting
+
+__all__ = ["Lines"]
+
+MOST_JOBS = 4
+
+
+@dataclass(eq=False)
+class Commit:
+    """A checkpoint, and the one that it continues."""
+
+    step: int
+    value: float
+    loss: float
+    parent: Commit | None
+    is_damaged: bool = False
+    is_unread: bool = False
+
+    def chain(self) -> list[Commit]:
+        return [self, *(self.parent.chain() if self.parent is not None else [])]
+
+
+@dataclass(eq=False)
+class Claimed:
+    """A claim: what the job continued when it made it, and its newest commit since."""
+
+    base: Commit | None
+    newest: Commit | None = None
+
+    def line(self) -> list[Commit]:
+        tip = self.newest or self.base
+        return tip.chain() if tip is not None else []
+
+
+class Killed(CommitHook):
+    """Ends a save right before its commit, if it is told to."""
+
+    is_due = False
+
+    def before_commit(self, uri, metadata) -> None:
+        if self.is_due:
+            raise InterruptedError("killed")
+
+
+@dataclass(eq=False)
+class Job:
+    manager: CheckpointManager
+    hook: Killed
+    seen: Claimed | None
+    max_to_keep: int | None
+    by_loss: bool
+    claim: Claimed | None = None
+    head: Commit | None = None  # what its next save continues
+    has_restored: bool = False
+    begins: bool = False  # whether its next save begins a new line
+    step: int = 0
+
+
+def state(value: float) -> dict:
+    return {"w": torch.full((64,), value)}
+
+
+@dataclass(eq=False)
+class Run:
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()) / "run")
+    steps: dict[int, Commit] = field(default_factory=dict)
+    claim: Claimed | None = None
+
+
+class Lines(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = Run()
+        self.uri = str(self.run.folder)
+        self.jobs: list[Job] = []
+        self.saves = 0.0
+
+    def teardown(self) -> None:
+        for one in self.jobs:
+            one.manager.close()
+        shutil.rmtree(self.run.folder.parent, ignore_errors=True)
+
+    # the model
+
+    def on_line(self) -> dict[int, Commit]:
+        """The readable steps on the line."""
+        known = {step: one for step, one in self.run.steps.items() if not one.is_unread}
+        if self.run.claim is not None:
+            line = self.run.claim.line()
+        else:
+            line = known[max(known)].chain() if known else []
+        return {step: one for step, one in sorted(known.items()) if one in line}
+
+    def unneeded(self, max_to_keep: int | None, by_loss: bool) -> list[int]:
+        line = self.on_line()
+        if max_to_keep is None or not line:
+            return []
+        newest = sorted(line, reverse=True)
+        ranked = sorted(newest, key=lambda step: line[step].loss) if by_loss else newest
+        return sorted(line.keys() - {newest[0], *ranked[:max_to_keep]})
+
+    def claims(self, job: Job, base: Commit | None) -> bool:
+        """Whether a job may write; it has claimed the run then."""
+        if self.run.claim is not (job.claim or job.seen):
+            return False
+        if job.claim is None or job.begins:
+            self.run.claim = job.claim = Claimed(base)
+        job.begins = False
+        return True
+
+    # what happens
+
+    @rule(max_to_keep=st.sampled_from([None, None, 1, 2]), by_loss=st.booleans())
+    def begins(self, max_to_keep, by_loss) -> None:
+        if len(self.jobs) == MOST_JOBS:
+            self.jobs.pop(0).manager.close()
+        hook = Killed()
+        manager = CheckpointManager(
+            self.uri,
+            asynchronous=False,
+            max_to_keep=max_to_keep,
+            best_metric="loss" if by_loss else None,
+            preemption=Preemption(signals=()),
+            checkpointer=CheckpointerConfig(commit_hook=hook),
+        )
+        self.jobs.append(Job(manager, hook, self.run.claim, max_to_keep, by_loss))
+
+    def job(self, data: st.DataObject) -> Job:
+        return data.draw(st.sampled_from(self.jobs))
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), further=st.integers(1, 3), loss=st.integers(0, 9), dies=st.booleans())
+    def saves_a_step(self, data, further, loss, dies) -> None:
+        job = self.job(data)
+        step = job.step + further
+        self.saves += 1
+        one = Commit(step, self.saves, loss, job.head if job.has_restored or job.claim else None)
+        expected: type[CloudCheckpointError] | None = None
+        if not job.has_restored and job.claim is not None and not job.begins:
+            one.parent = job.claim.newest or job.claim.base
+        if not job.has_restored and job.begins:
+            one.parent = None
+        is_there = step in self.run.steps
+        if not self.claims(job, job.head):
+            expected = CheckpointConflictError
+        elif is_there and not job.has_restored:
+            expected = CheckpointExistsError
+        elif dies:
+            expected = CloudCheckpointError
+        job.hook.is_due = dies
+        metrics = {"loss": float(loss)}
+        if expected is not None:
+            with pytest.raises(expected):
+                job.manager.save(step, state(one.value), metrics=metrics)
+            return
+        assert job.manager.save(step, state(one.value), metrics=metrics)
+        job.manager.wait_until_finished()
+        assert job.claim is not None
+        self.run.steps[step] = job.claim.newest = job.head = one
+        job.step = step
+        for gone in self.unneeded(job.max_to_keep, job.by_loss):
+            del self.run.steps[gone]
+
+    def loads(self, job: Job, step: int | None) -> None:
+        """Has a job restore a step, or the newest."""
+        found = state(-1)
+        line = self.on_line() if step is None else {step: self.run.steps[step]}
+        good = [one for one in line.values() if not one.is_damaged]
+        is_damage = any(one.is_damaged for one in line.values()) or (
+            step is None and any(one.is_unread for one in self.run.steps.values())
+        )
+        if not good and is_damage:
+            with pytest.raises(CheckpointCorruptError):
+                job.manager.restore(found, step=step)
+            return
+        expected = good[-1] if good else None
+        assert job.manager.restore(found, step=step) == (expected and expected.step)
+        assert found["w"].unique().tolist() == [expected.value if expected else -1]
+        job.has_restored = True
+        job.begins = job.claim is not None
+        job.head = expected
+        job.step = expected.step if expected else 0
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def restores(self, data) -> None:
+        self.loads(self.job(data), None)
+
+    @precondition(lambda self: self.jobs and self.run.steps)
+    @rule(data=st.data())
+    def goes_to(self, data) -> None:
+        readable = [step for step, one in self.run.steps.items() if not one.is_unread]
+        if readable:
+            self.loads(self.job(data), data.draw(st.sampled_from(sorted(readable))))
+
+    @precondition(lambda self: self.run.steps)
+    @rule(data=st.data())
+    def somebody_removes_one(self, data) -> None:
+        step = data.draw(st.sampled_from(sorted(self.run.steps)))
+        cloudckpt.delete(f"{self.uri}/step-{step}")
+        del self.run.steps[step]
+
+    @precondition(lambda self: self.jobs and self.run.steps)
+    @rule(data=st.data())
+    def deletes_one(self, data) -> None:
+        job, step = self.job(data), data.draw(st.sampled_from(sorted(self.run.steps)))
+        line = self.on_line()
+        base = job.head if job.has_restored else line[max(line)] if line else None
+        is_first = job.claim is None
+        begins, job.begins = job.begins, False
+        if not self.claims(job, base):
+            job.begins = begins
+            with pytest.raises(CheckpointConflictError):
+                job.manager.delete(step)
+            return
+        # without restore(), its first save begins a line of its own beside what it has kept
+        job.begins = begins or (is_first and not job.has_restored and base is not None)
+        job.manager.delete(step)
+        del self.run.steps[step]
+
+    @rule(keep=st.integers(1, 2), by_loss=st.booleans(), abandoned=st.booleans())
+    def prunes(self, keep, by_loss, abandoned) -> None:
+        line, expected = self.on_line(), self.unneeded(keep, by_loss)
+        others = [step for step, one in self.run.steps.items() if not one.is_unread]
+        options = {"best_metric": "loss" if by_loss else None, "abandoned": abandoned}
+        if expected and self.run.steps[max(self.run.steps)].is_unread:
+            with pytest.raises(CheckpointCorruptError):
+                deleting.unneeded(self.uri, max_to_keep=keep, **options)
+            return
+        if abandoned:
+            expected += sorted(set(others) - line.keys())
+        found = deleting.unneeded(self.uri, max_to_keep=keep, **options)
+        assert found == [f"file://{self.uri}/step-{step}" for step in expected]
+        for step in expected:
+            cloudckpt.delete(f"{self.uri}/step-{step}")
+            del self.run.steps[step]
+
+    @precondition(lambda self: not self.jobs and self.run.claim is None)
+    @rule(count=st.integers(1, 3))
+    def another_program_has_saved(self, count) -> None:
+        for _ in range(count):
+            self.saves += 1
+            newest = max(self.run.steps, default=0)
+            one = Commit(newest + 2, self.saves, math.inf, self.run.steps.get(newest))
+            cloudckpt.save(state(one.value), checkpoint_id=f"{self.uri}/step-{one.step}")
+            self.run.steps[one.step] = one
+
+    @precondition(lambda self: self.run.claim is not None)
+    @rule(step=st.integers(1, 12))
+    def one_is_copied_in(self, step) -> None:
+        if step in self.run.steps:
+            return
+        self.saves += 1
+        one = Commit(step, self.saves, 0.0, None)
+        elsewhere = str(self.run.folder.parent / "elsewhere")
+        with CheckpointManager(
+            elsewhere, asynchronous=False, preemption=Preemption(signals=())
+        ) as manager:
+            manager.save(step, state(one.value), metrics={"loss": 0.0}, force=True)
+        cloudckpt.copy(f"{elsewhere}/step-{step}", f"{self.uri}/step-{step}")
+        self.run.steps[step] = one
+
+    @precondition(lambda self: self.run.steps)
+    @rule(data=st.data(), notes=st.booleans())
+    def one_is_damaged(self, data, notes) -> None:
+        step = data.draw(st.sampled_from(sorted(self.run.steps)))
+        one, folder = self.run.steps[step], self.run.folder / f"step-{step}"
+        if one.is_damaged or one.is_unread:
+            return
+        if notes:
+            content = (folder / ".metadata").read_bytes()
+            if b'"metrics"' not in content:
+                return
+            (folder / ".metadata").write_bytes(content.replace(b'"metrics"', b'"Metrics"'))
+            one.is_unread = True
+        else:
+            [data_object] = folder.glob("*.distcp")
+            content = bytearray(data_object.read_bytes())
+            for at in range(len(content) // 8, 7 * len(content) // 8):
+                content[at] ^= 1
+            data_object.write_bytes(content)
+            one.is_damaged = True
+
+    # what everybody sees
+
+    @invariant()
+    def everybody_sees_the_line(self) -> None:
+        line = self.on_line()
+        newest = cloudckpt.latest(self.uri)
+        assert newest == (f"file://{self.uri}/step-{max(line)}" if line else None)
+        found = {one.step: one for one in cloudckpt.list_checkpoints(self.uri)}
+        committed = {step: one.is_abandoned for step, one in found.items() if one.is_committed}
+        assert committed == {
+            step: not (one.is_unread or step in line) for step, one in self.run.steps.items()
+        }
+        if self.jobs:
+            manager = self.jobs[-1].manager
+            assert manager.all_steps() == [*line]
+            if self.jobs[-1].by_loss:
+                losses = {step: one.loss for step, one in line.items() if one.loss < math.inf}
+                best = min(losses, key=lambda step: (losses[step], -step), default=None)
+                assert manager.best_step() == best
