@@ -81,12 +81,12 @@ class Job:
     claim: Claimed | None = None
     head: Commit | None = None  # what its next save continues
     has_restored: bool = False
-    begins: bool = False  # whether its next save begins a new line
+    begins: bool = True  # whether its next save begins a new line
     step: int = 0
 
 
 def state(value: float) -> dict:
-    return {"w": torch.full((64,), value)}
+    return {"w": torch.full((64,), float(value))}
 
 
 @dataclass(eq=False)
@@ -114,10 +114,10 @@ class Lines(RuleBasedStateMachine):
     def on_line(self) -> dict[int, Commit]:
         """The readable steps on the line."""
         known = {step: one for step, one in self.run.steps.items() if not one.is_unread}
-        if self.run.claim is not None:
-            line = self.run.claim.line()
-        else:
-            line = known[max(known)].chain() if known else []
+        line = [] if self.run.claim is None else self.run.claim.line()
+        is_known = self.run.claim is None or len(known) == len(self.run.steps)
+        if known and is_known and not any(one in line for one in known.values()):
+            line = known[max(known)].chain()  # as if there were no claim
         return {step: one for step, one in sorted(known.items()) if one in line}
 
     def unneeded(self, max_to_keep: int | None, by_loss: bool) -> list[int]:
@@ -155,7 +155,7 @@ class Lines(RuleBasedStateMachine):
         self.jobs.append(Job(manager, hook, self.run.claim, max_to_keep, by_loss))
 
     def job(self, data: st.DataObject) -> Job:
-        return data.draw(st.sampled_from(self.jobs))
+        return self.jobs[data.draw(st.integers(0, len(self.jobs) - 1))]
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), further=st.integers(1, 3), loss=st.integers(0, 9), dies=st.booleans())
@@ -163,15 +163,11 @@ class Lines(RuleBasedStateMachine):
         job = self.job(data)
         step = job.step + further
         self.saves += 1
-        one = Commit(step, self.saves, loss, job.head if job.has_restored or job.claim else None)
+        one = Commit(step, self.saves, loss, job.head)
         expected: type[CloudCheckpointError] | None = None
-        if not job.has_restored and job.claim is not None and not job.begins:
-            one.parent = job.claim.newest or job.claim.base
-        if not job.has_restored and job.begins:
-            one.parent = None
         is_there = step in self.run.steps
         if not self.claims(job, job.head):
-            expected = CheckpointConflictError
+            expected = CloudCheckpointError if dies else CheckpointConflictError
         elif is_there and not job.has_restored:
             expected = CheckpointExistsError
         elif dies:
@@ -206,7 +202,7 @@ class Lines(RuleBasedStateMachine):
         assert job.manager.restore(found, step=step) == (expected and expected.step)
         assert found["w"].unique().tolist() == [expected.value if expected else -1]
         job.has_restored = True
-        job.begins = job.claim is not None
+        job.begins = True
         job.head = expected
         job.step = expected.step if expected else 0
 
@@ -235,23 +231,23 @@ class Lines(RuleBasedStateMachine):
         job, step = self.job(data), data.draw(st.sampled_from(sorted(self.run.steps)))
         line = self.on_line()
         base = job.head if job.has_restored else line[max(line)] if line else None
-        is_first = job.claim is None
         begins, job.begins = job.begins, False
-        if not self.claims(job, base):
-            job.begins = begins
+        may = self.claims(job, base)
+        job.begins = begins  # a deletion begins no line
+        if not may:
             with pytest.raises(CheckpointConflictError):
                 job.manager.delete(step)
             return
-        # without restore(), its first save begins a line of its own beside what it has kept
-        job.begins = begins or (is_first and not job.has_restored and base is not None)
         job.manager.delete(step)
         del self.run.steps[step]
 
     @rule(keep=st.integers(1, 2), by_loss=st.booleans(), abandoned=st.booleans())
     def prunes(self, keep, by_loss, abandoned) -> None:
-        line, expected = self.on_line(), self.unneeded(keep, by_loss)
+        line = self.on_line()
         others = [step for step, one in self.run.steps.items() if not one.is_unread]
+        by_loss = by_loss and any(one.loss < math.inf for one in line.values())
         options = {"best_metric": "loss" if by_loss else None, "abandoned": abandoned}
+        expected = self.unneeded(keep, by_loss)
         if expected and self.run.steps[max(self.run.steps)].is_unread:
             with pytest.raises(CheckpointCorruptError):
                 deleting.unneeded(self.uri, max_to_keep=keep, **options)
@@ -303,11 +299,11 @@ class Lines(RuleBasedStateMachine):
             (folder / ".metadata").write_bytes(content.replace(b'"metrics"', b'"Metrics"'))
             one.is_unread = True
         else:
-            [data_object] = folder.glob("*.distcp")
-            content = bytearray(data_object.read_bytes())
-            for at in range(len(content) // 8, 7 * len(content) // 8):
-                content[at] ^= 1
-            data_object.write_bytes(content)
+            for data in folder.glob("*.distcp"):  # with what a killed save has left
+                content = bytearray(data.read_bytes())
+                for at in range(len(content) // 8, 7 * len(content) // 8):
+                    content[at] ^= 1
+                data.write_bytes(content)
             one.is_damaged = True
 
     # what everybody sees

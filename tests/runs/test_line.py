@@ -17,6 +17,7 @@ from cloudckpt.errors import (
     ConfigError,
 )
 from cloudckpt.runs import Preemption, deleting
+from cloudckpt.runs import manager as managers
 
 
 def job(run, **options) -> CheckpointManager:
@@ -221,13 +222,37 @@ def test_a_step_that_is_copied_into_a_run_is_not_restored_without_a_word(run, tw
     assert restored(run, step=61) == (61, 61)
 
 
-def test_many_jobs_that_have_left_no_step_are_forgotten(run) -> None:
+def test_many_jobs_that_have_left_no_step_are_forgotten(run, monkeypatch) -> None:
+    monkeypatch.setattr(managers, "_MANY_JOBS", 3)
     with job(run, max_to_keep=1) as manager:
-        for step in range(1, 120):
+        for step in range(1, 10):
             manager.restore(state(0))
             save(manager, step)
-    assert restored(run) == (119, 119)
-    assert len(cloudckpt.inspect(f"{run}/step-119").notes.continues) < 110
+    assert restored(run) == (9, 9)
+    assert len(cloudckpt.inspect(f"{run}/step-9").notes.continues) <= 4
+
+
+def test_a_run_with_steps_is_never_taken_for_a_new_one(run) -> None:
+    with job(run) as manager:
+        save(manager, 1, 2)
+    with job(run) as manager:  # it forgets to restore, and is killed before its first commit
+        manager._hook.before_commit = lambda *_: 1 / 0
+        with pytest.raises(cloudckpt.errors.CloudCheckpointError):
+            manager.save(3, state(3))
+    assert restored(run) == (2, 2)
+    assert cloudckpt.latest(run).endswith("step-2")
+    assert states(run) == {1: "line", 2: "line"}
+
+
+def test_a_job_that_restores_what_it_began_from_drops_what_it_has_saved_since(run) -> None:
+    with job(run) as manager:
+        save(manager, 1, 2)
+    with job(run) as manager:
+        manager.restore(state(0))
+        save(manager, 3, of=1000)
+        manager.restore(state(0), step=2)
+        save(manager, 4, of=2000)
+    assert states(run) == {1: "line", 2: "line", 3: "abandoned", 4: "line"}
 
 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(run, two) -> None:

@@ -146,16 +146,19 @@ def newest_step(view: View, run: Run) -> int | None:
 
 def newest_of(view: View, run: Run, steps: list[int]) -> int | None:
     """The newest of some steps, oldest first, that is committed and on the line of its run."""
-    line = line_of(view, run)
+    line, passed, is_known = line_of(view, run), dict[int, Notes](), True
     for step in reversed(steps):
         try:
             notes = notes_of(view, run, step)
         except CheckpointCorruptError as error:
             run.log_unread({step: error})
+            is_known = False
             continue
         if notes is not None and line.has(step, notes):
             return step
-    return None
+        if notes is not None:
+            passed[step] = notes
+    return next(iter(passed), None) if is_known else None  # see Line
 
 
 def owner_of(view: View, run: Run) -> Owner | None:
@@ -220,12 +223,18 @@ def history_of(view: View, run: Run, steps: Sequence[int] | None = None) -> Hist
     steps = steps_of(view, run) if steps is None else steps
     line, found = line_of(view, run), History()
     pairs = [*zip(steps, view.each(look, steps), strict=True)]
-    of_line = {step: line.has(step, one) for step, one in pairs[::-1] if isinstance(one, Notes)}
     for step, one in pairs:
         if isinstance(one, Notes):
-            (found.line if of_line[step] else found.abandoned)[step] = one
+            found.abandoned[step] = one
         elif one is not None:
             found.unread[step] = one
+    known = [*found.abandoned.items()][::-1]
+    on_line = [step for step, one in known if line.has(step, one)]
+    if not on_line and not found.unread:
+        line = Line()
+        on_line = [step for step, one in known if line.has(step, one)]
+    for step in on_line[::-1]:
+        found.line[step] = found.abandoned.pop(step)
     return found
 
 

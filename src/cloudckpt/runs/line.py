@@ -21,6 +21,8 @@ With a job A that has saved 1 to 3, and a job B that has restored step 3:
 - *B has not restored anything.* It continues nothing, and its steps are a line of their own.
 
 Without a claim, as in a copy of single steps or a run of other programs, the newest step decides.
+So it does if no step is left of what the claim says, as when a job that restored nothing was killed
+before its first commit: a run with steps is never taken for a new one.
 Steps that note no job count as those of one job.
 """
 

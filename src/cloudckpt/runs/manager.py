@@ -10,7 +10,7 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -94,6 +94,17 @@ class _Passed:
         if not is_there:
             self._steps[step] = notes
         return is_there
+
+    def begin_anew(self) -> bool:
+        """Whether the line has no step, though there are others: the newest then decides."""
+        if not self._steps:
+            return False
+        logger.warning(
+            "%s: nothing is left of the line that was claimed last; the newest step decides",
+            self._run.root,
+        )
+        self._line, self._steps = Line(), {}
+        return True
 
     def log(self, restored: int | None) -> None:
         """Names them."""
@@ -201,6 +212,7 @@ class CheckpointManager(ClosedAtExit):
         self._incremental = incremental
         self._keep_abandoned = keep_abandoned
         self._continues: Mapping[str, int] | None = None  # None if restore() was not called
+        self._begins_line = True  # with the next save
         self._base: str | None = None  # of the first save after a restore
         group, alone = None, False
         if checkpointer is not None:
@@ -426,11 +438,9 @@ class CheckpointManager(ClosedAtExit):
         notes: Mapping[str, Any] | None,
         force: bool,
     ) -> bool:
-        continues = self._continues or {}
-        if self._hook.claim is None or self._hook.claim.continues != continues:
+        if self._hook.claim is None or self._begins_line:
             self._hook.claim = self._meeting.broadcast_from_first(self._begin_line)
-            if self._continues is not None:
-                self._continues = self._hook.claim.continues
+            self._begins_line = False
         claim = self._hook.claim
         is_last = self._is_last(step)
 
@@ -531,10 +541,11 @@ class CheckpointManager(ClosedAtExit):
             goal = self._meeting.broadcast_from_first(functools.partial(self._goal, step))
             self._load(state, step, verify, goal)
             return step
-        damage: CloudCheckpointError | None = None
+        damages: list[CloudCheckpointError] = []
         until = time.monotonic() + self._adopt_wait
         passed = _Passed(self._run)
-        for found in self._meeting.broadcast_from_first(lambda: self._run.steps()[::-1]):
+        steps = self._meeting.broadcast_from_first(lambda: self._run.steps()[::-1])
+        for found in self._in_turn(steps, passed, damages):
             look = functools.partial(self._candidate, found, until, passed)
             notes, error = self._meeting.broadcast_from_first(look)
             try:
@@ -544,7 +555,7 @@ class CheckpointManager(ClosedAtExit):
                     continue
                 self._load(state, found, verify, notes)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-                damage = damage or error
+                damages.append(error)
                 if isinstance(error, CheckpointCorruptError):
                     distrust(error)
                 logger.error(
@@ -554,9 +565,10 @@ class CheckpointManager(ClosedAtExit):
             passed.log(found)
             return found
         passed.log(None)
-        if damage is not None:
-            raise damage
-        self._continues = {}
+        if damages:
+            raise damages[0]
+        self._newest = self._restored = None
+        self._continues, self._begins_line = {}, True
         return None
 
     @collective("CheckpointManager.delete")
@@ -733,6 +745,14 @@ class CheckpointManager(ClosedAtExit):
             return None, error
         return (notes if notes is not None and passed.is_on_line(step, notes) else None), None
 
+    def _in_turn(
+        self, steps: list[int], passed: _Passed, damages: list[CloudCheckpointError]
+    ) -> Iterator[int]:
+        """The steps, newest first; all again if the line has none, damaged ones included."""
+        yield from steps
+        if not damages and self._meeting.broadcast_from_first(passed.begin_anew):
+            yield from steps
+
     def _adopts(self, step: int, until: float) -> bool:
         """Commits a step that its trainers could not commit, if it is there."""
         if not self._adopt_wait or self._read_only or not self._run.is_pending(step):
@@ -751,7 +771,7 @@ class CheckpointManager(ClosedAtExit):
             self._checkpointer.load(self.uri(step), state, strict=True)
         self._newest = self._restored = step
         self._committed = step, None
-        self._continues = notes.continued_at(step)
+        self._continues, self._begins_line = notes.continued_at(step), True
         self._base = self.uri(step) if self._incremental else None
 
     def _note_end(self, number: int, step: int, written: SaveFuture) -> None:

@@ -97,6 +97,9 @@ class Pruner:
         try:
             self._hook.check_claim()
             history = self._run.history()
+            claim = self._hook.claim
+            if claim is not None and all(one.job != claim.job for one in history.line.values()):
+                return  # somebody has removed all that this job has saved
             self._log_new(history, keep_abandoned)
             metric = self._best_metric
             scores = None if metric is None else history.scores(metric)
