@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloudckpt.checkpoint import columns
 from cloudckpt.checkpoint.columns import (
     Inflating,
     column_of,
@@ -26,12 +25,10 @@ from cloudckpt.checkpoint.columns import (
 NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(0, 300)
 
 
-@given(st.lists(NUMBERS, max_size=20), st.sampled_from([1, 3, 1 << 16]))
-def test_a_column_comes_back(numbers, at_once):
+@given(st.lists(NUMBERS, max_size=20))
+def test_a_column_comes_back(numbers):
     packed, into = io.BytesIO(packed_column(column_of(numbers))), unfilled(len(numbers))
-    with pytest.MonkeyPatch.context() as there:
-        there.setattr(columns, "_AT_ONCE", at_once)
-        unpack_column(packed, into)
+    unpack_column(packed, into)
     assert packed.read() == b""
     assert into.tolist() == numbers
 
@@ -40,15 +37,6 @@ def test_a_column_comes_back(numbers, at_once):
 def test_numbers_are_repeated_as_torch_repeats_them(pairs):
     column, counts = (column_of([pair[side] for pair in pairs]) for side in (0, 1))
     assert repeated(column, counts).equal(column.repeat_interleave(counts))
-
-
-@given(st.lists(NUMBERS, max_size=20))
-def test_few_numbers_are_packed_as_many_are(numbers):
-    column = column_of(numbers)
-    few = packed_column(column)
-    with pytest.MonkeyPatch.context() as there:
-        there.setattr(columns, "_FEW", -1)
-        assert packed_column(column) == few
 
 
 def test_numbers_that_grow_evenly_take_next_to_nothing():

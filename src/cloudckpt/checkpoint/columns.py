@@ -1,19 +1,20 @@
-"""Columns of whole numbers in few bytes: what each differs by from the one before, byte by byte.
+"""Columns of whole numbers in few bytes: what each differs by from the one before, compressed.
 
-Places and offsets of chunks mostly grow by the same from row to row. Their differences are small
-and equal, and with all first bytes before all second ones zlib packs long runs of them to next to
-nothing, at memory speed. All is done on whole columns; no number becomes an object of Python.
+Places and offsets of chunks mostly grow by the same from row to row: their differences are small
+and equal, and zlib packs long runs of them to little. All is done on whole columns; no number
+becomes an object of Python. numpy keeps the GIL for a short column; torch lets go of it at each
+operation, and a thread that saves beside one that computes waits milliseconds to have it back.
 """
 
 from __future__ import annotations
 
-import struct
 import sys
 import zlib
 from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from cloudckpt.transfer.memory import bytes_of
@@ -35,14 +36,10 @@ __all__ = [
     "unpack_column",
 ]
 
-_BY_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CODES = {1: "b", 2: "h", 4: "i", 8: "q"}  # of struct
-_FEW = 4096  # numbers that are packed faster one by one than torch's operations begin
+_WIDTHS = (1, 2, 4, 8)  # bytes of a difference
 _PIECE = 1024 * 1024  # bytes that are decompressed at a time
 _FED = 64 * 1024  # bytes that are decompressed from at a time, as the rest of them is copied
-_AT_ONCE = 1 << 16  # numbers that are unpacked at a time, to need little memory besides the column
 _OF_ANOTHER_SIZE = "compressed data of another size than is said"
-_END = 1 << 63
 _IS_BIG = sys.byteorder == "big"
 
 
@@ -111,31 +108,14 @@ def numbers_in(
 
 
 def packed_column(column: torch.Tensor) -> bytes:
-    """A column of int64: the width of the differences, and their bytes."""
-    if column.numel() <= _FEW:
-        return _packed_few(column.tolist())
-    differences = column.clone()
-    differences[1:] -= column[:-1]
-    low, high = (int(end) for end in differences.aminmax()) if column.numel() else (0, 0)
-    limits = ((width, torch.iinfo(dtype)) for width, dtype in _BY_WIDTH.items())
-    width = next(width for width, limit in limits if limit.min <= low and high <= limit.max)
-    dtype = _BY_WIDTH[width]
-    return bytes([width]) + raw_bytes(byte_rows(differences.to(dtype)).t().reshape(-1))
-
-
-def _packed_few(numbers: Sequence[int]) -> bytes:
-    """The same without torch, each of whose operations lets go of the GIL.
-
-    A thread that saves beside one that computes in Python waits milliseconds to have it back.
-    """
-    differences = [number - before for number, before in zip(numbers, (0, *numbers), strict=False)]
-    low, high = min(differences, default=0), max(differences, default=0)
-    if low < -_END or high >= _END:  # as int64 has them
-        differences = [(one + _END) % (2 * _END) - _END for one in differences]
-        low, high = min(differences), max(differences)
-    width = min(w for w in _BY_WIDTH if -1 << 8 * w - 1 <= low and high < 1 << 8 * w - 1)
-    packed = struct.pack(f"<{len(numbers)}{_CODES[width]}", *differences)
-    return b"".join((bytes([width]), *(packed[plane::width] for plane in range(width))))
+    """A column of int64: the width of the differences, and these as little-endian numbers."""
+    numbers = column.numpy()
+    differences = numbers.copy()
+    differences[1:] -= numbers[:-1]  # wraps around
+    low, high = int(differences.min(initial=0)), int(differences.max(initial=0))
+    width = next(w for w in _WIDTHS if -1 << 8 * w - 1 <= low and high < 1 << 8 * w - 1)
+    packed: bytes = differences.astype(f"<i{width}").tobytes()
+    return bytes([width]) + packed
 
 
 class Readable(Protocol):
@@ -155,22 +135,12 @@ def unpack_column(data: Readable, into: torch.Tensor) -> None:
     head = bytearray(1)
     data.readinto(head)
     width = head[0]
-    if (dtype := _BY_WIDTH.get(width)) is None:
+    if width not in _WIDTHS:
         raise ValueError("a column is of no known width")
     packed = bytearray(width * count)
     if data.readinto(packed) < len(packed):
         raise ValueError("a column is cut short")
-    planes = numbers_in(packed, torch.uint8, width * count).view(width, count)
-    if _IS_BIG:
-        planes = planes.flip(0)
-    before = 0
-    for start in range(0, count, _AT_ONCE):
-        # not reshape(-1): a single number would stay a view, with the stride of its bytes
-        rows = planes[:, start : start + _AT_ONCE].t()
-        differences = rows.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
-        part = into[start : start + _AT_ONCE]
-        torch.cumsum(differences, 0, dtype=torch.int64, out=part)
-        before = int(part.add_(before)[-1])
+    np.cumsum(np.frombuffer(packed, f"<i{width}"), dtype=np.int64, out=into.numpy())
 
 
 def deflated(data: bytes) -> bytes:
