@@ -37,7 +37,7 @@ from .ways import KEPT_STEPS, Ways
 __all__ = ["Finding", "Known", "Model", "run_segment"]
 
 _UNCERTAIN = ("CommitUnknownError", "ProcessGroupError")
-_LEAVES_OBJECTS = ("dcp.save",)  # if it fails: torch has no hook for that
+_LEAVES_OBJECTS = ("dcp.save", "dcp.save of a URI")  # if it fails: torch has no hook for that
 
 
 @dataclass(frozen=True)
