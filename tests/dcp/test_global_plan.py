@@ -198,3 +198,16 @@ def test_what_torch_does_not_let_pass_is_refused_in_its_words(change):
     with pytest.raises(ValueError, match="key:a") as caught:
         plan_together(records_of(plans), to_lowest_rank=False, uri=URI)
     assert is_as_torchs(str(caught.value), refusal)
+
+
+def test_names_that_many_ranks_share_are_read_once():
+    """Also if ranks with other names stand between them, as the stages of a pipeline do."""
+    stages = [SavePlan([value_item(name)], planner_data={name: (name,)}) for name in "abcd"]
+    told = []
+    for plan in stages:
+        inventory, whole = inventory_of_plan(plan, Structure(), CRC32C)
+        told.append(Record.of(inventory, whole=whole).to_bytes())
+    known = {}
+    records = [Record.parse(one, URI, known=known) for one in told * 8]
+    assert len({id(record.inventory.entries) for record in records}) == len(stages)
+    assert list(map(plan_of, records)) == stages * 8

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
 
-__all__ = ["Record", "bound"]
+__all__ = ["Heads", "Record", "bound"]
 
 _MAGIC = b"ckptrec\1"
 _HEADER = struct.Struct(
@@ -136,7 +137,11 @@ class Record:
 
     @classmethod
     def parse(
-        cls, data: bytes | bytearray | memoryview, uri: str, most: int | None = None
+        cls,
+        data: bytes | bytearray | memoryview,
+        uri: str,
+        most: int | None = None,
+        known: Heads | None = None,
     ) -> Record:
         """Reads a record; if it comes from a store, its checksum has been verified.
 
@@ -145,12 +150,13 @@ class Record:
             uri: The checkpoint, for messages.
             most: Bytes that it may take in memory; None if it was made by a rank of this job, whose
                 numbers are trusted.
+            known: What is shared by the records of ranks that have the same names; it is added to.
 
         Raises:
             CheckpointCorruptError: If it is inconsistent all the same.
         """
         with _made_sense_of(uri), paused_gc():
-            return _parse(memoryview(data), most)
+            return _parse(memoryview(data), most, {} if known is None else known)
 
 
 _SENSELESS = (
@@ -177,7 +183,7 @@ def _made_sense_of(uri: str) -> Iterator[None]:
         ) from exc
 
 
-def _parse(data: memoryview, most: int | None) -> Record:
+def _parse(data: memoryview, most: int | None, known: Heads) -> Record:
     magic, has_inventory, *sizes = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError("it is of a version that this cloudckpt does not know")
@@ -187,7 +193,10 @@ def _parse(data: memoryview, most: int | None) -> Record:
     middle, end = _HEADER.size + packed, _HEADER.size + packed + packed_columns
     if end != len(data):
         raise ValueError("it is of another length than it says")
-    head = _head(bytes(data[_HEADER.size : middle]), size)
+    document = data[_HEADER.size : middle]
+    digest = hashlib.sha256(document).digest() + size.to_bytes(8, "big")
+    if (head := known.get(digest)) is None:
+        head = known[digest] = _head(document, size)
     reading = _Reading(data[middle:], columns_size)
     objects = reading.objects(head.objects, head.folders)
     if not has_inventory:
@@ -239,10 +248,12 @@ class _Head:
         return {count: rows_of(tensors, count) for count in dims}
 
 
-@functools.lru_cache(maxsize=2)
-def _head(packed: bytes, size: int) -> _Head:
-    """The document; cached, since in most jobs all ranks send the same bytes."""
-    text = str(inflated(memoryview(packed), size), "utf-8", "surrogatepass")
+Heads = dict[bytes, _Head]
+"""The documents of the records of one plan, by digest."""
+
+
+def _head(packed: memoryview, size: int) -> _Head:
+    text = str(inflated(packed, size), "utf-8", "surrogatepass")
     document = json.loads(text, parse_constant=_no_number)
     attempt, objects = document["attempt"], document["objects"]
     if type(attempt) is not str or type(objects) is not int or objects < 0:

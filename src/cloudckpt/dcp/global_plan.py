@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -121,8 +121,7 @@ def plan_together(
     return Planned(counts, inventory, tuple(of_ranks), structure), parts, shared
 
 
-@dataclass(frozen=True)
-class _Name:
+class _Name(NamedTuple):
     """What all ranks say about a name, in agreement.
 
     Attributes:
@@ -136,6 +135,9 @@ class _Name:
     properties: tuple[Any, ...] | None
     is_whole: bool
     weight: int
+
+
+_VALUE = _Name(None, None, False, 1)
 
 
 def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm) -> bytes | None:
@@ -218,7 +220,7 @@ class _Items:
         self.groups: list[list[int]] = []
         self.ranks_of_groups: list[tuple[int, ...]] = []
         self._checksum = records[0].checksum
-        self._names: dict[str, _Name] = {}
+        self._names: list[tuple[str, _Name]] = []
         self._numbers: dict[str, int] = {}
         self._properties: dict[tuple[Any, ...], TensorProperties] = {}
         self._paths: list[Paths] = []
@@ -249,18 +251,25 @@ class _Items:
 
     def _named(self, inventory: Inventory, whole: Sequence[int]) -> torch.Tensor:
         """The number of the name of each item of a rank."""
-        keys: list[Any] = [one.__getstate__() for one in inventory.properties]  # type: ignore[no-untyped-call]
-        alone, numbers = set(whole), list[int]()
+        kinds = [
+            (one.__getstate__(), one.dtype.itemsize)  # type: ignore[no-untyped-call]
+            for one in inventory.properties
+        ]
+        for (key, _), one in zip(kinds, inventory.properties, strict=True):
+            self._properties.setdefault(key, one)
+        names, known, alone, numbers = self._names, self._numbers, set(whole), list[int]()
         for place, (name, entry) in enumerate(inventory.entries.items()):
-            said = _Name(None, None, False, 1)
+            said = _VALUE
             if entry.shape is not None:
-                properties = inventory.properties[entry.properties]
-                self._properties.setdefault(keys[entry.properties], properties)
-                nbytes = math.prod(entry.shape) * properties.dtype.itemsize
-                said = _Name(entry.shape, keys[entry.properties], place in alone, nbytes or 1)
-            if self._names.setdefault(name, said) != said:
+                key, itemsize = kinds[entry.properties]
+                nbytes = math.prod(entry.shape) * itemsize
+                said = _Name(entry.shape, key, place in alone, nbytes or 1)
+            number = known.setdefault(name, len(known))
+            if number == len(names):
+                names.append((name, said))
+            elif names[number][1] != said:
                 raise NotInColumnsError("ranks have different things of one name")
-            numbers.append(self._numbers.setdefault(name, len(self._numbers)))
+            numbers.append(number)
         counts = column_of([entry.count for entry in inventory.entries.values()])
         return repeated(column_of(numbers), counts)
 
@@ -281,7 +290,7 @@ class _Items:
         if to_lowest_rank:
             keeps[column_of([group[0] for group in groups])] = True
             return keeps.nonzero().view(-1)
-        weights = column_of([name.weight for name in self._names.values()])[self._of_items]
+        weights = column_of([name.weight for _, name in self._names])[self._of_items]
         alone = torch.cat([unfilled(1).zero_(), (weights * keeps).cumsum(0)]).tolist()
         given, starts = [0] * (len(self.starts) - 1), self.starts
         sets: dict[tuple[int, ...], set[int]] = {}
@@ -317,7 +326,7 @@ class _Items:
             The inventory; and of each item that is written its row, and its number in its name.
         """
         of_kept = self._of_items[kept]
-        names, counts = list(self._names.items()), of_kept.bincount(minlength=len(self._names))
+        names, counts = self._names, of_kept.bincount(minlength=len(self._names))
         firsts = torch.full((len(names),), kept.numel(), dtype=torch.int64, device="cpu")
         firsts.scatter_reduce_(0, of_kept, counted(0, kept.numel()), "amin")
         order = firsts.argsort(stable=True)

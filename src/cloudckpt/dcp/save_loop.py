@@ -39,7 +39,7 @@ from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.record import Record
+from cloudckpt.checkpoint.record import Heads, Record
 from cloudckpt.checkpoint.shard import SmallForm
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives
@@ -332,7 +332,8 @@ class SaveLoop:
 
     def _joined(self, told: list[Any]) -> tuple[Planned, Sequence[Part | SavePlan], list[Shared]]:
         uri, checksum = str(self._writer.uri), self._writer.checksum
-        by_rank = [self._parsed(one) for one in told]
+        known: Heads = {}
+        by_rank = [self._parsed(one, known) for one in told]
         records = [one for one in by_rank if isinstance(one, Record)]
         if len(records) == len(by_rank):
             lowest = self._planner.dedup_save_to_lowest_rank
@@ -351,12 +352,12 @@ class SaveLoop:
             self._planner.forget_others()
         return planned, plans, shared
 
-    def _parsed(self, told: Any) -> Record | SavePlan:
+    def _parsed(self, told: Any, known: Heads) -> Record | SavePlan:
         """What a rank would write, from its report."""
         if isinstance(told, SavePlan):
             return told
         if Record.is_one(told):
-            return Record.parse(told, str(self._writer.uri))
+            return Record.parse(told, str(self._writer.uri), known=known)
         return cast(SavePlan, pickle.loads(told))  # noqa: S301 - of a rank
 
     def _left(

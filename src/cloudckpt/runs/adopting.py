@@ -37,7 +37,7 @@ from cloudckpt.checkpoint.objects import (
     trial_name,
 )
 from cloudckpt.checkpoint.pending import MOST_BYTES, Pending
-from cloudckpt.checkpoint.record import Record, bound
+from cloudckpt.checkpoint.record import Heads, Record, bound
 from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.global_plan import plan_together
@@ -240,6 +240,7 @@ class _Adoption:
             IncompleteSaveError: If the ranks' records do not fit together.
         """
         uri, written, records = str(self._uri), list[Written](), list[Record]()
+        known: Heads = {}
         try:
             for rank in range(len(by_rank)):
                 one = by_rank[rank]
@@ -248,7 +249,7 @@ class _Adoption:
                     raise ValueError("objects of another rank")
                 # names compress well: nothing follows from how many bytes they have become
                 most = max(MOST_BYTES, bound(len(one.record)))
-                record = Record.parse(one.record, uri, most)
+                record = Record.parse(one.record, uri, most, known)
                 extents = Extents.unpack(one.extents, one.columns)
                 records.append(record)
                 written.append(Written(uri, one.objects, extents, structure=record.structure))
