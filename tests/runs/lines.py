@@ -167,7 +167,9 @@ class Lines(RuleBasedStateMachine):
         expected: type[CloudCheckpointError] | None = None
         is_there = step in self.run.steps
         if not self.claims(job, job.head):
-            expected = CloudCheckpointError if dies else CheckpointConflictError
+            # a hook, and what is at the location, come before the last look at the claim
+            is_other = dies or (is_there and not job.has_restored)
+            expected = CloudCheckpointError if is_other else CheckpointConflictError
         elif is_there and not job.has_restored:
             expected = CheckpointExistsError
         elif dies:

@@ -282,8 +282,7 @@ def test_a_job_that_another_one_has_taken_over_from_deletes_nothing(run, caplog)
         second.restore(found, step=1)
         assert value(found) == 7
         second.delete(1)
-        assert second.all_steps() == []
-        assert [cloudckpt.exists(f"{run}/step-{step}") for step in (2, 3)] == [True, True]
+        assert second.all_steps() == [2, 3]  # nothing is left of its own line
 
 
 class Overtaken(CommitHook):
