@@ -84,6 +84,8 @@ class Places:
         self._objects = {one.name: one for one in commit.objects} if commit is not None else {}
         self._indexes: dict[str, ObjectIndex | None] = {}
         self._lost: set[str] = set()  # objects whose damaged index was reported
+        # of chunks, by name and offsets
+        self._shapes: dict[str, dict[tuple[int, ...] | None, tuple[int, ...]]] = {}
 
     def find(
         self,
@@ -380,9 +382,13 @@ class Places:
         raise self._nowhere(index)
 
     def _shape(self, index: MetadataIndex, commit: CommitObject) -> tuple[int, ...]:
-        entry = commit.metadata.state_dict_metadata.get(index.fqn)
-        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else ()
-        return next((tuple(chunk.sizes) for chunk in chunks if chunk.offsets == index.offset), ())
+        shapes = self._shapes.get(index.fqn)
+        if shapes is None:
+            entry = commit.metadata.state_dict_metadata.get(index.fqn)
+            chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else ()
+            shapes = {tuple(one.offsets): tuple(one.sizes) for one in reversed(chunks)}
+            self._shapes[index.fqn] = shapes
+        return shapes.get(index.offset, ())
 
     def _nowhere(self, index: MetadataIndex) -> CheckpointCorruptError:
         return self._corrupt(
