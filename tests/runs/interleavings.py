@@ -30,6 +30,7 @@ from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch, object_
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.from_torch import inventory_of_plan
 from cloudckpt.checkpoint.index import index_bytes
+from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import (
     METADATA,
     ObjectRecord,
@@ -41,6 +42,7 @@ from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.trailer import notes_at_end
 from cloudckpt.checkpoint.written import Extents, Written, earlier_objects
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
@@ -52,8 +54,13 @@ from cloudckpt.errors import (
     PreconditionFailedError,
 )
 from cloudckpt.runs.adopting import adopt_pending
+from cloudckpt.runs.catalog import Run, newest_step, owner_of
+from cloudckpt.runs.claim import Claim, ClaimHook
 from cloudckpt.runs.copying import copy
 from cloudckpt.runs.deleting import delete, unneeded
+from cloudckpt.runs.line import CLAIM
+from cloudckpt.runs.pruning import Pruner
+from cloudckpt.runs.steps import Retention
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores import memory, registry
 from cloudckpt.stores.base import ObjectInfo, look_at, once
@@ -67,7 +74,7 @@ _ALONE = 1000  # the number of one beside whom there is nobody
 RANKS = 3  # that have written what a save commits
 KINDS = (
     "save", "save", "save", "increment", "chain", "chain", "copy", "delete", "delete", "prune",
-    "sweep", "load", "orphan", "adopt",
+    "sweep", "load", "orphan", "adopt", "job", "job", "job",
 )  # fmt: skip
 """What an actor may do, as often as chance has it."""
 
@@ -85,6 +92,7 @@ class Actor:
         self.name = name
         self.work = work
         self.is_dead = self.has_ended = False
+        self.job = ""  # its name, if it has claimed the run
         self.at_gate, self.go = threading.Lock(), threading.Lock()  # released by the other side
         self.at_gate.acquire()
         self.go.acquire()
@@ -164,6 +172,11 @@ class Gated(MemoryStore):
     def delete(self, key, *, if_version=None):
         def deleted():
             self._world.deleted_by[key] = self._actor
+            if self._actor.job and key.endswith(METADATA):
+                gone = notes_at_end(MemoryStore.get(self, key)[0], key)
+                MemoryStore.delete(self, key, if_version=if_version)
+                self._world.check_owner(self._actor, Notes.from_json(gone, key))
+                return None
             return MemoryStore.delete(self, key, if_version=if_version)
 
         return self._sent(deleted)
@@ -222,6 +235,8 @@ class World:
         self.history: list[str] = []
         self.is_checked = False  # since the last request that may have changed anything
         self.deleted_by: dict[str, Actor] = {}
+        self.claims: list[str] = []  # jobs, in order
+        self.loss = ""
         self.copies_by_store = self.rng.random() < 0.5
         self.first: Callable[[Config], None] | None = None
         chosen = ["save", *self.rng.choices(kinds, k=self.rng.randint(2, 4))]
@@ -249,6 +264,81 @@ class World:
 
         self.first = both
         return self.save(3, 3 - number)
+
+    def job(self, number: int) -> Callable[[Config], None]:
+        """A job that continues the run, saves twice, and keeps one step."""
+        first, second = self.step_of_a_job(), self.step_of_a_job()
+
+        def work(config: Config) -> None:
+            run, hook, actor = Run(self.root, config=config), ClaimHook(None), self.actor_of(config)
+            seen, newest = owner_of(run.view, run), newest_step(run.view, run)
+            continues = {} if newest is None else run.notes(newest).continued_at(newest)
+            hook.claim = Claim.make(self.root, config, seen, continues)
+            actor.job = hook.claim.job
+            self.claims.append(actor.job)
+            pruner = Pruner(run, Retention(max_to_keep=1), None, hook)
+            try:
+                for step, save in enumerate([first, second], start=(newest or 0) + 1):
+                    notes = Notes(step=step, job=actor.job, continues=continues)
+                    save(config, step, notes.to_json(), hook.check_claim)
+                    pruner.after()
+                    pruner.wait()
+            finally:
+                pruner.close(wait=True)
+
+        return work
+
+    def step_of_a_job(self) -> Callable[..., None]:
+        attempt = f"{self.rng.getrandbits(64):016x}"
+
+        def work(config: Config, step: int, notes: bytes, check: Callable[[], None]) -> None:
+            uri = self.step(step)
+            store, retrier = registry.open_store(uri, config), Retrier(RETRY)
+            key = uri.key(METADATA)
+            baseline = begin(
+                lambda: retrier.call(lambda: look_at(store, key)), key, str(uri), overwrite=True
+            )
+            written = []
+            for rank in range(RANKS):
+                columns = [torch.tensor([number]) for number in (0, 0, 64, rank, 0)]
+                one = sent(store, uri, rank, attempt)
+                written.append(Written(str(uri), (one,), Extents(*columns)))
+            self.publish(store, uri, config, baseline, attempt, written, notes, check)
+
+        return work
+
+    def actor_of(self, config: Config) -> Actor:
+        return self.actor(int(config.read_timeout) - 1)
+
+    def publish(
+        self, store, uri, config, baseline, attempt, written, notes=b"", check=lambda: None
+    ) -> Draft:
+        draft = Draft.of(
+            Planned.of(
+                Metadata({f"v{rank}": BytesStorageMetadata() for rank in range(RANKS)}),
+                [[MetadataIndex(f"v{rank}")] for rank in range(RANKS)],
+                store.capabilities.checksum,
+            ),
+            written,
+            store.capabilities.checksum,
+            attempt=attempt,
+            uri=str(uri),
+        )
+        objects = [ObjectRecord(one.name, one.size, one.checksum) for one in draft.objects]
+        earlier = earlier_objects(written, uri.folder)
+        publish(
+            store,
+            uri,
+            config,
+            baseline=baseline,
+            attempt=attempt,
+            objects=objects,
+            own=[one.name for one in objects if one.name not in earlier],
+            data=lambda: draft.data(notes),
+            kept=earlier,
+            check=check,
+        )
+        return draft
 
     def save(self, number: int, base: int | None = None) -> Callable[[Config], None]:
         uri, attempt = self.step(number), f"{self.rng.getrandbits(64):016x}"
@@ -286,30 +376,7 @@ class World:
                 one = one or table.objects[known.object]
                 columns = [torch.tensor([number]) for number in (0, 0, 64, *digest)]
                 written.append(Written(str(uri), (one,), Extents(*columns)))
-            draft = Draft.of(
-                Planned.of(
-                    Metadata({f"v{rank}": BytesStorageMetadata() for rank in range(RANKS)}),
-                    [[MetadataIndex(f"v{rank}")] for rank in range(RANKS)],
-                    store.capabilities.checksum,
-                ),
-                written,
-                store.capabilities.checksum,
-                attempt=attempt,
-                uri=str(uri),
-            )
-            objects = [ObjectRecord(one.name, one.size, one.checksum) for one in draft.objects]
-            earlier = earlier_objects(written, uri.folder)
-            publish(
-                store,
-                uri,
-                config,
-                baseline=baseline,
-                attempt=attempt,
-                objects=objects,
-                own=[one.name for one in objects if one.name not in earlier],
-                data=lambda: draft.data(b""),
-                kept=earlier,
-            )
+            draft = self.publish(store, uri, config, baseline, attempt, written)
             if hold is not None:
                 hold.let_go({one.folder for one in draft.objects} - {uri.folder})
 
@@ -456,6 +523,11 @@ class World:
                 for name in self.named_by(key):
                     assert name in keys or self.is_being_deleted(name), f"{name} is gone"
 
+    def check_owner(self, actor: Actor, gone: Notes) -> None:
+        """No job deletes what one has saved that has claimed the run after it."""
+        if gone.job and self.claims.index(gone.job) > self.claims.index(actor.job):
+            self.loss = f"{actor.name} has deleted step {gone.step} of a later job"
+
     def check_end(self) -> None:
         """A sweep leaves what is named by checkpoints, and nothing else."""
         self.hours += 25
@@ -472,7 +544,8 @@ class World:
         below = {info.key for info in self.plain.list("")}
         commits = [key for key in below if key.endswith(f"/{METADATA}")]
         named = {*commits, *(name for key in commits for name in self.named_by(key, marks=True))}
-        assert below == named
+        assert below - {self.root.key(CLAIM)} == named
+        assert not self.loss, self.loss
 
     def named_by(self, commit: str, *, marks: bool = False) -> set[str]:
         """The keys that a commit object names; with those of its marks in other checkpoints."""
