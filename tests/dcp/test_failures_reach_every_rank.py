@@ -361,7 +361,7 @@ def _surprised_by_a_listing(error: type[Exception], place: Place) -> int:
     save(_rows({"t": numbered(60, 10)}), place)
     store, listed = open_store(CheckpointURI.parse(place.uri), place.config), []
 
-    def odd_list(prefix):
+    def odd_list(prefix, retry=None):
         listed.append(prefix)
         raise error("a surprise behind the commit")
 
