@@ -31,33 +31,29 @@ from cloudckpt.config import Config, config_or_default, whole_number
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import (
-    AccessDeniedError,
     CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ClosedError,
     CloudCheckpointError,
     ConfigError,
-    IncompleteSaveError,
     SaveInProgressError,
     StoreError,
 )
 from cloudckpt.runs import verifying
-from cloudckpt.runs.adopting import adopt_pending
 from cloudckpt.runs.catalog import (
     Run,
     check_is_run,
     history_of,
-    line_of,
     newest_step,
-    notes_of,
     owner_of,
 )
 from cloudckpt.runs.claim import Claim, ClaimHook
 from cloudckpt.runs.failures import FailureBudget, OnFailure, RunStatus
-from cloudckpt.runs.line import Line, Owner
+from cloudckpt.runs.line import Owner
 from cloudckpt.runs.preemption import Agreement, Preemption
 from cloudckpt.runs.pruning import Pruner
+from cloudckpt.runs.restoring import Candidates, goal_of
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, check_step
 from cloudckpt.uri import URILike
 
@@ -76,49 +72,6 @@ class _Asked(NamedTuple):
     number: int  # among those requested of the manager
     step: int
     newest: int | None  # the newest step before it
-
-
-class _Passed:
-    """The steps that a restore passes over since they are abandoned; of the first rank."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._line: Line | None = None
-        self._steps: dict[int, Notes] = {}
-
-    def is_on_line(self, step: int, notes: Notes) -> bool:
-        """Whether a step is on the line of the run; asked of the steps newest first."""
-        if self._line is None:
-            self._line = line_of(self._run.view, self._run)
-        is_there = self._line.has(step, notes)
-        if not is_there:
-            self._steps[step] = notes
-        return is_there
-
-    def begin_anew(self) -> bool:
-        """Whether the line has no step, though there are others: the newest then decides."""
-        if not self._steps:
-            return False
-        logger.warning(
-            "%s: nothing is left of the line that was claimed last; the newest step decides",
-            self._run.root,
-        )
-        self._line, self._steps = Line(), {}
-        return True
-
-    def log(self, restored: int | None) -> None:
-        """Names them."""
-        if self._steps:
-            logger.warning(
-                "%s: %s restored; passed over, as they are abandoned: %s. To load one of them, "
-                "call restore(step=...)",
-                self._run.root,
-                "nothing was" if restored is None else f"step {restored} was",
-                ", ".join(
-                    f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
-                    for step, one in self._steps.items()
-                ),
-            )
 
 
 class CheckpointManager(ClosedAtExit):
@@ -538,15 +491,16 @@ class CheckpointManager(ClosedAtExit):
         self._check_open()
         if step is not None:
             step = check_step(step)
-            goal = self._meeting.broadcast_from_first(functools.partial(self._goal, step))
+            goal = self._meeting.broadcast_from_first(lambda: goal_of(self._run, step))
             self._load(state, step, verify, goal)
             return step
         damages: list[CloudCheckpointError] = []
-        until = time.monotonic() + self._adopt_wait
-        passed = _Passed(self._run)
+        adopts = self._adopt_wait and not self._read_only
+        until = time.monotonic() + self._adopt_wait if adopts else None
+        candidates = Candidates(self._run, self._hook, until)
         steps = self._meeting.broadcast_from_first(lambda: self._run.steps()[::-1])
-        for found in self._in_turn(steps, passed, damages):
-            look = functools.partial(self._candidate, found, until, passed)
+        for found in self._in_turn(steps, candidates, damages):
+            look = functools.partial(candidates.look, found)
             notes, error = self._meeting.broadcast_from_first(look)
             try:
                 if error is not None:
@@ -562,9 +516,9 @@ class CheckpointManager(ClosedAtExit):
                     "step %d can't be restored, so an older one is tried: %s", found, error
                 )
                 continue
-            passed.log(found)
+            candidates.log(found)
             return found
-        passed.log(None)
+        candidates.log(None)
         if damages:
             raise damages[0]
         self._newest = self._restored = None
@@ -708,60 +662,13 @@ class CheckpointManager(ClosedAtExit):
         self._run.log_unread(history.unread)
         return self._retention.best(history.scores(str(self._best_metric)))
 
-    def _goal(self, step: int) -> Notes:
-        """The notes of a step that is to be restored; says what going there means."""
-        notes = notes_of(self._run.view, self._run, step)
-        history = self._run.history()
-        if notes is None:
-            there = ", ".join(map(str, history.line)) or "none"
-            others = ", ".join(map(str, history.abandoned))
-            raise CheckpointNotFoundError(
-                f"step {step} has no committed checkpoint; there are {there}"
-                + (f", and abandoned {others}" if others else ""),
-                uri=self.uri(step),
-            )
-        newest = max(history.line, default=step)
-        if step in history.abandoned or newest > step:
-            logger.warning(
-                "%s is restored, although %s: the first save begins a new line here, and from then "
-                "on steps that it does not continue are abandoned",
-                f"step {step}",
-                f"step {newest} is newer" if newest > step else "it is abandoned",
-            )
-        return notes
-
-    def _candidate(
-        self, step: int, until: float, passed: _Passed
-    ) -> tuple[Notes | None, CheckpointCorruptError | None]:
-        """The notes of a step that may be restored, or why they can't be read.
-
-        If its trainers were killed, it may be adopted first.
-        """
-        try:
-            notes = notes_of(self._run.view, self._run, step)
-            if notes is None and self._adopts(step, until):
-                notes = notes_of(self._run.view, self._run, step)
-        except CheckpointCorruptError as error:
-            return None, error
-        return (notes if notes is not None and passed.is_on_line(step, notes) else None), None
-
     def _in_turn(
-        self, steps: list[int], passed: _Passed, damages: list[CloudCheckpointError]
+        self, steps: list[int], candidates: Candidates, damages: list[CloudCheckpointError]
     ) -> Iterator[int]:
         """The steps, newest first; all again if the line has none, damaged ones included."""
         yield from steps
-        if not damages and self._meeting.broadcast_from_first(passed.begin_anew):
+        if not damages and self._meeting.broadcast_from_first(candidates.begin_anew):
             yield from steps
-
-    def _adopts(self, step: int, until: float) -> bool:
-        """Commits a step that its trainers could not commit, if it is there."""
-        if not self._adopt_wait or self._read_only or not self._run.is_pending(step):
-            return False
-        try:
-            adopt_pending(self._run.uri(step), self._run.config, until=until, hook=self._hook)
-        except (IncompleteSaveError, AccessDeniedError) as error:
-            logger.warning("step %d is left as its trainers left it: %s", step, error)
-        return True
 
     def _load(self, state: dict[str, Any], step: int, verify: bool, notes: Notes) -> None:
         with self._in_use.kept(step):
