@@ -75,16 +75,17 @@ def overtaken(
 ) -> Iterator[list[str]]:
     """Within, ``writer`` runs before the first requests of a kind; yields the keys of these."""
     store = open_store(CheckpointURI.parse(place.uri), place.config)
-    inner, lock, seen, busy = getattr(store, verb), threading.RLock(), [], threading.Event()
+    inner, lock, seen, busy = getattr(store, verb), threading.Lock(), [], threading.Event()
 
     @functools.wraps(inner)
     def after_the_writer(key, *arguments, **options):
-        with lock:
-            if suffix in key and len(seen) < times and not busy.is_set():
-                seen.append(key)
-                busy.set()  # the writer makes such requests, too
-                writer()
-                busy.clear()
+        if not busy.is_set():  # the writer makes such requests, too, in several threads
+            with lock:
+                if suffix in key and len(seen) < times:
+                    seen.append(key)
+                    busy.set()
+                    writer()
+                    busy.clear()
         return inner(key, *arguments, **options)
 
     setattr(store, verb, after_the_writer)
