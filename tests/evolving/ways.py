@@ -196,9 +196,8 @@ def _send_and_leave(
     stats: TransferStats,
     began: Callable[[str], None],
     leave: Callable[[], Pending | None],
-    meanwhile: Callable[[], None],
 ) -> tuple[WrittenObject, ...]:
-    objects = send_here(destination, store, lay_out, stats, began, meanwhile=meanwhile)
+    objects = send_here(destination, store, lay_out, stats, began)
     if (pending := leave()) is not None:
         data = memoryview(pending.finished(objects).to_bytes())
         name = pending_name(destination.rank, destination.attempt)

@@ -144,6 +144,7 @@ def test_a_bucket_may_demand_conditions_of_runs_and_of_the_doctor(proxy, bucket,
             preemption=cloudckpt.runs.Preemption(signals=()),
             checkpointer=cloudckpt.checkpointer.CheckpointerConfig(config=AWS),
         ) as manager:
+            manager.restore(state(0))
             manager.save(step, state(step))
     assert loaded_step(f"{run}/step-2") == 2
     cloudckpt.sweep(run, config=AWS)

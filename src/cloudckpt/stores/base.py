@@ -254,6 +254,9 @@ class ObjectStore(RangeReader):
 
     capabilities: Capabilities
 
+    may_be_cached: bool = False
+    """Whether data of the bucket may come from a cache that keeps what was replaced."""
+
     is_of_process: bool = False
     """Whether other processes do not see what is written: they have a store of their own."""
 
@@ -532,13 +535,15 @@ a name, and some proxies drop headers with underscores."""
 
 
 def look_at(store: ObjectStore, key: str) -> ObjectInfo:
-    """Size and version of an object, by a request for its first byte.
+    """Size and version of an object, by a request for its first byte, unless a cache may answer it.
 
     Unlike HEAD, this distinguishes a missing bucket from a missing object.
 
     Raises:
         ObjectNotFoundError: If the store says that there is no such object.
     """
+    if store.may_be_cached:
+        return store.head(key)
     try:
         return store.get_range(key, 0, [memoryview(bytearray(1))])
     except RangeNotSatisfiableError:  # it is empty

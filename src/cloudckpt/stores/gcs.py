@@ -97,7 +97,7 @@ class GCSStore(RestStore):
         if checksums:
             dialect = replace(dialect, part=lambda crc: {"x-goog-hash": f"crc32c={to_base64(crc)}"})
         self._multipart = XmlMultipart(self, self._bucket_url, dialect)
-        self._has_cached = False  # whether data of the bucket may come from a cache
+        self.may_be_cached = False  # whether data of the bucket may come from a cache
         self.capabilities = Capabilities(
             conditional_writes=is_google or None,
             conditional_deletes=is_google or None,
@@ -223,7 +223,7 @@ class GCSStore(RestStore):
         progress: Progress | None = None,
     ) -> ObjectInfo:
         info = super().get_range(key, start, into, if_version=if_version, progress=progress)
-        if not info.version or (if_version is None and self._has_cached):
+        if not info.version or (if_version is None and self.may_be_cached):
             found = self.head(key)
             is_of_it = found.size == info.size and info.version in ("", found.version)
             if if_version is None and not is_of_it:
@@ -296,7 +296,9 @@ class GCSStore(RestStore):
 
     def _version(self, reply: Reply, key: str) -> str:
         # what everybody may read and somebody else has written, without forbidding it to be cached
-        self._has_cached = self._has_cached or "public" in reply.headers.get("Cache-Control", "")
+        self.may_be_cached = self.may_be_cached or "public" in reply.headers.get(
+            "Cache-Control", ""
+        )
         return reply.headers.get("x-goog-generation", "")  # an emulator may leave it out
 
 
