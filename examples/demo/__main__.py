@@ -118,7 +118,7 @@ class Demo:
         third = self.train(1)
         restored = self.check_resumed(third)
         self.check(
-            "all ranks were killed right after a step was staged, and it is not lost",
+            "all ranks were killed while a staged step was sent, and it is not lost",
             len(second.named("staged")) == 4 and restored == staged,
             f"step {staged} was staged, step {restored} was restored",
         )

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sysconfig
+import threading
 import time
 from datetime import timedelta
 from io import BytesIO
@@ -151,6 +152,13 @@ def train(run: str, steps: int, save_every: int, tear_at: int, die_after: int) -
         how = CheckpointerConfig(
             kind=AsyncCheckpointerType.THREAD, planner=lambda: TornPlanner(run, tear_at)
         )
+    sending = threading.Event()  # the saving process has the step that is not to be lost
+
+    def listen(event: cloudckpt.events.Event) -> None:
+        if event.uri.endswith(f"/step-{die_after}") and event.phase in ("progress", "upload"):
+            sending.set()
+
+    cloudckpt.events.subscribe(listen)
     with cloudckpt.CheckpointManager(
         run, save_interval_steps=save_every, checkpointer=how
     ) as manager:
@@ -168,6 +176,7 @@ def train(run: str, steps: int, save_every: int, tear_at: int, die_after: int) -
                 training.counters = {"step": step, "held_out_loss": held_out_loss()}
                 manager.save(step, {"app": training})
                 if step == die_after:
+                    assert sending.wait(60)
                     tell("staged", step)
                     dist.barrier()
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -180,7 +189,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--save-every", type=int, default=8)
     parser.add_argument("--tear-at", type=int, default=0, help="kill rank 1 amid this save")
-    parser.add_argument("--die-after", type=int, default=0, help="kill all ranks after this copy")
+    parser.add_argument("--die-after", type=int, default=0, help="kill all ranks amid this save")
     given = parser.parse_args()
     torch.set_num_threads(1)  # ranks share few cores; more threads would wait for each other
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
