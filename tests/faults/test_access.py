@@ -192,7 +192,7 @@ class TestRotation:
         monkeypatch.delenv("AZURE_STORAGE_KEY", raising=False)
         monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", refused)
         config, uri = unshared(), store.uri("run/rotated")
-        with caplog.at_level(logging.DEBUG), pytest.raises(AccessDeniedError) as caught:
+        with caplog.at_level(logging.DEBUG), pytest.raises(CredentialsError) as caught:
             cloudckpt.save(filled(1), checkpoint_id=uri, config=config)
         assert_discreet(caught.value, caplog, [refused, parse_qs(refused)["sig"][0]])
         monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", new_signature(AZURITE.key, BUCKET))
