@@ -16,6 +16,7 @@ class TestContract(StoreContract):
         if chosen(cloud.name)[0] == "gcp-storage-emulator":
             self.object_count = 120  # it has no pages, and connections queue up
             self.honours_conditional_deletes = False
+            self.memory_is_ours = False  # it is a thread of this process
         return store
 
     @pytest.fixture

@@ -62,10 +62,13 @@ def test_a_run_is_saved_pruned_and_restored(ranks, cloud, place) -> None:
 
 
 def _overtaken(place: Place) -> None:
-    first, second = _managed(place), _managed(place)
-    for manager, step in ((first, 2), (second, 4)):
-        manager.save(step, _state(step))
-        manager.wait_until_finished()
+    first = _managed(place)
+    first.save(2, _state(2))
+    first.wait_until_finished()
+    second = _managed(place)
+    assert second.restore(_state(0)) == 2
+    second.save(4, _state(4))
+    second.wait_until_finished()
     first.save(6, _state(6))
     with pytest.raises(CheckpointConflictError, match="another job"):
         first.close()

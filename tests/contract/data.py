@@ -40,6 +40,7 @@ class Hooks:
         honours_conditional_copies: Whether `copy` heeds the version of its source, and
             ``if_absent``.
         keeps_attempts: Whether objects keep the name of the write that made them.
+        memory_is_ours: Whether no server is a thread of this process, whose memory would count.
     """
 
     object_count = 1100
@@ -47,6 +48,7 @@ class Hooks:
     honours_conditional_deletes = True
     honours_conditional_copies = True
     keeps_attempts = True
+    memory_is_ours = True
 
     @pytest.fixture
     def store(self) -> Iterator[ObjectStore]:

@@ -175,7 +175,7 @@ class ReadingContract(Hooks):
         finally:
             tracemalloc.stop()
         assert caught.value.uri == store.uri(key)
-        assert peak < SEVERAL_STEPS / 2
+        assert peak < SEVERAL_STEPS / 2 or not self.memory_is_ours
 
     @pytest.mark.parametrize(
         ("start", "stop"),

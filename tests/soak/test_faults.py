@@ -30,7 +30,7 @@ def test_a_save_leaves_its_own_step_or_the_last_one(
     store, proxy, shaky, direct, rng, rounds, nbytes
 ):
     uri, last = store.uri("run/latest"), 0
-    steps = [(operation, path) for operation, path, _ in test_save.STEPS.values()]
+    steps = [(operation, path) for operation, path, *_ in test_save.STEPS.values()]
     cloudckpt.save(filled(0, nbytes), checkpoint_id=uri, config=direct)
     for step in rounds():
         story = inject(proxy, rng, steps, test_save.LASTING_FAULTS)
