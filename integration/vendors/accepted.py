@@ -31,8 +31,16 @@ _DECLARATION = Accepted(
     "the default of XML, said aloud",
 )  # fmt: skip
 
+_UNKNOWN = "s3, another vendor: delete, pinned"
+
 _S3 = [
     _DECLARATION,
+    Accepted(_UNKNOWN, "method", "DELETE", "HEAD",
+             "a vendor who does not document conditions of deletions may ignore them: the version "
+             "is compared before"),
+    Accepted(_UNKNOWN, "header if-match", "*", None, "goes with the method"),
+    Accepted(_UNKNOWN, "signed if-match", "yes", None, "goes with the method"),
+    Accepted(_UNKNOWN, "request 2", None, "DELETE *", "once the version has been compared"),
     Accepted("s3*", "header amz-sdk-*", "*", None, "botocore's count of its tries; not for S3"),
     Accepted("s3*", "header expect", "100-continue", None,
              "it costs a round trip; it is sent after an answer that asks to slow down only"),
