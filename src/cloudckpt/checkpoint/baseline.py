@@ -107,6 +107,8 @@ def begin(
             found = look()
         except ObjectNotFoundError:
             break
+        if version not in (None, found.version):
+            raise conflict(uri)  # it came between the two looks
         version = found.version
         if found.age is None or found.age + _STORES_SECOND >= now() - began:
             break  # it was there before
