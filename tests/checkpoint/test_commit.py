@@ -162,12 +162,13 @@ def test_what_came_since_the_save_began_was_not_there_before(
 
 
 def test_what_comes_between_two_looks_of_a_beginning_is_no_baseline(monkeypatch):
-    clock, versions = [100.0], iter(["old", "new"])
+    clock, answers = [100.0], iter([("old", 1003.0), ("new", None)])
     monkeypatch.setattr(baseline, "now", lambda: clock[0])
 
     def look():
         clock[0] += 8.0
-        return ObjectInfo(KEY, 1, next(versions), modified=1000.0, answered=1003.0)
+        version, answered = next(answers)
+        return ObjectInfo(KEY, 1, version, modified=1000.0, answered=answered)
 
     with pytest.raises(CheckpointConflictError):
         begin(look, began=100.0)
