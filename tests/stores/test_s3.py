@@ -801,7 +801,7 @@ def test_head_finds_out_the_reason_that_its_answer_does_not_tell(
     server.respond(lambda request: server.Answer(status, body=error_xml(code)))
     with pytest.raises(StoreError) as caught:
         store.head("run/object")
-    assert type(caught.value) is expected
+    assert isinstance(caught.value, expected)
 
 
 def test_an_upload_that_is_not_there_is_aborted_in_peace(store, server):
