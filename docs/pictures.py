@@ -146,7 +146,7 @@ def main() -> None:
             "diff": [("diff", before, last, layer)],
         }.items():
             draw(name, *((shlex.join(command), on_a_terminal(*command)) for command in commands))
-        draw("verify", (f"verify {last}", middle(on_a_terminal("verify", last, "--no-resume"))))
+        draw("verify", (f"verify {last}", middle(on_a_terminal("verify", last))))
         page = Path(folder) / "step-3000.html"
         on_a_terminal("inspect", last, "--html", str(page))
         photograph(page)

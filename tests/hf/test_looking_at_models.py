@@ -47,14 +47,9 @@ def test_verify_tells_a_model_of_which_a_file_is_missing(model):
 def test_diff_compares_a_model_with_a_checkpoint(model, tmp_path):
     location, tensors = model
     cloudckpt.save({**tensors, "steps": torch.tensor(8)}, checkpoint_id=tmp_path / "checkpoint")
-    found = cloudckpt.diff(location, tmp_path / "checkpoint", read=True)
-    assert {item.name: item.verdict for item in found.items} == {
-        "a.weight": "same",
-        "b.weight": "same",
-        "steps": "changed",
-    }
-    unread = cloudckpt.diff(location, tmp_path / "checkpoint")
-    assert {item.verdict for item in unread.items} == {"unknown"}
+    found = cloudckpt.diff(location, tmp_path / "checkpoint")
+    assert {item.name for item in found.items} == tensors.keys()
+    assert {item.verdict for item in found.items} == {"unknown"}  # a model has no checksums
 
 
 def test_the_command_line_looks_at_models(model, capsys, monkeypatch):

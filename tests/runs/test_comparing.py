@@ -1,4 +1,4 @@
-"""Two checkpoints are compared by their metadata and checksums, and read only if they must be."""
+"""Two checkpoints are compared by their metadata and checksums."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def nothing_is_read(monkeypatch):
 
 
 def test_a_state_that_was_saved_twice_is_the_same(save, nothing_is_read) -> None:
-    found = diff(save(state(), "a"), save(state(), "b"), read=True)
+    found = diff(save(state(), "a"), save(state(), "b"))
     assert found.are_same is True
     assert [item.name for item in found.items] == ["bias", "empty", "scalar", "step", "weight"]
 
@@ -198,45 +198,22 @@ def test_tensors_in_other_rows_are_compared_by_joined_checksums(save, nothing_is
     assert verdicts(diff(three, save(changed, "changed", rows=5))) == {"weight": "changed"}
 
 
-def test_other_cuts_are_unknown_until_they_are_read_in_pieces(save) -> None:
-    long = {"weight": torch.arange(6_000_000.0).reshape(6000, 1000)}
-    changed = {"weight": long["weight"].clone()}
-    changed["weight"][0, 0] += 1
-    whole = save(long, "whole")
-    config = Config(memory_budget=32 * 2**20)  # pieces of 8 MiB
-    seen: list[tuple[int, int]] = []
-    for other, expected in ((long, {}), (changed, {"weight": "changed"})):
-        cut = save(other, f"cut-{len(expected)}", rows=2, columns=4)
-        assert verdicts(diff(whole, cut)) == {"weight": "unknown"}
-        assert diff(whole, cut).are_same is None
-        found = diff(whole, cut, read=True, config=config, progress=lambda *at: seen.append(at))
-        assert verdicts(found) == expected
-    differing = {item.name: item.differing for item in found.items}["weight"]
-    assert differing == 2  # bytes of 0.0 and 1.0
-    assert seen[:3] == [(8_388_000, 24_000_000), (16_776_000, 24_000_000), (24_000_000,) * 2]
-
-
-def test_checkpoints_of_torch_are_read_to_be_compared(save, tmp_path) -> None:
-    dcp.save(state() | {"name": "x"}, checkpoint_id=str(tmp_path / "torch"))
-    ours = save(state() | {"name": "y"}, "ours")
-    found = diff(ours, tmp_path / "torch")
+@pytest.mark.parametrize("other", ["columns", "torch", "another checksum"])
+def test_what_checksums_can_not_compare_is_unknown(save, tmp_path, monkeypatch, other) -> None:
+    nested = {"weight": WEIGHT, "of": {0: torch.ones(2), "b": {}}}
+    first, second = save(nested, "first"), str(tmp_path / "torch")
+    if other == "columns":
+        second = save(nested, "second", rows=2, columns=4)
+    elif other == "torch":
+        dcp.save(nested, checkpoint_id=second)
+    else:
+        others = dataclasses.replace(LocalStore.capabilities, checksum=CRC64NVME)
+        monkeypatch.setattr(LocalStore, "capabilities", others)
+        second = save(nested, "second")
+    found = diff(first, second)
+    assert verdicts(found)["weight"] == "unknown"
     assert set(verdicts(found).values()) == {"unknown"}
-    assert verdicts(diff(ours, tmp_path / "torch", read=True)) == {"name": "changed"}
-
-
-def test_of_a_checkpoint_of_torch_types_of_keys_and_empty_dicts_are_unknown(save, tmp_path) -> None:
-    nested = {"a": {0: torch.ones(2), "b": {}}, "c": [torch.ones(2)]}
-    dcp.save(nested, checkpoint_id=str(tmp_path / "torch"))
-    assert diff(save(nested, "ours"), tmp_path / "torch", read=True).are_same is True
-
-
-def test_other_kinds_of_checksums_are_read_to_be_compared(save, monkeypatch) -> None:
-    first = save(state(), "a")
-    others = dataclasses.replace(LocalStore.capabilities, checksum=CRC64NVME)
-    monkeypatch.setattr(LocalStore, "capabilities", others)
-    second = save(state(), "b")
-    assert set(verdicts(diff(first, second)).values()) == {"unknown"}
-    assert diff(first, second, read=True).are_same is True
+    assert (found.are_same, found.empty_dicts) == (None, ())
 
 
 def test_a_checkpoint_that_is_missing_or_damaged_is_named(save, tmp_path) -> None:

@@ -1,14 +1,10 @@
-"""All of a checkpoint is read; all damage is told; an interruption costs little."""
+"""All of a checkpoint is read; all damage is told; ranks divide the work."""
 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import io
-import logging
 import pickle
-import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -24,7 +20,6 @@ from cloudckpt.checkpoint import shard
 from cloudckpt.checkpoint.envelope import Envelope, envelope
 from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.errors import (
-    AccessDeniedError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ObjectNotFoundError,
@@ -32,10 +27,7 @@ from cloudckpt.errors import (
 from cloudckpt.runs import verifying
 from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.verifying import Verified, cut, verify
-from cloudckpt.stores import registry
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.landing import StoredBytes
-from faulty_store import FaultyStore
 
 STATE = {
     "model": {
@@ -45,14 +37,6 @@ STATE = {
     },
     "step": 7,
 }
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch) -> Path:
-    """The user's cache folder."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder
 
 
 @pytest.fixture
@@ -271,110 +255,6 @@ def test_an_object_that_is_gone_is_found(saved) -> None:
 def test_without_a_checkpoint_there_is_nothing_to_verify(tmp_path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         verify(tmp_path / "step-7")
-
-
-@pytest.fixture
-def store(monkeypatch) -> FaultyStore:
-    """A store in memory with a checkpoint of 60 MB, at ``memory://run/a``."""
-    made = FaultyStore(MemoryStore(uuid.uuid4().hex))
-    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
-    monkeypatch.setattr(registry, "_places", {})
-    state = {name: torch.arange(5_000_000.0) for name in "abc"}
-    cloudckpt.save(state, checkpoint_id="memory://run/a", config=ONE)
-    return made
-
-
-ONE = Config(connections=1)
-
-
-def test_an_interrupted_verification_goes_on_where_it_was(store, cache) -> None:
-    store.fail("get_range", KeyboardInterrupt, calls=[5])
-    with pytest.raises(KeyboardInterrupt):
-        verify("memory://run/a", resume=True, config=ONE)
-    store.heal()
-    seen: list[tuple[int, int]] = []
-    found = verify(
-        "memory://run/a", resume=True, config=ONE, progress=lambda *now: seen.append(now)
-    )
-    assert 16_000_000 < found.resumed < 60_000_000
-    assert found.nbytes == 60_000_000
-    assert seen[-1][0] == seen[-1][1] >= found.nbytes
-    assert seen[0][0] > found.resumed
-    assert not list((cache / "cloudckpt").iterdir())
-    assert verify("memory://run/a", resume=True, config=ONE).resumed == 0
-
-
-@pytest.mark.parametrize("reason", ["not wanted", "replaced", "old", "unreadable"])
-def test_all_is_read_if_what_was_read_before_does_not_count(store, cache, reason, monkeypatch):
-    store.fail("get_range", AccessDeniedError, calls=[4])
-    with pytest.raises(AccessDeniedError):
-        verify("memory://run/a", resume=True, config=ONE)
-    store.heal()
-    [note] = (cache / "cloudckpt").iterdir()
-    if reason == "replaced":
-        cloudckpt.save({"a": torch.zeros(5_000_000)}, checkpoint_id="memory://run/a", config=ONE)
-    elif reason == "old":
-        now = time.time()
-        monkeypatch.setattr("cloudckpt.runs.resuming.time.time", lambda: now + 25 * 3600)
-    elif reason == "unreadable":
-        note.write_text('{"began": 0')
-    assert verify("memory://run/a", resume=reason != "not wanted", config=ONE).resumed == 0
-
-
-def _read_only_home(cache: Path, monkeypatch) -> None:
-    (cache / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
-
-
-def _full_disk(cache: Path, monkeypatch) -> None:
-    def fail(*args: object, **options: object) -> None:
-        raise OSError(errno.ENOSPC, "no space left")
-
-    monkeypatch.setattr("cloudckpt.runs.resuming.tempfile.mkstemp", fail)
-
-
-def _no_home(cache: Path, monkeypatch) -> None:
-    def fail(number: int) -> None:
-        raise KeyError(number)
-
-    for variable in ("XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", fail)  # as in a container with the number of a stranger
-    monkeypatch.chdir(cache)
-
-
-@pytest.mark.parametrize("home", [_read_only_home, _full_disk, _no_home])
-def test_without_a_cache_folder_nothing_is_noted_and_that_is_logged_once(
-    store, cache, home, monkeypatch, caplog
-):
-    home(cache, monkeypatch)
-    before = sorted(cache.iterdir())
-    monkeypatch.setattr("cloudckpt.runs.verifying._BETWEEN_NOTES", -1.0)
-    caplog.set_level(logging.INFO, "cloudckpt")
-    store.fail("get_range", AccessDeniedError, calls=[4])
-    with pytest.raises(AccessDeniedError):
-        verify("memory://run/a", resume=True, config=ONE)
-    [told] = [record for record in caplog.records if "recorded" in record.getMessage()]
-    assert told.levelno == logging.INFO
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    store.heal()
-    found = verify("memory://run/a", resume=True, config=ONE)
-    assert (found.nbytes, found.resumed) == (60_000_000, 0)
-    assert [path for path in sorted(cache.iterdir()) if path.name != "cloudckpt"] == before
-
-
-def test_damage_is_found_again_by_a_verification_that_goes_on(store) -> None:
-    [largest] = [info for info in store.inner.list("") if info.size > 1_000_000]
-    data, _ = store.inner.get(largest.key)
-    data[1_000_000] ^= 1
-    store.inner.put(largest.key, [memoryview(data)], checksum=0)
-    store.fail("get_range", AccessDeniedError, calls=[5])
-    with pytest.raises(AccessDeniedError):
-        verify("memory://run/a", resume=True, config=ONE)
-    store.heal()
-    with pytest.raises(CheckpointCorruptError) as caught:
-        verify("memory://run/a", resume=True, config=ONE)
-    assert len(caught.value.damages) == 1
 
 
 @given(

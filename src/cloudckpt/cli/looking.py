@@ -22,7 +22,6 @@ from cloudckpt.cli.app import (
     fail,
     print_json,
     print_rows,
-    progress_bar,
     safe,
 )
 from cloudckpt.cli.page import page
@@ -89,18 +88,14 @@ def diff(
     first: Checkpoint,
     second: Annotated[str, typer.Argument(help="Another checkpoint.")],
     pattern: Pattern = "*",
-    read: Annotated[
-        bool, typer.Option("--read", help="Read entries that checksums can't compare.")
-    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Show how two checkpoints differ: in names, nesting, shapes, types and, by checksums, content.
 
-    The exit code is 5 if they differ, and 1 if that can't be told without --read.
+    The exit code is 5 if they differ, and 1 if checksums can't tell.
     """
-    with progress_bar("reading", shown=read and not (quiet or as_json)) as progress:
-        found = cloudckpt.diff(first, second, pattern=pattern, read=read, progress=progress)
+    found = cloudckpt.diff(first, second, pattern=pattern)
     counts = Counter[str](item.verdict for item in found.items)
     if as_json:
         print_json({**dataclasses.asdict(found), "are_same": found.are_same})
@@ -126,7 +121,7 @@ def diff(
         if found.empty_dicts:
             print(f"empty dicts in only one of them: {', '.join(map(safe, found.empty_dicts))}")
     if found.are_same is None:
-        fail(f"{counts['unknown']} entries can't be compared without reading: give --read", FAILED)
+        fail(f"{counts['unknown']} entries can't be compared by checksums", FAILED)
     if not found.are_same:
         raise typer.Exit(DIFFERENT)
 

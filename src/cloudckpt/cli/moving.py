@@ -27,13 +27,6 @@ from cloudckpt.errors import CheckpointCorruptError, Damage
 @app.command(rich_help_panel="Checkpoints")
 def verify(
     checkpoint: Checkpoint,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume/--no-resume",
-            help="Go on where the same command was interrupted within the last day.",
-        ),
-    ] = True,
     ranks: Together = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -47,9 +40,7 @@ def verify(
         shown = joined.speaks and not (quiet or as_json)
         try:
             with progress_bar("verifying", shown=shown) as progress:
-                found = cloudckpt.verify(
-                    checkpoint, resume=resume, process_group=joined.group, progress=progress
-                )
+                found = cloudckpt.verify(checkpoint, process_group=joined.group, progress=progress)
         except CheckpointCorruptError as error:
             if joined.speaks:
                 _print_damages(checkpoint, error.damages, as_json)
@@ -62,10 +53,9 @@ def verify(
         what = (
             "as it was written" if found.has_checksums else "there; it has no checksums to compare"
         )
-        resumed = f", {as_size(found.resumed)} of it before" if found.resumed else ""
         print(
             f"{safe(checkpoint)}: all of it is {what} ({found.items} items, "
-            f"{as_size(found.nbytes)}{resumed})"
+            f"{as_size(found.nbytes)})"
         )
 
 

@@ -1,7 +1,7 @@
 """The differences between two checkpoints: which entries, and by checksums, what content.
 
 Checksums of blocks can be joined into that of a whole tensor, as long as its chunks are rows of it.
-So a tensor that was saved by another number of ranks can still be compared without reading it.
+So a tensor that was saved by another number of ranks can still be compared.
 Where incremental saves have stored digests, those are compared, and not even the checksums are
 read.
 """
@@ -9,35 +9,21 @@ read.
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar, cast
+from typing import Literal
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from cloudckpt.checkpoint.base import Digest
 from cloudckpt.checkpoint.columns import counted
-from cloudckpt.checkpoint.values import load_item
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.dcp.loading import Load
-from cloudckpt.errors import CloudCheckpointError
 from cloudckpt.runs.contents import CheckpointPart, StoredItem, parts
-from cloudckpt.transfer.boxes import Box, row_major_slices
 from cloudckpt.transfer.landing import StoredBytes
-from cloudckpt.transfer.memory import narrow
 from cloudckpt.transfer.retry import open_store
-from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["ComparedItem", "Comparison", "diff"]
@@ -57,13 +43,11 @@ class ComparedItem:
         verdict: ``same``; ``changed``: other content; ``reshaped``: another shape or element type,
             or a tensor in only one of them; ``moved``: the same, but under keys of another type, or
             in a list in only one of them; ``removed`` and ``added``: only in the first, or only in
-            the second; ``unknown``: their checksums can't be compared, so the entries have to be
-            read.
+            the second; ``unknown``: their checksums can't be compared.
         first: The entry in the first checkpoint, if it is there.
         second: The entry in the second checkpoint, if it is there.
-        differing: For ``changed``: the bytes that differ, or if the entry was not read, the bytes
-            of the chunks whose digests differ, or of the blocks whose checksums do; None if
-            unknown.
+        differing: For ``changed``: the bytes of the chunks whose digests differ, or of the blocks
+            whose checksums do; None if unknown.
     """
 
     name: str
@@ -91,7 +75,7 @@ class Comparison:
 
     @property
     def are_same(self) -> bool | None:
-        """Whether all entries are the same; None if that is not known without reading."""
+        """Whether all entries are the same; None if their checksums don't tell."""
         verdicts = {item.verdict for item in self.items}
         if verdicts <= {"same", "unknown"} and not self.empty_dicts:
             return None if "unknown" in verdicts else True
@@ -103,13 +87,11 @@ def diff(
     second: URILike,
     *,
     pattern: str = "*",
-    read: bool = False,
     config: Config | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
     """Compares the entries of two checkpoints, and their content by checksums.
 
-    No tensor is read unless ``read`` says so. Equal checksums are taken for equal content: one in
+    No tensor is read. Equal checksums are taken for equal content: one in
     2³² blocks that differ has the same checksum by chance. Notes, metrics, and how tensors are
     divided among ranks do not count.
 
@@ -117,16 +99,11 @@ def diff(
         first: ``s3://bucket/path`` or another location.
         second: The other checkpoint; it may be in another cloud.
         pattern: Names to compare; ``*`` stands for any text.
-        read: Whether to read what checksums can't decide: entries without checksums in either, or
-            with those of another kind, and tensors whose chunks differ and are not rows. This takes
-            a quarter of ``memory_budget`` for each checkpoint, besides that of the transfers, and
-            all of a value that is not a tensor.
         config: Options.
-        progress: Called with the bytes of the first checkpoint read so far, and in all.
 
     Raises:
         CheckpointNotFoundError: If either location has no committed checkpoint.
-        CheckpointCorruptError: If metadata, or what is read, is damaged.
+        CheckpointCorruptError: If metadata is damaged.
         StoreError: If a store refuses or stays unreachable.
     """
     config = config_or_default(config)
@@ -138,21 +115,17 @@ def diff(
         for name in sorted(ours.keys() | theirs.keys())
     }
 
-    def unknown_ones() -> list[tuple[str, _Entry, _Entry]]:
-        return [(n, ours[n], theirs[n]) for n, item in items.items() if item.verdict == "unknown"]
-
-    if unknown := unknown_ones():
+    unknown = [
+        (name, ours[name], theirs[name])
+        for name, item in items.items()
+        if item.verdict == "unknown"
+    ]
+    if unknown:
         _read_indexes([one for _, one, _ in unknown], here, config)
         _read_indexes([other for _, _, other in unknown], there, config)
     for name, one, other in unknown:
         verdict, differing = _by_checksums(one, other)
         items[name] = dataclasses.replace(items[name], verdict=verdict, differing=differing)
-    unknown = unknown_ones()
-    if read and unknown:
-        for name, count in _read(unknown, here, there, config, progress).items():
-            items[name] = dataclasses.replace(
-                items[name], verdict="changed" if count else "same", differing=count or None
-            )
     for name, item in items.items():
         if item.verdict == "same" and _are_moved(ours[name], theirs[name]):
             items[name] = dataclasses.replace(item, verdict="moved")
@@ -354,137 +327,3 @@ def _joined(
         total = algorithm.joined(total, _checksum(source), source.nbytes)
         row += sizes[0]
     return None if algorithm is None or row != shape[0] else (algorithm, total)
-
-
-def _read(
-    pairs: Sequence[tuple[str, _Entry, _Entry]],
-    here: CheckpointURI,
-    there: CheckpointURI,
-    config: Config,
-    progress: Callable[[int, int], None],
-) -> dict[str, int]:
-    """How many bytes of each pair differ, after reading them piece by piece."""
-    budget = config.memory_budget // 4
-    differing = {name: 0 for name, _, _ in pairs}
-    total, done = sum(one.stored.nbytes for _, one, _ in pairs), 0
-    pieces = (
-        (name, one, other, box, nbytes)
-        for name, one, other in pairs
-        for box, nbytes in _boxes(one, budget)
-    )
-    for batch in _batches(pieces, budget, lambda piece: piece[4]):
-        ours = _Pieces([(one, box) for _, one, _, box, _ in batch]).read(here, config)
-        theirs = _Pieces([(other, box) for _, _, other, box, _ in batch]).read(there, config)
-        for (name, one, _, _, nbytes), mine, its in zip(batch, ours, theirs, strict=True):
-            differing[name] += _different_bytes(mine, its, name, one)
-            done += nbytes
-        progress(done, total)
-    return differing
-
-
-def _boxes(entry: _Entry, limit: int) -> Iterator[tuple[Box | None, int]]:
-    """The regions in which an entry is read, and their bytes; None stands for a whole value."""
-    tensor = entry.tensor
-    if tensor is None:
-        yield None, entry.stored.nbytes
-        return
-    for slab in row_major_slices(tuple(tensor.size), tensor.properties.dtype.itemsize, limit):
-        yield slab.box, slab.stop - slab.start
-
-
-T = TypeVar("T")
-
-
-def _batches(pieces: Iterator[T], limit: int, nbytes_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Batches of pieces that stay below the limit, with at least one piece each."""
-    batch: list[T] = []
-    size = 0
-    for piece in pieces:
-        if batch and size + nbytes_of(piece) > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        size += nbytes_of(piece)
-    if batch:
-        yield batch
-
-
-class _Pieces:
-    """Regions of tensors and whole values of one checkpoint, and the planner to load them."""
-
-    def __init__(self, wanted: Sequence[tuple[_Entry, Box | None]]) -> None:
-        self._wanted = wanted
-        self._found: list[torch.Tensor | bytes] = [
-            b"" if box is None or entry.tensor is None else _empty(entry.tensor, box)
-            for entry, box in wanted
-        ]
-
-    def read(self, uri: CheckpointURI, config: Config) -> list[torch.Tensor | bytes]:
-        store = open_store(uri, config)
-        for part in {id(entry.part): entry.part for entry, _ in self._wanted}.values():
-            items = [
-                item
-                for number, (entry, box) in enumerate(self._wanted)
-                if entry.part is part
-                for item in _read_items(number, entry, box)
-            ]
-            stats, planner = TransferStats(str(uri)), cast(LoadPlanner, self)
-            load = Load(
-                store, config, planner, stats, part.places, uri=str(uri), trust_pickle=False
-            )
-            load.prepare(LoadPlan(items))
-            load.run()
-        return self._found
-
-    # what a load asks of its planner
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        target = self._found[cast(int, item.dest_index.index)]
-        assert isinstance(target, torch.Tensor)
-        return narrow(target, tuple(zip(item.dest_offsets, item.lengths, strict=True)))
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
-
-    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
-        self._found[cast(int, item.dest_index.index)] = value.getvalue()
-
-
-def _empty(tensor: TensorStorageMetadata, box: Box) -> torch.Tensor:
-    sizes = [length for _, length in box]
-    return torch.empty(sizes, dtype=tensor.properties.dtype, device="cpu")
-
-
-def _read_items(number: int, entry: _Entry, box: Box | None) -> Iterator[ReadItem]:
-    """The requests for a piece; each names the piece by its number."""
-    name, tensor = entry.name, entry.tensor
-    target = MetadataIndex(name, index=number)
-    none = torch.Size([])
-    if tensor is None or box is None:
-        yield ReadItem(LoadItemType.BYTE_IO, target, none, MetadataIndex(name), none, none)
-        return
-    offsets, sizes = (torch.Size(side) for side in zip(*box, strict=True)) if box else (none, none)
-    for item in create_read_items_for_chunk_list(
-        name, tensor, [ChunkStorageMetadata(offsets, sizes)]
-    ):
-        yield dataclasses.replace(item, dest_index=target)
-
-
-def _different_bytes(
-    one: torch.Tensor | bytes, other: torch.Tensor | bytes, name: str, entry: _Entry
-) -> int:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        ours, theirs = (each.reshape(-1).view(torch.uint8) for each in (one, other))
-        return 0 if torch.equal(ours, theirs) else int((ours != theirs).sum())
-    assert isinstance(one, bytes)
-    assert isinstance(other, bytes)
-    return 0 if one == other or _are_equal(one, other, name) else max(len(one), len(other))
-
-
-def _are_equal(one: bytes, other: bytes, name: str) -> bool:
-    """Whether two values are equal, even if pickled differently, as by torch's writer and ours."""
-    try:
-        ours, theirs = (load_item(data, name, "", map_location="cpu") for data in (one, other))
-        return type(ours) is type(theirs) and bool(ours == theirs)
-    except (CloudCheckpointError, RuntimeError, TypeError, ValueError):
-        return False

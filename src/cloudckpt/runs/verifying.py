@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +18,6 @@ from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import CheckpointCorruptError, Damage, ObjectNotFoundError
 from cloudckpt.runs.contents import CheckpointPart, parts
-from cloudckpt.runs.resuming import Unfinished
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import Sink, StoredBytes, Wanted
@@ -30,7 +27,6 @@ from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["Verified", "find_damages", "one_error", "verify"]
 
-_BETWEEN_NOTES = 5.0  # seconds of work that an interruption may lose
 _LOTS_EACH = 16  # per rank, so that all end at about the same time
 _SMALLEST_LOT, _LARGEST_LOT = 16 * MIB, 1024 * MIB
 
@@ -44,13 +40,11 @@ class Verified:
         nbytes: Their bytes, without envelopes.
         has_checksums: Whether each block was compared with its checksum; if not, it is only known
             that all bytes are there.
-        resumed: Bytes that an earlier, interrupted verification had read.
     """
 
     items: int
     nbytes: int
     has_checksums: bool
-    resumed: int = 0
 
 
 @collective("cloudckpt.verify")
@@ -58,7 +52,6 @@ def verify(
     uri: URILike,
     *,
     config: Config | None = None,
-    resume: bool = False,
     process_group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verified:
@@ -77,11 +70,7 @@ def verify(
     Args:
         uri: ``s3://bucket/path`` or another location.
         config: Options.
-        resume: Whether to continue where the same verification was interrupted within the last day,
-            also by an error or a kill. Progress is kept in a small file in the user's cache folder
-            (``$XDG_CACHE_HOME/cloudckpt``), which is deleted when everything was read.
-        process_group: Ranks that divide the bytes among themselves, if all of them call this. To
-            resume, there must be as many, each on the same machine as before.
+        process_group: Ranks that divide the bytes among themselves, if all of them call this.
         progress: Called with the bytes that this rank has read so far and will read in all,
             envelopes included, from any thread.
 
@@ -99,7 +88,7 @@ def verify(
         return CheckpointURI.parse(uri), dataclasses.replace(options, verify=True)
 
     location, options = meeting.begin(prepare, lambda made: RankStatus(location=str(made[0])))
-    return retry_if_replaced(partial(_verify, location, options, resume, meeting, progress))
+    return retry_if_replaced(partial(_verify, location, options, meeting, progress))
 
 
 @dataclass(frozen=True)
@@ -191,7 +180,6 @@ def _gone(
 def _verify(
     uri: CheckpointURI,
     config: Config,
-    resume: bool,
     meeting: Meeting,
     progress: Callable[[int, int], None],
 ) -> Verified:
@@ -200,18 +188,10 @@ def _verify(
     sources = content.sources
     nbytes = sum(source.nbytes for source in sources)
     size = min(max(nbytes // (_LOTS_EACH * ranks), _SMALLEST_LOT), _LARGEST_LOT)
-    lots = [_Lot(ranges) for ranges in cut(sources, size)][rank::ranks]
-    versions = [commit.version for commit in content.commits]
-    unfinished = Unfinished("verify", str(uri), versions, size, rank, ranks) if resume else None
-    found: list[CheckpointCorruptError] = []
-
-    def read() -> int:
-        with _Journal(lots, unfinished, progress) as journal:
-            store = open_store(uri, config)
-            found.extend(find_damages(store, uri, journal.wanted(), config))
-        return journal.resumed
-
-    resumed = sum(meeting.gathered(meeting.begin(read)))
+    mine = [each for lot in [*cut(sources, size)][rank::ranks] for each in lot]
+    seen = _Seen(sum(stop - start for _, start, stop in mine), progress)
+    wanted = [Wanted(source, start, stop, seen, True) for source, start, stop in mine]
+    found = meeting.begin(lambda: find_damages(open_store(uri, config), uri, wanted, config))
     damaged = [*content.damaged, *(error for each in meeting.gathered(found) for error in each)]
     if damaged:
         meeting.broadcast_from_first(lambda: _refuse_replaced(uri, config, content, damaged[0]))
@@ -220,7 +200,6 @@ def _verify(
         items=len(content.items),
         nbytes=sum(source.nbytes for source in content.items),
         has_checksums=content.has_checksums,
-        resumed=resumed,
     )
 
 
@@ -256,77 +235,22 @@ def cut(
         yield lot
 
 
-class _Lot(Sink):
-    """Ranges of items that count as read once all of them were; it keeps no bytes."""
+class _Seen(Sink):
+    """Counts the bytes that were read, and keeps none."""
 
-    __slots__ = ("left", "ranges", "seen")
+    __slots__ = ("_done", "_lock", "_progress", "_total")
 
-    def __init__(self, ranges: Sequence[tuple[StoredBytes, int, int]]) -> None:
+    def __init__(self, total: int, progress: Callable[[int, int], None]) -> None:
         super().__init__(None)
-        self.ranges = ranges
-        self.left = sum(stop - start for _, start, stop in ranges)
-        self.seen: Callable[[_Lot, int], None]
+        self._lock = threading.Lock()
+        self._done, self._total = 0, total
+        self._progress = progress
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
-        self.seen(self, data.numel())
-
-
-class _Journal(contextlib.AbstractContextManager["_Journal"]):
-    """Records which lots were read; on exit without an error, all of them were.
-
-    Attributes:
-        resumed: Bytes that an earlier verification had read.
-    """
-
-    def __init__(
-        self,
-        lots: Sequence[_Lot],
-        unfinished: Unfinished | None,
-        progress: Callable[[int, int], None],
-    ) -> None:
-        self._lots = lots
-        self._unfinished = unfinished
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._total = sum(lot.left for lot in lots)
-        self._written = time.monotonic()
-        done = unfinished.read().get("done", ()) if unfinished is not None else ()
-        for number in done:
-            if type(number) is int and 0 <= number < len(lots):
-                lots[number].left = 0
-        self.resumed = self._done = self._total - sum(lot.left for lot in lots)
-        for lot in lots:
-            lot.seen = self._seen
-
-    def wanted(self) -> list[Wanted]:
-        """What remains to be read."""
-        return [
-            Wanted(source, start, stop, lot, True)
-            for lot in self._lots
-            if lot.left
-            for source, start, stop in lot.ranges
-        ]
-
-    def _seen(self, lot: _Lot, count: int) -> None:
         with self._lock:
-            lot.left -= count
-            self._done += count
+            self._done += data.numel()
             done = self._done
-            if not lot.left and time.monotonic() - self._written > _BETWEEN_NOTES:
-                self._write()
         self._progress(done, self._total)
-
-    def _write(self) -> None:
-        if self._unfinished is not None:
-            done = [number for number, lot in enumerate(self._lots) if not lot.left]
-            self._unfinished.write({"done": done})
-        self._written = time.monotonic()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._write()
-        elif self._unfinished is not None:
-            self._unfinished.forget()
 
 
 def find_damages(
