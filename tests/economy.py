@@ -14,7 +14,7 @@ import botocore.session
 import pytest
 import torch
 
-from cloudckpt.stores import memory
+import memory_store
 
 __all__ = [
     "cheap_sessions_of_boto",
@@ -69,10 +69,10 @@ def one_thread_of_torch() -> None:
 @pytest.fixture(autouse=True)
 def memory_is_given_back() -> Iterator[None]:
     """What a test has put into a store in memory goes with it: together it is gigabytes."""
-    before = set(memory._buckets)
+    before = set(memory_store._buckets)
     yield
-    for name in memory._buckets.keys() - before:
-        memory._buckets.pop(name).objects.clear()
+    for name in memory_store._buckets.keys() - before:
+        memory_store._buckets.pop(name).objects.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -99,7 +99,7 @@ class FaultyStore(ObjectStore):
     """Passes every call on to another store and makes chosen ones fail.
 
     >>> from cloudckpt.errors import ConnectionLostError, ThrottledError
-    >>> from cloudckpt.stores.memory import MemoryStore
+    >>> from memory_store import MemoryStore
     >>> store = FaultyStore(MemoryStore("doctest"))
     >>> store.fail("put_part", ThrottledError, calls=[2])
     >>> store.fail("complete_upload", ConnectionLostError, calls=[1], when="after")

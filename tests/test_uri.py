@@ -29,7 +29,6 @@ SEGMENT = st.text(
         ("gs://bucket/run", ("gs", "bucket", "run")),
         ("az://container/run", ("az", "container", "run")),
         ("abfss://container/run", ("az", "container", "run")),
-        ("memory://name/run", ("memory", "name", "run")),
         ("s3://bucket/a%2Fb c+d", ("s3", "bucket", "a%2Fb c+d")),
         ("s3://bucket/größe/重み", ("s3", "bucket", "größe/重み")),
         ("file:///data/run", ("file", "", "/data/run")),
@@ -384,7 +383,7 @@ def test_credentials_are_noticed_when_the_secret_has_a_slash():
 
 
 @given(
-    scheme=st.sampled_from(["s3", "gs", "az", "memory"]),
+    scheme=st.sampled_from(["s3", "gs", "az"]),
     bucket=st.from_regex(r"[a-z0-9][a-z0-9.\-]{1,30}", fullmatch=True),
     segments=st.lists(SEGMENT, max_size=4),
 )
@@ -394,7 +393,7 @@ def test_a_cloud_uri_comes_back_from_its_text(scheme, bucket, segments):
     assert str(uri) == text
     assert (uri.scheme, uri.bucket, uri.prefix) == (scheme, bucket, "/".join(segments))
     assert CheckpointURI.parse(str(uri)) == uri
-    assert uri.is_cloud == (scheme != "memory")
+    assert uri.is_cloud
     assert uri.root == f"{scheme}://{bucket}"
 
 

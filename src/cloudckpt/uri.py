@@ -14,14 +14,14 @@ from cloudckpt.errors import InvalidURIError
 __all__ = ["CheckpointURI", "URILike"]
 
 CLOUD_SCHEMES = frozenset({"s3", "gs", "az"})
-_SCHEMES = CLOUD_SCHEMES | {"hf", "file", "memory"}
+_SCHEMES = CLOUD_SCHEMES | {"hf", "file"}
 _FORMS = (
     "s3://bucket/path, gs://bucket/path, az://container/path, hf://buckets/namespace/name/path, "
     "abfss://container@account.dfs.core.windows.net/path, file:///path or a local path"
 )
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
-_SWALLOWED_SLASH = re.compile(r"^(https|memory|file):/(?!/)", re.IGNORECASE)
+_SWALLOWED_SLASH = re.compile(r"^(https|file):/(?!/)", re.IGNORECASE)
 _SERVICE = "write s3://bucket/path, and set AWS_ENDPOINT_URL_S3 to "
 _MOUNTED = "mount it, by NFS or FUSE, and write the path of the folder"
 _FOREIGN = {  # schemes of other tools, and what to write here
@@ -113,7 +113,7 @@ class CheckpointURI:
     It is never a ``pathlib.Path``: a path would collapse ``s3://`` into ``s3:/``.
 
     Attributes:
-        scheme: ``s3``, ``gs``, ``az``, ``file`` or ``memory``.
+        scheme: ``s3``, ``gs``, ``az``, ``hf`` or ``file``.
         bucket: The bucket or container, or the ARN of an S3 access point; empty for ``file``.
         prefix: The key prefix without slashes at its ends; for ``file`` the absolute path.
         account: The host of the storage account's blob endpoint, if an ``az`` location names it;

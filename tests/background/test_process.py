@@ -134,15 +134,6 @@ def test_one_process_carries_out_all_saves_and_never_imports_torch(one, where, r
     assert "libtorch" not in mapped
 
 
-def test_what_is_saved_in_memory_is_in_that_of_the_trainer(one):
-    for step in range(3):  # by a new plan, and by a known one
-        uri = f"memory://background/step-{step}"
-        one.save(filled(step, SMALL), CloudStorageWriter(uri)).written.result(PATIENCE)
-        loaded = filled(-1, SMALL)
-        cloudckpt.load(loaded, checkpoint_id=uri, no_dist=True)
-        assert_same(loaded, filled(step, SMALL))
-
-
 def test_what_was_stuck_in_one_save_does_not_count_as_stuck_in_the_next(one, local):
     begin(one, 1, local).result(PATIENCE)
     one._process._worker.is_stuck = True  # the last it said, as the store came back for the end

@@ -27,9 +27,9 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from cloudckpt.stores.base import ObjectInfo, look_at
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.retry import Retrier
 from faulty_store import FaultyStore
+from memory_store import MemoryStore
 
 KEY = "run/.metadata"
 OURS, THEIRS, OLD = b"our metadata", b"their metadata", b"the metadata before"

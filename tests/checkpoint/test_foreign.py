@@ -11,9 +11,9 @@ import torch
 from cloudckpt import Config
 from cloudckpt.checkpoint.archives import StoredTensor, locate
 from cloudckpt.checksum import CRC32C
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.landing import StoredBytes
 from cloudckpt.transfer.stats import TransferStats
+from memory_store import MemoryStore
 
 
 class Storage:

@@ -21,11 +21,11 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
 )
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 from commit_objects import framed
+from memory_store import MemoryStore
 
 RETRIER = Retrier(Config().retry)
 METADATA = Metadata({})

@@ -14,11 +14,11 @@ from cloudckpt.errors import (
     DifferentCheckpointsError,
     ServerError,
 )
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 from faulty_store import FaultyStore
+from memory_store import MemoryStore
 
 FEW, MANY = 20, 300
 

@@ -18,7 +18,7 @@ from cloudckpt import __main__
 from cloudckpt.cli import app as shared
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores import registry
-from cloudckpt.stores.memory import MemoryStore
+from memory_store import MemoryStore
 
 OF_RUNS = ["ls", "latest", "prune --max-to-keep 1 --yes", "sweep --yes"]
 OF_CHECKPOINTS = ["inspect", "verify", "diff", "cp", "rm --yes"]

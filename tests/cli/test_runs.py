@@ -12,7 +12,7 @@ from cloudckpt import Config
 from cloudckpt.cli import runs
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo, once
-from cloudckpt.stores.memory import MemoryStore
+from memory_store import MemoryStore
 
 
 @pytest.mark.parametrize("name", ["run", "misspelt"])

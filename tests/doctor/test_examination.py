@@ -16,10 +16,10 @@ from cloudckpt.doctor import Finding, examine, surroundings, trials
 from cloudckpt.errors import AccessDeniedError, ConfigError
 from cloudckpt.stores import long_reads
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.s3 import S3Store
 from emulators import free_port
 from forwarding import forward_proxy
+from memory_store import MemoryStore
 from stubs.gcs import GcsStub
 from wire.faults import Reset, Stall, StripHeaders, s3_error
 from wire.proxy import FaultyProxy

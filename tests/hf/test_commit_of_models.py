@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import cloudckpt.hf
+import memory_store
 from background.waiting import eventually
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE
@@ -25,10 +26,10 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     StoreError,
 )
-from cloudckpt.stores import memory, registry
-from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.stores import registry
 from cloudckpt.transfer import retry
 from faulty_store import FaultyStore
+from memory_store import MemoryStore
 from runs.interleavings import Actor, KilledError
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -185,7 +186,7 @@ def world(monkeypatch):
     monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.0)
 
     def made() -> World:
-        for known in (memory._buckets, registry._places):
+        for known in (memory_store._buckets, registry._places):
             known.clear()
         current[:] = [World()]
         return current[0]
@@ -193,7 +194,7 @@ def world(monkeypatch):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield made
-    for known in (memory._buckets, registry._places):
+    for known in (memory_store._buckets, registry._places):
         known.clear()
 
 

@@ -20,8 +20,8 @@ from cloudckpt.hf.layout import (
     plan_work,
 )
 from cloudckpt.hf.writer import bytes_of_size
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.memory import narrow
+from memory_store import MemoryStore
 
 
 def _whole(shape, dtype=torch.float32):

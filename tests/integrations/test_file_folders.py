@@ -23,9 +23,9 @@ from cloudckpt.integrations.fsspec import _makes_visible
 from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
 from cloudckpt.integrations.torch_checkpointing.written import tensors_last
 from cloudckpt.runs.sweeping import find_leftovers, sweep
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.uri import CheckpointURI
 from faulty_store import FaultyStore
+from memory_store import MemoryStore
 
 JOB, OTHER = "a" * 16, "b" * 16
 CONFIG = Config(

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+import memory_store
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint import baseline
 from cloudckpt.checkpoint.base import Base
@@ -62,12 +63,12 @@ from cloudckpt.runs.line import CLAIM
 from cloudckpt.runs.pruning import Pruner
 from cloudckpt.runs.steps import Retention
 from cloudckpt.runs.sweeping import find_leftovers, sweep
-from cloudckpt.stores import memory, registry
+from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo, look_at, once
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer import retry
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
+from memory_store import MemoryStore
 
 HOUR = 3600.0
 _ALONE = 1000  # the number of one beside whom there is nobody
@@ -584,7 +585,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
         CLOCK_MONOTONIC=1,
     )
     monkeypatch.setattr(registry, "_OPENERS", {"memory": opener})
-    monkeypatch.setattr(memory, "time", clock)
+    monkeypatch.setattr(memory_store, "time", clock)
     monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.0)  # of a copy that begins anew
     monkeypatch.setattr(baseline, "time", clock)
 
@@ -593,7 +594,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
         return current[0]
 
     yield made
-    for known in (memory._buckets, registry._places):
+    for known in (memory_store._buckets, registry._places):
         known.clear()
 
 
@@ -609,4 +610,4 @@ def try_one(worlds: Callable[..., World], seed: int) -> None:
     except Exception as error:
         story = "\n".join(world.history)
         raise AssertionError(f"seed {seed}: {error}\n{story}") from error
-    memory._buckets.pop(world.name)
+    memory_store._buckets.pop(world.name)

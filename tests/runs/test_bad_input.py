@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import cloudckpt
+import memory_store
 from cloudckpt import CheckpointManager, Config
 from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.errors import (
@@ -25,8 +26,7 @@ from cloudckpt.errors import (
     InvalidURIError,
 )
 from cloudckpt.runs import Preemption, deleting, sweeping
-from cloudckpt.stores import memory
-from cloudckpt.stores.memory import MemoryStore
+from memory_store import MemoryStore
 from wire.faults import s3_error
 from wire.proxy import FaultyProxy
 
@@ -160,7 +160,7 @@ def test_a_clock_that_is_wrong_by_hours_changes_nothing(monkeypatch, whose, wron
     if whose == "ours":
         monkeypatch.setattr(time, "time", Clock.time)
         Clock.time = staticmethod(real)
-    monkeypatch.setattr(memory, "time", Clock)
+    monkeypatch.setattr(memory_store, "time", Clock)
     fill(run, 1, 2, 3, max_to_keep=2)
     leftover = "run/step-4/__0_0.0123456789abcdef.distcp"
     store.put(leftover, [memoryview(b"of a save under way")], checksum=0)

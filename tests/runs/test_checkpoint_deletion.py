@@ -17,8 +17,8 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.deleting import delete
 from cloudckpt.stores import local, registry
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.uri import CheckpointURI
+from memory_store import MemoryStore
 
 CONFIG = Config(retry=RetryPolicy(attempts=3, base=0.0, cap=0.0))
 

@@ -19,10 +19,10 @@ from cloudckpt.checkpoint import baseline
 from cloudckpt.errors import AccessDeniedError, ConnectionLostError, IncompleteSaveError
 from cloudckpt.runs.sweeping import Sweep, find_leftovers, sweep
 from cloudckpt.stores import registry
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from faulty_store import FaultyStore
+from memory_store import MemoryStore
 
 OLD = "__0_0.0123456789abcdef.distcp"
 

@@ -10,11 +10,11 @@ import pytest
 
 from cloudckpt import Config, S3Options
 from cloudckpt.stores.local import LocalStore
-from cloudckpt.stores.memory import MemoryObject, MemoryStore
 from cloudckpt.stores.s3 import S3Store
 from contract import StoreContract
 from emulators import PAGE
 from faulty_store import FaultyStore
+from memory_store import MemoryObject, MemoryStore
 
 
 class TestMemory(StoreContract):

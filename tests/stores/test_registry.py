@@ -14,9 +14,9 @@ from cloudckpt import Config, S3Options
 from cloudckpt.errors import CredentialsError, MissingDependencyError
 from cloudckpt.stores import registry
 from cloudckpt.stores.local import LocalStore
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
+from memory_store import MemoryStore
 
 MEMORY = CheckpointURI.parse("memory://registry/run")
 

@@ -19,13 +19,13 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from cloudckpt.stores.base import Capabilities
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.torch_save import UploadStream, upload_stream
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
 from faulty_store import FaultyStore
+from memory_store import MemoryStore
 
 KEY = "run/model.pt"
 CONFIG = Config(

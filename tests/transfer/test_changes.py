@@ -9,13 +9,13 @@ import pytest
 from cloudckpt.checksum import CRC32C, BlockChecksums
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import ConnectionLostError, ServerError, TensorChangedError
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
 from faulty_store import FaultyStore
+from memory_store import MemoryStore
 
 PART, BLOCK, KEY = 1000, 256, "run/object"
 

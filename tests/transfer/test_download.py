@@ -24,7 +24,6 @@ from cloudckpt.errors import (
     ThrottledError,
     TransferCancelledError,
 )
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer import download as downloads
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.group import Cancellation
@@ -32,6 +31,7 @@ from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, StoredBytes
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
 from faulty_store import FaultyStore
+from memory_store import MemoryStore
 
 KIB = 1024
 BLOCK = 1000

@@ -11,8 +11,8 @@ from cloudckpt.config import MIB, Config
 from cloudckpt.errors import ConfigError
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import Regions
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.regions import check_regions
+from memory_store import MemoryStore
 
 GIB = 1024 * MIB
 

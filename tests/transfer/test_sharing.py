@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError, StoreError, TransferCancelledError
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer import sharing
 from cloudckpt.transfer.download import Download, segments_for
 from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, Wanted
 from cloudckpt.transfer.sharing import Ring, digests, plan_shares, ring_allgather, shared_requests
 from cloudckpt.transfer.stats import TransferStats
+from memory_store import MemoryStore
 
 KIB = 1024
 BLOCK = 64 * KIB

@@ -24,13 +24,13 @@ from cloudckpt.errors import (
     ThrottledError,
     TransferCancelledError,
 )
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload, put_whole
 from faulty_store import FaultyStore
+from memory_store import MemoryStore
 
 PART = 1000
 KEY = "run/object"

@@ -13,10 +13,10 @@ from cloudckpt.errors import (
     TransferCancelledError,
 )
 from cloudckpt.stores import registry
-from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI
 from faulty_store import FaultyStore
+from memory_store import MemoryStore
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ from cloudckpt.background.groups import START_TIMEOUT
 from cloudckpt.background.script import Recording
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.sending import Destination, LayOut, Sender, send_here
+from cloudckpt.checkpoint.sending import Destination, LayOut, Sender
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.errors import SaveProcessError
 from cloudckpt.events import emit
@@ -134,8 +134,6 @@ class SaveProcess:
             SaveProcessError: If the process can't be started, dies, or gives no sign of life.
             StagingMemoryError: If there is no memory for what lies outside the arena.
         """
-        if store.is_of_process:  # the other would have one of its own, where nobody looks
-            return send_here(destination, store, lay_out, stats, began, leave)
         names: list[str] = []
 
         def note(name: str) -> None:

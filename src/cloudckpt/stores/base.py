@@ -257,9 +257,6 @@ class ObjectStore(RangeReader):
     may_be_cached: bool = False
     """Whether data of the bucket may come from a cache that keeps what was replaced."""
 
-    is_of_process: bool = False
-    """Whether other processes do not see what is written: they have a store of their own."""
-
     @abstractmethod
     def put(
         self,

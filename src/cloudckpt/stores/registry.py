@@ -20,12 +20,6 @@ __all__ = ["checkpoint_location", "open_store"]
 _Opener = Callable[[CheckpointURI, Config], ObjectStore]
 
 
-def _memory() -> _Opener:
-    from cloudckpt.stores.memory import MemoryStore
-
-    return lambda uri, config: MemoryStore(uri.bucket)
-
-
 def _local() -> _Opener:
     from cloudckpt.stores.local import LocalStore
 
@@ -57,7 +51,6 @@ def _azure() -> _Opener:
 
 
 _OPENERS: dict[str, Callable[[], _Opener]] = {
-    "memory": _memory,
     "file": _local,
     "s3": _s3,
     "hf": _hf,

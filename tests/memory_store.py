@@ -1,4 +1,4 @@
-"""``memory://name``: a store in this process, for tests."""
+"""``memory://name``: a store in the process of a test, known to URIs once this is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from cloudckpt import uri as uris
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, RangeNotSatisfiableError
+from cloudckpt.stores import registry
 from cloudckpt.stores.base import (
     MOST_READ,
     Body,
@@ -51,7 +53,6 @@ _buckets: dict[str, _Bucket] = {}
 class MemoryStore(ObjectStore):
     """Objects in a dict that all stores of the same name in this process share."""
 
-    is_of_process = True
     capabilities = Capabilities(
         conditional_writes=True,
         create_only=True,
@@ -253,3 +254,7 @@ class MemoryStore(ObjectStore):
         if upload.id not in self._bucket.uploads:
             raise ObjectNotFoundError("there is no such upload", uri=self.uri(upload.key))
         return self._bucket.uploads[upload.id][1]
+
+
+uris._SCHEMES |= {"memory"}
+registry._OPENERS["memory"] = lambda: lambda uri, config: MemoryStore(uri.bucket)
