@@ -9,7 +9,7 @@ import cloudckpt
 from cloudckpt import AzureOptions, Config
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.errors import StoreError
-from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.azure.store import AzureStore
 from dcp.values import assert_same, numbered
 from emulators import Azurite
 

@@ -15,7 +15,7 @@ from google.cloud import storage  # type: ignore[import-untyped]
 from benchmarks.server.process import ServerHandle
 from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C
-from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.gcs.store import GCSStore
 
 MIB = 1024 * 1024
 

@@ -30,7 +30,7 @@ _context.set_forkserver_preload(  # those that are not there are left out
         "torch.distributed.tensor",
         "transformers.models.llama.modeling_llama",
         "transformers.trainer",
-        "cloudckpt.stores.s3",
+        "cloudckpt.stores.s3.store",
         "cloudckpt.integrations.fabric",
         "cloudckpt.integrations.transformers",
     ]

@@ -17,7 +17,7 @@ from azure.storage.blob import BlobBlock, ContainerClient, StandardBlobTier
 
 from cloudckpt import AzureOptions, Config
 from cloudckpt.checksum import CRC64NVME
-from cloudckpt.stores.azure import AzureStore, block_id
+from cloudckpt.stores.azure.store import AzureStore, block_id
 from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
 
 from .differences import Operation

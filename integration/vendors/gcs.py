@@ -19,7 +19,7 @@ from google.cloud.storage import transfer_manager
 from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
-from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.gcs.store import GCSStore
 
 from .differences import Operation
 from .recorder import Answer, Recorded

@@ -17,7 +17,7 @@ from botocore import UNSIGNED
 from cloudckpt import Config, S3Options
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
-from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.s3.store import S3Store
 
 from .differences import Operation
 from .recorder import Answer, Recorded

@@ -14,9 +14,9 @@ from authority import Authority
 from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options, sweep
 from cloudckpt.doctor import Finding, examine, surroundings, trials
 from cloudckpt.errors import AccessDeniedError, ConfigError
-from cloudckpt.stores import long_reads
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.http import native_tls as long_reads
+from cloudckpt.stores.s3.store import S3Store
 from emulators import free_port
 from forwarding import forward_proxy
 from memory_store import MemoryStore

@@ -12,7 +12,7 @@ import pytest
 import cloudckpt
 from authority import Authority
 from cloudckpt import Config
-from cloudckpt.stores import http
+from cloudckpt.stores.http import client as http
 from wire.proxy import FaultyProxy
 
 from .dialects import CREDENTIALS, Endpoint

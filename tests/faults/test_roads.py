@@ -12,7 +12,7 @@ from botocore.config import Config as BotoConfig
 import cloudckpt
 from authority import Authority
 from cloudckpt.errors import ConnectionLostError, TLSError
-from cloudckpt.stores import s3_access
+from cloudckpt.stores.s3 import access as s3_access
 from forwarding import forward_proxy
 from wire.faults import Stall
 from wire.proxy import FaultyProxy

@@ -15,9 +15,9 @@ from dialects import AZURE_KEY
 
 from authority import usage
 from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
-from cloudckpt.stores.azure import AzureStore
-from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.azure.store import AzureStore
+from cloudckpt.stores.gcs.store import GCSStore
+from cloudckpt.stores.s3.store import S3Store
 from cloudckpt.uri import CheckpointURI
 
 pytest.register_assert_rewrite("contract")

@@ -14,10 +14,10 @@ from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
 from cloudckpt.checksum import CRC32C, CRC64NVME, to_base64
 from cloudckpt.config import MIB
 from cloudckpt.errors import StoreError
-from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.base import ObjectStore, Part, Upload
-from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.gcs.store import GCSStore
+from cloudckpt.stores.s3.store import S3Store
 
 CRC = CRC32C.of(b"data")
 HASH = f"crc32c={to_base64(CRC)}"

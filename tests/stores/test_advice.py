@@ -18,11 +18,11 @@ from cloudckpt.errors import (
     InvalidRequestError,
     PreconditionFailedError,
 )
-from cloudckpt.stores.azure import AzureStore
-from cloudckpt.stores.http import HttpOptions
+from cloudckpt.stores.azure.store import AzureStore
+from cloudckpt.stores.http.client import HttpOptions
 from cloudckpt.stores.local import LocalStore
-from cloudckpt.stores.redirects import _Target
 from cloudckpt.stores.rest import Request
+from cloudckpt.stores.s3.redirects import _Target
 from cloudckpt.transfer.retry import Retrier
 
 PATIENT = RetryPolicy(base=0.01, cap=0.05, deadline=20.0)

@@ -46,8 +46,9 @@ from cloudckpt.errors import (
     ThrottledError,
     TLSError,
 )
-from cloudckpt.stores import azure_names, azure_tokens
-from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.azure import names as azure_names
+from cloudckpt.stores.azure import tokens as azure_tokens
+from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.base import Part, Upload
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI

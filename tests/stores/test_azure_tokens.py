@@ -20,7 +20,7 @@ from cloudckpt import AzureOptions, Config
 from cloudckpt.errors import (
     CredentialsError,
 )
-from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.azure.store import AzureStore
 
 TENANT = "11111111-2222-3333-4444-555555555555"
 OTHER_TENANT = "66666666-7777-8888-9999-000000000000"

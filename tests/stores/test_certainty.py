@@ -8,9 +8,11 @@ import pytest
 from cloudckpt.checksum import CRC32C
 from cloudckpt.config import Config, S3Options
 from cloudckpt.errors import ConnectionLostError, CredentialsError, StoreError, TransientStoreError
-from cloudckpt.stores import azure_errors, gcs_errors, s3_errors
-from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3_access import BucketAccess
+from cloudckpt.stores.azure import errors as azure_errors
+from cloudckpt.stores.gcs import errors as gcs_errors
+from cloudckpt.stores.s3 import errors as s3_errors
+from cloudckpt.stores.s3.access import BucketAccess
+from cloudckpt.stores.s3.store import S3Store
 from emulators import free_port
 from wire.faults import Reset
 from wire.proxy import FaultyProxy

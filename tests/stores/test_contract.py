@@ -10,7 +10,7 @@ import pytest
 
 from cloudckpt import Config, S3Options
 from cloudckpt.stores.local import LocalStore
-from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.s3.store import S3Store
 from contract import StoreContract
 from emulators import PAGE
 from faulty_store import FaultyStore

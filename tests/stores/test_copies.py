@@ -23,9 +23,9 @@ from cloudckpt.errors import (
     ServerError,
     ThrottledError,
 )
-from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.base import ObjectInfo, Upload
-from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.gcs.store import GCSStore
 from contract.data import put, some_bytes
 from stubs.gcs import GcsStub
 

@@ -31,12 +31,12 @@ from cloudckpt.errors import (
     InvalidRequestError,
     StoreError,
 )
-from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.credentials import Credentials, check_credential
-from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.stores.http import HttpClient, HttpOptions
+from cloudckpt.stores.gcs.store import GCSStore
+from cloudckpt.stores.http.client import HttpClient, HttpOptions
 from cloudckpt.stores.redaction import conceal, masked, raise_alone
-from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.s3.store import S3Store
 from emulators import moto_server
 
 SECRET = "S3cr3t+Value/of=this-Test"

@@ -45,8 +45,8 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.base import ObjectInfo, Part
-from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.stores.gcs_errors import from_answer
+from cloudckpt.stores.gcs.errors import from_answer
+from cloudckpt.stores.gcs.store import GCSStore
 from cloudckpt.transfer.retry import Retrier
 
 UPLOAD, VERBS, call = GOOGLE.upload, GOOGLE.verbs, GOOGLE.call

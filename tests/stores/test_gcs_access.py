@@ -23,8 +23,8 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores import gcs_access
-from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.gcs import access as gcs_access
+from cloudckpt.stores.gcs.store import GCSStore
 
 VERBS, call = GOOGLE.verbs, GOOGLE.call
 

@@ -7,7 +7,7 @@ import pytest
 from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import AccessDeniedError, BucketNotFoundError
-from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.gcs.store import GCSStore
 from contract import StoreContract, put_part
 from stubs.gcs import GcsStub
 from stubs.gcs_state import Attributes

@@ -20,7 +20,7 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
 )
-from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.gcs.store import GCSStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from dcp.values import assert_same, blank_like, numbered

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import cloudckpt
 from cloudckpt import Config, GCSOptions, RetryPolicy
 from cloudckpt.errors import CheckpointConflictError, InvalidRequestError
-from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.gcs.store import GCSStore
 from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.values import assert_same, blank_like, numbered
 from stubs.gcs import GcsStub

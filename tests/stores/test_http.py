@@ -29,8 +29,10 @@ from hypothesis import strategies as st
 
 import cloudckpt
 from cloudckpt.errors import ConfigError, ConnectionLostError, ServerError, TLSError
-from cloudckpt.stores import bodies, long_reads, watch
-from cloudckpt.stores.http import HttpClient, HttpOptions
+from cloudckpt.stores.http import bodies
+from cloudckpt.stores.http import native_tls as long_reads
+from cloudckpt.stores.http import stalls as watch
+from cloudckpt.stores.http.client import HttpClient, HttpOptions
 from emulators import free_port
 
 MIB = 1024 * 1024

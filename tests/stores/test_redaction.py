@@ -11,10 +11,10 @@ import pytest
 
 from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
 from cloudckpt.errors import CredentialsError, StoreError
-from cloudckpt.stores.azure import AzureStore
-from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.azure.store import AzureStore
+from cloudckpt.stores.gcs.store import GCSStore
 from cloudckpt.stores.redaction import conceal, masked, told
-from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.s3.store import S3Store
 
 LONG = 3_600_000  # characters
 SHORT = 4_000  # characters, which an error with several words of others may have

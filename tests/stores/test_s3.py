@@ -52,8 +52,8 @@ from cloudckpt.errors import (
     WrongRegionError,
 )
 from cloudckpt.stores.base import Part
-from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3_access import BucketAccess
+from cloudckpt.stores.s3.access import BucketAccess
+from cloudckpt.stores.s3.store import S3Store
 from cloudckpt.transfer.retry import Retrier
 
 UPLOAD, VERBS, call = S3.upload, S3.verbs, S3.call

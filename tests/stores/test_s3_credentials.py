@@ -19,7 +19,7 @@ from cloudckpt.errors import (
     StoreError,
     TLSError,
 )
-from cloudckpt.stores import s3_access
+from cloudckpt.stores.s3 import access as s3_access
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.uri import CheckpointURI
 from emulators import free_port

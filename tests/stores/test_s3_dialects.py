@@ -35,12 +35,12 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
 )
-from cloudckpt.stores import s3
-from cloudckpt.stores.redirects import Redirects, end_of
 from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.rest import Authorized, Request
-from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3_dialects import AWS, DIALECTS, EXPRESS, dialect_of
+from cloudckpt.stores.s3 import store as s3
+from cloudckpt.stores.s3.dialects import AWS, DIALECTS, EXPRESS, dialect_of
+from cloudckpt.stores.s3.redirects import Redirects, end_of
+from cloudckpt.stores.s3.store import S3Store
 from cloudckpt.uri import CheckpointURI
 from stubs.s3_vendors import STUBS, HuggingFaceStub
 

@@ -14,7 +14,7 @@ from dialects import put
 from cloudckpt import Config, S3Options
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import ConfigError, StoreError
-from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.s3.store import S3Store
 from stubs.aws_services import AwsServices
 
 KEYS = {"AWS_ACCESS_KEY_ID": "ENVKEY", "AWS_SECRET_ACCESS_KEY": "env-secret"}

@@ -28,8 +28,8 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from cloudckpt.stores.base import ObjectInfo
-from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3_dialects import AWS, DIALECTS
+from cloudckpt.stores.s3.dialects import AWS, DIALECTS
+from cloudckpt.stores.s3.store import S3Store
 from cloudckpt.torch_files.torch_save import upload_stream
 from cloudckpt.transfer.stats import TransferStats
 from contract.data import put, put_part, some_bytes

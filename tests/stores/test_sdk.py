@@ -13,10 +13,10 @@ from cloudckpt.errors import (
     InvalidRequestError,
     ThrottledError,
 )
-from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.base import ObjectInfo
-from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.gcs.store import GCSStore
+from cloudckpt.stores.s3.store import S3Store
 
 FOUND = ObjectInfo("run/source", 100, "17")
 CALLS = {
@@ -140,5 +140,7 @@ def test_what_an_sdk_does_not_take_was_certainly_not_sent(called, server, monkey
 
 
 def test_importing_a_store_of_google_does_not_import_its_client():
-    script = "import cloudckpt.stores.gcs, sys; sys.exit('google.cloud.storage' in sys.modules)"
+    script = (
+        "import cloudckpt.stores.gcs.store, sys; sys.exit('google.cloud.storage' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from cloudckpt.stores import watch as module
-from cloudckpt.stores.watch import SLOWEST, Counter, Watch
+from cloudckpt.stores.http import stalls as module
+from cloudckpt.stores.http.stalls import SLOWEST, Counter, Watch
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import sys
 import threading
 
 from cloudckpt.errors import ConnectionLostError, TLSError
-from cloudckpt.stores.http import HttpClient, HttpOptions
+from cloudckpt.stores.http.client import HttpClient, HttpOptions
 
 SIZE = 1_500_000
 BODY = random.Random(0).randbytes(SIZE)

@@ -1,6 +1,6 @@
 """Stubs of the stores with S3's API: moto, with what their vendors document to be otherwise.
 
-They are made of the documentation that ``cloudckpt.stores.s3_dialects`` names, not of the stores.
+They are made of the documentation that ``cloudckpt.stores.s3.dialects`` names, not of the stores.
 Where it says nothing, they do what is worst for a client: they ignore a condition.
 """
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from cloudckpt._version import __version__
 from cloudckpt.config import Config
 from cloudckpt.doctor.findings import Finding, Values, failed, ok, skipped, warning
-from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.origins import Origin, Route
 
 __all__ = ["Connection", "anonymous", "credentials", "endpoint", "names", "versions"]

@@ -18,9 +18,9 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
+from cloudckpt.stores.http.tls_errors import lasting_failure
 from cloudckpt.stores.origins import Origin
 from cloudckpt.stores.redaction import raise_alone, reason
-from cloudckpt.stores.tls import lasting_failure
 
 __all__ = [
     "Credentials",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cloudckpt.config.options import Options
 
 if TYPE_CHECKING:  # it needs credentials.py, which needs this
-    from cloudckpt.stores.http import HttpOptions
+    from cloudckpt.stores.http.client import HttpOptions
 
 __all__ = ["BucketRules", "Origin", "Route", "first_set", "named_by"]
 

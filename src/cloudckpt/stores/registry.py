@@ -9,7 +9,7 @@ from collections.abc import Callable
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError
 from cloudckpt.fork import late_imports
-from cloudckpt.stores.azure_names import check_location
+from cloudckpt.stores.azure.names import check_location
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.redaction import conceal
 from cloudckpt.uri import CheckpointURI, URILike
@@ -27,25 +27,25 @@ def _local() -> _Opener:
 
 
 def _s3() -> _Opener:
-    from cloudckpt.stores.s3 import S3Store
+    from cloudckpt.stores.s3.store import S3Store
 
     return lambda uri, config: S3Store(uri.bucket, config)
 
 
 def _hf() -> _Opener:
-    from cloudckpt.stores.s3 import open_hugging_face
+    from cloudckpt.stores.s3.store import open_hugging_face
 
     return lambda uri, config: open_hugging_face(uri, config)
 
 
 def _gs() -> _Opener:
-    from cloudckpt.stores.gcs import GCSStore
+    from cloudckpt.stores.gcs.store import GCSStore
 
     return lambda uri, config: GCSStore(uri.bucket, config)
 
 
 def _azure() -> _Opener:
-    from cloudckpt.stores.azure import AzureStore
+    from cloudckpt.stores.azure.store import AzureStore
 
     return lambda uri, config: AzureStore(uri.bucket, config, uri.account, uri.root)
 

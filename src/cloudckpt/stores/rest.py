@@ -38,10 +38,10 @@ from cloudckpt.stores.base import (
     Retry,
     nbytes,
 )
-from cloudckpt.stores.bodies import Reply, StoppedError, whole_number
 from cloudckpt.stores.credentials import Credentials
-from cloudckpt.stores.expect import EXPECT
-from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.http.bodies import Reply, StoppedError, whole_number
+from cloudckpt.stores.http.client import HttpClient
+from cloudckpt.stores.http.expect import EXPECT
 from cloudckpt.stores.origins import BucketRules, Origin, Route
 from cloudckpt.stores.redaction import conceal, reason, told
 from cloudckpt.waiting import current
@@ -398,7 +398,7 @@ class RestStore(ObjectStore):
         raise meaning
 
     def _asks_first(self, request: Request) -> bool:
-        """Whether a body is sent only when the server has said so, see :mod:`.expect`."""
+        """Whether a body is sent only when the server has said so, see :mod:`.http.expect`."""
         is_busy = self._knows_expect and time.monotonic() < self._busy_until
         return is_busy and nbytes(request.body) >= _LARGE
 

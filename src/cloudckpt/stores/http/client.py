@@ -32,9 +32,9 @@ from cloudckpt._version import __version__
 from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError, StoreError
 from cloudckpt.stores.base import Body, Progress
-from cloudckpt.stores.bodies import Reply, StoppedError, steps
-from cloudckpt.stores.expect import EXPECT, early_answer, resumed
-from cloudckpt.stores.long_reads import (
+from cloudckpt.stores.http.bodies import Reply, StoppedError, steps
+from cloudckpt.stores.http.expect import EXPECT, early_answer, resumed
+from cloudckpt.stores.http.native_tls import (
     BodyReader,
     LongReadSocket,
     LongReadTLSSocket,
@@ -42,9 +42,16 @@ from cloudckpt.stores.long_reads import (
     WatchedSocket,
     has_unread,
 )
+from cloudckpt.stores.http.stalls import (
+    Connection,
+    Counter,
+    LateError,
+    Traffic,
+    Watch,
+    break_connection,
+)
+from cloudckpt.stores.http.tls_errors import causes, lasting_failure
 from cloudckpt.stores.redaction import masked, raise_alone, told
-from cloudckpt.stores.tls import causes, lasting_failure
-from cloudckpt.stores.watch import Connection, Counter, LateError, Traffic, Watch, break_connection
 
 __all__ = ["HttpClient", "HttpOptions", "proxy_url"]
 

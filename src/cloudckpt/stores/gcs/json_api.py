@@ -26,7 +26,7 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, Progress, nbytes, random_suffix
-from cloudckpt.stores.bodies import Reply, whole_number
+from cloudckpt.stores.http.bodies import Reply, whole_number
 from cloudckpt.stores.rest import RestStore, encode_query, http_date, iso_date
 
 __all__ = [

@@ -37,18 +37,18 @@ from cloudckpt.stores.base import (
     once,
     whole_checksum,
 )
-from cloudckpt.stores.bodies import Reply
-from cloudckpt.stores.gcs_access import BucketAccess
-from cloudckpt.stores.gcs_control import Control
-from cloudckpt.stores.gcs_errors import from_answer
-from cloudckpt.stores.gcs_json import (
+from cloudckpt.stores.gcs.access import BucketAccess
+from cloudckpt.stores.gcs.control import Control
+from cloudckpt.stores.gcs.errors import from_answer
+from cloudckpt.stores.gcs.json_api import (
     JsonObjects,
     carried_out,
     creation_headers,
     generation,
     parse_crc32c,
 )
-from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.http.bodies import Reply
+from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.origins import BucketRules, Route
 from cloudckpt.stores.rest import Request, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_api import Dialect, XmlMultipart

@@ -14,7 +14,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from cloudckpt.stores.long_reads import BodyReader
+from cloudckpt.stores.http.native_tls import BodyReader
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -17,7 +17,7 @@ from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, StoreErro
 from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Retry, Upload
 from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore, all_pages, iso_date
-from cloudckpt.stores.s3_access import BucketAccess
+from cloudckpt.stores.s3.access import BucketAccess
 from cloudckpt.stores.sdk import SdkCalls
 from cloudckpt.stores.xml_api import check_root, error_fields
 

@@ -20,7 +20,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.fork import late_imports
 from cloudckpt.stores.base import ObjectInfo, Retry
-from cloudckpt.stores.gcs_json import CACHE_CONTROL, generation, metadata_of, parse_crc32c
+from cloudckpt.stores.gcs.json_api import CACHE_CONTROL, generation, metadata_of, parse_crc32c
 from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore, all_pages
 from cloudckpt.stores.sdk import SdkCalls

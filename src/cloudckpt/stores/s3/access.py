@@ -28,11 +28,11 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Body, Regions, nbytes
 from cloudckpt.stores.credentials import Credentials
-from cloudckpt.stores.http import HttpOptions
+from cloudckpt.stores.http.client import HttpOptions
 from cloudckpt.stores.origins import Route, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone, reason
-from cloudckpt.stores.s3_dialects import DIALECTS, S3Dialect, dialect_of
-from cloudckpt.stores.s3_errors import REGION
+from cloudckpt.stores.s3.dialects import DIALECTS, S3Dialect, dialect_of
+from cloudckpt.stores.s3.errors import REGION
 
 try:
     import boto3
@@ -46,8 +46,8 @@ try:
     from botocore.httpsession import get_cert_path
     from botocore.utils import get_environ_proxies
 
-    from cloudckpt.stores.s3_credentials import METADATA_SETTINGS, Keys, fetching_keys
-    from cloudckpt.stores.s3_sessions import Sessions
+    from cloudckpt.stores.s3.credentials import METADATA_SETTINGS, Keys, fetching_keys
+    from cloudckpt.stores.s3.sessions import Sessions
 except ImportError as exc:
     raise MissingDependencyError(
         "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc

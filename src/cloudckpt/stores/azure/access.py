@@ -21,10 +21,10 @@ from cloudckpt.errors import (
     CredentialsError,
     MissingDependencyError,
 )
-from cloudckpt.stores.azure_errors import TOKEN_REFUSED
-from cloudckpt.stores.azure_tokens import Tokens
+from cloudckpt.stores.azure.errors import TOKEN_REFUSED
+from cloudckpt.stores.azure.tokens import Tokens
 from cloudckpt.stores.credentials import Credentials, check_credential
-from cloudckpt.stores.http import HttpOptions
+from cloudckpt.stores.http.client import HttpOptions
 from cloudckpt.stores.origins import Origin, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone
 from cloudckpt.stores.refusals import Meaning

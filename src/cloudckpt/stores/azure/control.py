@@ -14,7 +14,7 @@ from azure.core.utils import case_insensitive_dict
 from azure.storage.blob import ContainerClient
 
 from cloudckpt.errors import ObjectNotFoundError, ServerError, StoreError
-from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
+from cloudckpt.stores.azure.access import API_VERSION, ContainerAccess
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore

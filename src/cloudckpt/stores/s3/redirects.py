@@ -26,8 +26,8 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores.bodies import Reply
-from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.http.bodies import Reply
+from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.redaction import conceal, told
 from cloudckpt.stores.refusals import refusal
 from cloudckpt.stores.rest import Authorized, Request

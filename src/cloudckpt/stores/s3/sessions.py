@@ -16,8 +16,8 @@ from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores.credentials import fetching
 from cloudckpt.stores.origins import Origin
 from cloudckpt.stores.redaction import raise_alone
-from cloudckpt.stores.s3_credentials import Keys, is_passing
-from cloudckpt.stores.s3_errors import from_code
+from cloudckpt.stores.s3.credentials import Keys, is_passing
+from cloudckpt.stores.s3.errors import from_code
 
 __all__ = ["Sessions"]
 

@@ -1,8 +1,8 @@
 """``az://``: Azure Blob Storage.
 
 Azure's SDKs find the credentials and endpoint; all requests go through
-:mod:`cloudckpt.stores.http`. A multipart upload sends the blocks of a block blob, with identifiers
-unique to the upload, and then the block list that makes the blob.
+:mod:`cloudckpt.stores.http.client`. A multipart upload sends the blocks of a block blob, with
+identifiers unique to the upload, and then the block list that makes the blob.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from cloudckpt.errors import (
     PreconditionFailedError,
     StoreError,
 )
-from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
-from cloudckpt.stores.azure_control import Control
-from cloudckpt.stores.azure_errors import from_answer
-from cloudckpt.stores.azure_names import check_blob
+from cloudckpt.stores.azure.access import API_VERSION, ContainerAccess
+from cloudckpt.stores.azure.control import Control
+from cloudckpt.stores.azure.errors import from_answer
+from cloudckpt.stores.azure.names import check_blob
 from cloudckpt.stores.base import (
     Body,
     Capabilities,
@@ -48,8 +48,8 @@ from cloudckpt.stores.base import (
     once,
     random_suffix,
 )
-from cloudckpt.stores.bodies import Reply
-from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.http.bodies import Reply
+from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.origins import BucketRules, Route
 from cloudckpt.stores.rest import (
     Request,

@@ -12,9 +12,9 @@ import botocore.exceptions
 
 from cloudckpt.errors import CredentialsError, TransientStoreError
 from cloudckpt.stores.credentials import check_credential, fetching
+from cloudckpt.stores.http.tls_errors import causes
 from cloudckpt.stores.origins import Origin
-from cloudckpt.stores.s3_errors import from_code
-from cloudckpt.stores.tls import causes
+from cloudckpt.stores.s3.errors import from_code
 
 __all__ = ["METADATA_SETTINGS", "Keys", "fetching_keys", "is_passing"]
 

@@ -16,8 +16,8 @@ from urllib3.util.ssltransport import SSLTransport
 
 from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.base import Body, Progress
-from cloudckpt.stores.long_reads import TLSSocket
-from cloudckpt.stores.watch import Counter, LateError, Watch
+from cloudckpt.stores.http.native_tls import TLSSocket
+from cloudckpt.stores.http.stalls import Counter, LateError, Watch
 
 __all__ = ["STEP", "Reply", "StoppedError", "cut", "steps", "whole_number"]
 

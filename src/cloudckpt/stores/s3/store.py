@@ -1,8 +1,8 @@
 """``s3://``: AWS S3 and the stores that speak its protocol.
 
 boto3 finds credentials, region and endpoint, and signs. All requests travel through
-:mod:`cloudckpt.stores.http`, large ones with an unsigned payload; integrity rests on CRC32C (and
-TLS), so the bytes of tensors are not hashed for the signature.
+:mod:`cloudckpt.stores.http.client`, large ones with an unsigned payload; integrity rests on CRC32C
+(and TLS), so the bytes of tensors are not hashed for the signature.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from cloudckpt.stores.base import (
     Upload,
     once,
 )
-from cloudckpt.stores.bodies import Reply
-from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.http.bodies import Reply
+from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.origins import BucketRules, Route
-from cloudckpt.stores.redirects import Redirects
 from cloudckpt.stores.rest import (
     Authorized,
     Request,
@@ -42,15 +41,16 @@ from cloudckpt.stores.rest import (
     encode_key,
     encode_query,
 )
-from cloudckpt.stores.s3_access import (
+from cloudckpt.stores.s3.access import (
     PAYLOAD_DIGEST,
     UNSIGNED_PAYLOAD,
     BucketAccess,
     object_headers,
 )
-from cloudckpt.stores.s3_control import Control
-from cloudckpt.stores.s3_dialects import AWS
-from cloudckpt.stores.s3_errors import from_answer
+from cloudckpt.stores.s3.control import Control
+from cloudckpt.stores.s3.dialects import AWS
+from cloudckpt.stores.s3.errors import from_answer
+from cloudckpt.stores.s3.redirects import Redirects
 from cloudckpt.stores.xml_api import Dialect, XmlMultipart
 from cloudckpt.uri import CheckpointURI
 
@@ -66,7 +66,7 @@ _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 
 
 class S3Store(RestStore):
-    """One bucket of S3 or of a store with its API, see :mod:`cloudckpt.stores.s3_dialects`."""
+    """One bucket of S3 or of a store with its API, see :mod:`cloudckpt.stores.s3.dialects`."""
 
     metadata_prefix = "x-amz-meta-"
 

@@ -1,0 +1,1 @@
+"""Google Cloud Storage, see :mod:`cloudckpt.stores.gcs.store`."""

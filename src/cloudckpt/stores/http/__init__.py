@@ -1,0 +1,1 @@
+"""The HTTP client: connections, bodies, TLS, and connections that stall."""

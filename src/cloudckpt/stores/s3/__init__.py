@@ -1,0 +1,1 @@
+"""S3 and stores with its API, see :mod:`cloudckpt.stores.s3.store`."""
