@@ -56,7 +56,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.adopting import adopt_pending
 from cloudckpt.runs.catalog import Run, newest_step, owner_of
-from cloudckpt.runs.claim import Claim, ClaimHook
+from cloudckpt.runs.claim import ClaimHook
 from cloudckpt.runs.copying import copy
 from cloudckpt.runs.deleting import delete, unneeded
 from cloudckpt.runs.line import CLAIM
@@ -274,8 +274,9 @@ class World:
             run, hook, actor = Run(self.root, config=config), ClaimHook(None), self.actor_of(config)
             seen, newest = owner_of(run.view, run), newest_step(run.view, run)
             continues = {} if newest is None else run.notes(newest).continued_at(newest)
-            hook.claim = Claim.make(self.root, config, seen, continues)
-            actor.job = hook.claim.job
+            hook.begin(self.root, config, continues, seen)
+            hook.wait(None)
+            actor.job = hook.job
             self.claims.append(actor.job)
             pruner = Pruner(run, Retention(max_to_keep=1), None, hook)
             try:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import CheckpointManager
+from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
+    ConnectionLostError,
 )
-from cloudckpt.runs import Preemption, deleting
+from cloudckpt.runs import Preemption, claim, deleting
 from cloudckpt.runs import manager as managers
 
 
@@ -266,3 +271,62 @@ def test_a_checkpoint_in_the_place_of_a_run_is_refused_with_the_run_named(run, a
         save(manager, 1)
     with pytest.raises(ConfigError, match=f"{run}\\?"):
         ask(f"{run}/step-1")
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What ends the silence of a store that is asked for the first claim."""
+    monkeypatch.setattr(claim, "PATIENCE", 0.2)
+    answers, put_whole, asked = threading.Event(), claim.put_whole, itertools.count()
+
+    def put(*args, **options):
+        assert next(asked) or answers.wait(30)
+        return put_whole(*args, **options)
+
+    monkeypatch.setattr(claim, "put_whole", put)
+    yield answers
+    answers.set()
+
+
+def in_thread(run) -> CheckpointManager:
+    kind = CheckpointerConfig(kind=AsyncCheckpointerType.THREAD)
+    return job(run, asynchronous=True, checkpointer=kind)
+
+
+def test_a_first_save_goes_on_behind_its_call_if_nobody_answers_its_claim(
+    run, answers, caplog
+) -> None:
+    with in_thread(run) as manager:
+        assert manager.save(1, state(1))
+        assert "training goes on" in caplog.text
+        assert cloudckpt.latest(run) is None
+        answers.set()
+        manager.wait_until_finished()
+        save(manager, 2)
+        assert manager.all_steps() == [1, 2]
+
+
+def test_a_save_whose_claim_is_refused_late_commits_nothing(run, answers) -> None:
+    with in_thread(run) as late, job(run) as other:
+        assert late.save(1, state(1))
+        save(other, 2)
+        answers.set()
+        with pytest.raises(CheckpointConflictError):
+            late.wait_until_finished()
+        assert other.all_steps() == [2]
+
+
+def test_a_claim_whose_answer_is_lost_is_the_jobs_own(run, monkeypatch) -> None:
+    put_whole = claim.put_whole
+
+    def put(*args, **options):
+        monkeypatch.setattr(claim, "put_whole", put_whole)
+        put_whole(*args, **options)
+        raise ConnectionLostError("the answer was lost")
+
+    monkeypatch.setattr(claim, "put_whole", put)
+    with job(run) as manager:
+        with pytest.raises(ConnectionLostError):
+            manager.save(1, state(1))
+        save(manager, 2)
+        assert manager.all_steps() == [2]

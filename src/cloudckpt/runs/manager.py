@@ -40,7 +40,7 @@ from cloudckpt.errors import (
     SaveInProgressError,
     StoreError,
 )
-from cloudckpt.runs import verifying
+from cloudckpt.runs import claim, verifying
 from cloudckpt.runs.catalog import (
     Run,
     check_is_run,
@@ -48,7 +48,7 @@ from cloudckpt.runs.catalog import (
     newest_step,
     owner_of,
 )
-from cloudckpt.runs.claim import Claim, ClaimHook
+from cloudckpt.runs.claim import ClaimHook
 from cloudckpt.runs.failures import FailureBudget, OnFailure, RunStatus
 from cloudckpt.runs.line import Owner
 from cloudckpt.runs.preemption import Agreement, Preemption
@@ -166,6 +166,7 @@ class CheckpointManager(ClosedAtExit):
         self._keep_abandoned = keep_abandoned
         self._continues: Mapping[str, int] | None = None  # None if restore() was not called
         self._begins_line = True  # with the next save
+        self._is_claimed = False
         self._base: str | None = None  # of the first save after a restore
         group, alone = None, False
         if checkpointer is not None:
@@ -391,10 +392,11 @@ class CheckpointManager(ClosedAtExit):
         notes: Mapping[str, Any] | None,
         force: bool,
     ) -> bool:
-        if self._hook.claim is None or self._begins_line:
-            self._hook.claim = self._meeting.broadcast_from_first(self._begin_line)
+        if self._begins_line or not self._is_claimed:
+            told = self._meeting.broadcast_from_first(self._claim)
+            self._hook.job, self._is_claimed = told
             self._begins_line = False
-        claim = self._hook.claim
+        job, continues = self._hook.job, self._continues or {}
         is_last = self._is_last(step)
 
         @functools.cache
@@ -406,8 +408,8 @@ class CheckpointManager(ClosedAtExit):
                 step=step,
                 metrics=metrics_of(metrics),
                 user=dict(notes or {}),
-                job=claim.job,
-                continues=claim.continues,
+                job=job,
+                continues=continues,
             )
 
         saver = self._checkpointer
@@ -540,8 +542,9 @@ class CheckpointManager(ClosedAtExit):
         step = check_step(step)
         self._check_open()
         self._check_writable()
-        if self._hook.claim is None:
-            self._hook.claim = self._meeting.broadcast_from_first(self._take_over)
+        if not self._is_claimed:
+            self._hook.job = self._meeting.broadcast_from_first(self._take_over)
+            self._is_claimed = True
         self._meeting.broadcast_from_first(lambda: self._pruner.delete(step))
 
     def wait_until_finished(self) -> None:
@@ -616,38 +619,49 @@ class CheckpointManager(ClosedAtExit):
         check_is_run(self._run.view, self._run)
         return owner_of(self._run.view, self._run)
 
-    def _claimed(self, continues: Mapping[str, int]) -> Claim:
-        """Claims the run, on the first rank."""
-        seen = self._hook.claim or self._seen
-        return Claim.make(self._run.root, self._run.config, seen, continues)
+    def _claim(self) -> tuple[str, bool]:
+        """Claims the run for a save that begins a line, or whose claim is not known to be there.
 
-    def _begin_line(self) -> Claim:
-        """Claims the run for a first save, or for the first one after going back."""
-        if self._continues is None:
-            there = next(self._run.committed_steps(), None)
-            if there is not None:
-                logger.warning(
-                    "%s has steps up to %d, and restore() was not called: this job begins a new "
-                    "line beside them, which the next job will restore. Steps that are there are "
-                    "not replaced without force=True",
-                    self._run.root,
-                    there,
-                )
-        continues = self._continues or {}
-        if len(continues) > _MANY_JOBS:
-            line = self._run.history().line.values()
-            continues = {
-                job: last for job, last in continues.items() if any(one.job == job for one in line)
-            }
-        return self._claimed(continues)
+        Returns the job's name, and whether the claim is there.
+        """
+        patience = 0.0
+        if self._begins_line or self._hook.is_wanting:
+            patience = claim.PATIENCE
+            first = self._warn_of_steps if self._continues is None else lambda: None
+            continues = self._continues or {}
+            self._hook.begin(self._run.root, self._run.config, continues, self._seen, first)
+        is_there = self._hook.wait(patience)
+        if patience and not is_there:
+            logger.warning(
+                "%s: the store has not answered for %.0f s whether this job may claim the run; "
+                "training goes on, and the save commits once it has",
+                self._run.root,
+                patience,
+            )
+        return self._hook.job, is_there
 
-    def _take_over(self) -> Claim:
+    def _warn_of_steps(self) -> None:
+        """Says what a job does that saves without having called ``restore()``."""
+        there = next(self._run.committed_steps(), None)
+        if there is not None:
+            logger.warning(
+                "%s has steps up to %d, and restore() was not called: this job begins a new "
+                "line beside them, which the next job will restore. Steps that are there are "
+                "not replaced without force=True",
+                self._run.root,
+                there,
+            )
+
+    def _take_over(self) -> str:
         """Claims the run for a deletion, which begins no new line."""
-        continues = self._continues
-        if continues is None:
-            line = self._run.history().line
-            continues = line[max(line)].continued_at(max(line)) if line else {}
-        return self._claimed(continues)
+        if self._hook.is_wanting:
+            continues = self._continues
+            if continues is None:
+                line = self._run.history().line
+                continues = line[max(line)].continued_at(max(line)) if line else {}
+            self._hook.begin(self._run.root, self._run.config, continues, self._seen)
+        self._hook.wait(None)
+        return self._hook.job
 
     def _best(self) -> int | None:
         """See :meth:`best_step`; on the first rank."""
@@ -678,7 +692,12 @@ class CheckpointManager(ClosedAtExit):
             self._checkpointer.load(self.uri(step), state, strict=True)
         self._newest = self._restored = step
         self._committed = step, None
-        self._continues, self._begins_line = notes.continued_at(step), True
+        continues, self._begins_line = notes.continued_at(step), True
+        if len(continues) > _MANY_JOBS:
+            line = self._meeting.broadcast_from_first(lambda: self._run.history().line)
+            jobs = {one.job for one in line.values()}
+            continues = {job: last for job, last in continues.items() if job in jobs}
+        self._continues = continues
         self._base = self.uri(step) if self._incremental else None
 
     def _note_end(self, number: int, step: int, written: SaveFuture) -> None:

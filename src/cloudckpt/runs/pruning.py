@@ -97,8 +97,8 @@ class Pruner:
         try:
             self._hook.check_claim()
             history = self._run.history()
-            claim = self._hook.claim
-            if claim is not None and all(one.job != claim.job for one in history.line.values()):
+            job = self._hook.job
+            if job and all(one.job != job for one in history.line.values()):
                 return  # somebody has removed all that this job has saved
             self._log_new(history, keep_abandoned)
             metric = self._best_metric
