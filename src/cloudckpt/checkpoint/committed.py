@@ -13,7 +13,7 @@ import logging
 import pickle
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -33,7 +33,6 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
     RangeNotSatisfiableError,
-    UntrustedPickleError,
 )
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, look_at
 from cloudckpt.transfer.retry import Retrier
@@ -149,7 +148,7 @@ class CommitObject:
         record: Ours; None if another writer has written it.
         notes: The notes, as stored.
         trailer: Its trailer; None if another writer has written it.
-        whole: All of its bytes, if they were read.
+        is_whole: Whether all of its bytes were read, and compared with their checksums.
     """
 
     info: ObjectInfo
@@ -157,7 +156,7 @@ class CommitObject:
     record: Record | None
     notes: bytes = b""
     trailer: Trailer | None = None
-    whole: bytearray | None = field(default=None, repr=False)
+    is_whole: bool = False
 
     @property
     def inventory(self) -> Inventory | None:
@@ -194,7 +193,7 @@ class CommitObject:
             CheckpointCorruptError: If it is damaged, or not metadata.
         """
         data = fetched.data
-        whole = data if len(data) == fetched.info.size else None
+        is_whole = len(data) == fetched.info.size
         record = None
         trailer = Trailer.at_end_of(data, uri)
         notes = notes_at_end(data, uri)
@@ -202,7 +201,7 @@ class CommitObject:
             record = _checked_record(fetched, trailer, uri)
             if record is not None and record.inventory is not None:
                 metadata = lazy_metadata(record.inventory, record.attempt)
-                return cls(fetched.info, metadata, record, notes, trailer, whole)
+                return cls(fetched.info, metadata, record, notes, trailer, is_whole)
         metadata = load_metadata(data, uri, trust_pickle=trust_pickle)
         if trailer is None and data[-1:] != pickle.STOP and _is_ours(metadata):
             raise CheckpointCorruptError(
@@ -210,39 +209,29 @@ class CommitObject:
                 "or load an older checkpoint",
                 uri=uri,
             )
-        return cls(fetched.info, metadata, record, notes, trailer, whole)
+        return cls(fetched.info, metadata, record, notes, trailer, is_whole)
 
-    def pickled(self, store: ObjectStore, retrier: Retrier) -> Metadata:
-        """The metadata in torch's pickle; loads with cloudckpt need it only without columns.
+    def check_pickle(self, store: ObjectStore, retrier: Retrier) -> None:
+        """Compares torch's pickle, which only other readers need, with its checksum.
 
         Raises:
-            CheckpointCorruptError: If it is damaged, or can't be read.
+            CheckpointCorruptError: If it is damaged.
             CheckpointReplacedError: If the commit object was replaced meanwhile.
             StoreError: If the store refuses or stays unreachable.
         """
-        if self.trailer is None or self.inventory is None:  # there is nothing else to read
-            return self.metadata
-        uri, size = store.uri(self.info.key), self.trailer.size
-        all_of_it = functools.partial(Damage, uri, "", start=0, stop=size)
-        data = bytearray() if self.whole is None else self.whole[:size]
-        for start in range(len(data), size, _TAIL):
+        if self.trailer is None or self.is_whole:
+            return
+        uri, size, checksum = store.uri(self.info.key), self.trailer.size, 0
+        for start in range(0, size, _TAIL):
             stop = min(start + _TAIL, size)
-            data += retrier.call(functools.partial(_range, store, self.info, start, stop))
-        if CRC32C.of(data) != self.trailer.crc:
+            piece = retrier.call(functools.partial(_range, store, self.info, start, stop))
+            checksum = CRC32C.of(piece, checksum)
+        if checksum != self.trailer.crc:
             raise CheckpointCorruptError(
                 "the metadata for other readers than cloudckpt do not match their checksum",
                 uri=uri,
-                damages=[all_of_it(what="does not match its checksum")],
+                damages=[Damage(uri, "", "does not match its checksum", 0, size)],
             )
-        try:
-            return load_metadata(data, uri)
-        except (CheckpointCorruptError, UntrustedPickleError) as error:
-            raise CheckpointCorruptError(
-                f"the metadata for other readers than cloudckpt can't be read: {error.message}",
-                uri=uri,
-                cause=error.cause,
-                damages=[all_of_it(what="can't be read by torch")],
-            ) from error
 
     def names(self, uri: str) -> set[str]:
         """The names of the data objects.

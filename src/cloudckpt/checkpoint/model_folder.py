@@ -250,8 +250,8 @@ class ModelPlaces(Places):
         store: RangeReader,
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
-    ) -> tuple[list[StoredBytes], list[StoredBytes]]:
-        return self.wholes(indices), []  # their headers were read; they say all there is
+    ) -> list[StoredBytes]:
+        return self.wholes(indices)  # their headers were read; they say all there is
 
 
 def _head(store: ObjectStore, retrier: Retrier, key: str) -> ObjectInfo | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from cloudckpt.checkpoint.columns import column_of, numbers_in
-from cloudckpt.checkpoint.envelope import Envelope, envelope
 from cloudckpt.checkpoint.index import DTYPES, HEADER, ITEM, KINDS, MAGIC
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checksum import CRC32C, Blocks, ChecksumAlgorithm, block_size_for
@@ -74,7 +73,6 @@ class ObjectIndex:
             CheckpointCorruptError: If it is not the one that the commit object means.
         """
         self._uri = uri
-        self._record = record
         self._algorithm = algorithm
         if len(data) != record.index_size or CRC32C.of(data) != record.index_crc:
             raise self._corrupt("the index of the object does not match its checksum")
@@ -127,7 +125,12 @@ class ObjectIndex:
             return []
         if not self._codes:
             raise self._corrupt(_CONTRADICTION, item=items[0])
-        numbers, wrong = self._numbers(offsets, lengths)
+        wanted, sizes = column_of(offsets), column_of(lengths)
+        # empty items begin where the next one does, which is the last of those
+        first = torch.searchsorted(self._starts, wanted)
+        behind = torch.searchsorted(self._starts, wanted, right=True)
+        numbers = torch.where(sizes > 0, behind - 1, first).clamp(0, len(self._codes) - 1)
+        wrong = (self._starts[numbers] != wanted) | (self._lengths[numbers] != sizes)
         if bool(wrong.any()):
             raise self._corrupt(_CONTRADICTION, item=items[int(wrong.nonzero()[0])])
         stops = self._blocks[numbers]
@@ -143,162 +146,6 @@ class ObjectIndex:
             strict=True,
         )
         return [self._item(*row) for row in rows]
-
-    def _numbers(
-        self, offsets: Sequence[int], lengths: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The items that take bytes of the object, or come next to that; and where these differ."""
-        wanted, sizes = column_of(offsets), column_of(lengths)
-        # empty items begin where the next one does, which is the last of those
-        first = torch.searchsorted(self._starts, wanted)
-        behind = torch.searchsorted(self._starts, wanted, right=True)
-        numbers = torch.where(sizes > 0, behind - 1, first).clamp(0, len(self._codes) - 1)
-        return numbers, (self._starts[numbers] != wanted) | (self._lengths[numbers] != sizes)
-
-    def contradictions(
-        self,
-        offsets: Sequence[int],
-        lengths: Sequence[int],
-        counts: Sequence[int | None],
-        digests: Sequence[object],
-    ) -> dict[int, str]:
-        """What the metadata say of items, and the index does not.
-
-        Args:
-            offsets: Where they begin in the object.
-            lengths: The bytes that they take.
-            counts: How many elements each has; None of what is no tensor.
-            digests: Of what each holds; None where it is not known. Those that hold the same may
-                share a place.
-
-        Returns:
-            By the numbers of those that :meth:`find` must not be asked for, what is wrong.
-        """
-        if not self._codes:
-            return dict.fromkeys(range(len(offsets)), "the object's index has no item")
-        found: dict[int, str] = {}
-        seen: dict[int, object] = {}
-        numbers, wrong = self._numbers(offsets, lengths)
-        edges = (self._heads + self._tails)[numbers].tolist()
-        contents = zip(edges, self._raws[numbers].tolist(), counts, strict=True)
-        rows = zip(numbers.tolist(), wrong.tolist(), offsets, lengths, contents, strict=True)
-        for place, (number, is_wrong, offset, length, content) in enumerate(rows):
-            what = None
-            if is_wrong:
-                start, size = int(self._starts[number]), int(self._lengths[number])
-                what = (
-                    f"it takes bytes {offset} to {offset + length} by the metadata, and the "
-                    f"object's index has an item at {start} to {start + size}, and none there"
-                )
-            elif (
-                length
-                and number in seen
-                and (digests[place] is None or seen[number] != digests[place])
-            ):
-                what = f"another item lies at bytes {offset} to {offset + length}, too"
-            else:
-                what = _unlike(self._codes[number], *content)
-            if what is not None:
-                found[place] = what
-            seen[number] = digests[place]
-        return found
-
-    def between(
-        self, items: Mapping[int, tuple[str, tuple[int, ...]]]
-    ) -> list[tuple[int, Blocks, str]]:
-        """What must stand around the data proper of the items: envelopes, and zeros.
-
-        It follows from element types and shapes, and is certain if the checksum of the whole object
-        follows from it.
-
-        Args:
-            items: Names and shapes of the items, by their first bytes in the object; none of those
-                without bytes.
-
-        Returns:
-            First bytes, the only block there, and what stands there, for messages. Nothing if it is
-            not certain, as of another version's envelopes.
-        """
-        algorithm = self._algorithm
-        made: list[tuple[int, Blocks, str]] = []
-        total, at, tail, name = 0, 0, b"", ""
-
-        def add(expected: bytes, behind: str) -> int:
-            where = f"between {name} and {behind}" if name else f"before {behind}"
-            checksum = algorithm.of(expected)
-            if expected:
-                made.append(
-                    (at, Blocks(algorithm, len(expected), (checksum,)), f"the bytes {where}")
-                )
-            return algorithm.joined(total, checksum, len(expected))
-
-        columns = (self._starts, self._heads, self._raws, self._tails, self._blocks)
-        first = 0
-        for code, (start, head, raw, behind, stop) in zip(
-            self._codes, zip(*(column.tolist() for column in columns), strict=True), strict=True
-        ):
-            if not head + raw + behind:
-                continue  # the next one begins at the same byte
-            following, shape = items.get(start, ("", ()))
-            around = envelope(_TYPES[code], shape) if code in _TYPES else Envelope(b"", b"")
-            if not following or (len(around.head), len(around.tail)) != (head, behind):
-                return []
-            total = add(tail + bytes(start - at - len(tail)) + around.head, following)
-            total = algorithm.joined(total, self._of_payload(first, stop, raw), raw)
-            at, first, tail, name = start + head + raw, stop, around.tail, following
-        end = self._record.size - self._record.index_size
-        total = add(tail + bytes(end - at - len(tail)), "the index")
-        total = algorithm.joined(total, algorithm.of(self._data), len(self._data))
-        return made if total == self._record.checksum else []
-
-    def gaps(self) -> list[tuple[int, int]]:
-        """The bytes before, between and behind the payloads, each by its first byte and its end.
-
-        The one before a payload ends with the beginning of its envelope; the next one begins with
-        the rest of it.
-        """
-        found, at = [], 0
-        columns = (self._starts, self._heads, self._raws)
-        for start, head, raw in zip(*(column.tolist() for column in columns), strict=True):
-            found.append((at, start + head))
-            at = start + head + raw
-        return [*found, (at, self._record.size - self._record.index_size)]
-
-    def unlike(
-        self, read: Sequence[bytes], items: Mapping[int, tuple[str, tuple[int, ...]]]
-    ) -> tuple[set[int], bool]:
-        """Which items' envelopes are not what follows from their element types and shapes.
-
-        Args:
-            read: What the object has in its gaps.
-            items: As of :meth:`between`.
-
-        Returns:
-            The first bytes of these items. Whether all gaps are as they were written, so that such
-            an envelope is another version's, and not damaged.
-        """
-        algorithm, found, total, first = self._algorithm, set[int](), 0, 0
-        columns = (self._starts, self._heads, self._raws, self._tails, self._blocks)
-        for number, (start, head, raw, tail, stop) in enumerate(
-            zip(*(column.tolist() for column in columns), strict=True)
-        ):
-            total = algorithm.joined(total, algorithm.of(read[number]), len(read[number]))
-            total = algorithm.joined(total, self._of_payload(first, stop, raw), raw)
-            first = stop
-            if start in items and head + raw + tail:
-                around = envelope(_TYPES[self._codes[number]], items[start][1])
-                before, behind = read[number][-head:] if head else b"", read[number + 1][:tail]
-                if (before, behind) != (around.head, around.tail):
-                    found.add(start)
-        total = algorithm.joined(total, algorithm.of(read[-1]), len(read[-1]))
-        total = algorithm.joined(total, algorithm.of(self._data), len(self._data))
-        return found, total == self._record.checksum
-
-    def _of_payload(self, first: int, stop: int, nbytes: int) -> int:
-        """The checksum of a payload whose blocks have these numbers."""
-        size = block_size_for(nbytes)
-        lengths = [min(size, nbytes - begin) for begin in range(0, nbytes, size)]
-        return self._algorithm.combine(zip(self._sums_of(first, stop), lengths, strict=True))
 
     def _sums_of(self, first: int, stop: int) -> tuple[int, ...]:
         """The checksums of blocks."""
@@ -319,28 +166,3 @@ class ObjectIndex:
         self, message: str, cause: Exception | None = None, item: str | None = None
     ) -> CheckpointCorruptError:
         return CheckpointCorruptError(message, uri=self._uri, item=item, cause=cause)
-
-
-def _unlike(code: int, edges: int, raw: int, count: int | None) -> str | None:
-    """What an index says of the content of an item, and can't be.
-
-    Args:
-        code: The number of its element type.
-        edges: Bytes of the envelope on both sides.
-        raw: Bytes of the data proper.
-        count: How many elements it has by the metadata; None if it is no tensor.
-    """
-    if not code:
-        return "the object's index has an archive around what is no tensor" if edges else None
-    if code not in _TYPES:
-        return f"this torch does not know the element type {code} of the object's index"
-    dtype = _TYPES[code]
-    name = str(dtype).removeprefix("torch.")
-    if count is None:
-        return f"it is no tensor by the metadata, and one of {name} by the object's index"
-    if count * dtype.itemsize != raw:
-        return (
-            f"it has {count} elements by the metadata, and {raw} bytes of {name} by the object's "
-            "index"
-        )
-    return None

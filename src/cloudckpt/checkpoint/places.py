@@ -6,7 +6,6 @@ the items are (:mod:`cloudckpt.checkpoint.archives`).
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from cloudckpt.checkpoint.objects import WrittenObject, checked
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.checksum import CRC32C, Blocks, ChecksumAlgorithm
 from cloudckpt.config import Config
-from cloudckpt.errors import CheckpointCorruptError, Damage, ObjectNotFoundError
+from cloudckpt.errors import CheckpointCorruptError, ObjectNotFoundError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import RangeReader
 from cloudckpt.transfer.download import download, raise_it
@@ -59,7 +58,6 @@ class _Item:
         whole: All of its bytes.
         shape: Of the chunk; empty for values, and where there are no indexes to compare it with.
         transforms: The stream transforms that were applied to it.
-        digest: The digest of its content, if it is known.
     """
 
     index: MetadataIndex
@@ -67,7 +65,6 @@ class _Item:
     whole: StoredBytes
     shape: tuple[int, ...]
     transforms: Sequence[str] = ()
-    digest: object = None
 
 
 class Places:
@@ -167,23 +164,16 @@ class Places:
         store: RangeReader,
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
-    ) -> tuple[list[StoredBytes], list[StoredBytes]]:
-        """All stored bytes, with their checksums; reads the indexes.
-
-        The bytes around the payloads have checksums where these follow from the indexes, see
-        :meth:`ObjectIndex.between`. Elsewhere the archives' descriptions of the tensors in them are
-        read and compared.
+    ) -> list[StoredBytes]:
+        """The items' own bytes, with their checksums; reads the indexes.
 
         Args:
             indices: All items.
             store: Where they are.
             config: Options.
             damaged: Called with each damaged index, with each item that has no place, and with each
-                on which metadata, index, or the archive around it contradict each other. If it does
-                not raise, that object's content, or that item, is left out.
-
-        Returns:
-            The items' own bytes, and the bytes around them that have checksums.
+                object whose index contradicts the metadata. If it does not raise, what is damaged
+                is left out.
 
         Raises:
             CheckpointCorruptError: If it contradicts itself, or an index is damaged.
@@ -191,46 +181,10 @@ class Places:
         """
         self.read_indexes(store, config, damaged)
         with paused_gc():
-            located = self._located(indices, damaged)
-            items = self._agreeing([one for one in located if one.name not in self._lost], damaged)
-            places = self._inside(items)
-            known = self._between(items)
-        unknown = [
-            (item, place.tensor)
-            for item, place in zip(items, places, strict=True)
-            if place.tensor is not None and not known[item.name]
-        ]
-        if unlike := self._look_between(unknown, store, config):
-            self._compare_archives(unlike, store, config, damaged)
-        around = [
-            StoredBytes(
-                self._uri.key(name), start, blocks.size, blocks, self._objects[name].size, what
-            )
-            for name, found in known.items()
-            for start, blocks, what in found
-        ]
-        return [place.whole for place in places], around
-
-    def _agreeing(
-        self, items: Sequence[_Item], damaged: Callable[[CheckpointCorruptError], None]
-    ) -> Sequence[_Item]:
-        """The items of which the indexes that were read say the same as the metadata."""
-        wrong: set[int] = set()
-        for index, numbers in self._by_index(items):
-            of_object = [items[number] for number in numbers]
-            found = index.contradictions(
-                [item.whole.offset for item in of_object],
-                [item.whole.nbytes for item in of_object],
-                [
-                    None if item.index.offset is None else math.prod(item.shape)
-                    for item in of_object
-                ],
-                [item.digest for item in of_object],
-            )
-            for place, what in found.items():
-                wrong.add(numbers[place])
-                damaged(self._contradictory(of_object[place], what))
-        return [item for number, item in enumerate(items) if number not in wrong]
+            items = [
+                item for item in self._located(indices, damaged) if item.name not in self._lost
+            ]
+            return [place.whole for place in self._inside(items, damaged)]
 
     def _by_index(self, items: Sequence[_Item]) -> list[tuple[ObjectIndex, list[int]]]:
         """The numbers of the items in each object whose index was read."""
@@ -239,99 +193,6 @@ class Places:
             by_object.setdefault(item.name, []).append(number)
         pairs = ((self._indexes.get(name), numbers) for name, numbers in by_object.items())
         return [(index, numbers) for index, numbers in pairs if index is not None]
-
-    def _contradictory(self, item: _Item, what: str) -> CheckpointCorruptError:
-        return self._damaged(item, f"index and metadata contradict each other: {what}", what)
-
-    def _damaged(self, item: _Item, message: str, what: str) -> CheckpointCorruptError:
-        uri, whole = self._uri.object(item.name), item.whole
-        return CheckpointCorruptError(
-            message,
-            uri=uri,
-            item=whole.item,
-            damages=[Damage(uri, whole.item, what, whole.offset, whole.offset + whole.nbytes)],
-        )
-
-    def _between(self, items: Sequence[_Item]) -> dict[str, list[tuple[int, Blocks, str]]]:
-        """By object, what must stand around the payloads; nothing where that is not known."""
-        objects: dict[str, dict[int, tuple[str, tuple[int, ...]]]] = {}
-        for item in items:
-            of_object = objects.setdefault(item.name, {})
-            if item.whole.nbytes:
-                of_object[item.whole.offset] = item.whole.item, item.shape
-        return {
-            name: index.between(of_object) if (index := self._indexes.get(name)) else []
-            for name, of_object in objects.items()
-        }
-
-    def _look_between(
-        self,
-        tensors: Sequence[tuple[_Item, StoredTensor]],
-        store: RangeReader,
-        config: Config,
-    ) -> list[tuple[_Item, StoredTensor, bool]]:
-        """Reads what stands around the payloads of tensors where that is not known.
-
-        It is not known of an object of another checkpoint that holds more than this one refers to.
-
-        Returns:
-            Those whose envelopes are not what this version writes, and whether they are not what
-            was written either.
-        """
-        unlike = [(*pair, False) for pair in tensors if not self._indexes.get(pair[0].name)]
-        for index, numbers in self._by_index([item for item, _ in tensors]):
-            of_object = [tensors[number] for number in numbers]
-            if (read := self._read_gaps(index, of_object[0][0], store, config)) is None:
-                continue
-            shapes = {item.whole.offset: (item.whole.item, item.shape) for item, _ in of_object}
-            found, is_whole = index.unlike(read, shapes)
-            unlike += [
-                (item, tensor, not is_whole)
-                for item, tensor in of_object
-                if item.whole.offset in found
-            ]
-        return unlike
-
-    def _read_gaps(
-        self, index: ObjectIndex, item: _Item, store: RangeReader, config: Config
-    ) -> list[bytes] | None:
-        """What an object has around its payloads; None if it is not there, which is told later."""
-        key, size, lost = item.whole.key, item.whole.object_size, list[CheckpointCorruptError]()
-        gaps = index.gaps()
-        sinks = [BytesSink(stop - start) for start, stop in gaps]
-        wanted = [
-            Wanted(
-                StoredBytes(key, start, stop - start, None, size, item.whole.item),
-                0, stop - start, sink, True,
-            )
-            for (start, stop), sink in zip(gaps, sinks, strict=True)
-            if start < stop
-        ]  # fmt: skip
-        download(store, wanted, config, TransferStats(str(self._uri)), damaged=lost.append)
-        return None if lost else [bytes(sink.data) for sink in sinks]
-
-    def _compare_archives(
-        self,
-        tensors: Sequence[tuple[_Item, StoredTensor, bool]],
-        store: RangeReader,
-        config: Config,
-        damaged: Callable[[CheckpointCorruptError], None],
-    ) -> None:
-        """Compares the archives' descriptions of tensors with the indexes.
-
-        A missing archive is reported by the read itself. An unreadable one is ignored unless it is
-        known that it is not what was written.
-        """
-        stats = TransferStats(str(self._uri))
-        edges = [item.whole for item, _, _ in tensors]
-        found = locate(store, edges, config, stats, damaged=lambda error: None)
-        for item, ours, is_damaged in tensors:
-            if (its := found[item.whole]) is not None and _said(its) != _said(ours):
-                what = f"{_said(its)} by the archive around it, {_said(ours)} by the index"
-                damaged(self._contradictory(item, what))
-            elif is_damaged:
-                what = "the archive around it, which other readers need, is not as it was written"
-                damaged(self._damaged(item, what, what))
 
     def _located(
         self,
@@ -352,16 +213,15 @@ class Places:
         if bool((rows < 0).any()):
             raise self._nowhere(indices[int((rows < 0).nonzero()[0])])
         named = [(one.name, self._uri.key(one.name), one.size) for one in inventory.objects]
-        numbers, offsets, lengths, *digests = (
-            column.tolist() for column in inventory.extents.at(rows).all_columns
+        numbers, offsets, lengths = (
+            column.tolist() for column in inventory.extents.at(rows).columns
         )
-        contents = zip(*digests, strict=True) if digests else itertools.repeat(None)
-        for index, number, offset, length, shape, digest in zip(
-            indices, numbers, offsets, lengths, inventory.shapes(rows), contents, strict=False
+        for index, number, offset, length, shape in zip(
+            indices, numbers, offsets, lengths, inventory.shapes(rows), strict=True
         ):
             name, key, size = named[number]
             whole = StoredBytes(key, offset, length, None, size, index.fqn)
-            located.append(_Item(index, name, whole, shape, (), digest))
+            located.append(_Item(index, name, whole, shape))
         return located
 
     def _described(self, index: MetadataIndex) -> _Item:
@@ -457,18 +317,25 @@ class Places:
         assert self._commit.record is not None  # it names objects
         return self._commit.record.checksum
 
-    def _inside(self, items: Sequence[_Item]) -> list[ItemPlace]:
+    def _inside(
+        self,
+        items: Sequence[_Item],
+        damaged: Callable[[CheckpointCorruptError], None] = raise_it,
+    ) -> list[ItemPlace]:
         """The items' contents, according to the indexes that were read."""
         places = [ItemPlace(item.whole, None, item.transforms) for item in items]
         for index, numbers in self._by_index(items):
             wholes = [items[number].whole for number in numbers]
-            described = index.find(
-                [whole.offset for whole in wholes],
-                [whole.nbytes for whole in wholes],
-                [whole.item for whole in wholes],
-            )
-            for number, found in zip(numbers, described, strict=True):
-                places[number] = self._place(items[number], found)
+            try:
+                described = index.find(
+                    [whole.offset for whole in wholes],
+                    [whole.nbytes for whole in wholes],
+                    [whole.item for whole in wholes],
+                )
+                for number, found in zip(numbers, described, strict=True):
+                    places[number] = self._place(items[number], found)
+            except CheckpointCorruptError as error:
+                damaged(error)
         return places
 
     def _place(self, item: _Item, found: IndexItem) -> ItemPlace:
@@ -487,10 +354,3 @@ class Places:
 
 def _is_gone(error: CheckpointCorruptError) -> bool:
     return isinstance(error.__cause__, ObjectNotFoundError)
-
-
-def _said(tensor: StoredTensor) -> str:
-    """A description of the tensor, for messages."""
-    elements, dtype = tensor.elements, str(tensor.dtype).removeprefix("torch.")
-    stop = elements.offset + elements.nbytes
-    return f"{dtype} of shape {tensor.shape} at bytes {elements.offset} to {stop}"

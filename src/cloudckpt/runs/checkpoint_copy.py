@@ -387,8 +387,7 @@ class CheckpointCopy:
         wanted = [
             Wanted(stored, 0, stored.nbytes, _Nothing(None), True)
             for part in parts(source.uri, source.config)
-            for sources in part.sources(source.store, source.config)
-            for stored in sources
+            for stored in part.sources(source.store, source.config)
             if source.store.uri(stored.key) == error.uri
         ]
         if found := find_damages(source.store, source.uri, wanted, source.config):

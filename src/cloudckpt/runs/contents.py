@@ -169,8 +169,8 @@ class CheckpointPart:
         store: ObjectStore,
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
-    ) -> tuple[list[StoredBytes], list[StoredBytes]]:
-        """All stored bytes, with their checksums; reads the indexes.
+    ) -> list[StoredBytes]:
+        """The items' own bytes, with their checksums; reads the indexes.
 
         See :meth:`cloudckpt.checkpoint.places.Places.sources`.
         """

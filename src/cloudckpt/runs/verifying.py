@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from cloudckpt.checkpoint.agreement import contradictions
-from cloudckpt.checkpoint.committed import CommitObject
+from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import MIB, Config, config_or_default
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
@@ -21,6 +21,7 @@ from cloudckpt.runs.contents import CheckpointPart, parts
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import Sink, StoredBytes, Wanted
+from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store, retry_if_replaced
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
@@ -38,8 +39,8 @@ class Verified:
     Attributes:
         items: The number of pieces of entries.
         nbytes: Their bytes, without envelopes.
-        has_checksums: Whether each block was compared with its checksum; if not, it is only known
-            that all bytes are there.
+        has_checksums: Whether the bytes were compared with their checksums; if not, it is only
+            known that all are there.
     """
 
     items: int
@@ -55,17 +56,14 @@ def verify(
     process_group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verified:
-    """Reads all of a committed checkpoint, and compares each block with its checksum.
+    """Reads all of a committed checkpoint, and compares each object with its checksum.
 
-    The envelopes around tensors, which readers other than cloudckpt need, are compared too. The
-    bytes pass through memory of at most ``memory_budget``. A
-    checkpoint of torch's own writers has no checksums; here only the presence of all bytes is
-    checked. All damage is reported, not only the first; of an object whose index is damaged, only
-    that it is.
-
-    A checkpoint of cloudckpt says three times where each item lies and what it is: in columns that
-    our readers use, in the pickle that torch's use, and in the index of each data object. Any
-    contradiction between two of them is damage, too, whatever their checksums.
+    So no byte differs from what was written, envelopes and the metadata for other readers included.
+    The blocks of an object that differs are compared to name its damaged items. All damage is
+    reported, not only the first; of an object whose index is damaged, only that it is. Of what an
+    incremental checkpoint shares with others, only its own items are read. The bytes pass through
+    memory of at most ``memory_budget``. A checkpoint of torch's own writers has no checksums; here
+    only the presence of all bytes is checked.
 
     Args:
         uri: ``s3://bucket/path`` or another location.
@@ -92,65 +90,69 @@ def verify(
 
 
 @dataclass(frozen=True)
+class _Object:
+    """A data object, which is read whole: its bytes, their checksum, and the items in it."""
+
+    whole: StoredBytes
+    algorithm: ChecksumAlgorithm
+    checksum: int
+    items: Sequence[StoredBytes]
+
+
+@dataclass(frozen=True)
 class _Content:
     """What is to be read.
 
     Attributes:
-        items: The items' own bytes.
-        between: The bytes around them that have checksums.
+        objects: The checkpoint's own data objects, if they have checksums.
+        others: Items in other objects: those of other checkpoints, or of other writers.
+        items: The number of all items.
+        nbytes: Their bytes.
         commits: The commit objects that were read.
         has_checksums: Whether all of them have checksums.
         damaged: The damage found so far.
     """
 
-    items: Sequence[StoredBytes]
-    between: Sequence[StoredBytes]
+    objects: Sequence[_Object]
+    others: Sequence[StoredBytes]
+    items: int
+    nbytes: int
     commits: Sequence[ObjectInfo]
     has_checksums: bool
     damaged: Sequence[CheckpointCorruptError]
 
     @classmethod
     def of(cls, uri: CheckpointURI, config: Config) -> _Content:
-        found = list(parts(uri, config))
+        (part,) = parts(uri, config)
         store, retrier = open_store(uri, config), Retrier(config.retry)
-        items: list[StoredBytes] = []
-        between: list[StoredBytes] = []
         damaged: list[CheckpointCorruptError] = []
-        for part in found:
-            damaged += _contradictions(part.said, store, retrier)
-            own, around = part.sources(store, config, damaged.append)
-            damaged += _gone(part, own, store, retrier)
-            items += own
-            between += around
-        commits = [part.commit for part in found]
-        return cls(items, between, commits, all(part.has_checksums for part in found), damaged)
+        try:
+            part.said.check_pickle(store, retrier)
+        except CheckpointCorruptError as error:
+            damaged.append(error)
+        items = part.sources(store, config, damaged.append)
+        damaged += _gone(part, items, store, retrier)
+        reported = {error.uri for error in damaged}
+        by_key: dict[str, list[StoredBytes]] = {}
+        for item in items:
+            by_key.setdefault(item.key, []).append(item)
+        objects = []
+        for one in part.said.objects:
+            own = [] if one.folder else by_key.pop(key := uri.key(one.name), [])
+            if not one.folder and store.uri(key) not in reported:
+                assert part.said.checksum is not None
+                whole = StoredBytes(key, 0, one.size, None, one.size, f"a part of {one.name}")
+                objects.append(_Object(whole, part.said.checksum, one.checksum, own))
+        others = [item for of_object in by_key.values() for item in of_object]
+        nbytes = sum(item.nbytes for item in items)
+        commits = [part.commit]
+        return cls(objects, others, len(items), nbytes, commits, part.has_checksums, damaged)
 
     @property
     def sources(self) -> list[StoredBytes]:
         """Everything to be read, in the order of the objects' bytes."""
-        return sorted([*self.items, *self.between], key=lambda source: (source.key, source.offset))
-
-
-def _contradictions(
-    said: CommitObject, store: ObjectStore, retrier: Retrier
-) -> list[CheckpointCorruptError]:
-    """Contradictions in a commit object, and damage to its part for other readers."""
-    if said.record is None:  # another writer's says everything only once
-        return []
-    try:
-        found = contradictions(said.record, said.pickled(store, retrier))
-    except CheckpointCorruptError as error:
-        return [error]
-    uri = store.uri(said.info.key)
-    return [
-        CheckpointCorruptError(
-            f"the metadata contradict themselves: {what}",
-            uri=uri,
-            item=name or None,
-            damages=[Damage(uri, name, what)],
-        )
-        for name, what in found.items()
-    ]
+        sources = [*(one.whole for one in self.objects), *self.others]
+        return sorted(sources, key=lambda source: (source.key, source.offset))
 
 
 def _gone(
@@ -190,17 +192,91 @@ def _verify(
     size = min(max(nbytes // (_LOTS_EACH * ranks), _SMALLEST_LOT), _LARGEST_LOT)
     mine = [each for lot in [*cut(sources, size)][rank::ranks] for each in lot]
     seen = _Seen(sum(stop - start for _, start, stop in mine), progress)
-    wanted = [Wanted(source, start, stop, seen, True) for source, start, stop in mine]
-    found = meeting.begin(lambda: find_damages(open_store(uri, config), uri, wanted, config))
+    algorithms = {one.whole.key: one.algorithm for one in content.objects}
+    sums: list[_Sum] = []
+    wanted = []
+    for source, start, stop in mine:
+        sink = _Read(source, start, algorithms.get(source.key), sums, seen)
+        wanted.append(Wanted(source, start, stop, sink, True))
+    store = open_store(uri, config)
+    found = meeting.begin(lambda: find_damages(store, uri, wanted, config))
+
+    def examine(sums_of_all: Sequence[Sequence[_Sum]]) -> None:
+        unlike = list(_unlike(content.objects, itertools.chain.from_iterable(sums_of_all)))
+        for one in unlike[rank::ranks]:
+            found.extend(_damages_of(one, store, uri, config))
+
+    meeting.begin(partial(examine, meeting.gathered(sums)))
     damaged = [*content.damaged, *(error for each in meeting.gathered(found) for error in each)]
     if damaged:
         meeting.broadcast_from_first(lambda: _refuse_replaced(uri, config, content, damaged[0]))
         raise one_error(damaged) from damaged[0].__cause__
-    return Verified(
-        items=len(content.items),
-        nbytes=sum(source.nbytes for source in content.items),
-        has_checksums=content.has_checksums,
-    )
+    return Verified(items=content.items, nbytes=content.nbytes, has_checksums=content.has_checksums)
+
+
+_Sum = tuple[str, int, int, int]
+"""The checksum of a piece of an object: its key, its first byte, its length, the checksum."""
+
+
+class _Read(Sink):
+    """Keeps the checksums of what is read, and no bytes."""
+
+    __slots__ = ("_algorithm", "_key", "_seen", "_start", "_sums")
+
+    def __init__(
+        self,
+        source: StoredBytes,
+        start: int,
+        algorithm: ChecksumAlgorithm | None,
+        sums: list[_Sum],
+        seen: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """
+        Args:
+            source: What is read.
+            start: From which byte of it on.
+            algorithm: Of the checksums; None if none are needed.
+            sums: What takes them.
+            seen: Called with the number of bytes that have arrived, from any thread.
+        """
+        super().__init__(None)
+        self._key, self._start, self._algorithm = source.key, start, algorithm
+        self._sums, self._seen = sums, seen
+
+    def deliver(self, start: int, data: torch.Tensor) -> None:
+        if self._algorithm is not None:
+            checksum = self._algorithm.of(bytes_of(data))
+            self._sums.append((self._key, self._start + start, data.numel(), checksum))
+        self._seen(data.numel())
+
+
+def _unlike(objects: Sequence[_Object], sums: Iterable[_Sum]) -> Iterator[_Object]:
+    """The objects that were read whole, and have another checksum than was written."""
+    by_key: dict[str, list[tuple[int, int]]] = {}
+    for key, _, nbytes, checksum in sorted(sums):
+        by_key.setdefault(key, []).append((checksum, nbytes))
+    for one in objects:
+        pieces = by_key.get(one.whole.key, [])
+        is_whole = sum(nbytes for _, nbytes in pieces) == one.whole.nbytes  # else it is reported
+        if is_whole and one.algorithm.combine(pieces) != one.checksum:
+            yield one
+
+
+def _damages_of(
+    one: _Object, store: RangeReader, uri: CheckpointURI, config: Config
+) -> list[CheckpointCorruptError]:
+    """What is damaged in an object: items, or else what lies around them; read once more."""
+    sums: list[_Sum] = []
+    items = [Wanted(item, 0, item.nbytes, _Read(item, 0, None, sums), True) for item in one.items]
+    sink = _Read(one.whole, 0, one.algorithm, sums)
+    whole = Wanted(one.whole, 0, one.whole.nbytes, sink, True)
+    found = find_damages(store, uri, items, config) or find_damages(store, uri, [whole], config)
+    if found or not list(_unlike([one], sums)):
+        return found
+    where = store.uri(one.whole.key)
+    what = "what lies around its items, which other readers need, does not match the checksum"
+    damage = Damage(where, one.whole.item, what, 0, one.whole.nbytes)
+    return [CheckpointCorruptError(what, uri=where, item=one.whole.item, damages=[damage])]
 
 
 def _refuse_replaced(
@@ -235,20 +311,17 @@ def cut(
         yield lot
 
 
-class _Seen(Sink):
-    """Counts the bytes that were read, and keeps none."""
-
-    __slots__ = ("_done", "_lock", "_progress", "_total")
+class _Seen:
+    """Counts the bytes that were read."""
 
     def __init__(self, total: int, progress: Callable[[int, int], None]) -> None:
-        super().__init__(None)
         self._lock = threading.Lock()
         self._done, self._total = 0, total
         self._progress = progress
 
-    def deliver(self, start: int, data: torch.Tensor) -> None:
+    def __call__(self, count: int) -> None:
         with self._lock:
-            self._done += data.numel()
+            self._done += count
             done = self._done
         self._progress(done, self._total)
 
