@@ -97,6 +97,18 @@ def test_what_is_there_stays_unless_it_may_be_overwritten(cli, capsys, stock, fi
     assert is_the_state(torch.load(kept))
 
 
+@pytest.mark.parametrize("command", ["convert", "export", "import", "adopt"])
+def test_the_folder_of_a_run_becomes_no_checkpoint(cli, capsys, run, stock, command):
+    before = cloudckpt.list_checkpoints(run)
+    source = [] if command == "adopt" else [str(stock)]
+    if command == "import":
+        assert cli("export", str(stock), str(stock.parent / "model")) == 0
+        source = [str(stock.parent / "model")]
+    assert cli(command, *source, str(run)) != 0
+    assert "folder of a run" in " ".join(capsys.readouterr().err.split())
+    assert cloudckpt.list_checkpoints(run) == before
+
+
 def test_code_in_a_pickle_runs_only_if_it_is_trusted(cli, capsys, tmp_path):
     torch.save({"w": torch.ones(3), "of": collections.UserDict()}, tmp_path / "model.pt")
     arguments = ("convert", str(tmp_path / "model.pt"), str(tmp_path / "new"), "-q")

@@ -987,6 +987,19 @@ def test_a_state_is_as_it_was_if_nothing_that_is_verified_is_whole(run) -> None:
     assert value(found) == 9
 
 
+def test_no_save_refers_to_an_abandoned_step(run, monkeypatch) -> None:
+    options = {"incremental": True, "asynchronous": False}
+    with managed(run, **options) as old:
+        old.save(1, state(1))
+        with managed(run, **options) as new:
+            assert new.restore(state()) == 1
+            old.save(7, state(7))
+            new.save(2, state(7))
+            monkeypatch.setattr("cloudckpt.dcp.incremental._bases", {})  # it has forgotten its own
+            new.save(3, state(7))
+            assert [*cloudckpt.inspect(new.uri(3)).shared] == [new.uri(2)]
+
+
 @pytest.mark.parametrize("how", ["flipped", "gone"])
 def test_no_save_refers_to_what_a_restore_found_damaged(run, how) -> None:
     """The bytes of the next saves are those that the damaged step had."""

@@ -113,6 +113,11 @@ class Notes:
             ) from exc
         return cls(step=step, metrics=metrics, user=user, job=job, continues=continues, save=save)
 
+    def is_same_training(self, other: Notes) -> bool:
+        """Whether another checkpoint is of this job, or is continued by it."""
+        last = self.continues.get(other.job, -1)
+        return other.job == self.job or (other.step is not None and other.step <= last)
+
     def continued_at(self, step: int) -> dict[str, int]:
         """What a job continues that goes on from this checkpoint, of this step."""
         before = {job: last for job, last in self.continues.items() if job != self.job}

@@ -73,6 +73,8 @@ def convert(
         ("dcp", "torch"): format_utils.dcp_to_torch_save,
         ("torch", "dcp"): format_utils.torch_save_to_dcp,
     }[found, wanted]
+    if wanted == "dcp":
+        _check_is_no_run(target, config)
     with _shown(not (quiet or as_json)):
         convert(source, target, config=config, trust_pickle=trust_pickle)
     if as_json:
@@ -146,6 +148,7 @@ def export(
         return name.removeprefix(beneath) if name.startswith(beneath) else None
 
     config = Config(overwrite=overwrite)
+    _check_is_no_run(target, config)
     with _shown(not (quiet or as_json)):
         done = export_checkpoint(
             checkpoint,
@@ -185,6 +188,7 @@ def import_(
     config = Config(overwrite=overwrite)
     if exists(source, config=config):
         raise typer.BadParameter("SOURCE is a checkpoint already: use cp, or convert")
+    _check_is_no_run(checkpoint, config)
     with _shown(not (quiet or as_json)):
         metadata = dcp_to_dcp(source, checkpoint, config=config)
     count = len(metadata.state_dict_metadata)
@@ -192,6 +196,13 @@ def import_(
         print_json({"source": source, "checkpoint": checkpoint, "tensors": count})
     elif not quiet:
         print(f"{source} is now the checkpoint {checkpoint}, of {count} tensors")
+
+
+def _check_is_no_run(target: str, config: Config) -> None:
+    from cloudckpt.runs.catalog import check_is_no_run
+    from cloudckpt.uri import CheckpointURI
+
+    check_is_no_run(CheckpointURI.parse(target), config)
 
 
 def _left_out(names: Sequence[str]) -> str:

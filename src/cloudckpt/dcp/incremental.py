@@ -9,6 +9,7 @@ differ from other saves.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from array import array
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt.checkpoint.base import Base, Digest, Digester, kind_of
+from cloudckpt.checkpoint.notes import Notes, read_notes
 from cloudckpt.checkpoint.objects import METADATA, WrittenObject, natural_order
 from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.shard import Place
@@ -26,7 +28,11 @@ from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.config import Config
 from cloudckpt.dcp.plan_cache import GroupRef, ref_to
-from cloudckpt.errors import ObjectNotFoundError
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ObjectNotFoundError,
+)
 from cloudckpt.fork import module_lock
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.memory import bytes_of, is_plain
@@ -36,6 +42,8 @@ from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["Contents", "agree_on_base", "digest_of", "newest_beside", "remember"]
+
+logger = logging.getLogger("cloudckpt")
 
 _MOST = 4  # runs and groups whose last save this process remembers
 
@@ -219,12 +227,15 @@ def _steps(members: dist.ProcessGroup | None, uri: CheckpointURI) -> _Steps:
     return ref_to(members), uri.parent, _around_numbers(uri.folder)
 
 
-def newest_beside(store: ObjectStore, uri: CheckpointURI, config: Config) -> CheckpointURI | None:
+def newest_beside(
+    store: ObjectStore, uri: CheckpointURI, config: Config, notes: Notes | None = None
+) -> CheckpointURI | None:
     """The newest committed step in the same folder, by the numbers in the names.
 
     A step's name differs from this checkpoint's in the numbers only, or, if that has no number, has
     any. A folder such as ``best`` would stay a base for long, and keep what it shares. A checkpoint
-    that is to be replaced may be its own base.
+    that is to be replaced may be its own base. If the save notes its job, only steps count that are
+    that job's own or that it continues: those of trainings that were given up may be deleted soon.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.
@@ -242,8 +253,14 @@ def newest_beside(store: ObjectStore, uri: CheckpointURI, config: Config) -> Che
     for name in sorted(steps, key=natural_order, reverse=True):
         beside = uri.beside(name)
         try:
-            retrier.call(functools.partial(store.head, beside.key(METADATA)))
-        except ObjectNotFoundError:
+            if notes is None or not notes.job:
+                retrier.call(functools.partial(store.head, beside.key(METADATA)))
+            elif not notes.is_same_training(read_notes(store, beside, retrier)):
+                continue
+        except (ObjectNotFoundError, CheckpointNotFoundError):
+            continue
+        except CheckpointCorruptError as error:
+            logger.warning("%s: %s is no base for it: %s", uri, beside, error)
             continue
         return beside
     return None

@@ -304,7 +304,7 @@ class CloudStorageWriter(OurWriter):
         """Holds a base; by default, the newest checkpoint in the same folder."""
         try:
             store = self._store()
-            base = base or newest_beside(store, self.uri, self.config)
+            base = base or newest_beside(store, self.uri, self.config, self.notes)
             if base is None or not self.uri.folder:
                 return None
             hold = Hold.of(store, self.uri, base, self.config, self.attempt)

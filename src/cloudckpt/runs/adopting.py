@@ -51,6 +51,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     ObjectTooLargeError,
 )
+from cloudckpt.runs.catalog import check_is_no_run
 from cloudckpt.runs.line import CLAIM, Owner
 from cloudckpt.runs.sweeping import clock_of
 from cloudckpt.stores.base import ObjectStore, random_suffix
@@ -94,6 +95,7 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
         CheckpointNotFoundError: If there is nothing at all.
         IncompleteSaveError: If it can't be committed: not all ranks have left a complete record, or
             another job has claimed the run since.
+        ConfigError: If it is the folder of a run.
         InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
@@ -105,6 +107,7 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
         if is_committed(store, location, view.retrier):
             logger.info("%s: it is committed already", location)
             return
+        check_is_no_run(location, config)
         if not view.level(location.key("")):
             raise CheckpointNotFoundError(
                 "there is no checkpoint, nor anything else: check the location",

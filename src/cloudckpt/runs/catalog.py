@@ -22,6 +22,7 @@ from cloudckpt.checkpoint.objects import (
 )
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import (
+    AccessDeniedError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CloudCheckpointError,
@@ -250,6 +251,33 @@ def check_is_run(view: View, run: Run) -> None:
             f"{run.root.parent}? If checkpoints are beneath it, delete this one with "
             "cloudckpt rm",
             uri=str(run.root),
+        )
+
+
+def check_is_no_run(location: CheckpointURI, config: Config) -> None:
+    """Refuses the folder of a run as the location of a checkpoint: a folder is never both.
+
+    Who may not list there is let through.
+
+    Raises:
+        ConfigError: If a job has claimed it, or a checkpoint is in one of its folders.
+        StoreError: If the store is unreachable.
+    """
+    view, below = View(location, config), location.key("")
+    try:
+        level = view.level(below)
+        uris = [f"{location}/{one}" for one in level if isinstance(one, str)]
+        folders = [CheckpointURI.parse(one) for one in uris if CheckpointURI.accepts(one)]
+        found = view.each(partial(find_commit, view.look), folders)
+    except AccessDeniedError:
+        return
+    within = next((one for one, is_there in zip(folders, found, strict=True) if is_there), None)
+    if within is not None or any(_name(one, below) == CLAIM for one in level):
+        raise ConfigError(
+            f"this is the folder of a run{'' if within is None else f', with {within} in it'}, and "
+            f"a folder is never a run and a checkpoint: name a folder in it, such as "
+            f"{location}/{DEFAULT_PATTERN.format(step=1)}",
+            uri=str(location),
         )
 
 
