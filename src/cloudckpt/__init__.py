@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # for who reads the code; imported later
     from cloudckpt import aio, format_utils, hf, integrations
     from cloudckpt.api import exists, load, save
     from cloudckpt.background.async_save import async_save
+    from cloudckpt.dcp.content import PerRank, per_rank
     from cloudckpt.dcp.reader import CloudStorageReader
     from cloudckpt.dcp.writer import CloudStorageWriter
     from cloudckpt.integrations.install import install, uninstall
@@ -71,6 +72,7 @@ __all__ = [
     "CloudStorageWriter",
     "Config",
     "GCSOptions",
+    "PerRank",
     "RetryPolicy",
     "S3Options",
     "__version__",
@@ -90,6 +92,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "load",
+    "per_rank",
     "save",
     "sweep",
     "uninstall",
@@ -103,6 +106,7 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
         {
             "api": "exists load save",
             "background.async_save": "async_save",
+            "dcp.content": "PerRank per_rank",
             "dcp.reader": "CloudStorageReader",
             "dcp.writer": "CloudStorageWriter",
             "integrations.install": "install uninstall",

@@ -13,14 +13,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.objects import is_committed
-from cloudckpt.checkpoint.structure import containers
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.arrivals import collective
+from cloudckpt.dcp.content import Content
 from cloudckpt.dcp.failures import is_of_group
 from cloudckpt.dcp.load_loop import load_together
 from cloudckpt.dcp.meeting import (
@@ -62,7 +60,6 @@ __all__ = [
 S = TypeVar("S")
 T = TypeVar("T")
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 _LOST = "the ranks lost each other: look which one ended first and why, and start them again"
 _DESTROYED = (
     "the process group was destroyed during this save: wait for all saves before you destroy it"
@@ -212,8 +209,11 @@ def save_prepared(
         return made
 
     def begin() -> tuple[OurWriter, SavePlanner, dict[str, Any], SaveLoop | None]:
-        made, state = _prepare_with_content(prepare_to_write, lambda: content_of(state_dict))
+        made, content = _prepare_with_content(
+            prepare_to_write, lambda: content_of(state_dict, meeting.rank)
+        )
         planner = made.planner or CloudSavePlanner()
+        state = content.for_planner(planner)
         loop = SaveLoop.of(state, made.writer, planner, meeting.group)
         return made.writer, planner, state, loop
 
@@ -247,8 +247,10 @@ def load_prepared(
 
     Arguments and errors are those of :func:`load`.
     """
+    meeting = Meeting.of(process_group, no_dist)
+    given: list[Content] = []
 
-    def content() -> dict[str, Any]:
+    def content() -> Content:
         _check_dict(state_dict)
         # torch sorts the keys, which fails on a mix of integers and strings
         named = {str(key): value for key, value in state_dict.items()}
@@ -257,18 +259,18 @@ def load_prepared(
                 "two keys of the state dict are the same as strings, and keys are loaded by "
                 "their strings"
             )
-        return content_of({name: named[name] for name in sorted(named)})
+        given.append(Content(named, meeting.rank, sorts=True))
+        return given[0]
 
-    def begin() -> tuple[StorageReader, LoadPlanner | None, dict[str, Any]]:
-        made, state = _prepare_with_content(prepare, content)
-        return made.reader, made.planner, state
+    def begin() -> tuple[StorageReader, LoadPlanner | None, Content]:
+        made, content_of_it = _prepare_with_content(prepare, content)
+        return made.reader, made.planner, content_of_it
 
-    state = load_together(Meeting.of(process_group, no_dist), begin)
+    state = load_together(meeting, begin)
+    loaded = given[0].put(state)
     for key, value in list(state_dict.items()):
-        if isinstance(value, Stateful):
-            value.load_state_dict(state[str(key)])
-        else:
-            state_dict[key] = state[str(key)]
+        if loaded[str(key)] is not value:
+            state_dict[key] = loaded[str(key)]
 
 
 def _prepare_with_content(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
@@ -309,23 +311,19 @@ def exists(uri: URILike, *, config: Config | None = None) -> bool:
     return is_committed(open_store(location, config), location, Retrier(config.retry))
 
 
-def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict, with each ``Stateful`` value replaced by its ``state_dict()``, one by one.
+def content_of(state_dict: dict[str, Any], rank: int) -> Content:
+    """What is saved of a state dict; each ``Stateful`` in it is asked for its state, one by one.
+
+    Args:
+        state_dict: The state dict.
+        rank: This rank, in the group that saves.
 
     Raises:
         ConfigError: If it is not a dict.
-        UnsupportedValueError: If a container contains itself.
+        UnsupportedValueError: If a container contains itself, or a tuple holds a ``Stateful``.
     """
     _check_dict(state_dict)
-    made = {
-        # tensors first: checking whether a class matches a protocol is slow
-        key: value
-        if type(value) in _TENSORS or not isinstance(value, Stateful)
-        else value.state_dict()
-        for key, value in state_dict.items()
-    }
-    containers(made)
-    return made
+    return Content(state_dict, rank)
 
 
 def _check_dict(state_dict: object) -> None:

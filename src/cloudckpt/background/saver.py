@@ -223,7 +223,8 @@ class AsyncSaver:
         raised: BaseException | None = None
         unsubscribe = subscribe(save.listen, progress=False)
         try:
-            state = api.content_of(state_dict)
+            content = api.content_of(state_dict, self._meeting.rank)
+            state = content.for_planner(save.planner)
             with Span("stage", save.where, self._meeting.rank) as span:
                 self._stage(state, save, stager or self._stager)
                 span.nbytes = 0 if save.copy is None else save.copy.size

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from cloudckpt.checkpoint.model_folder import ModelFolder
 from cloudckpt.dcp.arrivals import all_expected
+from cloudckpt.dcp.content import Content
 from cloudckpt.dcp.load_plan import check_whole
 from cloudckpt.dcp.meeting import Meeting, RankStatus, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner
@@ -44,17 +46,18 @@ from cloudckpt.transfer.retry import retry_if_replaced
 
 __all__ = ["load_together"]
 
+logger = logging.getLogger("cloudckpt")
+
 
 def load_together(
     meeting: Meeting,
-    begin: Callable[[], tuple[StorageReader, LoadPlanner | None, dict[str, Any]]],
+    begin: Callable[[], tuple[StorageReader, LoadPlanner | None, Content]],
 ) -> dict[str, Any]:
     """Loads into a state dict; a collective call, which raises the same on all ranks.
 
     Args:
         meeting: The meeting of the ranks.
-        begin: Returns what to load with, and the state dict to load into, with what its
-            ``Stateful`` values return.
+        begin: Returns what to load with, and what to load.
 
     Returns:
         The state dict.
@@ -110,12 +113,12 @@ class _Load:
         meeting: Meeting,
         reader: StorageReader | None = None,
         planner: LoadPlanner | None = None,
-        state_dict: dict[str, Any] | None = None,
+        content: Content | None = None,
         *,
         failure: BaseException | None = None,
     ) -> None:
         self.state_dict: dict[str, Any] = {}
-        self._content = {} if state_dict is None else state_dict
+        self._content = Content({}, meeting.rank) if content is None else content
         self._meeting = meeting
         self._failure = failure
         self._reader = cast(StorageReader, reader)
@@ -136,12 +139,14 @@ class _Load:
                 be repeated.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
-        self.state_dict = dict(self._content)  # a planner may have begun to fill it
+        self.state_dict = dict(self._content.state)  # a planner may have begun to fill it
         try:
             with contextlib.ExitStack() as until_the_end:
                 with all_expected(self._meeting.group):
                     fetch = self._ready(until_the_end)
                 self._fetch(fetch)
+            for note in self._content.notes:
+                logger.warning("%s: %s", self._uri, note)
         except CheckpointReplacedError:
             if self._failure is None:
                 self._reader.reset()
@@ -225,6 +230,7 @@ class _Load:
         elif not is_first:
             assert terms.metadata is not None
             self._metadata = self._ours.adopt(terms.metadata)
+        self._content.fit(self._metadata, self._meeting.size, self._uri or "")
         planner.set_up_planner(self.state_dict, self._metadata, is_first)
         reader.set_up_storage_reader(self._metadata, is_first)
         plan = planner.create_local_plan()

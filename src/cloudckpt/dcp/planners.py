@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from cloudckpt.dcp.load_plan import (
     tell_fresh_optimizers,
     tell_replaced,
 )
+from cloudckpt.dcp.missing import advice
 from cloudckpt.errors import MissingKeyError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.gc_pause import paused_gc
 
@@ -256,39 +256,6 @@ def _refuse_meta(state_dict: dict[str, Any]) -> None:
 
 
 _META = torch.device("meta")
-_WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile"}
-"""Prefixes that model wrappers put into parameter names."""
-
-
-def _hint(missing: str, stored: Collection[str]) -> str:
-    """Suggests what to do about a key that a checkpoint does not have."""
-
-    def bare(name: str) -> str:
-        return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-    found = next((name for name in stored if bare(name) == bare(missing)), None)
-    for part, wrapper in _WRAPPERS.items():
-        if found is None or (part in missing.split(".")) == (part in found.split(".")):
-            continue
-        if part in missing:
-            return (
-                f"; it has {found!r}: the model that loads is wrapped by {wrapper}, the one that "
-                f"was saved was not. Take model.{part}.state_dict(), or "
-                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model), which names "
-                "both alike"
-            )
-        return (
-            f"; it has {found!r}: the model that was saved was wrapped by {wrapper}, the one that "
-            f'loads is not. Put {{"{part}": model.state_dict()}} where model.state_dict() stands; '
-            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model) names both alike "
-            "when they are saved"
-        )
-    near = difflib.get_close_matches(missing, stored, n=3)
-    return (
-        (f"; near {missing!r} it has {near}" if near else "")
-        + ". Remove what is missing from the state dict, or pass "
-        "planner=DefaultLoadPlanner(allow_partial_load=True)"
-    )
 
 
 class CloudLoadPlanner(KeepingKeysPlanner):
@@ -426,7 +393,7 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         count = "1 key is" if len(names) == 1 else f"{len(names)} keys are"
         return MissingKeyError(
             f"{count} not in the checkpoint, the first: {list(names[:5])}"
-            f"{_hint(names[0], self.metadata.state_dict_metadata)}",
+            f"{advice(names[0], self.metadata.state_dict_metadata)}",
             uri=self._uri,
             item=names[0],
         )

@@ -1,0 +1,127 @@
+"""What to do about a name that a checkpoint does not have."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection
+
+from cloudckpt.dcp.content import without_ranks
+
+__all__ = ["advice"]
+
+_WRAPPERS = {
+    "module": "DistributedDataParallel",
+    "_orig_mod": "torch.compile",
+    "_checkpoint_wrapped_module": "checkpoint_wrapper",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel",
+}
+"""What wrappers of models put into the names of their parameters."""
+
+_STATE_DICT = "torch.distributed.checkpoint.state_dict.get_model_state_dict(model)"
+_OPTIMIZER = re.compile(r"(.*?)(?<![^.])state\..+\.[^.]+")
+
+
+def advice(missing: str, stored: Collection[str]) -> str:
+    """What to write, and what the checkpoint has in place of a name.
+
+    Args:
+        missing: The name.
+        stored: The names that the checkpoint has.
+    """
+    for known in (_wrapped, _of_rank, _container, _of_optimizer, _near):
+        if text := known(missing, stored):
+            return text
+    return ""
+
+
+_STRICT = "pass strict=False, which loads the rest and reports what it left as it was"
+
+
+def _wrapped(missing: str, stored: Collection[str]) -> str:
+    """If a model was wrapped when it was saved, or is when it is loaded: the line to write."""
+    bare = _bare(missing)
+    found = next((name for name in stored if _bare(name) == bare), None)
+    if found is None:
+        return ""
+    here, there = missing.split("."), found.split(".")
+    common = 0
+    while here[common] == there[common]:
+        common += 1
+    ends = 0
+    while here[-1 - ends] == there[-1 - ends] and ends < min(len(here), len(there)) - common:
+        ends += 1
+    ours, theirs = here[common : len(here) - ends], there[common : len(there) - ends]
+    said = [
+        f"the model that {verb} is wrapped by {' and '.join(_WRAPPERS[part] for part in parts)}"
+        for verb, parts in (("loads", _wrappers(ours)), ("was saved", _wrappers(theirs)))
+        if parts
+    ]
+    if common < 2 and {*ours, *theirs} <= _WRAPPERS.keys():  # around the model as a whole
+        line = f"{'.'.join(['model', *ours])}.state_dict()"
+        for part in reversed(theirs):
+            line = f'{{"{part}": {line}}}'
+    elif not _wrappers(theirs):
+        line = _STATE_DICT
+    else:
+        prefix = f'"{here[0]}." + ' if common else ""
+        line = (
+            r'saved = {re.sub(r"\b(' + "|".join(_WRAPPERS) + r')\.", "", entry.name): entry.name '
+            "for entry in cloudckpt.inspect(checkpoint_id).items} and load "
+            f"{{saved[{prefix}name]: value for name, value in {_STATE_DICT}.items()}}"
+        )
+    return (
+        f"; it has {found!r}: {', and '.join(said)}. Instead of model.state_dict(), write {line}; "
+        f"{_STATE_DICT} names both alike when they are saved"
+    )
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _wrappers(parts: list[str]) -> list[str]:
+    return [part for part in parts if part in _WRAPPERS]
+
+
+def _of_rank(missing: str, stored: Collection[str]) -> str:
+    """If one of both is a value of each rank."""
+    bare = without_ranks(missing)
+    if bare != missing and bare in stored:
+        return f"; it has {bare!r}, one value for all ranks: load that without per_rank"
+    found = next((name for name in stored if without_ranks(name) == missing), missing)
+    if found == missing:
+        return ""
+    return (
+        f"; it has {found!r}, as each rank has saved a value of its own: put "
+        "cloudckpt.per_rank(...) there"
+    )
+
+
+def _container(missing: str, stored: Collection[str]) -> str:
+    """If the checkpoint has a dict or list there, and the state dict none, or an empty list."""
+    beneath = [name for name in stored if name.startswith(f"{missing}.")]
+    if not beneath:
+        return ""
+    return (
+        f"; it has {len(beneath)} entries beneath {missing!r}, such as {beneath[0]!r}, and the "
+        "state dict has a single value or an empty list there: put a dict or list with these "
+        f"entries there, or {_STRICT}"
+    )
+
+
+def _of_optimizer(missing: str, stored: Collection[str]) -> str:
+    """If an optimizer has state of a parameter that had none when it was saved."""
+    found = _OPTIMIZER.fullmatch(missing)
+    if found is None or not any(name.startswith(f"{found[1]}param_groups") for name in stored):
+        return ""
+    return (
+        "; the optimizer that was saved had no state for it: the parameter is new, or was frozen "
+        f"or had no gradient yet. Remove its state, or {_STRICT}"
+    )
+
+
+def _near(missing: str, stored: Collection[str]) -> str:
+    near = difflib.get_close_matches(missing, stored, n=3)
+    said = f"; near {missing!r} it has {near}" if near else ""
+    return f"{said}. Remove what is missing from the state dict, or {_STRICT}"

@@ -1,0 +1,206 @@
+"""Values of each rank, and objects with a state of their own, wherever they stand in a state."""
+
+import contextlib
+import copy
+import logging
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import cloudckpt
+from cloudckpt.checkpointer import close_async_savers
+from cloudckpt.errors import ConfigError, MissingKeyError, UnsupportedValueError
+
+from .places import Place
+
+ROADS = ["save", "thread", "process", "incremental", "manager"]
+
+
+class Box:
+    """An object with a state of its own; a load replaces it."""
+
+    def __init__(self, state: dict) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict:
+        return self.state
+
+    def load_state_dict(self, state: dict) -> None:
+        self.state = state
+
+
+def _value(draw: random.Random, rank: int):
+    """A value of a rank; ``rank`` -1 makes another one of the same form."""
+    kind = draw.randrange(6)
+    return [
+        rank,
+        f"worker{rank}",
+        torch.full((2,), float(rank)),
+        {"pos": rank, 3: [torch.full((1,), rank), {}]},
+        random.Random(rank).getstate(),
+        [1, 2, rank],
+    ][kind]
+
+
+def _state(draw: random.Random, rank: int, depth: int = 0) -> dict:
+    """Values of each rank among those of all, in dicts, lists and objects with a state."""
+    made: dict = {}
+    for number in range(draw.randrange(1, 4)):
+        kind = draw.randrange(6 if depth < 3 else 3)
+        value: object = cloudckpt.per_rank(_value(draw, rank))
+        if kind == 0:
+            value = draw.random()
+        elif kind == 3:
+            value = _state(draw, rank, depth + 1)
+        elif kind == 4:
+            value = [0, _state(draw, rank, depth + 1), cloudckpt.per_rank(_value(draw, rank))]
+        elif kind == 5:
+            value = Box(_state(draw, rank, depth + 1))
+        made[number if number == 1 else f"n{number}"] = value
+    return made
+
+
+def _plain(value, of=lambda one: one.value):
+    """What a state consists of, to be compared."""
+    if isinstance(value, cloudckpt.PerRank):
+        return _plain(of(value))
+    if isinstance(value, Box):
+        return _plain(value.state, of)
+    if isinstance(value, dict):
+        return {key: _plain(entry, of) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry, of) for entry in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _saved(place: Place, road: str, state: dict) -> str:
+    config = place.having(incremental=road == "incremental").config
+    try:
+        if road == "manager":
+            with cloudckpt.CheckpointManager(place.uri, config=config) as manager:
+                manager.save(0, state)
+                manager.save(1, state)
+            return f"{place.uri}/step-1"
+        for step in range(2):  # by a new plan, and by a known one
+            uri = place.at(f"step-{step}").uri
+            if road in ("save", "incremental"):
+                cloudckpt.save(state, checkpoint_id=uri, config=config)
+            else:
+                kind = AsyncCheckpointerType(road)
+                cloudckpt.async_save(
+                    state, checkpoint_id=uri, config=config, async_checkpointer_type=kind
+                ).result()
+        return uri
+    finally:
+        close_async_savers()
+
+
+def _drawn(place: Place, road: str, seeds: list[int]) -> None:
+    rank = dist.get_rank()
+    for seed in seeds:
+        state = _state(random.Random(seed), rank)
+        where = _saved(place.at(str(seed)), road, state)
+        target = _state(random.Random(seed), -1)
+        cloudckpt.load(target, checkpoint_id=where, config=place.config)
+        assert _plain(target) == _plain(state)
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_each_rank_has_its_values_back_wherever_they_stand(road, ranks, local):
+    seeds = [*range(8 if road == "save" else 3)]
+    ranks(3, _drawn, local, road, seeds)
+
+
+@contextlib.contextmanager
+def _warnings():
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())
+    logger = logging.getLogger("cloudckpt")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def _loaded(place: Place, saved_by: int, seed: int) -> list[str]:
+    rank, target = dist.get_rank(), _state(random.Random(seed), -1)
+    with _warnings() as told:
+        cloudckpt.load(target, checkpoint_id=place.uri, config=place.config)
+    own = _plain(_state(random.Random(seed), rank if rank < saved_by else -1))
+    assert _plain(target) == own
+    for old in range(saved_by):
+        assert _plain(target, lambda one, old=old: one.all[old]) == _plain(
+            _state(random.Random(seed), old)
+        )
+    return told
+
+
+def _save_drawn(place: Place, seed: int) -> None:
+    state = _state(random.Random(seed), dist.get_rank())
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (3, 2)])
+def test_another_number_of_ranks_has_the_values_of_all(saved_by, loaded_by, ranks, local):
+    for seed in (3, 4):
+        place = local.at(str(seed))
+        ranks(saved_by, _save_drawn, place, seed)
+        told = ranks(loaded_by, _loaded, place, saved_by, seed)
+        assert any(told[2 if saved_by < loaded_by else 0])  # where a value has no rank, or reverse
+
+
+def _read_by_torch(place: Place) -> dict:
+    state = {"pos": cloudckpt.per_rank(dist.get_rank()), "sum": 5}
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    found = {"pos": {"rank_0": -1, "rank_1": -1}, "sum": 0}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(place.uri.removeprefix("file://")))
+    return found
+
+
+def test_torch_reads_values_of_each_rank_as_entries(ranks, local):
+    found = {"pos": {"rank_0": 0, "rank_1": 1}, "sum": 5}
+    assert ranks(2, _read_by_torch, local) == [found] * 2
+
+
+def test_a_value_of_each_rank_is_not_loaded_for_one_of_all(tmp_path):
+    cloudckpt.save({"pos": cloudckpt.per_rank(3)}, checkpoint_id=tmp_path)
+    with pytest.raises(MissingKeyError, match="per_rank"):
+        cloudckpt.load({"pos": 0}, checkpoint_id=tmp_path)
+    cloudckpt.save({"pos": 3}, checkpoint_id=tmp_path)
+    with pytest.raises(MissingKeyError, match="per_rank"):
+        cloudckpt.load({"pos": cloudckpt.per_rank(0)}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize("value", [cloudckpt.per_rank(1), torch.nn.Linear(1, 1)], ids=str)
+def test_what_a_tuple_would_lose_is_refused_by_name(tmp_path, value):
+    with pytest.raises(UnsupportedValueError) as caught:
+        cloudckpt.save({"a": {"b": (1, value)}}, checkpoint_id=tmp_path)
+    assert caught.value.item == "a.b"
+
+
+def test_what_does_not_know_values_of_each_rank_refuses_them(tmp_path):
+    own = cloudckpt.per_rank(1)
+    with pytest.raises(TypeError, match="per_rank"):
+        copy.deepcopy(own)
+    with pytest.raises(UnsupportedValueError):
+        cloudckpt.save({"x": SimpleNamespace(a=own)}, checkpoint_id=tmp_path)
+    flat = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    with pytest.raises(ConfigError, match="flatten_state_dict"):
+        cloudckpt.save({"x": own}, checkpoint_id=tmp_path, planner=flat)
+
+
+def test_a_module_is_asked_wherever_it_stands(tmp_path):
+    saved, loaded = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    cloudckpt.save({"app": {"model": saved, "all": [{"ema": saved}]}}, checkpoint_id=tmp_path)
+    state = {"app": {"model": loaded, "all": [{"ema": copy.deepcopy(loaded)}]}}
+    cloudckpt.load(state, checkpoint_id=tmp_path)
+    assert state["app"]["model"] is loaded
+    for module in (loaded, state["app"]["all"][0]["ema"]):
+        assert torch.equal(module.weight, saved.weight)
