@@ -32,6 +32,8 @@ PUBLIC = {
         "GCSOptions",
         "AzureOptions",
         "BackgroundOptions",
+        "PerRank",
+        "per_rank",
         "latest",
         "list_checkpoints",
         "inspect",
