@@ -198,7 +198,7 @@ def test_a_variable_that_can_not_work_is_refused_with_its_text(monkeypatch, vari
         (S3Options, {"anonymous": True, "requester_pays": True}, "anonymous"),
         (GCSOptions, {"anonymous": True, "impersonate": "a@b"}, "anonymous"),
         (GCSOptions, {"endpoint_url": "localhost:4443"}, "http://"),
-        (BackgroundOptions, {"when_busy": "queue"}, "'double_buffer' or 'replace'"),
+        (BackgroundOptions, {"when_busy": "queue"}, "'wait', 'skip' or 'auto'"),
         (BackgroundOptions, {"patience": 0.0}, "seconds"),
         (AzureOptions, {"checksum": "md5"}, "'auto', 'on' or 'off'"),
         (AzureOptions, {"endpoint_url": "lab.blob"}, "http://"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -220,7 +220,7 @@ def save_prepared(
     def status(begun: tuple[OurWriter, SavePlanner, dict[str, Any], SaveLoop | None]) -> RankStatus:
         writer, planner, _, loop = begun
         own = _status_of_save(writer, planner)
-        return own if loop is None else replace(own, plan=loop.plan)
+        return own if loop is None else own._replace(plan=loop.plan)
 
     (writer, planner, state, loop), plan = meeting.begin_planned(begin, status)
     try:

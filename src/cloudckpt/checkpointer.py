@@ -280,7 +280,7 @@ class AsyncCheckpointer(Checkpointer):
         config: CheckpointerConfig,
         *,
         on_failure: Callable[[Collection[int], CloudCheckpointError], None] | None = None,
-        when_busy: Literal["wait", "replace"] = "wait",
+        when_busy: Literal["wait", "auto"] = "wait",
     ) -> None:
         """
         Args:
@@ -288,7 +288,7 @@ class AsyncCheckpointer(Checkpointer):
             on_failure: Called instead of raising the failure of an earlier save, on all ranks
                 alike, with the numbers of the saves that failed (:attr:`SaveFuture.number`) and the
                 error. What it raises is raised.
-            when_busy: What ``BackgroundOptions(when_busy="auto")`` means.
+            when_busy: The policy, unless ``BackgroundOptions(when_busy=...)`` names another.
         """
         super().__init__(config)
         self._saver = AsyncSaver(

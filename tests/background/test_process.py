@@ -53,8 +53,8 @@ def saver(**arguments) -> AsyncSaver:
 
 @pytest.fixture(scope="module")
 def one(_own_surroundings):
-    """A saver with two buffers, which tests share."""
-    with saver(options=BackgroundOptions(when_busy="double_buffer")) as one:
+    """A saver, which tests share."""
+    with saver() as one:
         yield one
 
 
@@ -688,8 +688,8 @@ def test_a_save_sends_nothing_more_for_being_finished_without_its_trainer(shaky,
 
 def test_only_the_job_of_a_save_is_settled_by_it(one, local, monkeypatch) -> None:
     """A save that has failed before tells nothing of the job before it, which may be unknown."""
-    settled = []
-    monkeypatch.setattr(one._process, "settle", lambda: settled.append(True))
+    settled: list[bool] = []
+    monkeypatch.setattr(_Worker, "settle", lambda _: settled.append(True))
     failed = one.save(filled(1, SMALL), local.writer(), planner=Refusing()).written
     assert isinstance(failed.exception(PATIENCE), Exception)
     assert settled == []

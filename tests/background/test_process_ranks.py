@@ -131,20 +131,6 @@ def tells_all_of_the_death_of_the_rank_that_commits(saver: AsyncSaver, place: Pl
     _tells_all(saver, place, rank=0)
 
 
-def carries_out_what_was_queued_behind_a_death(_: AsyncSaver, place: Place):
-    options = BackgroundOptions(when_busy="double_buffer")
-    with AsyncSaver(kind=AsyncCheckpointerType.PROCESS, options=options) as saver:
-        with _dies_in_a_save(saver, rank=1):
-            first = begin(saver, 1, place.at("1"))
-            second = begin(saver, 2, place.at("2"))
-        assert isinstance(first.exception(SOON), SaveProcessError)
-        second.result(SOON)
-        dist.barrier()
-        assert place.at("1").names() == []
-        assert step_at(place.at("2"), ranks=2) == 2
-        dist.barrier()
-
-
 def goes_on_after_deaths_before_the_first_save(_: AsyncSaver, place: Place):
     with AsyncSaver(kind=AsyncCheckpointerType.PROCESS) as saver:
         if dist.get_rank() == 0:
@@ -205,7 +191,6 @@ CHECKS = [
     goes_on_after_a_death_between_two_saves,
     tells_all_of_a_death_in_a_save,
     tells_all_of_the_death_of_the_rank_that_commits,
-    carries_out_what_was_queued_behind_a_death,
     goes_on_after_deaths_before_the_first_save,
     goes_on_after_an_interrupt_behind_the_meeting,
     tells_all_of_a_process_that_one_cannot_replace,

@@ -92,40 +92,6 @@ def test_a_save_is_skipped_while_another_is_under_way(local, gate):
     assert step_at(local) == 4
 
 
-def test_two_buffers_let_two_saves_be_under_way_and_no_third(local, gate):
-    gc.collect()
-    before = staged_copies()
-    with saver(when_busy="double_buffer", patience=0.5) as one:
-        first = begin(one, 1, local.at("1"), gate)
-        gate.wait()
-        second = begin(one, 2, local.at("2"))
-        with pytest.raises(SaveInProgressError):
-            begin(one, 3, local.at("3"))
-        assert staged_copies() <= before + 2
-        gate.open()
-        for future in (first, second):
-            future.result(PATIENCE)
-        for step in range(4, 8):
-            begin(one, step, local.at(str(step))).result(PATIENCE)
-        assert staged_copies() <= before + 2
-    assert [step_at(local.at(str(step))) for step in (1, 2, 4, 7)] == [1, 2, 4, 7]
-    assert local.at("3").names() == []
-
-
-def test_two_saves_to_one_place_are_refused(local, gate):
-    with saver(when_busy="double_buffer") as one:
-        first = begin(one, 1, local, gate)
-        gate.wait()
-        with pytest.raises(SaveInProgressError, match="to this location") as caught:
-            begin(one, 2, local)
-        assert caught.value.uri == local.uri
-        gate.open()
-        first.result(PATIENCE)
-        assert step_at(local) == 1
-        begin(one, 3, local).result(PATIENCE)
-    assert step_at(local) == 3
-
-
 def test_what_fails_in_the_background_is_logged_since_nobody_may_ask(local, caplog):
     with saver() as one, caplog.at_level("ERROR", logger="cloudckpt"):
         future = begin(one, 1, local, Refusing())
@@ -162,7 +128,7 @@ def test_a_save_that_could_not_be_copied_does_not_occupy_its_place(local, monkey
         return prepared(job)
 
     monkeypatch.setattr(Save, "prepared", slow_to_fail)
-    with saver(when_busy="double_buffer") as one, ThreadPoolExecutor(1) as pool:
+    with saver() as one, ThreadPoolExecutor(1) as pool:
         second = one.save({"lock": Lock()}, local.writer()).written
         third = pool.submit(begin, one, 3, local)
         concurrent.futures.wait([third], 0.2)
@@ -194,18 +160,6 @@ def test_a_writer_of_the_callers_may_be_given_again_while_it_is_in_use(local, ga
     assert writer.checkpoint_id == second_place.uri
     if other:
         assert step_at(local.at("1")) == 1
-
-
-def test_one_writer_is_not_used_by_two_saves_at_once(local, gate):
-    writer = local.at("1").writer()
-    with saver(when_busy="double_buffer") as one:
-        first = one.save(filled(1, SMALL), writer, planner=gate).written
-        gate.wait()
-        with pytest.raises(SaveInProgressError):
-            one.save(filled(2, SMALL), writer, checkpoint_id=local.at("2").uri)
-        gate.open()
-        first.result(PATIENCE)
-    assert step_at(local.at("1")) == 1
 
 
 # ---- the end
@@ -558,7 +512,7 @@ def _growth(place: Place) -> tuple[float, int]:
 
     warnings.simplefilter("ignore")
     memory, files = 0.0, 0
-    with saver(when_busy="double_buffer") as one:
+    with saver() as one:
         for step in range(50):
             if step == 10:
                 memory, files = resident(), open_files()

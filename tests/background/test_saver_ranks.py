@@ -108,26 +108,6 @@ def test_when_one_rank_waits_too_long_no_rank_begins(ranks, local):
     assert step_at(local, ranks=2) == 3
 
 
-def _busy_place_on_one(place: Place) -> None:
-    with saver(when_busy="double_buffer") as one, SlowEnd(rank=1) as end:
-        first = begin(one, 1, place)
-        if dist.get_rank() == 0:
-            first.result(PATIENCE)
-        else:
-            assert end.saved.wait(PATIENCE)
-        with pytest.raises(SaveInProgressError, match="to this location"):
-            begin(one, 2, place)
-        end.may_end.set()
-        first.result(PATIENCE)
-        dist.barrier()
-        begin(one, 3, place).result(PATIENCE)
-
-
-def test_when_the_place_is_busy_on_one_rank_no_rank_begins(ranks, local):
-    ranks(2, _busy_place_on_one, local)
-    assert step_at(local, ranks=2) == 3
-
-
 # ---- one rank can't take part
 
 
@@ -323,15 +303,15 @@ def test_ranks_that_never_look_at_their_futures_save_one_step_after_the_other(ra
 
 
 def _loses(group: dist.ProcessGroup) -> mock._patch:
-    """Lets a rank find out, in its next reduction in a group, that it has lost another."""
-    reduce = dist.all_reduce
+    """Lets a rank find out, in its next meeting in a group, that it has lost another."""
+    gather = dist.all_gather_object
 
-    def fail(tensor, op=dist.ReduceOp.SUM, group_=group, **options):
+    def fail(found, own, group_=None, **options):
         if options.get("group") is group:
             raise RuntimeError("Connection closed by peer")
-        return reduce(tensor, op, **options)
+        gather(found, own, **options)
 
-    return mock.patch.object(dist, "all_reduce", fail)
+    return mock.patch.object(dist, "all_gather_object", fail)
 
 
 def _one_loses_another(place: Place, kind: str) -> str:

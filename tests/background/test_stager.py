@@ -326,7 +326,7 @@ class _Interrupt:
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if code.co_name in ("end", "give_back"):  # of a finalizer, in which an interrupt is lost
+        if code.co_name in ("end",):  # of a finalizer, in which an interrupt is lost
             return
         if event in ("call", "c_return") and code.co_filename == stagers.__file__:
             self._left -= 1
@@ -335,9 +335,8 @@ class _Interrupt:
                 raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("buffers", "kept"), [(1, 1), (2, 1), (3, 3)])
-def test_no_interrupt_of_a_copy_loses_its_memory(buffers, kept):
-    with Stager(buffers=buffers, kept=kept, patience=0) as stager:
+def test_no_interrupt_of_a_copy_loses_its_memory():
+    with Stager(patience=0) as stager:
         for place in range(1, 1000):
             sys.setprofile(_Interrupt(place))
             try:
@@ -349,8 +348,7 @@ def test_no_interrupt_of_a_copy_loses_its_memory(buffers, kept):
             finally:
                 sys.setprofile(None)
             gc.collect()
-            held = [stager.stage({"t": numbered(10, first=n)}) for n in range(buffers)]
-            del held
+            assert_same(stager.stage({"t": numbered(10)}), {"t": numbered(10)})
         assert place > 10
 
 
@@ -436,17 +434,6 @@ def test_a_copy_without_a_tensor_holds_its_buffer_until_it_is_released():
     assert_same(stager.stage({"t": numbered(9)})["t"], numbered(9))
 
 
-def test_two_buffers_hold_two_copies():
-    stager = Stager(buffers=2, patience=0.05)
-    one, two = stager.stage({"t": numbered(9)}), stager.stage({"t": numbered(9, first=1)})
-    with pytest.raises(SaveInProgressError):
-        stager.stage({"t": torch.zeros(9)})
-    assert_same(one["t"], numbered(9))
-    assert_same(two["t"], numbered(9, first=1))
-    del one
-    assert_same(stager.stage({"t": numbered(9, first=2)})["t"], numbered(9, first=2))
-
-
 def test_an_asynchronous_stager_gives_a_future():
     with Stager(asynchronous=True) as stager:
         future = stager.stage({"t": numbered(10)})
@@ -455,7 +442,7 @@ def test_an_asynchronous_stager_gives_a_future():
 
 
 def test_many_threads_stage_in_turn():
-    stager = Stager(buffers=2, patience=PATIENCE)
+    stager = Stager(patience=PATIENCE)
 
     def stage(number: int) -> bool:
         staged = stager.stage({"t": torch.full((5000,), number)})

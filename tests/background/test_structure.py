@@ -70,9 +70,9 @@ def test_a_mapping_that_cannot_be_copied_becomes_the_dict_that_it_is_saved_as(st
 
 
 def test_one_object_in_two_places_stays_one_object(stager):
-    shared, tensors = {"lr": [0.1]}, [numbered(2)]
+    shared, tensor = {"lr": [0.1]}, numbered(2)
     array = np.arange(3)
-    state = {"a": shared, "b": [shared], "c": tensors, "d": (tensors,), "e": array, "f": [array]}
+    state = {"a": shared, "b": [shared], "c": tensor, "d": (tensor,), "e": array, "f": [array]}
     staged = stager.stage(state)
     assert staged["a"] is staged["b"][0]
     assert staged["c"] is staged["d"][0]

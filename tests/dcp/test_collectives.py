@@ -88,12 +88,12 @@ def calls_of_a_load(place, planner):
 @pytest.mark.parametrize("planner", [None, DefaultLoadPlanner()], ids=["ours", "torch's"])
 def test_the_ranks_of_a_load_meet_three_times(ranks, local, planner):
     for calls in ranks(2, calls_of_a_load, local, planner):
-        assert calls == ["broadcast_object_list", "all_gather_object", "all_reduce"]
+        assert calls == ["broadcast_object_list", "all_gather_object", "all_gather_object"]
 
 
 def test_so_they_do_if_they_share_no_reads(ranks, local):
     for calls in ranks(2, calls_of_a_load, local.having(shared_reads="off"), None):
-        assert calls == ["broadcast_object_list", "all_reduce", "all_reduce"]
+        assert calls == ["broadcast_object_list", "all_gather_object", "all_gather_object"]
 
 
 def test_a_planner_that_wants_the_plans_of_all_ranks_gets_them_by_two_calls_more(ranks, local):
@@ -103,7 +103,7 @@ def test_a_planner_that_wants_the_plans_of_all_ranks_gets_them_by_two_calls_more
             "gather_object",
             "scatter_object_list",
             "all_gather_object",
-            "all_reduce",
+            "all_gather_object",
         ]
 
 
@@ -122,7 +122,7 @@ def calls_of_saves(place, planner):
 
 
 PLANNED = [
-    "all_reduce",
+    "all_gather_object",
     "gather_object",
     "scatter_object_list",
     "gather_object",
@@ -133,7 +133,7 @@ PLANNED = [
 def test_the_ranks_of_a_save_meet_five_times_and_three_times_once_they_have_a_plan(ranks, local):
     for first, second in ranks(2, calls_of_saves, local.having(overwrite=True), None):
         assert first == PLANNED
-        assert second == ["all_reduce", "gather_object", "broadcast_object_list"]
+        assert second == ["all_gather_object", "gather_object", "broadcast_object_list"]
 
 
 def test_a_save_that_is_planned_each_time_takes_no_more(ranks, local):
@@ -145,7 +145,7 @@ def test_an_incremental_save_agrees_on_its_base_by_two_calls_more(ranks, local):
     place = local.having(overwrite=True, incremental=True)
     for first, second in ranks(2, calls_of_saves, place.at("run").at("step"), None):
         assert first == [*PLANNED[:3], "gather_object", "broadcast_object_list", *PLANNED[3:]]
-        assert second == ["all_reduce", *["gather_object", "broadcast_object_list"] * 2]
+        assert second == ["all_gather_object", *["gather_object", "broadcast_object_list"] * 2]
 
 
 def calls_of_a_save_in_the_background(place):
@@ -164,6 +164,6 @@ def calls_of_a_save_in_the_background(place):
 
 
 def test_a_save_in_the_background_has_a_meeting_more(ranks, local):
-    later = ["all_reduce", "gather_object", "broadcast_object_list"]
+    later = ["all_gather_object", "gather_object", "broadcast_object_list"]
     for found in ranks(2, calls_of_a_save_in_the_background, local):
-        assert found == (["all_reduce", *later], ["all_reduce", "all_reduce", *later])
+        assert found == (["all_gather_object", *later], ["all_gather_object", "all_gather_object", *later])

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -704,18 +705,15 @@ def test_a_step_that_is_being_saved_is_deleted_when_it_is_committed(run) -> None
 def test_a_step_that_is_being_replaced_is_not_deleted_beside(run) -> None:
     fill(run, 1, 2)
     held = Held()
-    with managed(run, max_to_keep=1, hook=held, config=two_at_a_time()) as manager:
+    with managed(run, max_to_keep=1, hook=held) as manager, ThreadPoolExecutor(1) as thread:
         manager.restore(state())
         manager.save(3, state(3))  # behind which step 1 is not to be kept
         assert held.reached.wait(60)
-        manager.save(1, state(7), force=True)
+        replacing = thread.submit(manager.save, 1, state(7), force=True)
         held.opened.set()
+        assert replacing.result(60)
         manager.wait_until_finished()
         assert manager.all_steps() == [3]
-
-
-def two_at_a_time() -> Config:
-    return Config(background=BackgroundOptions(when_busy="double_buffer"))
 
 
 class Watched(dict):

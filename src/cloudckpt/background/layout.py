@@ -6,10 +6,9 @@ import contextlib
 import copy
 import io
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.background.arena import Memory
+from cloudckpt.checkpoint.structure import KeyNames
 from cloudckpt.checkpoint.torch_private import PLANS_ITSELF, declare_as
 from cloudckpt.errors import StagingError
 from cloudckpt.transfer.boxes import aligned
@@ -31,6 +31,7 @@ from cloudckpt.transfer.memory import (
 __all__ = ["Layout", "Region"]
 
 _WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_DICTS = frozenset((dict, Counter, OrderedDict, defaultdict))
 _ATOMIC = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 )
@@ -141,7 +142,7 @@ class Layout:
         if isinstance(value, torch.Tensor):
             if not (_is_bytes(value) and self._add(value)):
                 self._unwrap(value)
-        elif isinstance(value, (dict, MappingProxyType)):
+        elif isinstance(value, Mapping):
             for entry in value.values():
                 self._walk(entry)
         elif isinstance(value, (list, tuple)):
@@ -193,22 +194,21 @@ class Layout:
         kinds: set[type] = {type(self._seen[key]) for key in self._wrapped}
         return not kinds <= {DTensor, AsyncCollectiveTensor}
 
-    def rebuild(self, state_dict: dict[str, Any], *, is_pickled: bool = False) -> dict[str, Any]:
+    def rebuild(self, state_dict: dict[str, Any], *, flattens: bool = True) -> dict[str, Any]:
         """Rebuilds the state dict as an independent structure, with tensors on the copied regions.
 
         Args:
             state_dict: The original.
-            is_pickled: Whether its containers will be pickled, not flattened.
+            flattens: Whether its containers will be flattened, so that their classes don't count.
 
         Raises:
             StagingError: If a value can't be copied.
         """
-        # for objects that the copier does not enter: deepcopy finds these tensors
         memo: dict[int, Any] = {
             key: _of_kind(self._staged(shown), self._seen[key])
             for key, shown in self._planned.items()
         }
-        return _Copier(self._wrapped).mapping(state_dict, memo, is_pickled=is_pickled)
+        return _Copier(memo, self._seen, self._wrapped).state(state_dict, flattens=flattens)
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy of a planned tensor."""
@@ -258,118 +258,71 @@ def _lost_its_memory(tensor: torch.Tensor) -> bool:
 
 
 class _Copier:
-    """Copies a structure; the same object in two places stays the same object."""
+    """Copies what is around the tensors: containers as torch flattens them, all else by deepcopy.
 
-    def __init__(self, wrapped: dict[int, _Wrapped]) -> None:
-        self._wrapped = wrapped
-        # by id: copies with dicts in place of other mappings, where torch flattens them; where it
-        # pickles the same values, classes count
-        self._flattened: dict[int, Any] = {}
-        self._replaced = 0  # mappings that have become dicts
-        self._with_attributes: dict[int, torch.Tensor] = {}  # by id; where they are pickled
-        # what a mapping makes when it is asked: another value would get its id otherwise
-        self._kept: list[Any] = []
+    An object in two places stays one object, and a staged tensor is found wherever it is.
+    """
 
-    def mapping(
-        self, value: Mapping[Any, Any], memo: dict[int, Any], *, is_pickled: bool = False
-    ) -> dict[Any, Any]:
-        made: dict[Any, Any] = {}
-        kind: Any = type(value)
-        if isinstance(value, defaultdict):
-            made = defaultdict(value.default_factory)
-        elif kind in (OrderedDict, Counter):
-            made = kind()
-        memo[id(value)] = made
-        self._kept.append(value)
-        for key, entry in value.items():
-            try:
-                made[key] = self.value(entry, memo, is_pickled=is_pickled)
-            except StagingError as error:
-                error.item = str(key) if error.item is None else f"{key}.{error.item}"
-                raise
-        return made
+    def __init__(
+        self, memo: dict[int, Any], seen: dict[int, Any], wrapped: dict[int, _Wrapped]
+    ) -> None:
+        """
+        Args:
+            memo: As of ``copy.deepcopy``: the staged tensors, by the ids of the originals.
+            seen: The originals, by their ids.
+            wrapped: The contents of those that are wrappers, by their ids.
+        """
+        self._memo, self._wrapped = memo, wrapped
+        self._flattened: dict[int, tuple[Any, Any]] = {}  # by id: a container, and its copy
+        self._is_flattened = KeyNames({}).is_walked
+        for number in wrapped:
+            with contextlib.suppress(StagingError):  # it is raised again where it has a name
+                self._tensor(seen[number])
 
-    def value(self, value: Any, memo: dict[int, Any], *, is_pickled: bool = False) -> Any:
-        """A copy; ``is_pickled``: torch does not flatten what it is in, so its class counts."""
-        kind = type(value)
-        if kind in _ATOMIC:
+    def state(self, state_dict: dict[str, Any], *, flattens: bool) -> dict[str, Any]:
+        """The copy of a whole state dict."""
+        if flattens:
+            return cast(dict[str, Any], self._value(state_dict))
+        return {key: self._named(key, self._leaf, value) for key, value in state_dict.items()}
+
+    def _value(self, value: Any) -> Any:
+        if type(value) in _ATOMIC:
             return value
-        if not is_pickled and id(value) in self._flattened:
-            return self._flattened[id(value)]
-        if id(value) in memo:
-            made = memo[id(value)]
-        else:
-            replaced = self._replaced
-            made = self._copied(value, memo, is_pickled=is_pickled)
-            if self._replaced > replaced and not is_pickled:
-                self._flattened[id(value)] = memo.pop(id(value))
-        if is_pickled and type(value) in _PLAIN and vars(value):
-            return self._attributed(value, made, memo)
-        return made
-
-    def _attributed(
-        self, original: torch.Tensor, made: torch.Tensor, memo: dict[int, Any]
-    ) -> torch.Tensor:
-        """The copy of a tensor, with its attributes: where torch pickles it, it saves them too."""
-        found = self._with_attributes.get(id(original))
-        if found is None:
-            found = _of_kind(made.detach(), original)
-            self._with_attributes[id(original)] = found
-            vars(found).update(self.mapping(vars(original), memo, is_pickled=True))
-        return found
-
-    def _copied(self, value: Any, memo: dict[int, Any], *, is_pickled: bool) -> Any:
-        """A copy of what is not in the memo, which has it then."""
-        kind = type(value)
-        self._kept.append(value)
+        if (made := self._memo.get(id(value))) is not None:
+            return made
         if isinstance(value, torch.Tensor):
-            made: Any = self._tensor(value, memo)
-            declare_as(made, value)
-        elif kind in (dict, OrderedDict, defaultdict, Counter, MappingProxyType):
-            return self.mapping(value, memo, is_pickled=is_pickled)
-        elif isinstance(value, Mapping):
-            # one that is no dict may compute its entries from what the training changes
-            if not (is_pickled or isinstance(value, dict)):
-                self._replaced += 1
-                return self.mapping(value, memo)
-            made = self._of_its_class(value, memo, is_pickled=is_pickled)
-        elif kind is list:
-            made = memo[id(value)] = []
-            made.extend(self.value(entry, memo, is_pickled=is_pickled) for entry in value)
-            return made
-        elif kind is tuple:
-            made = tuple(self.value(entry, memo, is_pickled=True) for entry in value)
-        elif isinstance(value, tuple) and hasattr(value, "_fields"):
-            made = tuple.__new__(kind, [self.value(one, memo, is_pickled=True) for one in value])
-            if hasattr(value, "__dict__"):
-                vars(made).update(self.mapping(vars(value), memo, is_pickled=True))
-        elif kind is io.BytesIO:
-            made = io.BytesIO(value.getvalue())
-            made.seek(value.tell())
+            return self._tensor(value)
+        if id(value) in self._flattened:
+            return self._flattened[id(value)][1]
+        if not self._is_flattened(value):
+            return self._leaf(value)
+        if isinstance(value, Mapping):
+            kind: Any = type(value)
+            made = kind.copy(value) if kind in _DICTS else {}
+            self._flattened[id(value)] = value, made
+            for key, entry in value.items():
+                made[key] = self._named(key, self._value, entry)
         else:
-            made = _deep_copy(value, memo)
-        memo[id(value)] = made
+            made = []
+            self._flattened[id(value)] = value, made
+            made.extend(map(self._value, value))
         return made
 
-    def _of_its_class(
-        self, value: Mapping[Any, Any], memo: dict[int, Any], *, is_pickled: bool
-    ) -> Any:
-        """A mapping of any other class; a dict if that can't be copied and torch flattens it."""
-        tried = dict(memo)  # a copy that fails leaves half of it there
+    def _named(self, key: Any, copied: Callable[[Any], Any], value: Any) -> Any:
         try:
-            made = _deep_copy(value, tried) if is_pickled else copy.deepcopy(value, tried)
-        except Exception:  # an entry that is the cause fails again, by its name
-            made = self.mapping(value, memo, is_pickled=is_pickled)
-            if is_pickled:
-                raise
-            self._replaced += 1
-            return made
-        kept = tried.pop(id(tried), [])  # what deepcopy keeps alive, for the sake of its id
-        memo.setdefault(id(memo), []).extend(kept)
-        memo.update(tried)
-        return made
+            return copied(value)
+        except StagingError as error:
+            error.item = str(key) if error.item is None else f"{key}.{error.item}"
+            raise
 
-    def _tensor(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    def _leaf(self, value: Any) -> Any:
+        return _deep_copy(value, self._memo)
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of a tensor that is no plain memory."""
+        made: torch.Tensor | None = self._memo.get(id(tensor))
+        if made is not None:
+            return made
         wrapped = self._wrapped.get(id(tensor))
         if wrapped is None:
             if not PLANS_ITSELF.isdisjoint(vars(tensor)):
@@ -382,17 +335,19 @@ class _Copier:
                     "the memory of a tensor was freed or shrunk, so that there is nothing to copy; "
                     "gather it again before the save, or leave it out of the state dict"
                 )
-            return _own_copy(tensor, memo)
-        inner = {
-            # DTensor's mesh is not a tensor, and is kept as it is
-            name: self.value(part, memo) if isinstance(part, torch.Tensor) else part
-            for name, part in wrapped.parts.items()
-        }
-        kind: Any = type(tensor)  # mypy knows no class that is a tensor and a wrapper
-        rebuilt: torch.Tensor = kind.__tensor_unflatten__(
-            inner, wrapped.context, tensor.size(), tensor.stride()
-        )
-        return rebuilt
+            made = _own_copy(tensor, self._memo)
+        else:
+            inner = {  # DTensor's mesh is not a tensor, and is kept as it is
+                name: self._tensor(part) if isinstance(part, torch.Tensor) else part
+                for name, part in wrapped.parts.items()
+            }
+            kind: Any = type(tensor)  # mypy knows no class that is a tensor and a wrapper
+            made = kind.__tensor_unflatten__(inner, wrapped.context, tensor.size(), tensor.stride())
+        assert made is not None
+        declare_as(made, tensor)
+        self._memo[id(tensor)] = made
+        self._memo.setdefault(id(self._memo), []).append(tensor)  # as deepcopy keeps its originals
+        return made
 
 
 def _own_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
@@ -408,9 +363,12 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 
 def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+    known = len(memo)
     try:
         return copy.deepcopy(value, memo)
     except Exception as exc:
+        for key in list(memo)[known:]:  # half of what has failed
+            del memo[key]
         with contextlib.suppress(Exception):  # torch copies no tensor amid a graph, but saves it
             torch.save(value, saved := io.BytesIO())
             saved.seek(0)

@@ -17,7 +17,6 @@ that save for the next job (``outliving``).
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import connection as channels
 from multiprocessing import util
 from typing import Any
@@ -45,7 +45,7 @@ from cloudckpt.background.groups import START_TIMEOUT
 from cloudckpt.background.script import Recording
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.sending import Destination, LayOut, Sender
+from cloudckpt.checkpoint.sending import Destination, LayOut
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.errors import SaveProcessError
 from cloudckpt.events import emit
@@ -55,7 +55,7 @@ from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import clear_away
 
-__all__ = ["SaveProcess", "log_levels"]
+__all__ = ["ProcessSender", "SaveProcess", "log_levels"]
 
 _NICE = 5  # by how much it yields the CPU to the trainer
 _SIGN_OF_LIFE = 120.0  # seconds without one after which a process with a save is ended
@@ -88,7 +88,7 @@ class SaveProcess:
         self._closed = False
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
-        self._running_worker()
+        self.worker()
 
     @property
     def pid(self) -> int | None:
@@ -108,19 +108,49 @@ class SaveProcess:
         worker = self._worker
         return worker is not None and worker.is_busy and worker.is_stuck
 
-    def sender(self, arena: Arena | None, handed_over: Callable[[], None]) -> Sender:
-        """A sender that makes the process send a save.
+    def sender(self, arena: Arena | None) -> ProcessSender:
+        """A sender that makes the process send one save.
 
         Args:
             arena: The memory of the staged copy, if it is in an arena.
-            handed_over: Called when the process has everything that it needs.
         """
-        return functools.partial(self._send, arena, handed_over)
+        return ProcessSender(self, arena, self._options.outlive > 0)
 
-    def _send(
+    def close(self, timeout: float) -> None:
+        """Ends the process, by force if it does not end in time."""
+        with self._lock:
+            self._closed = True
+            worker = self._worker
+        if worker is not None:
+            worker.end(timeout, "the saver was closed")
+            self._worker = None  # not before: an interrupt leaves it for the next call
+
+    def worker(self) -> _Worker:
+        """The process, started if there is none.
+
+        Raises:
+            SaveProcessError: If it can't be started, or the saver was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise SaveProcessError("the saver was closed")
+            if self._worker is None or not self._worker.is_alive:
+                self._worker = None
+                self._worker = _Worker(self._options)
+            return self._worker
+
+
+@dataclass
+class ProcessSender:
+    """Makes the process send one save; see :class:`~cloudckpt.checkpoint.sending.Sender`."""
+
+    process: SaveProcess
+    arena: Arena | None
+    outlives: bool
+    _sent_by: _Worker | None = None
+
+    def __call__(
         self,
-        arena: Arena | None,
-        handed_over: Callable[[], None],
         destination: Destination,
         store: ObjectStore,
         lay_out: LayOut,
@@ -128,8 +158,7 @@ class SaveProcess:
         began: Callable[[str], None],
         leave: Callable[[], Pending | None],
     ) -> tuple[WrittenObject, ...]:
-        """See :class:`~cloudckpt.checkpoint.sending.Sender`.
-
+        """
         Raises:
             SaveProcessError: If the process can't be started, dies, or gives no sign of life.
             StagingMemoryError: If there is no memory for what lies outside the arena.
@@ -140,19 +169,20 @@ class SaveProcess:
             names.append(name)
             began(name)
 
+        arena = self.arena
         with contextlib.closing(Annex()) as annex:
             recording = Recording(destination, store.capabilities, arena, annex, note)
             lay_out(recording.open, Cancellation())
             annex.flush()
             memory = [(0, -1) if arena is None else (arena.size, arena.fd), (annex.size, annex.fd)]
             sizes = memory[0][0], memory[1][0]
-            pending = leave() if self._options.outlive > 0 else None
+            pending = leave() if self.outlives else None
             job = Job(destination, recording.scripts(), sizes, variables(), pending)
-            worker = self._running_worker()
+            worker = self.process.worker()
             try:
                 worker.wait_until_ready()
                 worker.begin(job, [fd for size, fd in memory if size])
-                handed_over()
+                self._sent_by = worker
                 outcome = worker.outcome()
             except BaseException:
                 worker.end(0, "the save before failed in it")
@@ -165,29 +195,9 @@ class SaveProcess:
         return outcome.objects
 
     def settle(self) -> None:
-        """Tells the process that the trainer knows the outcome of the last save."""
-        worker = self._worker
-        if worker is not None:
-            worker.settle()
-
-    def close(self, timeout: float) -> None:
-        """Ends the process, by force if it does not end in time."""
-        with self._lock:
-            self._closed = True
-            worker = self._worker
-        if worker is not None:
-            worker.end(timeout, "the saver was closed")
-            self._worker = None  # not before: an interrupt leaves it for the next call
-
-    def _running_worker(self) -> _Worker:
-        """The process, started if there is none."""
-        with self._lock:
-            if self._closed:
-                raise SaveProcessError("the saver was closed")
-            if self._worker is None or not self._worker.is_alive:
-                self._worker = None
-                self._worker = _Worker(self._options)
-            return self._worker
+        """Tells the process that the outcome of this save is known, if it was given the save."""
+        if self._sent_by is not None:
+            self._sent_by.settle()
 
 
 def log_levels() -> dict[str, int]:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -39,8 +39,7 @@ class SaveFuture(Future[Metadata | None]):
     in it: ``cancel()`` returns False.
 
     Attributes:
-        skipped: Whether there was no save: the previous save was still under way, or a later save
-            replaced this one while it waited for a stuck save.
+        skipped: Whether there was no save, since the previous one was still under way.
         number: This save's number among its saver's, the same on all ranks.
         transferred: What this rank sent, once it is done and has succeeded.
         timeline: The events of this save on this rank.
@@ -72,7 +71,6 @@ class Save:
         copy: The copy, if our stager made it.
         copying: The copy, if a custom stager is still making it.
         failure: Why this rank can't take part.
-        handed_over: Set when the saving process has all of it, or it has ended.
     """
 
     number: int
@@ -87,10 +85,7 @@ class Save:
     copy: StagedState | None = None
     copying: Future[dict[str, Any]] | None = None
     failure: CloudCheckpointError | None = None
-    handed_over: threading.Event = field(default_factory=threading.Event)
     _has_begun_writing: bool = False
-    _turn: threading.Condition = field(default_factory=threading.Condition)
-    _phase: Literal["waits", "is held", "has begun"] = "waits"
 
     def __post_init__(self) -> None:
         self.written.number = self.number
@@ -143,50 +138,31 @@ class Save:
             self.writer.begin(commits=commits)
             self._has_begun_writing = True
 
-    def clashes_with(self, other: Save) -> bool:
-        """Whether both have the same place or writer, so that they can't be under way at once."""
-        return self.where == other.where or self.writer is other.writer
+    def skip(self, *, is_stuck: bool) -> None:
+        """Ends it before it has begun.
 
-    def skip(self) -> None:
-        """Ends it before it has begun."""
-        self.written.skipped = True
-        self.written.set_result(None)
-        self.handed_over.set()
-
-    def hold(self) -> bool:
-        """Keeps a save that has not begun from beginning, until :meth:`let_go`."""
-        with self._turn:
-            if self._phase != "waits" or self.copy is None or not self.staged.done():
-                return False
-            self._phase = "is held"
-            return True
-
-    def let_go(self, *, replaced: bool = False) -> None:
-        """Undoes :meth:`hold`; ``replaced``: a later save takes its place, and it never runs."""
-        if replaced:
+        Args:
+            is_stuck: Whether the reason is that the save before it makes no progress.
+        """
+        if is_stuck:
             logger.warning(
-                "the save to %s is dropped: the save before it is stuck, and a newer one takes "
-                "its place",
+                "the save to %s is skipped: the store fails or does not answer, and the save "
+                "before it is still under way; the next one is tried as usual",
                 self.where,
             )
-            self._end()
-            self.skip()
-        with self._turn:
-            self._phase = "waits"
-            self._turn.notify_all()
+        self.written.number = -1
+        self.written.skipped = True
+        self.staged.set_result(None)
+        self.written.set_result(None)
 
     def run(self, carry_out: Callable[[Save], Any]) -> None:
         """Saves the copy once it is made, and sets the future's outcome."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._phase != "is held")
-            if self.written.done():  # it was replaced; or the thread started after all, late
-                return
-            self._phase = "has begun"
+        if self.written.done():  # the thread has started after all, late
+            return
         told = self.failure
         unsubscribe = subscribe(self.listen, progress=False)
         result, error = self._result_of(carry_out)
         unsubscribe()
-        self.handed_over.set()
         self._end()
         if error is None:
             self.written.set_result(result)

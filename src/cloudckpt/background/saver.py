@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
-import functools
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -23,9 +22,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cloudckpt import api
 from cloudckpt.background.groups import START_TIMEOUT, exists, give_back, open_group
-from cloudckpt.background.process import SaveProcess
+from cloudckpt.background.process import ProcessSender, SaveProcess
 from cloudckpt.background.save import Save, as_ours
-from cloudckpt.background.stager import StagedState, Stager
+from cloudckpt.background.stager import Stager
 from cloudckpt.checkpoint.sending import send_here
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.arrivals import all_expected
@@ -39,7 +38,6 @@ from cloudckpt.errors import (
     ConfigError,
     ProcessGroupError,
     SaveInProgressError,
-    StagingMemoryError,
 )
 from cloudckpt.events import Span, subscribe
 from cloudckpt.stores.registry import checkpoint_location
@@ -67,7 +65,7 @@ class AsyncSaver:
         options: BackgroundOptions | None = None,
         tells_failures: bool = False,
         on_failure: Callable[[Collection[int], CloudCheckpointError], None] | None = None,
-        when_busy: Literal["wait", "replace"] = "wait",
+        when_busy: Literal["wait", "auto"] = "wait",
         have_met: bool = False,
     ) -> None:
         """
@@ -82,7 +80,7 @@ class AsyncSaver:
             on_failure: Called with such a failure, and the numbers of the saves that it concerns,
                 instead of raising it; also where this rank alone has no memory for a copy. Called
                 alike on all ranks; if it raises, it does so on all.
-            when_busy: What ``auto`` means in the options.
+            when_busy: The policy, unless the options name another.
             have_met: Whether the ranks come straight from a meeting.
 
         Raises:
@@ -92,8 +90,7 @@ class AsyncSaver:
             SaveProcessError: If a saving process can't be started.
         """
         self._options = options if options is not None else BackgroundOptions()
-        policy = self._options.when_busy
-        self._policy = when_busy if policy == "auto" else policy
+        self._policy = self._options.when_busy or when_busy
         self._no_dist = no_dist or not _has_ranks()
         self._knows_no_ranks = self._no_dist and not no_dist
         self._tells_failures = tells_failures
@@ -118,7 +115,7 @@ class AsyncSaver:
         # the save that all ranks begin, and that this rank has not given to its thread
         self._agreed: Save | None = None
         self._is_broken = False  # whether a collective of a save may still be under way on a rank
-        self._under_way: list[Save] = []
+        self._last: Save | None = None  # the one given to the thread last
         self._unreported: dict[int, Save] = {}  # by number, with an unreported outcome
         self._lock = threading.Lock()
         self._closed = False
@@ -127,8 +124,6 @@ class AsyncSaver:
     def _make(self, kind: AsyncCheckpointerType) -> None:
         if self._stager is None:
             self._own_stager = Stager(
-                buffers=2 if self._policy in ("double_buffer", "replace") else 1,
-                kept=2 if self._policy == "double_buffer" else 1,
                 pin_memory={"auto": None, "on": True, "off": False}[self._options.pin_memory],
             )
         if kind == AsyncCheckpointerType.PROCESS:
@@ -179,8 +174,7 @@ class AsyncSaver:
             ClosedError: If the saver was closed, or this process was forked from the saver's.
             ConfigError: If the saver was made before this rank's process group.
             DifferentCheckpointsError: If the locations differ between ranks.
-            SaveInProgressError: If the previous save does not end within ``patience``, or a save to
-                the same place is under way, on some rank.
+            SaveInProgressError: If the previous save does not end within ``patience`` on some rank.
             CloudCheckpointError: The failure of an earlier save, if this saver raises failures; or
                 of ``writer``, on some rank.
         """
@@ -192,7 +186,6 @@ class AsyncSaver:
         with self._lock:
             if self._closed:
                 raise ClosedError("the saver was closed")
-            self._under_way = self._unfinished
         if self._knows_no_ranks and _has_ranks():
             raise ConfigError(
                 "this saver was made before torch.distributed was initialized, and would save this "
@@ -260,7 +253,7 @@ class AsyncSaver:
         try:
             with self._lock:
                 self._thread.submit(here.run, save.run, self._carry_out)
-                self._under_way.append(save)
+                self._last = save
         except RuntimeError as exc:
             save.refuse(exc, closed=self._closed)
             # a saver that is closed may have given back its groups
@@ -284,16 +277,13 @@ class AsyncSaver:
             made, where = self._aimed(writer, checkpoint_id)
             redirect = None if checkpoint_id is None else str(checkpoint_id)
             save = Save(self._number + 1, where, made, planner, redirect)
-            if self._policy not in ("skip", "replace"):
-                self._take_turn(save)
-            self._begin_writing(save)
             is_ours = isinstance(made, CloudStorageWriter)
             status = RankStatus(location=where if is_ours else "")
         except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
             status = RankStatus(failure=error)
         consensus = self._meet(status, save)
-        is_skipped = consensus.any_is_busy and self._policy == "skip"
-        if not consensus.statuses and not is_skipped:
+        is_skipped = consensus.any_is_busy
+        if consensus.objection() is None and not is_skipped:
             self._agreed = save
             self._number += 1
         for number in consensus.earlier:
@@ -307,69 +297,62 @@ class AsyncSaver:
             return self._begin(writer, checkpoint_id, planner)
         assert save is not None  # otherwise it has raised
         if is_skipped:
-            save.written.number = -1
-            save.staged.set_result(None)
-            save.skip()
+            save.skip(is_stuck=consensus.any_is_stuck)
         return save
 
-    def _begin_writing(self, save: Save) -> None:
-        """Has the writer begin, unless an earlier save still uses it or its location."""
-        if not any(map(save.clashes_with, self._unfinished)):
-            save.begin(commits=self._meeting.rank == 0)
+    def _meet(self, status: RankStatus, save: Save | None) -> Consensus:
+        """The meeting of all ranks in which it is the save's turn, or it is skipped.
 
-    def _meet(self, status: RankStatus, made: Save | None) -> Consensus:
-        """The meeting of all ranks; several meetings while they wait for a save that may stick."""
-        if self._policy == "skip":
-            status = replace(status, is_busy=bool(self._under_way))
-        if self._policy != "replace":
-            return self._meeting.hold(self._with_failure(status))
-        deadline, process = self._deadline(), self._process
+        While a save under way makes progress the ranks meet again and again: one that has sent all
+        of it can't see that another is stuck.
+        """
+        deadline = time.monotonic() + self._options.patience
+        pause = math.inf if self._policy == "wait" else 0.0
         while True:
-            before = self._unfinished
-            said = self._with_failure(status)
-            if before and said.failure is None and time.monotonic() > deadline:
-                said = replace(said, failure=self._late(before[0]))
-            held = before[-1] if before and before[-1].hold() else None
-            is_replaced = False
+            is_busy = True
             try:
-                consensus = self._meeting.hold(
-                    replace(
-                        said,
-                        is_busy=bool(before),
-                        is_stuck=bool(before)
-                        and (is_stuck() or (process is not None and process.is_stuck)),
-                        is_full=(held is None and len(before) > 1)
-                        or (made is not None and any(map(made.clashes_with, before))),
-                        has_begun=held is None,
-                    )
+                is_busy = not self._has_ended(
+                    math.inf if self._policy == "wait" else pause, deadline
                 )
-                goes_on = consensus.any_is_stuck and not consensus.any_is_full
-                is_replaced = goes_on and not consensus.any_has_begun and not consensus.statuses
-            finally:
-                if held is not None:
-                    held.let_go(replaced=is_replaced)
-            if consensus.statuses or not consensus.any_is_busy or goes_on:
-                return consensus
-            try:
-                concurrent.futures.wait([save.written for save in before], _BETWEEN_MEETINGS)
-                if not before:  # other ranks are about to see the same
-                    time.sleep(_BETWEEN_MEETINGS)
-                if made is not None:
-                    self._begin_writing(made)
+                if save is not None and not is_busy:
+                    save.begin(commits=self._meeting.rank == 0)
             except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
                 status = RankStatus(failure=error)
+            busy = status._replace(is_busy=is_busy, is_stuck=is_busy and self._is_stuck)
+            consensus = self._meeting.exchange(self._with_failure(busy))
+            is_waiting = consensus.any_is_busy and not consensus.any_is_stuck
+            if self._policy != "auto" or not is_waiting or consensus.objection() is not None:
+                return consensus
+            pause = _BETWEEN_MEETINGS
+
+    def _has_ended(self, pause: float, deadline: float) -> bool:
+        """Whether the save before has ended, perhaps within ``pause`` seconds.
+
+        Raises:
+            SaveInProgressError: If it has not when the deadline has passed.
+        """
+        last = self._last
+        if last is None:
+            return True
+        left = max(0.0, deadline - time.monotonic())
+        concurrent.futures.wait([last.written], min(pause, left))
+        if not last.written.done() and pause >= left:
+            raise SaveInProgressError(
+                f"the previous save has not finished within {self._options.patience:g} s",
+                uri=last.where,
+            )
+        return last.written.done()
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether this rank's requests fail or are not answered, here or in the saving process."""
+        return is_stuck() or (self._process is not None and self._process.is_stuck)
 
     def _with_failure(self, status: RankStatus) -> RankStatus:
         """This rank's status, with the unreported failure of an earlier save."""
         if status.failure is None and (failed := self._next_failed()) is not None:
-            return replace(status, earlier=failed.number, failure=failed.written.exception())
+            return status._replace(earlier=failed.number, failure=failed.written.exception())
         return status
-
-    def _late(self, save: Save) -> SaveInProgressError:
-        return SaveInProgressError(
-            f"the previous save has not finished within {self._options.patience:g} s",
-            uri=save.where,
-        )
 
     def _aimed(
         self, writer: OurWriter | Callable[[], OurWriter], checkpoint_id: URILike | None
@@ -400,66 +383,26 @@ class AsyncSaver:
                 del self._unreported[number]
         return None
 
-    def _take_turn(self, made: Save) -> None:
-        """Waits for the saves under way, if that is the policy, whatever their outcome.
-
-        Saves that failed on this rank are always waited for: they are only informing other ranks.
-        """
-        deadline = self._deadline()
-        for save in list(self._under_way):
-            if save.failure is not None or self._policy == "wait":
-                self._wait_for([save], deadline)
-            elif made.clashes_with(save) and not save.written.done():
-                raise SaveInProgressError(
-                    "a save to this location, or with this writer, is still in progress",
-                    uri=made.where,
-                )
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._options.patience
-
-    def _wait_for(self, saves: list[Save], deadline: float) -> None:
-        for save in saves:
-            concurrent.futures.wait([save.written], max(0.0, deadline - time.monotonic()))
-            if not save.written.done():
-                raise self._late(save)
-
     def _stage(self, state: dict[str, Any], save: Save, stager: AsyncStager | None) -> None:
         """Copies a state, or begins to."""
         if stager is None:
             assert self._own_stager is not None
-            save.copy, copied = self._begun_copy(state, save.planner)
+            flattens = getattr(save.planner, "flatten_state_dict", True)
+            save.copy, copied = self._own_stager.begin(
+                state, self._options.patience, flattens=flattens
+            )
             copied.result()
             save.staged.set_result(None)
             return
         save.stage(stager.stage(state))
 
-    def _begun_copy(
-        self, state: dict[str, Any], planner: SavePlanner
-    ) -> tuple[StagedState, Future[None]]:
-        assert self._own_stager is not None
-        begin = functools.partial(
-            self._own_stager.begin,
-            state,
-            self._options.patience,
-            is_pickled=not getattr(planner, "flatten_state_dict", True),
-        )
-        try:
-            return begin()
-        except StagingMemoryError:
-            others = self._unfinished
-            if self._policy != "replace" or not others:
-                raise
-        # no memory for a second copy: act as if only one were allowed
-        self._wait_for(others, self._deadline())
-        return begin()
-
     def _carry_out(self, save: Save) -> Metadata:
         """Saves a copy; runs in the thread."""
         writer = save.writer if isinstance(save.writer, CloudStorageWriter) else None
+        sender: ProcessSender | None = None
         if writer is not None and self._process is not None:
-            arena = None if save.copy is None else save.copy.arena
-            writer.sender = self._process.sender(arena, save.handed_over.set)
+            sender = self._process.sender(None if save.copy is None else save.copy.arena)
+            writer.sender = sender
         is_known = True
         try:
             if self._group is not None and not exists(self._group):
@@ -482,9 +425,8 @@ class AsyncSaver:
                 self._is_broken = True
             raise
         finally:
-            # only its own job: the one before may be another's, whose outcome nobody knows
-            if self._process is not None and is_known and save.handed_over.is_set():
-                self._process.settle()
+            if sender is not None and is_known:
+                sender.settle()
             if isinstance(save.planner, DefaultSavePlanner):
                 save.planner.state_dict = {}  # the planner would keep the copy until its next plan
             if writer is not None:
@@ -506,7 +448,7 @@ class AsyncSaver:
             if self._ended.is_set():
                 return
             self._closed = True
-        futures = [save.written for save in self._under_way]
+        futures = [] if self._last is None else [self._last.written]
         concurrent.futures.wait(futures, self._options.patience)
         idle = all(future.done() for future in futures)
         if self._process is not None:
@@ -561,13 +503,9 @@ class AsyncSaver:
                 self._on_failure([failed.number], error)
 
     @property
-    def _unfinished(self) -> list[Save]:
-        return [save for save in self._under_way if not save.written.done()]
-
-    @property
     def is_idle(self) -> bool:
         """Whether no save is under way."""
-        return not self._unfinished
+        return self._last is None or self._last.written.done()
 
     @property
     def belongs_here(self) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt.background.arena import Arena, Memory
 from cloudckpt.background.layout import Layout
-from cloudckpt.errors import ClosedError, SaveInProgressError, StagingMemoryError
+from cloudckpt.errors import ClosedError, SaveInProgressError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.transfer.group import TaskGroup
 
@@ -81,42 +81,28 @@ class StagedState:
 
 
 class _Lease:
-    """A buffer in use. It ends once: when it is released, or when its last tensor is gone.
+    """The buffer in use. It ends once: when it is released, or when its last tensor is gone.
 
-    A buffer is moved from the free ones to the lease, or back, by one call into C, which an
+    The buffer is moved from the queue to the lease, or back, by one call into C, which an
     interrupt can't come in the middle of: it is always at one of the two places.
-
-    Attributes:
-        held: The buffer; while one is being chosen, all that were free.
     """
 
     def __init__(self, free: queue.SimpleQueue[_Buffer]) -> None:
-        self.held: list[_Buffer] = []
+        self._held: list[_Buffer] = []
         self._free = free
 
     def take(self, seconds: float = 0) -> None:
-        """Takes a free buffer.
+        """Takes the buffer.
 
         Raises:
-            queue.Empty: If none becomes free in that time.
+            queue.Empty: If it is not free in that time.
         """
-        self.held.extend(map(self._free.get, (seconds > 0,), (seconds,)))
-
-    def take_all(self) -> None:
-        """Takes all free buffers."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.take()
-
-    def give_back(self) -> None:
-        """Gives back the buffer that was taken last."""
-        collections.deque(map(self._free.put, map(self.held.pop, (-1,))), maxlen=0)
+        self._held.extend(map(self._free.get, (seconds > 0,), (seconds,)))
 
     def end(self) -> None:
         # without a lock: the garbage collector may call it in the middle of anything
         with contextlib.suppress(IndexError):
-            while True:
-                self.give_back()
+            collections.deque(map(self._free.put, map(self._held.pop, (-1,))), maxlen=0)
 
 
 class Stager(AsyncStager):
@@ -139,8 +125,6 @@ class Stager(AsyncStager):
     def __init__(
         self,
         *,
-        buffers: int = 1,
-        kept: int | None = None,
         threads: int | None = None,
         pin_memory: bool | None = None,
         asynchronous: bool = False,
@@ -148,22 +132,18 @@ class Stager(AsyncStager):
     ) -> None:
         """
         Args:
-            buffers: Copies that may exist at a time.
-            kept: How many buffers keep their memory for the next copy; default: all.
             threads: Threads that copy on the CPU; default: as many as torch uses, at most 8.
             pin_memory: Whether to pin buffers; default: if CUDA is available.
             asynchronous: Whether :meth:`stage` returns a future.
-            patience: Seconds to wait for a free buffer.
+            patience: Seconds to wait until the copy before is no longer used.
         """
         self._threads = threads if threads is not None else min(8, torch.get_num_threads())
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._asynchronous = asynchronous
         self._patience = patience
-        self._buffers = [_Buffer() for _ in range(buffers)]
-        self._kept = buffers if kept is None else kept
-        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
-        for buffer in self._buffers:
-            self._free.put(buffer)
+        self._buffer = _Buffer()
+        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()  # the buffer, if it is free
+        self._free.put(self._buffer)
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-staged")
         self._streams: dict[torch.device, torch.Stream] = {}
         self._process = os.getpid()
@@ -175,7 +155,7 @@ class Stager(AsyncStager):
         """Returns a copy of the state dict that later changes don't affect.
 
         Raises:
-            SaveInProgressError: If no buffer became free in time.
+            SaveInProgressError: If the copy before is still used after ``patience``.
             StagingMemoryError: If there is no memory for the copy.
             StagingError: If a value can't be copied.
             ClosedError: If the stager was closed.
@@ -198,14 +178,14 @@ class Stager(AsyncStager):
         return done
 
     def begin(
-        self, state_dict: dict[str, Any], patience: float, *, is_pickled: bool = False
+        self, state_dict: dict[str, Any], patience: float, *, flattens: bool = True
     ) -> tuple[StagedState, Future[None]]:
         """Begins a copy, which is complete when the future is done.
 
         Args:
             state_dict: What to copy.
-            patience: Seconds to wait for a free buffer; 0 for not at all.
-            is_pickled: Whether its containers will be pickled, not flattened: their classes count.
+            patience: Seconds to wait for the end of the copy before; 0 for not at all.
+            flattens: Whether its containers will be flattened, so that their classes don't count.
         """
         if self._closed:
             raise ClosedError("the stager was closed")
@@ -216,10 +196,10 @@ class Stager(AsyncStager):
             )
         # copies made in inference mode could not be read outside it
         with torch.inference_mode(False), torch.no_grad():
-            return self._begin(state_dict, patience, is_pickled)
+            return self._begin(state_dict, patience, flattens)
 
     def _begin(
-        self, state_dict: dict[str, Any], patience: float, is_pickled: bool
+        self, state_dict: dict[str, Any], patience: float, flattens: bool
     ) -> tuple[StagedState, Future[None]]:
         with paused_gc():
             layout = Layout.of(state_dict)
@@ -230,11 +210,11 @@ class Stager(AsyncStager):
             except queue.Empty:
                 raise SaveInProgressError(
                     f"an earlier save still reads the staged copy after {patience:g} s; wait for "
-                    "its future, save less often, or allow for two copies"
+                    "its future, or save less often"
                 ) from None
             if self._closed:
                 raise ClosedError("the stager was closed")
-            arena = self._fitting(lease, layout)
+            arena = self._buffer.fit(layout.size, pin=self._pin and _on_cuda(layout))
             memory = arena.memory(lease.end)
             with paused_gc():
                 layout.place(memory)
@@ -242,7 +222,7 @@ class Stager(AsyncStager):
             if layout.is_read_when_rebuilt:
                 copied.result()
             with paused_gc():
-                content = layout.rebuild(state_dict, is_pickled=is_pickled)
+                content = layout.rebuild(state_dict, flattens=flattens)
         except BaseException:
             for stream in self._streams.values():
                 stream.synchronize()  # an accelerator may still be copying into the buffer
@@ -251,24 +231,13 @@ class Stager(AsyncStager):
         return StagedState(content, arena, layout.size, lease, memory), copied
 
     def _take(self, lease: _Lease, patience: float) -> None:
-        """Takes a free buffer, with memory if possible; the memory of others may be freed.
-
-        Raises:
-            queue.Empty: If none becomes free in time.
-        """
-        self._take_next(lease, patience)
-        lease.take_all()
-        lease.held.sort(key=lambda buffer: buffer.arena is None)
-        while len(lease.held) > 1:
-            if len(lease.held) > self._kept:
-                lease.held[-1].release()
-            lease.give_back()
-
-    def _take_next(self, lease: _Lease, patience: float) -> None:
-        """Takes a free buffer; the garbage collector frees buffers held only by reference cycles.
+        """Takes the buffer; the garbage collector frees one held only by reference cycles.
 
         torch 2.9's planners, and what torch 2.15 keeps of a save, leave such cycles. The collector
         runs after 0, 1, 3, 7, … seconds of waiting.
+
+        Raises:
+            queue.Empty: If it is not free in time.
         """
         end, pause = time.monotonic() + patience, 1.0
         while True:
@@ -285,20 +254,6 @@ class Stager(AsyncStager):
                 if left <= pause:
                     raise
             pause *= 2
-
-    def _fitting(self, lease: _Lease, layout: Layout) -> Arena:
-        """An arena for a copy; other kept arenas that are not being read may be freed for it."""
-        pin, buffer = self._pin and _on_cuda(layout), lease.held[0]
-        try:
-            return buffer.fit(layout.size, pin=pin)
-        except StagingMemoryError:
-            lease.take_all()
-            if len(lease.held) == 1:
-                raise
-            while len(lease.held) > 1:
-                lease.held[-1].release()
-                lease.give_back()
-        return buffer.fit(layout.size, pin=pin)
 
     def _copy(self, layout: Layout, memory: Memory) -> Future[None]:
         done: Future[None] = Future()
@@ -364,8 +319,7 @@ class Stager(AsyncStager):
             return
         self._closed = True
         self._waiter.shutdown()
-        for buffer in self._buffers:
-            buffer.release()
+        self._buffer.release()
 
     def __enter__(self) -> Stager:
         return self

@@ -68,12 +68,11 @@ class BackgroundOptions(Options):
 
     variables: ClassVar[str] = "CLOUDCKPT_ASYNC_"
 
-    when_busy: Literal["auto", "wait", "skip", "double_buffer", "replace"] = option(
-        "auto",
+    when_busy: Literal["wait", "skip", "auto"] | None = option(
+        None,
         "what a save does while the one before is under way: 'wait' for it; 'skip' this one (on "
-        "all ranks alike); stage a second copy ('double_buffer'); or wait, unless that one is "
-        "stuck, and then stage a second copy, in the place of one that waits behind it "
-        "('replace'). 'auto' is 'replace' for a CheckpointManager, and else 'wait'",
+        "all ranks alike); or wait as long as that one makes progress, and else skip ('auto'). "
+        "Default: 'auto' for a CheckpointManager, 'wait' for other saves",
     )
     patience: float = timeout(
         3600.0, "seconds that a save waits for the copy of an earlier one, and closing for saves"

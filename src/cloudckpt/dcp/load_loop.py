@@ -20,7 +20,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -168,13 +167,13 @@ class _Load:
             try:
                 terms = self._terms(status)
             except BaseException as error:  # noqa: BLE001 - told to all ranks
-                status = replace(status, failure=error)
+                status = status._replace(failure=error)
         terms = _Terms._make(meeting.from_first(tuple(terms)))
         if terms.begins and status.failure is None:
             first = RankStatus(
                 location=terms.location, options=terms.options, version=terms.version
             )
-            status = replace(status, failure=status.difference(first, meeting.rank))
+            status = status._replace(failure=status.difference(first, meeting.rank))
 
         def local_plan() -> LoadPlan:
             if status.failure is not None:
@@ -193,7 +192,7 @@ class _Load:
                 if terms.shares != "off":
                     wishes = _Wishes(segments, SharedReads.offer(segments, terms.shares))
             except BaseException as error:  # noqa: BLE001 - told to all ranks
-                status = replace(status, failure=error)
+                status = status._replace(failure=error)
         shared = self._agreed(status, wishes, terms)
         assert fetch is not None  # otherwise it has raised
         return functools.partial(_fetch_with, fetch, shared)
@@ -258,15 +257,14 @@ class _Load:
         """Reports to all ranks that this one is ready, or why not; all raise if one is not."""
         meeting = self._meeting
         if terms.shares == "off":
-            meeting.hold(status).raise_on_all_ranks()
+            meeting.exchange(status).raise_on_all_ranks()
             return None
-        consensus, offers = meeting.hold_with(status, None if wishes is None else wishes.offer)
+        consensus = meeting.exchange(status, None if wishes is None else wishes.offer)
         consensus.raise_on_all_ranks()
         assert meeting.group is not None
         assert self._ours is not None
         assert wishes is not None  # a rank without has failed
-        told = cast(list[Offer], offers)
-        return SharedReads(meeting.group, self._ours.config, wishes.segments, told)
+        return SharedReads(meeting.group, self._ours.config, wishes.segments, consensus.values)
 
     def _fetch(self, fetch: Callable[[], None]) -> None:
         """Fetches this rank's bytes; raises the same on all ranks if it fails on one."""
@@ -278,7 +276,7 @@ class _Load:
                 raise
             failure = error
         own = None if isinstance(failure, TransferCancelledError) else failure
-        consensus = self._meeting.hold(RankStatus(failure=own), has_begun=True)
+        consensus = self._meeting.exchange(RankStatus(failure=own), has_begun=True)
         consensus.raise_on_all_ranks("while it was loaded")
         if failure is not None:
             raise failure

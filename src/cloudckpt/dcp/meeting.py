@@ -2,8 +2,7 @@
 
 A rank may be unable to begin: its location is not a valid URI, its ``state_dict()`` raises, or one
 of its earlier saves is still under way. torch's own steps report failures that happen within them
-to the other ranks, but none before. So the ranks meet first, in one reduction of nine numbers. Only
-if a rank objects, or two name different locations, do they exchange their full statuses.
+to the other ranks, but none before. So the ranks meet first, and exchange their statuses.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import hashlib
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -65,8 +64,7 @@ PLAN_ANEW = 1
 """The plan number of a rank that has no plan from an earlier save."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankStatus:
+class RankStatus(NamedTuple):
     """What a rank reports in a meeting.
 
     Attributes:
@@ -77,8 +75,6 @@ class RankStatus:
         options: What else must be the same on all ranks, as text.
         is_busy: Whether one of its saves is under way.
         is_stuck: Whether that save makes no progress because the store fails or does not answer.
-        is_full: Whether it has no room for another save.
-        has_begun: Whether it has begun the last save that was requested, or has none.
         plan: The number of its plan for what it saves, or one of the two constants above.
         version: Of this package, which must be the same on all ranks.
     """
@@ -89,16 +85,8 @@ class RankStatus:
     options: str = ""
     is_busy: bool = False
     is_stuck: bool = False
-    is_full: bool = False
-    has_begun: bool = True
     plan: int = PLAN_EACH_TIME
     version: str = __version__
-
-    @property
-    def digest(self) -> int:
-        """Digest of what must be the same; below 2**56: it and its negative fit into an int64."""
-        said = f"{self.location}\0{self.options}\0{self.version}".encode()
-        return int.from_bytes(hashlib.sha256(said).digest()[:7], "big")
 
     @property
     def is_early(self) -> bool:
@@ -135,22 +123,35 @@ class Consensus:
 
     Attributes:
         rank: This rank in the group.
-        any_is_busy: Whether some rank is busy.
-        any_is_stuck: Whether some rank is stuck.
-        any_is_full: Whether some rank has no room for another save.
-        any_has_begun: Whether some rank has begun the last save, or has none.
-        plan: The number of the plan that all ranks have; ``PLAN_ANEW`` if they have none or
-            different ones, and ``PLAN_EACH_TIME`` if some rank plans every save.
-        statuses: All ranks' statuses, if one objects or two name different locations; else empty.
+        statuses: By rank, its status.
+        values: By rank, what else it has reported.
     """
 
     rank: int
-    any_is_busy: bool
-    plan: int
-    statuses: Sequence[RankStatus] = ()
-    any_is_stuck: bool = False
-    any_is_full: bool = False
-    any_has_begun: bool = True
+    statuses: Sequence[RankStatus]
+    values: list[Any]
+
+    @property
+    def any_is_busy(self) -> bool:
+        """Whether some rank is busy."""
+        return any(one.is_busy for one in self.statuses)
+
+    @property
+    def any_is_stuck(self) -> bool:
+        """Whether some rank is stuck."""
+        return any(one.is_stuck for one in self.statuses)
+
+    @property
+    def plan(self) -> int:
+        """The number of the plan that all ranks have.
+
+        ``PLAN_ANEW`` if they have none or different ones; ``PLAN_EACH_TIME`` if some rank plans
+        every save.
+        """
+        plans = {one.plan for one in self.statuses}
+        if PLAN_EACH_TIME in plans:
+            return PLAN_EACH_TIME
+        return plans.pop() if len(plans) == 1 else PLAN_ANEW
 
     @property
     def earlier(self) -> set[int]:
@@ -160,33 +161,41 @@ class Consensus:
     def raise_on_all_ranks(self, when: str = "before it began") -> None:
         """Raises the reason why this can't begin, the same on all ranks; returns if it can.
 
+        Raises:
+            BaseException: See :meth:`objection`.
+        """
+        if (error := self.objection(when)) is not None:
+            raise error
+
+    def objection(self, when: str = "before it began") -> BaseException | None:
+        """The reason why this can't begin, the same on all ranks; None if it can.
+
         Args:
             when: When the failures happened, for the message.
 
-        Raises:
-            ConfigError: If two ranks were given different options, or run different versions.
-            DifferentCheckpointsError: If they name different locations.
-            CloudCheckpointError: The failure, if all failed ranks failed for the same reason.
-            RanksFailedError: If the reasons differ, or came from outside cloudckpt.
+        Returns:
+            A ConfigError if two ranks were given different options, or run different versions; a
+            DifferentCheckpointsError if they name different locations; the failure, if all failed
+            ranks failed for the same reason; a RanksFailedError if the reasons differ, or came from
+            outside cloudckpt.
         """
         failures = {
             rank: one.failure for rank, one in enumerate(self.statuses) if one.failure is not None
         }
         # an early failure explains what the other ranks have run into since
         early = {rank: error for rank, error in failures.items() if self.statuses[rank].is_early}
+        first = self.statuses[0]
         if not early:
             for rank, one in enumerate(self.statuses):
-                if (error := one.difference(self.statuses[0], rank)) is not None:
-                    raise error
-        if failures := early or failures:
-            if len(self.statuses) == 1:
-                raise failures[0]  # no other rank has to understand it
-            when = "in an earlier save" if self.earlier else when
-            raise one_error(failures, self.rank, when, self._location)
-
-    @property
-    def _location(self) -> str | None:
-        return self.statuses[0].location or None if self.statuses else None
+                if (error := one.difference(first, rank)) is not None:
+                    return error
+        failures = early or failures
+        if not failures:
+            return None
+        if len(self.statuses) == 1:
+            return failures[0]  # no other rank has to understand it
+        when = "in an earlier save" if self.earlier else when
+        return one_error(failures, self.rank, when, first.location or None)
 
 
 def _no_objection(made: object) -> RankStatus:
@@ -253,63 +262,31 @@ class Meeting:
         """How many ranks there are."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def hold(self, status: RankStatus, *, has_begun: bool = False) -> Consensus:
-        """Exchanges the ranks' statuses; a collective call.
+    def exchange(
+        self, status: RankStatus, value: Any = None, *, has_begun: bool = False
+    ) -> Consensus:
+        """Exchanges the ranks' statuses, and a value of each; a collective call.
 
         Args:
             status: This rank's status.
+            value: What else it reports.
             has_begun: Whether the ranks report how the work went, not whether to begin it.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.
         """
         if self.group is None:
-            objections = [status] if status.failure is not None else []
-            said = (status.is_busy, status.plan, objections)
-            return Consensus(0, *said, status.is_stuck, status.is_full, status.has_begun)
-        digest = status.digest
-        # of the digests and plans the highest and the lowest, in one reduction
-        flags = [status.failure is not None, status.is_busy, status.is_stuck]
-        flags += [status.is_full, status.has_begun]
-        asked = [*map(int, flags), digest, -digest, status.plan, -status.plan]
-        with self._exchange(status.failure, has_begun):
-            rank = dist.get_rank(self.group)
-            device = device_for_collectives(self.group)
-            seen = torch.tensor(asked, dtype=torch.int64, device=device)
-            dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
-            *flags, highest, lowest, plan, other = seen.tolist()
-            objected, busy, *others = map(bool, flags)
-            plan = _common(plan, -other)
-            if not objected and highest == -lowest:
-                return Consensus(rank, busy, plan, (), *others)
-            found: list[RankStatus] = [status] * dist.get_world_size(self.group)
-            told = replace(status, failure=portable(status.failure, status.location or None))
-            dist.all_gather_object(found, told, group=self.group)
-        found[rank] = told  # with its own traceback
-        return Consensus(rank, busy, plan, found, *others)
-
-    def hold_with(self, status: RankStatus, value: T) -> tuple[Consensus, list[T]]:
-        """As :meth:`hold`, and gathers the ranks' values in rank order, in one collective call.
-
-        Raises:
-            ProcessGroupError: If the ranks lost each other.
-        """
-        if self.group is None:
-            return self.hold(status), [value]
-        told = replace(status, failure=portable(status.failure, status.location or None))
-        with self._exchange(status.failure, has_begun=False):
-            found: list[Any] = [None] * self.size
-            dist.all_gather_object(found, (told, value), group=self.group)
-        statuses = [one for one, _ in found]
-        statuses[self.rank] = told  # with its own traceback
-        plans = [one.plan for one in statuses]
-        consensus = Consensus(
-            self.rank,
-            any(one.is_busy for one in statuses),
-            _common(max(plans), min(plans)),
-            statuses,
-        )
-        return consensus, [value for _, value in found]
+            return Consensus(0, [status], [value])
+        with self._together(status.failure, has_begun):
+            rank, failure = dist.get_rank(self.group), portable(status.failure, status.location)
+            own = status._replace(failure=failure), value
+            reports: list[Any] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(reports, pickle.dumps(own), group=self.group)
+        # the same reports of many ranks are read once; this rank's failure keeps its traceback
+        parsed = {report: pickle.loads(report) for report in set(reports)}  # noqa: S301 - of a rank
+        found = [parsed[report] for report in reports]
+        found[rank] = own
+        return Consensus(rank, [one for one, _ in found], [one for _, one in found])
 
     def begin(
         self, prepare: Callable[[], T], status: Callable[[T], RankStatus] = _no_objection
@@ -322,7 +299,7 @@ class Meeting:
 
         Raises:
             BaseException: What ``prepare`` has raised, if this process is alone.
-            CloudCheckpointError: See :meth:`Consensus.raise_on_all_ranks` and :meth:`hold`.
+            CloudCheckpointError: See :meth:`Consensus.objection` and :meth:`exchange`.
         """
         return self.begin_planned(prepare, status)[0]
 
@@ -335,9 +312,9 @@ class Meeting:
                 made = prepare()
                 own = status(made)
             except BaseException as error:
-                self.hold(RankStatus(failure=error)).raise_on_all_ranks()
+                self.exchange(RankStatus(failure=error)).raise_on_all_ranks()
                 raise
-            consensus = self.hold(own)
+            consensus = self.exchange(own)
         consensus.raise_on_all_ranks()
         return made, consensus.plan
 
@@ -364,7 +341,7 @@ class Meeting:
         if self.group is None:
             return value
         told = [value]
-        with self._exchange(None, has_begun=False):
+        with self._together(None, has_begun=False):
             device = torch.device(device_for_collectives(self.group))
             dist.broadcast_object_list(told, group=self.group, group_src=0, device=device)
         return told[0]
@@ -385,7 +362,7 @@ class Meeting:
                 cloudckpt.
             ProcessGroupError: If the ranks lost each other.
         """
-        with self._exchange(None, has_begun=False):
+        with self._together(None, has_begun=False):
             ranks, told = Collectives(self.group, self.group is not None, 0), portable_errors(uri)
             try:
                 return ranks.reduce_scatter("plan", told(make), told(share))
@@ -400,15 +377,10 @@ class Meeting:
         Raises:
             ProcessGroupError: If the ranks lost each other.
         """
-        if self.group is None:
-            return [value]
-        with self._exchange(None, has_begun=True):
-            found: list[Any] = [None] * self.size
-            dist.all_gather_object(found, value, group=self.group)
-        return found
+        return self.exchange(RankStatus(), value, has_begun=True).values
 
     @contextlib.contextmanager
-    def _exchange(self, failure: BaseException | None, has_begun: bool) -> Iterator[None]:
+    def _together(self, failure: BaseException | None, has_begun: bool) -> Iterator[None]:
         try:
             with all_expected(None if has_begun else self.group):
                 yield
@@ -461,13 +433,6 @@ def check_together(use_collectives: bool, uri: str | None = None) -> None:
             "all ranks commit by one request. A process that is to save alone takes no_dist=True",
             uri=uri,
         )
-
-
-def _common(highest: int, lowest: int) -> int:
-    """The plan number of all ranks, from their highest and lowest numbers."""
-    if highest == lowest or lowest == PLAN_EACH_TIME:
-        return lowest
-    return PLAN_ANEW
 
 
 def one_error(

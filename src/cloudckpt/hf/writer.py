@@ -270,7 +270,7 @@ class SafetensorsWriter(OurWriter):
                 self.transferred = stats.snapshot()
                 span.nbytes = self.transferred.nbytes
                 is_own = not isinstance(failure, TransferCancelledError)
-                verdict = meeting.hold(
+                verdict = meeting.exchange(
                     RankStatus(failure=failure if is_own else None), has_begun=True
                 )
                 verdict.raise_on_all_ranks("while they sent their parts")

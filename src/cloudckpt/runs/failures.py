@@ -77,7 +77,6 @@ class FailureBudget:
             raise ConfigError(f"max_failures={max_failures!r}: give a whole number of at least 1")
         self._on_failure = on_failure
         self._failed: set[int] = set()
-        self._dropped: set[int] = set()
         self.in_row = 0
         self.last: CloudCheckpointError | None = None
 
@@ -95,17 +94,12 @@ class FailureBudget:
         """
         self._failed.add(number)
         number, in_row = max(self._failed), 0
-        while number in self._failed or number in self._dropped:
-            in_row += number in self._failed
-            number -= 1
+        while number - in_row in self._failed:
+            in_row += 1
         self.in_row, self.last = in_row, error
         if not self.logs or self.in_row >= self.max_failures:
             return False
         return self._on_failure == "log_all" or isinstance(error, _MAY_PASS)
-
-    def dropped(self, number: int) -> None:
-        """Skips a save that was replaced by another: it neither failed nor succeeded."""
-        self._dropped.add(number)
 
     def succeeded(self, number: int) -> None:
         """Ends the row of failures, unless a later save is known to have failed."""

@@ -228,7 +228,7 @@ class CheckpointManager(ClosedAtExit):
             self._checkpointer: Checkpointer = self._direct
             if asynchronous and not read_only:
                 self._checkpointer = AsyncCheckpointer(
-                    options, on_failure=self._failed_earlier, when_busy="replace"
+                    options, on_failure=self._failed_earlier, when_busy="auto"
                 )
                 undo.callback(self._checkpointer.close)
             self._agreement = Agreement(self._meeting.group)
@@ -348,9 +348,9 @@ class CheckpointManager(ClosedAtExit):
             force: Whether to save the step even if it is not its turn.
 
         Returns:
-            Whether it is saved: False if it is not its turn, if the previous save is still in
-            progress and ``when_busy`` is ``"skip"``, or if it failed and ``on_failure`` tolerates
-            that.
+            Whether it is saved: False if it is not its turn, if it is skipped because the previous
+            save is still in progress (see ``when_busy``: by default only if that one makes no
+            progress), or if it failed and ``on_failure`` tolerates that.
 
         Raises:
             CheckpointExistsError: If the step has a checkpoint and ``overwrite`` is off; with it
@@ -705,9 +705,7 @@ class CheckpointManager(ClosedAtExit):
         self._in_use.end(step)
         with contextlib.suppress(ValueError):
             self._under_way.remove(step)
-        if written.skipped:
-            self._failures.dropped(number)
-        elif written.exception() is None:
+        if written.exception() is None:
             self._note_commit(number, step)
 
     def _note_commit(self, number: int, step: int) -> None:

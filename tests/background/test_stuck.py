@@ -1,4 +1,4 @@
-"""A save that is stuck does not hold up the next: the newest copy waits behind it, and no other."""
+"""A save that is stuck does not hold up training: the next ones are skipped until it has ended."""
 
 import concurrent.futures
 import threading
@@ -13,22 +13,20 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import cloudckpt
 from cloudckpt import BackgroundOptions, CheckpointManager, RetryPolicy, waiting
 from cloudckpt.background import saver as savers
-from cloudckpt.background import stager as stagers
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpointer import CheckpointerConfig
-from cloudckpt.errors import RanksFailedError, SaveInProgressError, StagingMemoryError
+from cloudckpt.errors import RanksFailedError, SaveInProgressError
 from cloudckpt.runs import Preemption
 from cloudckpt.waiting import Waiting
 from wire.faults import s3_error
 
 from .saves import PATIENCE, Gate, begin, step_at
-from .waiting import staged_copies
 
 KINDS = list(AsyncCheckpointerType)
 
 
 def saver(**options) -> AsyncSaver:
-    options = {"when_busy": "replace", "patience": PATIENCE} | options
+    options = {"when_busy": "auto", "patience": PATIENCE} | options
     return AsyncSaver(no_dist=True, options=BackgroundOptions(**options))
 
 
@@ -40,43 +38,36 @@ def stuck(monkeypatch) -> threading.Event:
     return now
 
 
-def test_the_newest_copy_takes_the_place_of_one_that_waits_behind_a_stuck_save(
+def test_a_save_behind_a_stuck_one_is_skipped_and_the_one_behind_its_end_is_saved(
     local, gate, stuck, caplog
 ) -> None:
-    held = staged_copies()
     with saver() as one:
-        futures = [begin(one, 1, local.at("1"), planner=gate)]
+        first = begin(one, 1, local.at("1"), planner=gate)
         gate.wait()
         stuck.set()
-        futures += [begin(one, step, local.at(str(step))) for step in (2, 3, 4)]
-        assert staged_copies() - held == 2
-        assert [future.done() for future in futures] == [False, True, True, False]
+        skipped = [begin(one, step, local.at(str(step))) for step in (2, 3)]
+        assert [(future.skipped, future.result(0)) for future in skipped] == [(True, None)] * 2
         gate.open()
-        results = [future.result(PATIENCE) for future in futures]
-    assert [future.skipped for future in futures] == [False, True, True, False]
-    assert [result is None for result in results] == [False, True, True, False]
-    assert step_at(local.at("1")) == 1
-    assert step_at(local.at("4")) == 4
-    assert not [name for name in local.names() if name.startswith(("2/", "3/"))]
-    assert caplog.text.count("a newer one takes its place") == 2
+        assert first.result(PATIENCE) is not None
+        assert begin(one, 4, local.at("4")).result(PATIENCE) is not None
+    assert [step_at(local.at(step)) for step in ("1", "4")] == [1, 4]
+    assert local.at("2").names() == local.at("3").names() == []
+    assert caplog.text.count(f"{local.at('2').uri} is skipped") == 1
 
 
-def test_a_save_that_gets_on_is_waited_for(local, gate, stuck) -> None:
-    held = staged_copies()
+def test_a_save_that_makes_progress_is_waited_for(local, gate, stuck) -> None:
     with saver() as one, ThreadPoolExecutor(1) as thread:
-        first = begin(one, 1, local.at("1"), planner=gate)
+        begin(one, 1, local.at("1"), planner=gate)
         gate.wait()
         second = thread.submit(begin, one, 2, local.at("2"))
         with pytest.raises(TimeoutError):
             second.result(0.5)
         gate.open()
-        assert first.result(PATIENCE) is not None
         second.result(PATIENCE).result(PATIENCE)
-        assert staged_copies() - held == 1
     assert step_at(local.at("2")) == 2
 
 
-def test_who_waits_goes_on_when_the_save_before_gets_stuck(local, gate, stuck) -> None:
+def test_a_wait_ends_when_the_save_before_gets_stuck(local, gate, stuck) -> None:
     with saver() as one, ThreadPoolExecutor(1) as thread:
         begin(one, 1, local.at("1"), planner=gate)
         gate.wait()
@@ -84,10 +75,9 @@ def test_who_waits_goes_on_when_the_save_before_gets_stuck(local, gate, stuck) -
         with pytest.raises(TimeoutError):
             second.result(0.3)
         stuck.set()
-        future = second.result(PATIENCE)
-        assert not future.done()
+        assert second.result(PATIENCE).skipped
         gate.open()
-    assert step_at(local.at("2")) == 2
+    assert step_at(local.at("1")) == 1
 
 
 def test_it_is_waited_for_as_long_as_patience_says(local, gate, stuck) -> None:
@@ -100,68 +90,29 @@ def test_it_is_waited_for_as_long_as_patience_says(local, gate, stuck) -> None:
         first.result(PATIENCE)
 
 
-def test_a_stuck_save_to_the_same_place_is_waited_for(local, gate, stuck) -> None:
-    with saver(patience=0.3) as one:
-        first = begin(one, 1, local, planner=gate)
-        gate.wait()
-        stuck.set()
-        with pytest.raises(SaveInProgressError):
-            begin(one, 2, local)
-        gate.open()
-        first.result(PATIENCE)
-    assert step_at(local) == 1
-
-
-def test_without_memory_for_a_second_copy_the_one_before_is_waited_for(
-    local, gate, stuck, monkeypatch
-) -> None:
-    make, room = stagers.Arena, [1]
-
-    def made(size, *, pin):
-        if not room[0]:
-            raise StagingMemoryError("not enough memory")
-        room[0] -= 1
-        return make(size, pin=pin)
-
-    def closed(self) -> None:
-        room[0] += 1
-        close(self)
-
-    close = make.close
-    monkeypatch.setattr(make, "close", closed)
-    monkeypatch.setattr(stagers, "Arena", made)
-    with saver() as one, ThreadPoolExecutor(1) as thread:
-        begin(one, 1, local.at("1"), planner=gate)
-        gate.wait()
-        stuck.set()
-        second = thread.submit(begin, one, 2, local.at("2"))
-        with pytest.raises(TimeoutError):
-            second.result(0.3)
-        gate.open()
-        second.result(PATIENCE).result(PATIENCE)
-    assert step_at(local.at("2")) == 2
-
-
 def _on_ranks(place, folder):
     gate, rank = Gate(Path(folder), rank=1), dist.get_rank()
     if rank == 1:  # the others have sent all, and wait for this one
         savers.is_stuck = lambda: (Path(folder) / "reached").exists()
     try:
-        options = BackgroundOptions(when_busy="replace")
+        options = BackgroundOptions(when_busy="auto")
         with AsyncSaver(options=options) as one:
             futures = [begin(one, 1, place.at("1"), planner=gate)]
             gate.wait()
             futures += [begin(one, step, place.at(str(step))) for step in (2, 3, 4)]
             dist.barrier()
             gate.open()
+            futures[0].result(PATIENCE)
+            futures.append(begin(one, 5, place.at("5")))
             return [future.result(PATIENCE) is None for future in futures]
     finally:
         savers.is_stuck = waiting.is_stuck
 
 
-def test_all_ranks_replace_the_same_saves(local, tmp_path, ranks) -> None:
-    assert ranks(3, _on_ranks, local, str(tmp_path)) == [[False, True, True, False]] * 3
-    assert step_at(local.at("4"), ranks=3) == 4
+def test_all_ranks_skip_the_same_saves(local, tmp_path, ranks) -> None:
+    told = ranks(3, _on_ranks, local, str(tmp_path))
+    assert told == [[False, True, True, True, False]] * 3
+    assert step_at(local.at("5"), ranks=3) == 5
 
 
 def _interrupted_between_meetings(place, folder):
@@ -173,7 +124,7 @@ def _interrupted_between_meetings(place, folder):
             raise KeyboardInterrupt
         return wait(*arguments)
 
-    with AsyncSaver(options=BackgroundOptions(when_busy="replace")) as one:
+    with AsyncSaver(options=BackgroundOptions(when_busy="auto")) as one:
         first = begin(one, 1, place.at("1"), planner=gate)
         gate.wait()
         with pytest.MonkeyPatch.context() as patch:
@@ -187,7 +138,7 @@ def _interrupted_between_meetings(place, folder):
     return type(told.value), "KeyboardInterrupt" in repr(told.value)
 
 
-def test_an_interrupt_of_a_rank_that_waits_for_a_stuck_save_is_told_to_all(
+def test_an_interrupt_of_a_rank_that_waits_for_a_save_is_told_to_all(
     local, tmp_path, ranks
 ) -> None:
     told = ranks(2, _interrupted_between_meetings, local, str(tmp_path))
@@ -206,17 +157,19 @@ def test_a_manager_trains_on_while_its_store_refuses(shaky, proxy, kind) -> None
         manager.save(1, {"w": torch.ones(50_000)})
         manager.wait_until_finished()
         proxy.inject(s3_error(503, "SlowDown"))
-        for step in range(2, 7):
-            assert manager.save(step, {"w": torch.full((50_000,), float(step))})
-        assert manager.status().under_way == (2, 6)
+        saved = [manager.save(n, {"w": torch.full((50_000,), float(n))}) for n in range(2, 7)]
+        assert saved == [True, False, False, False, False]
+        assert manager.status().under_way == (2,)
         proxy.clear()
         manager.wait_until_finished()
-        assert manager.all_steps() == [1, 2, 6]
-        assert manager.status().newest_step == 6
+        assert manager.save(7, {"w": torch.full((50_000,), 7.0)})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 7]
         assert manager.status().failures_in_row == 0
-    room = {"w": torch.zeros(50_000)}
-    cloudckpt.load(room, checkpoint_id=f"{shaky.uri}/step-6", config=shaky.config)
-    assert torch.equal(room["w"], torch.full((50_000,), 6.0))
+    for step in (2, 7):
+        room = {"w": torch.zeros(50_000)}
+        cloudckpt.load(room, checkpoint_id=f"{shaky.uri}/step-{step}", config=shaky.config)
+        assert torch.equal(room["w"], torch.full((50_000,), float(step)))
 
 
 def test_a_process_is_stuck_while_requests_fail_and_none_succeeds(monkeypatch) -> None:
