@@ -166,4 +166,7 @@ def calls_of_a_save_in_the_background(place):
 def test_a_save_in_the_background_has_a_meeting_more(ranks, local):
     later = ["all_gather_object", "gather_object", "broadcast_object_list"]
     for found in ranks(2, calls_of_a_save_in_the_background, local):
-        assert found == (["all_gather_object", *later], ["all_gather_object", "all_gather_object", *later])
+        assert found == (
+            ["all_gather_object", *later],
+            ["all_gather_object", "all_gather_object", *later],
+        )
