@@ -1,21 +1,16 @@
 """Checkpoints become models, and models checkpoints."""
 
 import functools
-import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import cloudckpt
 import cloudckpt.format_utils
-from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.config import MIB
 from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, KeyCollisionError
 from cloudckpt.hf import export_checkpoint
-from cloudckpt.hf.exporting import PlannedCopy, cut_into_parts
-from cloudckpt.transfer.landing import StoredBytes
+from cloudckpt.hf.parts import Extent, cut_into_parts
 from dcp.layouts import LAYOUTS, full_state, spread
 from dcp.values import assert_same, numbered
 
@@ -103,36 +98,9 @@ def test_damage_is_not_exported(s3, at: int) -> None:
         assert at == -1, "this server tells no checksums of what it has copied"
 
 
-_BLOCK = 4
-
-
-@given(st.integers(1, 40), st.lists(st.integers(1, 60), max_size=9), st.integers(28, 90))
-def test_parts_are_large_enough_and_make_up_the_file(header, sizes, most) -> None:
-    extents = [
-        StoredBytes("key", 0, n, Blocks(CRC32C, _BLOCK, (0,) * math.ceil(n / _BLOCK)), None, str(i))
-        for i, n in enumerate(sizes)
-    ]
-    parts = list(cut_into_parts(b"h" * header, extents, least=10, most=most))
-    flat = [one for part in parts for one in (part if isinstance(part, list) else [part])]
-    assert flat[0] == b"h" * header
-    at = dict.fromkeys(map(str, range(len(sizes))), 0)
-    for one in flat[1:]:
-        assert one.start == at[one.source.item]
-        at[one.source.item] = one.stop
-    assert list(at.values()) == sizes
-    assert [one.source.item for one in flat[1:]] == sorted(one.source.item for one in flat[1:])
-    for part in parts[:-1]:
-        whole = part if isinstance(part, list) else [part]
-        assert sum(len(one) if isinstance(one, bytes) else one.nbytes for one in whole) >= 10
-    for part in parts:
-        if isinstance(part, PlannedCopy):
-            assert part.start % _BLOCK == 0
-
-
 def test_of_16_tensors_of_64_mib_less_than_2_percent_are_sent_again() -> None:
     nbytes = 64 * MIB
-    blocks = Blocks(CRC32C, MIB, (0,) * 64)
-    extents = [StoredBytes("key", 0, nbytes, blocks, None, str(n)) for n in range(16)]
+    extents = [Extent(n, nbytes, MIB) for n in range(16)]
     parts = cut_into_parts(b"h" * 4096, extents, least=5 * MIB, most=256 * MIB)
     ours = [one for part in parts if isinstance(part, list) for one in part]
     sent = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in ours)

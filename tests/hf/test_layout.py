@@ -1,24 +1,19 @@
 """Which rank sends what of a model: checked by doing it, with tiny parts and without a store."""
 
-import itertools
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cloudckpt import Config
-from cloudckpt.config import MIB
 from cloudckpt.errors import ConfigError
-from cloudckpt.hf.layout import (
-    Chunk,
-    Run,
-    TensorPlan,
-    boxes_between,
-    divide,
-    plan_files,
-    plan_work,
-)
+from cloudckpt.hf import parts
+from cloudckpt.hf.layout import Chunk, TensorPlan, plan_files
+from cloudckpt.hf.parts import Extent, cut_into_parts, elements_needed, plan_work
 from cloudckpt.hf.writer import bytes_of_size
 from cloudckpt.transfer.memory import narrow
 from memory_store import MemoryStore
@@ -48,9 +43,21 @@ SPLITS = {
 }
 
 
+_LIMITS = MemoryStore("limits").capabilities
+_TINY = dataclasses.replace(_LIMITS, min_part_size=64, max_part_size=256)
+
+
+@pytest.fixture(autouse=True)
+def _tiny_parts(monkeypatch):
+    monkeypatch.setattr(parts, "MIB", 64)
+
+
+@pytest.mark.parametrize("equal_parts", [False, True])
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_the_parts_of_all_ranks_make_up_the_files(split: str, ranks: int) -> None:
+def test_the_parts_of_all_ranks_make_up_the_files(
+    split: str, ranks: int, equal_parts: bool
+) -> None:
     wholes = {
         "a": _whole((37, 30)),
         "b": _whole((9, 5, 4), torch.float64),
@@ -63,96 +70,114 @@ def test_the_parts_of_all_ranks_make_up_the_files(split: str, ranks: int) -> Non
         chunks = []
         for rank, box in enumerate(SPLITS[split](tuple(whole.shape), ranks)):
             chunks.append(Chunk(rank, len(held[rank]), box))
-            held[rank].append(narrow(whole, box))
+            held[rank].append(narrow(whole, box).reshape(-1))
         plans.append(TensorPlan(name, whole.dtype, tuple(whole.shape), chunks))
     files = plan_files(plans, 3000, None)
-    size, limit = 256, 64
-    work = divide(files, [size] * len(files), ranks, limit)
+    limits = dataclasses.replace(_TINY, equal_parts=equal_parts)
+    _, work = plan_work(files, ranks, Config(), limits, by_position=False)
     assert len({len(own.rounds) for own in work}) == 1
     made: dict[tuple[int, int], bytes] = {}
-    for number, mine in enumerate(work):
+    for rank, mine in enumerate(work):
         for part in mine.own:
-            made[part.file, part.number] = _assembled(part, number, held, {})
+            needed = [held[rank][e.chunk.item][e.start : e.stop] for e in _needs(part, rank)]
+            made[part.file, part.number] = iter(needed), part
     for turn in range(len(work[0].rounds)):
         inbox: dict[tuple[int, int], list[torch.Tensor]] = {}
         for rank, mine in enumerate(work):
             for gift in mine.rounds[turn].gifts:
-                inbox.setdefault((rank, gift.to), []).append(
-                    narrow(held[rank][gift.item], gift.source)
-                )
-            given = sum(
-                math.prod(length for _, length in gift.source) * gift.dtype.itemsize
-                for gift in mine.rounds[turn].gifts
-            )
-            assert given <= size, "memory must not depend on the model"
+                one = gift.elements
+                assert one.chunk.rank == rank != gift.to
+                given = held[rank][one.chunk.item][one.start : one.stop]
+                inbox.setdefault((rank, gift.to), []).append(given)
         for rank, mine in enumerate(work):
-            part = mine.rounds[turn].part
-            if part is not None:
-                made[part.file, part.number] = _assembled(part, rank, held, inbox)
+            for part in mine.rounds[turn].parts:
+                needed = [
+                    held[rank][one.chunk.item][one.start : one.stop]
+                    if one.chunk.rank == rank
+                    else inbox[one.chunk.rank, rank].pop(0)
+                    for one in elements_needed(part.content)
+                ]
+                made[part.file, part.number] = iter(needed), part
         assert not any(inbox.values())
     for index, file in enumerate(files):
-        parts = [made.pop((index, n)) for n in range(1, -(-file.size // size) + 1)]
-        data = b"".join(parts)
+        numbers = sorted(number for of, number in made if of == index)
+        assert numbers == list(range(1, len(numbers) + 1))
+        found = [made.pop((index, number)) for number in numbers]
+        sizes = [part.nbytes for _, part in found]
+        assert len({*sizes[:-1]}) <= 1 if equal_parts else all(size >= 64 for size in sizes[:-1])
+        data = _assembled(found)
         assert len(data) == file.size
-        for tensor, start in zip(file.tensors, file.starts, strict=True):
+        at = len(file.header)
+        for tensor in file.tensors:
             expected = wholes[tensor.name].contiguous().reshape(-1).view(torch.uint8)
-            assert data[start : start + tensor.nbytes] == bytes(expected.tolist()), tensor.name
+            assert data[at : at + tensor.nbytes] == bytes(expected.tolist()), tensor.name
+            at += tensor.nbytes
     assert not made
 
 
-def _assembled(part, rank, held, inbox) -> bytes:
-    data = b""
-    for run in part.runs:
-        if not isinstance(run, Run):
-            data += run
-            continue
-        room = torch.empty(run.shape, dtype=run.dtype)
-        for piece in run.pieces:
-            if piece.rank == rank:
-                source = narrow(held[rank][piece.item], piece.source)
-            else:
-                source = inbox[piece.rank, rank].pop(0)
-            narrow(room, piece.place).copy_(source)
-        data += bytes(room.reshape(-1).view(torch.uint8).tolist())
+def _needs(part, rank):
+    needs = list(elements_needed(part.content))
+    assert {one.chunk.rank for one in needs} <= {rank}
+    return needs
+
+
+def _assembled(found) -> bytes:
+    data, wholes = b"", {}
+    for needed, part in found:
+        for one in part.content if isinstance(part.content, list) else [part.content]:
+            if isinstance(one, bytes):
+                data += one
+                continue
+            held = one.extent.source
+            if not one.extent.is_scattered:
+                data += bytes(next(needed).contiguous().view(torch.uint8).tolist())
+                continue
+            if one.start == 0:
+                whole = torch.empty(held.shape, dtype=held.dtype)
+                for chunk in held.chunks:
+                    room = narrow(whole, chunk.box)
+                    room.copy_(next(needed).view(room.shape))
+                wholes[held.name] = bytes(whole.reshape(-1).view(torch.uint8).tolist())
+            data += wholes[held.name][one.start : one.stop]
     return data
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (1, 5, 1)])
-def test_boxes_between_two_elements_hold_these_in_order(shape: tuple[int, ...]) -> None:
-    numbers = torch.arange(math.prod(shape)).reshape(shape)
-    for start, stop in itertools.combinations(range(math.prod(shape) + 1), 2):
-        found = [
-            n for box in boxes_between(shape, start, stop) for n in narrow(numbers, box).flatten()
-        ]
-        assert found == list(range(start, stop))
+_GRAIN = 4
 
 
-_LIMITS = MemoryStore("limits").capabilities
-_MOST = Config().memory_budget // 6 + MIB
+@given(
+    st.integers(1, 40),
+    st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=9),
+    st.integers(28, 90),
+)
+def test_parts_are_large_enough_and_make_up_the_file(header, sizes, most) -> None:
+    extents = [Extent(n, size, _GRAIN, scattered) for n, (size, scattered) in enumerate(sizes)]
+    cut = list(cut_into_parts(b"h" * header, extents, least=10, most=most))
+    flat = [one for part in cut for one in (part if isinstance(part, list) else [part])]
+    assert flat[0] == b"h" * header
+    at = [0] * len(sizes)
+    for one in flat[1:]:
+        assert one.start == at[one.extent.source]
+        at[one.extent.source] = one.stop
+    assert at == [size for size, _ in sizes]
+    assert [one.extent.source for one in flat[1:]] == sorted(one.extent.source for one in flat[1:])
+    for part in cut[:-1]:
+        whole = part if isinstance(part, list) else [part]
+        assert sum(len(one) if isinstance(one, bytes) else one.nbytes for one in whole) >= 10
+    for part in cut:
+        if not isinstance(part, list):
+            assert part.start % _GRAIN == 0
+            assert not part.extent.is_scattered
 
 
-@pytest.mark.parametrize("split", ["rows", "columns", "whole"])
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_parts_are_large_only_where_little_is_copied(split: str, is_plain: bool) -> None:
+def test_shards_of_rows_are_sent_by_their_ranks() -> None:
     shape = (64 * 1024, 4096)  # 1 GiB
-    boxes = SPLITS[split](shape, 4)[: 1 if split == "whole" else 4]
-    tensor = TensorPlan(
-        "w", torch.float32, shape, [Chunk(n, 0, box) for n, box in enumerate(boxes)]
-    )
-    files = plan_files([tensor], 5 * 10**9, None)
-    (size,), work = plan_work(files, Config(), _LIMITS, [is_plain] * 4)
-    assert (size > _MOST) == (is_plain and split != "columns")
-    assert sum(len(one.own) + len([r for r in one.rounds if r.part]) for one in work) == -(
-        -files[0].size // size
-    )
-
-
-def test_many_small_tensors_are_packed_into_small_parts() -> None:
-    tensors = [
-        TensorPlan(f"{n}", torch.float32, (8000,), [Chunk(0, n, ((0, 8000),))]) for n in range(9000)
-    ]
-    (size,), _ = plan_work(plan_files(tensors, 5 * 10**9, None), Config(), _LIMITS, [True])
-    assert size <= _MOST, "a part of copies alone must fit into the memory for them"
+    chunks = [Chunk(rank, 0, box) for rank, box in enumerate(_rows(shape, 4))]
+    files = plan_files([TensorPlan("w", torch.float32, shape, chunks)], 5 * 10**9, None)
+    _, work = plan_work(files, 4, Config(), _LIMITS, by_position=False)
+    own = [sum(part.nbytes for part in mine.own) for mine in work]
+    assert sum(own) >= files[0].size * 0.99
+    assert min(own) >= files[0].size * 0.24
 
 
 def _plan(name: str, numel: int) -> TensorPlan:

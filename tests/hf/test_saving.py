@@ -96,11 +96,75 @@ def test_ranks_write_the_files_together(ranks, local, layout: str) -> None:
     assert not place.unfinished()
 
 
-def test_ranks_write_parts_to_s3(ranks, s3) -> None:
+@pytest.mark.parametrize("layout", ["2x2 blocks", "3 rows"])
+def test_ranks_write_parts_to_s3(ranks, s3, layout: str) -> None:
     place = s3.having(part_size=5 * 1024**2)
-    ranks(4, _save_spread, place, "2x2 blocks")
+    ranks(LAYOUTS[layout].world, _save_spread, place, layout)
     _assert_same(_files(place)[0], _large())
     assert not place.unfinished()
+
+
+def test_a_store_that_wants_equal_parts_gets_them(s3) -> None:
+    place = s3.having(part_size=5 * 1024**2, s3=cloudckpt.S3Options(dialect="r2"))
+    cloudckpt.hf.save(_large(), place.uri, config=place.config)
+    _assert_same(_files(place)[0], _large())
+    bucket, prefix = place._key()
+    heads = [
+        place.client().head_object(
+            Bucket=bucket, Key=f"{prefix}/model.safetensors", PartNumber=number
+        )
+        for number in range(1, 9)
+    ]
+    assert [head["ContentLength"] for head in heads] == [5 * 1024**2] * 8
+
+
+def _tied(rows: int) -> dict[str, torch.Tensor]:
+    embedding = numbered(rows, 40)
+    return {"embed.weight": embedding, "head.weight": embedding, "other": numbered(rows, 40)}
+
+
+def _save_tied(place) -> None:
+    state = spread(_tied(12), LAYOUTS["2 rows"])
+    state["head.weight"] = state["embed.weight"]
+    cloudckpt.hf.save(state, place.uri, config=place.config)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tied_weights_are_written_once_and_loaded_by_both_names(ranks, local, world) -> None:
+    if world == 1:
+        cloudckpt.hf.save(_tied(12), local.uri, config=local.config)
+    else:
+        ranks(world, _save_tied, local)
+    expected = {name: tensor.clone() for name, tensor in _tied(12).items()}
+    once = {name: expected[name] for name in ("embed.weight", "other")}
+    _assert_same(_files(local)[0], once)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    cloudckpt.hf.load(loaded, local.uri, config=local.config)
+    _assert_same(loaded, expected)
+
+
+def test_tied_weights_are_loaded_by_the_package_as_its_own(local) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    cloudckpt.hf.save(model := Model().state_dict(), local.uri, config=local.config)
+    fresh = Model()
+    safetensors_torch.load_model(fresh, f"{local.path}/model.safetensors")
+    _assert_same(fresh.state_dict(), model)
+    safetensors_torch.save_model(fresh, f"{local.path}/theirs.safetensors")
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+    cloudckpt.hf.load(loaded, f"{local.uri}/theirs.safetensors", config=local.config)
+    _assert_same(loaded, model)
+
+
+def test_views_of_one_memory_with_other_shapes_are_not_tied(local) -> None:
+    memory = numbered(6, 4)
+    state = {"w": memory, "t": memory.t(), "half": memory[:3], "flat": memory.view(-1)}
+    cloudckpt.hf.save(state, local.uri, config=local.config)
+    _assert_same(_files(local)[0], {name: tensor.contiguous() for name, tensor in state.items()})
 
 
 def _load_spread(place, layout):

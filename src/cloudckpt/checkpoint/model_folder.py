@@ -159,7 +159,7 @@ class ModelFolder:
     ) -> dict[str, list[_Chunk]]:
         chunks: dict[str, list[_Chunk]] = {}
         for info, header in zip(files, _headers(store, files, config), strict=True):
-            offsets = _sharding(header, store.uri(info.key))
+            offsets, aliases = _sharding(header, store.uri(info.key)), header.aliases()
             for entry in header.tensors:
                 if names and uri.key(names.get(entry.name, "")) != info.key:
                     continue
@@ -169,7 +169,8 @@ class ModelFolder:
                 )
                 at = offsets.get(entry.name, (0,) * len(entry.shape))
                 chunk = (at, StoredTensor(stored, entry.dtype, entry.shape))
-                chunks.setdefault(entry.name, []).append(chunk)
+                for name in (entry.name, *aliases.get(entry.name, ())):
+                    chunks.setdefault(name, []).append(chunk)
         _check(chunks, names, str(uri))
         return chunks
 

@@ -49,6 +49,7 @@ MOST_INDEX_BYTES = 100_000_000
 """Of a model's index: some million tensors."""
 
 _METADATA = "__metadata__"
+_FORMAT = "format"
 _CLAIM = b"cloudckpt is writing a model here, which is not complete: "
 _NAMES = {
     "BOOL": "bool",
@@ -103,6 +104,15 @@ class FileHeader:
     tensors: Sequence[TensorEntry]
     metadata: Mapping[str, str]
 
+    def aliases(self) -> dict[str, list[str]]:
+        """The other names of tensors, as :func:`header_bytes` writes them."""
+        names = {entry.name for entry in self.tensors}
+        found: dict[str, list[str]] = {}
+        for alias, name in self.metadata.items():
+            if name in names and alias not in names and alias != _FORMAT:
+                found.setdefault(name, []).append(alias)
+        return found
+
 
 def type_name(dtype: torch.dtype, fqn: str) -> str:
     """What the format calls an element type.
@@ -120,13 +130,22 @@ def type_name(dtype: torch.dtype, fqn: str) -> str:
         ) from None
 
 
-def header_bytes(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+def header_bytes(
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    aliases: Mapping[str, str] | None = None,
+) -> bytes:
     """What stands before the tensors of a file, which follow in this order without gaps.
+
+    Args:
+        tensors: Name, type and shape of each.
+        aliases: Other names of tensors. The format has a range for one name only, so they are in
+            the metadata, as the format's own ``save_model`` writes those of tied weights.
 
     Raises:
         UnsupportedTensorError: If a name or a type can't be written, or there are too many.
     """
-    entries: dict[str, Any] = {_METADATA: {"format": "pt"}}  # transformers reads no file without
+    # transformers reads no file without a format
+    entries: dict[str, Any] = {_METADATA: {**(aliases or {}), _FORMAT: "pt"}}
     position = 0
     for name, dtype, shape in tensors:
         if name in entries:

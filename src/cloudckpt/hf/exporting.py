@@ -30,15 +30,8 @@ from cloudckpt.errors import (
     KeyCollisionError,
 )
 from cloudckpt.hf.commit import FilesUnderConstruction, look_for_older
-from cloudckpt.hf.layout import (
-    Chunk,
-    FilePlan,
-    RankWork,
-    TensorPlan,
-    natural,
-    plan_files,
-    plan_work,
-)
+from cloudckpt.hf.layout import Chunk, FilePlan, TensorPlan, natural, plan_files
+from cloudckpt.hf.parts import Extent, Range, RankWork, cut_into_parts, least_part, plan_work
 from cloudckpt.hf.sending import FileUpload, send_work
 from cloudckpt.hf.writer import bytes_of_size, model_location
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
@@ -51,7 +44,7 @@ from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["Exported", "PlannedCopy", "cut_into_parts", "export_checkpoint"]
+__all__ = ["Exported", "export_checkpoint"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -121,14 +114,16 @@ def export_checkpoint(
     stats = TransferStats(str(uri), 0, sum(file.size for file in files))
     target_store = open_store(uri, config)
     copies = found.store if uri.is_cloud and target_store.copies_from(found.store) else None
-    if copies is not None and target_store.capabilities.copies_parts and found.is_copyable:
+    limits = target_store.capabilities
+    can_copy = limits.copies_parts and not limits.equal_parts
+    if copies is not None and can_copy and found.is_copyable:
         try:
             _export_by_copies(uri, config, files, there, found, stats)
             return _outcome(files, stats, found)
         except InvalidRequestError as error:  # some servers want equal parts, or copy nothing
             logger.warning("the store does not copy that, so it is read and sent: %s", error)
     building = FilesUnderConstruction(uri, config, files, there)
-    sizes, (work,) = plan_work(files, config, target_store.capabilities, [True])
+    sizes, (work,) = plan_work(files, 1, config, limits, by_position=not uri.is_cloud)
     building.begin(sizes)
     try:
         parts = _sent_by_files(files, work, building.uploads, found, target_store, config, stats)
@@ -223,10 +218,16 @@ class _Source:
             rows += stored.shape[0] if stored.shape else 1
         return rows == (tensor.shape[0] if tensor.shape else 1)
 
-    def extents(self, tensor: TensorPlan) -> Iterator[StoredBytes]:
-        """Where the bytes of a copyable tensor are, in order."""
+    def extents(self, tensor: TensorPlan) -> Iterator[Extent[StoredBytes]]:
+        """Where the bytes of a copyable tensor are, in order.
+
+        A copy begins and ends with a block that has a checksum, if there are blocks, so that the
+        checksum that the store reports can be compared.
+        """
         for _, stored in self.stored[tensor.name]:
-            yield stored.elements
+            blocks = stored.elements.blocks
+            grain = blocks.size if blocks is not None else 1
+            yield Extent(stored.elements, stored.elements.nbytes, grain)
 
     def loaded(self, tensors: Sequence[TensorPlan]) -> dict[str, torch.Tensor]:
         """Tensors, verified and converted, in memory."""
@@ -264,71 +265,6 @@ def _sent_by_files(
     return sent
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedCopy:
-    """Bytes ``start`` to ``stop`` of an item's data."""
-
-    source: StoredBytes
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes."""
-        return self.stop - self.start
-
-
-def cut_into_parts(
-    header: bytes, extents: Sequence[StoredBytes], *, least: int, most: int
-) -> Iterator[PlannedCopy | list[bytes | PlannedCopy]]:
-    """The parts of a file: what the store copies, and what is to be read and sent.
-
-    All parts but the last have at least ``least`` bytes. A copy begins and ends with a block that
-    has a checksum, if there are blocks, so that the checksum that the store reports can be
-    compared.
-
-    Args:
-        header: The bytes at the start.
-        extents: The locations of the rest, in order.
-        least: Minimum bytes of a part.
-        most: Maximum bytes of a copy.
-    """
-    ours: list[bytes | PlannedCopy] = [header]
-    size = len(header)
-    for source in extents:
-        at, grain = 0, source.blocks.size if source.blocks is not None else 1
-        if 0 < size < least:
-            at = min(-(-(least - size) // grain) * grain, source.nbytes)
-            if source.nbytes - at < least:
-                at = source.nbytes
-        if size and at == 0 and source.nbytes < least:
-            at = source.nbytes
-        if at:
-            ours.append(PlannedCopy(source, 0, at))
-            size += at
-        rest = source.nbytes - at
-        if rest == 0:
-            if size >= least:
-                yield ours
-                ours, size = [], 0
-            continue
-        if rest < least:
-            ours.append(PlannedCopy(source, at, source.nbytes))
-            size += rest
-            continue
-        if size:
-            yield ours
-            ours, size = [], 0
-        count = -(-rest // most)
-        step = max(rest // count // grain * grain, grain)
-        for number in range(count):
-            start = at + number * step
-            stop = source.nbytes if number == count - 1 else start + step
-            yield PlannedCopy(source, start, stop)
-    if size:
-        yield ours
-
-
 def _export_by_copies(
     uri: CheckpointURI,
     config: Config,
@@ -343,7 +279,7 @@ def _export_by_copies(
     group = TaskGroup(config.requests_at_once, name="cloudckpt-copy", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
     building = FilesUnderConstruction(uri, config, files, there)
-    building.begin([max(limits.min_part_size, MIB)] * len(files))
+    building.begin([least_part(file.size, limits) for file in files])
     uploads = [
         FileUpload(store, begun.key, begun.part_size, group, retrier, stats)
         for begun in building.uploads
@@ -357,16 +293,13 @@ def _export_by_copies(
 
     def produce() -> None:
         for file, upload, begun in zip(files, uploads, building.uploads, strict=True):
-            upload.adopt(begun)
-            extents = [
-                one for tensor in file.tensors for one in found.extents(tensor) if one.nbytes
-            ]
-            cut = cut_into_parts(
-                file.header, extents, least=max(limits.min_part_size, MIB), most=most
-            )
+            upload.attach(begun)
+            extents = [one for tensor in file.tensors for one in found.extents(tensor)]
+            least = begun.part_size
+            cut = cut_into_parts(file.header, extents, least=least, most=max(most, 2 * least))
             for number, part in enumerate(cut, 1):
-                if isinstance(part, PlannedCopy):
-                    info = info_of(part.source.key)
+                if isinstance(part, Range):
+                    info = info_of(part.extent.source.key)
                     task: Callable[[], None] = functools.partial(
                         _copy, store, found.store, info, begun, number, part, upload, retrier
                     )
@@ -390,11 +323,14 @@ def _copy(
     info: ObjectInfo,
     upload: Upload,
     number: int,
-    planned: PlannedCopy,
+    planned: Range[StoredBytes],
     to: FileUpload,
     retrier: Retrier,
 ) -> None:
-    start, stop = planned.source.offset + planned.start, planned.source.offset + planned.stop
+    start, stop = (
+        planned.extent.source.offset + planned.start,
+        planned.extent.source.offset + planned.stop,
+    )
     part = retrier.call(lambda: store.copy_part(source, info, upload, number, start, stop))
     expected = _checksum_of(planned, store)
     if part.checksum is not None and expected is not None and part.checksum != expected:
@@ -402,18 +338,18 @@ def _copy(
             f"bytes {start} to {stop} of the object do not match their checksum: the object is "
             "damaged; restore it or export an older checkpoint",
             uri=source.uri(info.key),
-            item=planned.source.item,
+            item=planned.extent.source.item,
         )
-    to.took(part)
+    to.record_part(part)
 
 
-def _checksum_of(planned: PlannedCopy, store: ObjectStore) -> int | None:
+def _checksum_of(planned: Range[StoredBytes], store: ObjectStore) -> int | None:
     """The checksum that the copied bytes must have, from the blocks of the checkpoint."""
-    blocks = planned.source.blocks
+    blocks = planned.extent.source.blocks
     algorithm = store.capabilities.checksum
     if blocks is None or blocks.algorithm.name != algorithm.name or planned.start % blocks.size:
         return None
-    if planned.stop % blocks.size and planned.stop != planned.source.nbytes:
+    if planned.stop % blocks.size and planned.stop != planned.extent.source.nbytes:
         return None
     first, last = planned.start // blocks.size, -(-planned.stop // blocks.size)
     lengths = [blocks.size] * (last - first)
@@ -423,7 +359,7 @@ def _checksum_of(planned: PlannedCopy, store: ObjectStore) -> int | None:
 
 def _relay(
     source: ObjectStore,
-    content: Sequence[bytes | PlannedCopy],
+    content: Sequence[bytes | Range[StoredBytes]],
     number: int,
     to: FileUpload,
     config: Config,
@@ -432,7 +368,7 @@ def _relay(
     """Reads and verifies the content of a part, and sends it."""
     sinks = [one if isinstance(one, bytes) else BytesSink(one.nbytes) for one in content]
     wanted = [
-        Wanted(one.source, one.start, one.stop, sink, True)
+        Wanted(one.extent.source, one.start, one.stop, sink, True)
         for one, sink in zip(content, sinks, strict=True)
         if not isinstance(one, bytes) and not isinstance(sink, bytes)
     ]

@@ -11,12 +11,19 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import Config
 from cloudckpt.errors import TransferCancelledError
-from cloudckpt.hf.layout import Gift, PartPlanOfRanks, RankWork, Round, Run, nbytes_of, pool_budget
+from cloudckpt.hf.parts import (
+    Elements,
+    FilePart,
+    Held,
+    Range,
+    RankWork,
+    Round,
+    elements_needed,
+)
 from cloudckpt.stores.base import ObjectStore, Part, Upload
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.memory import bytes_of, host_buffer, is_plain, narrow
-from cloudckpt.transfer.packing import PACKED_BELOW
 from cloudckpt.transfer.parts import PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
@@ -25,15 +32,15 @@ from cloudckpt.transfer.upload import ObjectUpload
 
 __all__ = ["FileUpload", "send_work"]
 
-
 _GRAIN = 8  # bytes: an alignment that suits elements of all types
 _STATUS = 8  # bytes after what a rank hands to another: the first is 1 if it has failed
+_PARTS_IN_POOL = 6  # see transfer.parts.choose_part_size
 
 
 class FileUpload(ObjectUpload):
     """A file whose parts any rank may send, and that appears only on :meth:`appear`."""
 
-    def adopt(self, upload: Upload) -> None:
+    def attach(self, upload: Upload) -> None:
         """Continues an upload that another process may have begun."""
         self._upload = upload
 
@@ -55,7 +62,7 @@ class FileUpload(ObjectUpload):
         """Sends a part, on the calling thread."""
         self._put_part(part)
 
-    def took(self, part: Part) -> None:
+    def record_part(self, part: Part) -> None:
         """Records a part that the store has made itself."""
         self._took(part)
 
@@ -111,12 +118,13 @@ def send_work(
     """
     tasks = transfer_group(store, config, "out", name="cloudckpt-save")
     retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
-    pool = StagingPool(pool_budget(config.memory_budget), tasks.cancellation)
+    budget = max(config.memory_budget, _PARTS_IN_POOL * work.largest)
+    pool = StagingPool(budget, tasks.cancellation)
     files = [
         FileUpload(store, upload.key, upload.part_size, tasks, retrier, stats) for upload in uploads
     ]
     for file, upload in zip(files, uploads, strict=True):
-        file.adopt(upload)
+        file.attach(upload)
     sender = _Sender(files, resolve, pool)
 
     def produce() -> None:
@@ -125,16 +133,16 @@ def send_work(
             assert group is not None
             exchange = _Exchange(group, work.rounds)
         for each in work.rounds:
-            received, failure, is_over = exchange.hold(each, sender.give, failure)
+            received, failure, is_over = exchange.hold(each, sender.copy_to, failure)
             if failure is not None:
                 raise failure
             if is_over:
                 raise TransferCancelledError("another rank has failed")
-            if each.part is not None:
-                try:
-                    sender.send(each.part, received)
-                except Exception as error:  # noqa: BLE001 - told to the others in the next round
-                    failure = error
+            try:
+                for part in each.parts:
+                    sender.send(part, received)
+            except Exception as error:  # noqa: BLE001 - told to the others in the next round
+                failure = error
         if failure is not None:
             raise failure
         for part in work.own:
@@ -144,7 +152,6 @@ def send_work(
         tasks.run(produce)
     finally:
         pool.close()
-        sender.forget()
     return [file.sent for file in files]
 
 
@@ -160,108 +167,96 @@ class _Sender:
         self._files = files
         self._resolve = resolve
         self._pool = pool
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._last: tuple[int, torch.Tensor] | None = None  # a strided tensor is copied once
+        self._whole = torch.empty(0, device="cpu")  # what was collected of a scattered extent
 
-    def forget(self) -> None:
-        """Releases the tensors."""
-        self._tensors.clear()
+    def _flat(self, item: int) -> torch.Tensor:
+        """The elements of an item, in row-major order."""
+        if self._last is None or self._last[0] != item:
+            self._last = None  # before the next is copied
+            self._last = item, self._resolve(item).reshape(-1)
+        return self._last[1]
 
-    def _tensor(self, item: int) -> torch.Tensor:
-        if item not in self._tensors:
-            self._tensors[item] = self._resolve(item)
-        return self._tensors[item]
-
-    def give(self, gift: Gift, into: torch.Tensor) -> None:
+    def copy_to(self, elements: Elements, into: torch.Tensor) -> None:
         """Copies what another rank gets into ``into``, which has the same number of bytes."""
-        source = narrow(self._tensor(gift.item), gift.source)
-        into.view(gift.dtype).view(source.shape).copy_(source)
+        source = self._flat(elements.chunk.item)[elements.start : elements.stop]
+        into.view(elements.dtype).copy_(source)
 
-    def send(self, part: PartPlanOfRanks, received: Mapping[int, torch.Tensor]) -> None:
+    def send(self, part: FilePart, received: Mapping[int, torch.Tensor]) -> None:
         """Assembles a part and sends it; ``received`` has the other ranks' bytes, in order."""
+        content = part.content
+        if isinstance(content, Range):
+            pieces = self._as_it_lies(content)
+        else:
+            needed = self._needed(content, received)
+            pieces = self._packed(self._elements(content, needed), part.nbytes)
         plan = PartPlan(part.number)
-        at = dict.fromkeys(received, 0)
-        for piece in self._pieces(part, received, at):
+        for piece in pieces:
             plan.pieces.append(piece)
             plan.size += piece.view.nbytes
         self._files[part.file].send(plan)
 
-    def _pieces(
-        self, part: PartPlanOfRanks, received: Mapping[int, torch.Tensor], at: dict[int, int]
-    ) -> Iterator[Piece]:
-        waiting: list[Run] = []  # to be assembled in one slab
-        filled = 0
-        for run in part.runs:
-            own = self._as_it_lies(run, received, at)
-            if own is None:
-                assert isinstance(run, Run)
-                if filled + run.nbytes > self._pool.slab_bytes:
-                    yield self._together(waiting, filled, received, at)
-                    waiting, filled = [], 0
-                waiting.append(run)
-                filled += run.nbytes
+    def _as_it_lies(self, one: Range[Held]) -> Iterator[Piece]:
+        held = one.extent.source
+        (elements,) = elements_needed(one)
+        tensor = self._flat(elements.chunk.item)[elements.start : elements.stop]
+        if tensor.dtype == held.dtype and is_plain(tensor):
+            return iter((Piece(bytes_of(tensor), owner=tensor, item=held.name),))
+        return self._pool.pieces(tensor, held.dtype)
+
+    def _needed(
+        self, content: Sequence[bytes | Range[Held]], received: Mapping[int, torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """What is needed, in that order: own elements, and bytes that others have handed over."""
+        at = dict.fromkeys(received, 0)
+        for one in elements_needed(list(content)):
+            rank = one.chunk.rank
+            if rank in received:
+                yield received[rank][at[rank] : at[rank] + one.nbytes].view(one.dtype)
+                at[rank] += aligned(one.nbytes, _GRAIN)
+            else:
+                yield self._flat(one.chunk.item)[one.start : one.stop]
+
+    def _elements(
+        self, content: Sequence[bytes | Range[Held]], needed: Iterator[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+        """The elements of a part, in order, and the types that they are stored as."""
+        for one in content:
+            if isinstance(one, bytes):
+                yield torch.frombuffer(bytearray(one), dtype=torch.uint8), torch.uint8
                 continue
-            if waiting:
-                yield self._together(waiting, filled, received, at)
-                waiting, filled = [], 0
-            yield from own
-        if waiting:
-            yield self._together(waiting, filled, received, at)
+            held = one.extent.source
+            if not one.extent.is_scattered:
+                yield next(needed), held.dtype
+                continue
+            if one.start == 0:
+                whole = torch.empty(held.shape, dtype=held.dtype, device="cpu")
+                for chunk in held.chunks:
+                    room = narrow(whole, chunk.box)
+                    room.copy_(next(needed).view(room.shape))
+                self._whole = whole.reshape(-1)
+            size = held.dtype.itemsize
+            yield self._whole[one.start // size : one.stop // size], held.dtype
+            if one.stop == one.extent.nbytes:
+                self._whole = torch.empty(0, device="cpu")
 
-    def _as_it_lies(
-        self, run: bytes | Run, received: Mapping[int, torch.Tensor], at: dict[int, int]
-    ) -> Iterator[Piece] | None:
-        """The pieces of a run that need not be assembled with others."""
-        if isinstance(run, bytes):
-            return iter((Piece(memoryview(run)),))
-        if len(run.pieces) > 1 or run.nbytes < PACKED_BELOW:
-            return None
-        if run.pieces[0].rank in received:
-            if run.nbytes <= self._pool.slab_bytes:
-                return None
-            return self._given_whole(run, received, at)
-        tensor = narrow(self._tensor(run.pieces[0].item), run.pieces[0].source)
-        if tensor.dtype == run.dtype and is_plain(tensor):
-            return iter((Piece(bytes_of(tensor), owner=tensor, item=run.name),))
-        if run.nbytes <= self._pool.slab_bytes:
-            return None
-        return self._pool.pieces(tensor, run.dtype)
-
-    def _given_whole(
-        self, run: Run, received: Mapping[int, torch.Tensor], at: dict[int, int]
+    def _packed(
+        self, elements: Iterator[tuple[torch.Tensor, torch.dtype]], nbytes: int
     ) -> Iterator[Piece]:
-        """A run that another rank gave, and that is too large for one slab."""
-        rank = run.pieces[0].rank
-        start, most = at[rank], self._pool.slab_bytes
-        at[rank] += aligned(run.nbytes, _GRAIN)
-        for first in range(start, start + run.nbytes, most):
-            count = min(most, start + run.nbytes - first)
-            slab, place = self._pool.reserve(count)
-            slab.memory[place : place + count].copy_(received[rank][first : first + count])
-            yield Piece(slab.view[place : place + count], lease=slab)
-
-    def _together(
-        self,
-        runs: Sequence[Run],
-        nbytes: int,
-        received: Mapping[int, torch.Tensor],
-        at: dict[int, int],
-    ) -> Piece:
-        slab, place = self._pool.reserve(nbytes)
-        position = place
-        for run in runs:
-            room = slab.memory[position : position + run.nbytes].view(run.dtype).view(run.shape)
-            for piece in run.pieces:
-                if piece.rank in received:
-                    count = nbytes_of(piece.place, run.dtype)
-                    start = at[piece.rank]
-                    at[piece.rank] += aligned(count, _GRAIN)
-                    data = received[piece.rank][start : start + count].view(run.dtype)
-                    source = data.view([size for _, size in piece.place])
-                else:
-                    source = narrow(self._tensor(piece.item), piece.source)
-                narrow(room, piece.place).copy_(source)
-            position += run.nbytes
-        return Piece(slab.view[place : place + nbytes], lease=slab)
+        """Copies ``nbytes`` bytes of elements next to each other, and converts them."""
+        room = filled = 0
+        for tensor, dtype in elements:
+            while tensor.numel():
+                if not room:
+                    room, filled = min(nbytes, self._pool.slab_bytes), 0
+                    slab, start = self._pool.reserve(room)
+                count = min(tensor.numel(), (room - filled) // dtype.itemsize)
+                stop = filled + count * dtype.itemsize
+                slab.memory[start + filled : start + stop].view(dtype).copy_(tensor[:count])
+                tensor, filled = tensor[count:], stop
+                if filled == room:
+                    yield Piece(slab.view[start : start + room], lease=slab)
+                    nbytes, room = nbytes - room, 0
 
 
 class _Exchange:
@@ -285,25 +280,23 @@ class _Exchange:
         size = dist.get_world_size(self._group)
         handed, expected = [_STATUS] * size, [_STATUS] * size
         for gift in work.gifts:
-            handed[gift.to] += aligned(nbytes_of(gift.source, gift.dtype), _GRAIN)
-        for run in work.part.runs if work.part is not None else ():
-            if isinstance(run, Run):
-                for piece in run.pieces:
-                    if piece.rank != self._rank:
-                        expected[piece.rank] += aligned(nbytes_of(piece.place, run.dtype), _GRAIN)
+            handed[gift.to] += aligned(gift.elements.nbytes, _GRAIN)
+        for one in (one for part in work.parts for one in elements_needed(part.content)):
+            if one.chunk.rank != self._rank:
+                expected[one.chunk.rank] += aligned(one.nbytes, _GRAIN)
         return handed, expected
 
     def hold(
         self,
         work: Round,
-        give: Callable[[Gift, torch.Tensor], None],
+        copy_to: Callable[[Elements, torch.Tensor], None],
         failure: Exception | None,
     ) -> tuple[dict[int, torch.Tensor], Exception | None, bool]:
         """Carries out one round.
 
         Args:
             work: What this rank does in it.
-            give: Copies what another rank gets.
+            copy_to: Copies what another rank gets.
             failure: Why this rank failed earlier, if it did.
 
         Returns:
@@ -316,8 +309,8 @@ class _Exchange:
             try:
                 at = [end - count for end, count in zip(ends, handed, strict=True)]
                 for gift in work.gifts:
-                    count = nbytes_of(gift.source, gift.dtype)
-                    give(gift, self._out[at[gift.to] : at[gift.to] + count])
+                    count = gift.elements.nbytes
+                    copy_to(gift.elements, self._out[at[gift.to] : at[gift.to] + count])
                     at[gift.to] += aligned(count, _GRAIN)
             except Exception as error:  # noqa: BLE001 - raised when the others have been told
                 failure = error

@@ -37,17 +37,12 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Span, Transferred
 from cloudckpt.hf.commit import FilesUnderConstruction, look_for_older
-from cloudckpt.hf.layout import (
-    Chunk,
-    RankWork,
-    TensorPlan,
-    natural,
-    plan_files,
-    plan_work,
-)
+from cloudckpt.hf.layout import Chunk, TensorPlan, natural, plan_files
+from cloudckpt.hf.parts import RankWork, plan_work
 from cloudckpt.hf.sending import send_work
 from cloudckpt.stores.base import ObjectInfo, Part, Upload
-from cloudckpt.transfer.memory import is_plain, settled
+from cloudckpt.transfer.boxes import are_apart
+from cloudckpt.transfer.memory import memory_of, settled
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.view import View
@@ -113,10 +108,10 @@ class _Sent:
 class SafetensorsWriter(OurWriter):
     """Writes a model as safetensors files, and their index, from any number of ranks.
 
-    Works wherever torch takes a ``storage_writer``. Each rank sends parts of the files straight
-    from tensor memory; if a part holds bytes of several ranks, they hand theirs to the rank that
-    has most of them, in bounded memory. The files appear when all of them are complete, and the
-    index after them.
+    Works wherever torch takes a ``storage_writer``. Each rank sends its shards straight from tensor
+    memory; what is smaller than a part, and tensors that are cut in columns, go through the rank
+    that has most of the file. The files appear when all of them are complete, and the index after
+    them.
 
     Attributes:
         transferred: What this rank sent in the last save.
@@ -143,7 +138,7 @@ class SafetensorsWriter(OurWriter):
             fqn_to_file: Instead, the file of each tensor, by its name or by its number from 1.
             config: Options; those not given are read from the environment.
             process_group: The ranks that save; all if not given.
-            planner: The planner of the save; if given, parts can be larger where nothing is copied.
+            planner: The planner of the save; if given, tied weights are written once.
 
         Raises:
             InvalidURIError: If ``checkpoint_id`` is not a valid location, or that of a single file.
@@ -194,7 +189,6 @@ class SafetensorsWriter(OurWriter):
         self.begin(commits=is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        lies = self._planner is not None  # whether all tensors lie as stored
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
                 raise UnsupportedTensorError(
@@ -203,19 +197,7 @@ class SafetensorsWriter(OurWriter):
                     uri=str(self.uri),
                     item=item.index.fqn,
                 )
-            lies = lies and self._lies_as_stored(item)
-        return dataclasses.replace(plan, storage_data=lies)
-
-    def _lies_as_stored(self, item: WriteItem) -> bool:
-        """Whether a tensor lies in memory exactly as it will in the file."""
-        assert self._planner is not None
-        tensor = self._planner.resolve_data(item)
-        assert isinstance(tensor, torch.Tensor)
-        return (
-            type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            and is_plain(tensor)
-            and _stored_as(tensor.dtype, self.dtype) == tensor.dtype
-        )
+        return dataclasses.replace(plan, storage_data=_tied(plan, self._planner))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Plans the files and begins their uploads.
@@ -224,13 +206,17 @@ class SafetensorsWriter(OurWriter):
             CheckpointExistsError: If there is a model and ``overwrite`` is off.
             IncompleteSaveError: If ranks lack a part of a tensor.
         """
-        files = plan_files(_tensors(plans, self.dtype), self.max_shard_size, self.fqn_to_file)
+        ties = _agreed([plan.storage_data for plan in plans])
+        tensors = _tensors(plans, self.dtype, ties)
+        files = plan_files(tensors, self.max_shard_size, self.fqn_to_file)
         assert self._there is not None
         building = FilesUnderConstruction(self.uri, self.config, files, self._there.answer())
         self._there = None  # the next save begins anew
         self._under_construction = building
         limits = open_store(self.uri, self.config).capabilities
-        sizes, work = plan_work(files, self.config, limits, [plan.storage_data for plan in plans])
+        sizes, work = plan_work(
+            files, len(plans), self.config, limits, by_position=not self.uri.is_cloud
+        )
         building.begin(sizes)
         return [
             dataclasses.replace(plan, storage_data=_Task(len(plans), own, building.uploads))
@@ -306,7 +292,38 @@ class SafetensorsWriter(OurWriter):
             building.abandon()
 
 
-def _tensors(plans: Sequence[SavePlan], dtype: torch.dtype | None) -> list[TensorPlan]:
+def _tied(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
+    """For each name whose elements this rank has, the first name of the same memory."""
+    if planner is None:
+        return {}
+    memory: dict[str, list[Any]] = {}
+    for item in plan.items:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        assert item.tensor_data is not None
+        if tensor.numel() and tensor.layout == torch.strided and (of := memory_of(tensor)):
+            place = (of[0].data_ptr(), of[1:], tensor.dtype, tensor.shape, tensor.stride())
+            views = (tensor.is_neg(), tensor.is_conj())
+            described = (item.tensor_data.size, item.tensor_data.chunk.offsets)
+            memory.setdefault(item.index.fqn, []).append((place, views, described))
+    first: dict[tuple[Any, ...], str] = {}
+    return {
+        name: first.setdefault(tuple(memory[name]), name) for name in sorted(memory, key=natural)
+    }
+
+
+def _agreed(ties: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The names that are tied to another one on all ranks that have elements of them."""
+    of: dict[str, set[str]] = {}
+    for ties_of_rank in ties:
+        for name, first in ties_of_rank.items():
+            of.setdefault(name, set()).add(first)
+    return {name: first for name, (first, *others) in of.items() if first != name and not others}
+
+
+def _tensors(
+    plans: Sequence[SavePlan], dtype: torch.dtype | None, ties: Mapping[str, str]
+) -> list[TensorPlan]:
     """The tensors in the ranks' plans, in the natural order of their names."""
     chunks: dict[str, list[Chunk]] = {}
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -324,15 +341,21 @@ def _tensors(plans: Sequence[SavePlan], dtype: torch.dtype | None) -> list[Tenso
             box = tuple(zip(data.chunk.offsets, data.chunk.sizes, strict=True))
             chunks.setdefault(name, []).append(Chunk(rank, number, box))
     for name, (_, shape) in kinds.items():
-        there = sum(math.prod(length for _, length in chunk.box) for chunk in chunks[name])
-        if there != math.prod(shape):
+        there = sum(chunk.numel for chunk in chunks[name])
+        if there != math.prod(shape) or not are_apart([chunk.box for chunk in chunks[name]]):
             raise IncompleteSaveError(
-                f"of the {math.prod(shape)} elements of {name} only {there} are on the ranks that "
-                "save it, and a file of a model holds all of a tensor: save on all ranks that "
-                "have parts of it",
+                f"the parts of {name} on the ranks that save it have {there} elements, and do not "
+                f"make up all {math.prod(shape)} of it, which a file of a model holds: save on all "
+                "ranks that have parts of it",
                 item=name,
             )
-    return [TensorPlan(name, *kinds[name], chunks[name]) for name in sorted(kinds, key=natural)]
+    aliases: dict[str, list[str]] = {}
+    for name, first in ties.items():
+        aliases.setdefault(first, []).append(name)
+    return [
+        TensorPlan(name, *kinds[name], chunks[name], aliases.get(name, ()))
+        for name in sorted(kinds.keys() - ties.keys(), key=natural)
+    ]
 
 
 def _stored_as(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

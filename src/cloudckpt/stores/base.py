@@ -85,6 +85,7 @@ class Capabilities:
             vendor's documentation or the user.
         max_copy_size: Most bytes that one `copy` takes; 0 if the store can't copy.
         copies_parts: Whether `copy_part` is supported, with the limits of other parts.
+        equal_parts: Whether all parts of an upload but the last must have the same size.
     """
 
     conditional_writes: bool | None
@@ -99,6 +100,7 @@ class Capabilities:
     create_only: bool = False
     max_copy_size: int = 0
     copies_parts: bool = False
+    equal_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +288,11 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def create_upload(self, key: str, part_size: int) -> Upload:
-        """Begins an object sent in parts of ``part_size`` bytes; the last may be shorter."""
+        """Begins an object sent in parts of ``part_size`` bytes; the last may be shorter.
+
+        Parts may have other sizes where ``capabilities.equal_parts`` says nothing else. In a local
+        file a part's number is its place: with a ``part_size`` of 1, the first byte, from 1.
+        """
 
     @abstractmethod
     def put_part(

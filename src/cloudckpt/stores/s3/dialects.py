@@ -39,6 +39,7 @@ class S3Dialect:
         conditional_deletes: Whether DeleteObject honours If-Match. Where that is not documented,
             the object is looked at before it is deleted; if it is None, the condition is sent, too.
         copies_parts: Whether it has UploadPartCopy; if not, objects above 5 GiB stream.
+        equal_parts: Whether all parts of an upload but the last must have the same size.
         redirects: Whether it answers GetObject with a signed URL of another host, and ignores the
             conditions of a read.
         sessions: Whether requests are signed with the keys of a session (CreateSession).
@@ -59,6 +60,7 @@ class S3Dialect:
     create_only: bool = False
     conditional_deletes: bool | None = None
     copies_parts: bool = True
+    equal_parts: bool = False
     redirects: bool = False
     sessions: bool = False
     any_prefix: bool = True
@@ -126,6 +128,7 @@ DIALECTS: Mapping[str, S3Dialect] = {
         # CRC32C is documented as that of parts; whether it is compared is not
         conditional_writes=True,
         conditional_deletes=False,  # its list of operations with conditions has none
+        equal_parts=True,  # https://developers.cloudflare.com/r2/objects/multipart-objects/
     ),
     "coreweave": S3Dialect(
         title="CoreWeave AI Object Storage, LOTA",

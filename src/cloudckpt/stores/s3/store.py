@@ -101,6 +101,7 @@ class S3Store(RestStore):
             create_only=dialect.create_only and self._access.is_at_vendor,
             max_copy_size=_MAX_PART,
             copies_parts=dialect.copies_parts,
+            equal_parts=dialect.equal_parts,
         )
         self._object_headers = object_headers(options)
         self._payer = {"x-amz-request-payer": "requester"} if options.requester_pays else {}
