@@ -8,7 +8,6 @@ Rank ``n`` saves ``checkpoint_{n}.pt`` beneath the location, a plain file of ``t
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -27,10 +26,10 @@ from cloudckpt.errors import (
     UnsupportedTensorError,
 )
 from cloudckpt.events import Span, Transferred
-from cloudckpt.torch_files.torch_file import TorchFile, tensors_in
-from cloudckpt.torch_files.torch_save import write_torch_file
+from cloudckpt.torch_files.torch_file import load_torch_file, write_torch_file
 from cloudckpt.transfer.landing import copy_into
 from cloudckpt.transfer.memory import why_not_filled
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
 try:
@@ -120,7 +119,7 @@ class CloudCheckpointWriter(CheckpointWriter):
 
 
 class CloudCheckpointReader(CheckpointReader):
-    """Reads the state of one rank from a URI; for a part of it, only the bytes of that part.
+    """Reads the state of one rank from a URI.
 
     Attributes:
         transferred: What was received by the last ``read``.
@@ -157,17 +156,14 @@ class CloudCheckpointReader(CheckpointReader):
     ) -> tuple[dict[str, Any], list[str]]:
         """Reads everything, or the keys of ``state_dict``, into its tensors where it has them.
 
-        Reading everything takes one copy of the state and ``memory_budget`` (64 MiB by default);
-        reading a part takes the tensors made for it and ``memory_budget``. Files that hold other
-        than plain tensors, or were saved by torch before 2.7, are read whole.
+        The whole file is read, which takes one copy of the state and ``memory_budget`` (64 MiB by
+        default).
 
         Args:
             path: The location.
             state_dict: What to read: tensors are filled in place; None stands for whatever the file
                 has.
-            map_location: As in ``torch.load``. With "cpu" the whole file is read over parallel
-                connections at once, otherwise front to back. Tensors that are created for a part
-                are on the CPU, unless this names another device.
+            map_location: As in ``torch.load``; for a part, "cpu" by default.
             **kwargs: Not used, as in torch.
 
         Returns:
@@ -184,53 +180,59 @@ class CloudCheckpointReader(CheckpointReader):
         """
         uri = _object_of(path, self._rank_info)
         rank = self._rank_info.global_rank
+        if state_dict is not None and map_location is None:
+            map_location = "cpu"
         with Span("load", str(uri), rank) as span:
-            file = TorchFile(uri, self.options, trust_pickle=self.trust_pickle, rank=rank)
+            stats = TransferStats(str(uri), rank)
             try:
+                found = load_torch_file(
+                    uri,
+                    self.options,
+                    stats,
+                    map_location=map_location,
+                    trust_pickle=self.trust_pickle,
+                )
                 if state_dict is None:
-                    return file.load(map_location), []
-                part = _FilePart(file, map_location, str(uri))
-                updated = part.merged(state_dict, file.skeleton())
-                part.fetch()
+                    return found, []
+                merging = _Merging(str(uri))
+                updated = merging.merged(state_dict, found)
             finally:
-                self.transferred = file.transferred
+                self.transferred = stats.snapshot()
                 span.nbytes = self.transferred.nbytes
-        if part.missing:
-            more = f" and {len(part.missing) - 10} more" if len(part.missing) > 10 else ""
-            logger.warning("%s lacks the keys %s%s", uri, part.missing[:10], more)
-        return updated, part.missing
+        missing = merging.missing
+        if missing:
+            more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+            logger.warning("%s lacks the keys %s%s", uri, missing[:10], more)
+        return updated, missing
 
 
 _Path = tuple[Any, ...]
 """Keys and indices that lead to an entry."""
 
 
-class _FilePart:
-    """The part of a file that a state dict names: first :meth:`merged`, then :meth:`fetch`.
+class _Merging:
+    """Puts what a file has for a state dict into that.
 
     Args:
-        file: The file.
-        map_location: A device for tensors that are created here; anything else means the host.
         uri: The file, for messages.
 
     Attributes:
         missing: What the file does not have.
     """
 
-    def __init__(self, file: TorchFile, map_location: Any, uri: str) -> None:
+    def __init__(self, uri: str) -> None:
         self.missing: list[str] = []
-        self._file = file
         self._uri = uri
-        self._device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def merged(self, target: Any, source: Any, path: _Path = ()) -> Any:
-        """``target`` with what the file has for it; plain tensors are noted and read later."""
+        """``target`` with what the file has for it."""
+        if target is None and not isinstance(source, (Mapping, list, tuple)):
+            return source
         if target is not None and not _is_like(target, source):
             theirs = f"the file has a {type(source).__name__} there"
             raise self._misfit(path, f"is a {type(target).__name__}, and {theirs}")
         if isinstance(source, torch.Tensor):
-            return self._tensor(target, source, path)
+            return self._filled(target, source, path)
         if isinstance(source, Mapping):
             target = dict.fromkeys(source) if target is None else target
             for key in list(target):
@@ -248,58 +250,32 @@ class _FilePart:
             wanted.extend([None] * (len(source) - len(wanted)))
             pairs = enumerate(zip(wanted, source, strict=True))
             return type(source)(self.merged(t, s, (*path, at)) for at, (t, s) in pairs)
-        return source if tensors_in(source) == [] else self._whole(path)
+        return source
 
-    def _tensor(
-        self, target: torch.Tensor | None, source: torch.Tensor, path: _Path
-    ) -> torch.Tensor:
-        is_plain = self._file.extent(source) is not None
-        if target is None and not is_plain:
-            whole: torch.Tensor = self._whole(path)
-            return whole.to(self._device)
-        if target is None:
-            target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
-        elif target.shape != source.shape or target.dtype != source.dtype:
+    def _filled(self, target: torch.Tensor, source: torch.Tensor, path: _Path) -> torch.Tensor:
+        if target.shape != source.shape or target.dtype != source.dtype:
             raise self._misfit(
                 path,
                 f"has shape {tuple(source.shape)} and type {source.dtype} in the file, and "
                 f"{tuple(target.shape)} and {target.dtype} in the state dict",
                 ShapeMismatchError,
             )
-        elif target.layout != source.layout:
+        if target.layout != source.layout:
             raise self._misfit(
                 path,
                 f"has the layout {source.layout} in the file, and {target.layout} in the state "
                 "dict: give None for it",
                 UnsupportedTensorError,
             )
-        elif not travels_as_bytes(target) and (why := why_not_filled(target)):
+        if not travels_as_bytes(target) and (why := why_not_filled(target)):
             raise self._misfit(path, f"can't be loaded into: {why}", UnsupportedTensorError)
-        if is_plain:
-            self._pairs.append((source, target))
-        else:
-            copy_into(target, self._whole(path))
+        copy_into(target, source)
         return target
 
     def _misfit(
         self, path: _Path, what: str, kind: type[CheckpointError] = CheckpointError
     ) -> CheckpointError:
         return kind(f"{_text(path)} {what}", uri=self._uri, item=_text(path))
-
-    def fetch(self) -> None:
-        """Fills the tensors that were noted."""
-        self._file.read_into(self._pairs)
-
-    @functools.cached_property
-    def _all(self) -> Any:
-        """All that was saved, for entries that only ``torch.load`` can build."""
-        return self._file.load()
-
-    def _whole(self, path: _Path) -> Any:
-        value = self._all
-        for key in path:
-            value = value[key]
-        return value
 
 
 def _text(path: _Path) -> str:

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import torch
 
@@ -28,9 +28,8 @@ from cloudckpt.errors import (
 from cloudckpt.events import Span
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.torch_files.object_file import PinnedObject
-from cloudckpt.torch_files.torch_file import object_at
-from cloudckpt.torch_files.torch_save import UploadStream, upload_stream
+from cloudckpt.torch_files.object_file import PinnedObject, object_at
+from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.retry import Retrier, retry_if_replaced
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import put_whole
@@ -115,11 +114,10 @@ def save_file(
                 info = _put_on_condition(store, key, content, must_be_new, if_version, config)
             else:
                 stats = TransferStats(str(location), 0, expected)
-
-                def send(stream: UploadStream) -> None:
-                    shutil.copyfileobj(source, cast(BinaryIO, stream), _PIECE)
-
-                info = upload_stream(store, key, send, config, stats, expected=expected)
+                with WrittenFile(store, key, config, expected=expected, stats=stats) as file:
+                    shutil.copyfileobj(source, file, _PIECE)
+                assert file.info is not None  # it was closed without an error
+                info = file.info
                 span.nbytes = info.size
     except PreconditionFailedError as error:
         if not must_be_new or if_absent or not error.certain:

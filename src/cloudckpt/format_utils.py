@@ -26,9 +26,9 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Span, Transferred
 from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader
-from cloudckpt.torch_files.torch_file import TorchFile
-from cloudckpt.torch_files.torch_save import check_destination, write_torch_file
+from cloudckpt.torch_files.torch_file import check_destination, load_torch_file, write_torch_file
 from cloudckpt.transfer.retry import Retrier, open_store, retry_if_replaced
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [
@@ -203,7 +203,7 @@ def torch_save_to_dcp(
         CheckpointNotFoundError: If there is no such file.
         CheckpointCorruptError: If the file is truncated, damaged, or not one of ``torch.save``.
         CheckpointReplacedError: If writers replaced it again and again meanwhile.
-        CheckpointError: If it is in the legacy format, a TorchScript archive, or holds no dict.
+        CheckpointError: If it holds no dict.
         UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
         InvalidURIError: If a location can't be what it is given for.
@@ -222,9 +222,9 @@ def torch_save_to_dcp(
 
 
 def _load_file(uri: CheckpointURI, config: Config, trust_pickle: bool) -> Any:
+    stats = TransferStats(str(uri))
     with Span("load", str(uri), 0) as span:
-        file = TorchFile(uri, config, trust_pickle=trust_pickle)
         try:
-            return file.load()
+            return load_torch_file(uri, config, stats, trust_pickle=trust_pickle)
         finally:
-            span.nbytes = file.transferred.nbytes
+            span.nbytes = stats.snapshot().nbytes

@@ -4,18 +4,12 @@ from types import ModuleType
 
 import pytest
 
-from cloudckpt.checkpoint.torch_private import meta_reads_no_data
-
 try:
     from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
 except ImportError:  # before torch 2.15
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-__all__ = ["FsspecReader", "FsspecWriter", "experiments", "reads_no_data"]
-
-reads_no_data = pytest.mark.skipif(
-    not meta_reads_no_data(), reason="this torch reads all of a file that it loads to meta"
-)
+__all__ = ["FsspecReader", "FsspecWriter", "experiments"]
 
 
 def experiments() -> ModuleType:

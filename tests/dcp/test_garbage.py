@@ -22,7 +22,8 @@ from cloudckpt.format_utils import (
     torch_save_to_dcp,
 )
 from cloudckpt.gc_pause import paused_gc
-from cloudckpt.torch_files.torch_file import TorchFile
+from cloudckpt.torch_files.torch_file import load_torch_file
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
 from .places import Place
@@ -79,9 +80,9 @@ OPERATIONS: dict[str, Callable[[Place], object]] = {
         _state(), checkpoint_id=f"{place.uri}-new", config=place.config, no_dist=True
     ).result(),
     "load": _load,
-    "load a file": lambda place: TorchFile(
-        CheckpointURI.parse(f"{place.uri}.pt"), place.config
-    ).load(),
+    "load a file": lambda place: load_torch_file(
+        CheckpointURI.parse(f"{place.uri}.pt"), place.config, TransferStats()
+    ),
     "load a file and broadcast it": _load_broadcast,
     "dcp to torch": lambda place: dcp_to_torch_save(
         place.uri, f"{place.uri}-new.pt", config=place.config

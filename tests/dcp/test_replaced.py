@@ -27,7 +27,7 @@ from cloudckpt.format_utils import (
     torch_save_to_dcp,
 )
 from cloudckpt.stores.registry import open_store
-from cloudckpt.torch_files.torch_save import write_torch_file
+from cloudckpt.torch_files.torch_file import write_torch_file
 from cloudckpt.transfer import retry
 from cloudckpt.uri import CheckpointURI
 

@@ -25,7 +25,7 @@ from cloudckpt.errors import (
     ConnectionLostError,
     ServerError,
 )
-from cloudckpt.torch_files.torch_save import write_torch_file
+from cloudckpt.torch_files.torch_file import write_torch_file
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.uri import CheckpointURI
 from forks import child

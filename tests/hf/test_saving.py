@@ -1,5 +1,6 @@
 """Models are saved and loaded; the safetensors package itself looks at the files."""
 
+import dataclasses
 import functools
 import json
 
@@ -105,7 +106,7 @@ def test_ranks_write_parts_to_s3(ranks, s3, layout: str) -> None:
 
 
 def test_a_store_that_wants_equal_parts_gets_them(s3) -> None:
-    place = s3.having(part_size=5 * 1024**2, s3=cloudckpt.S3Options(dialect="r2"))
+    place = s3.having(part_size=5 * 1024**2, s3=dataclasses.replace(s3.config.s3, dialect="r2"))
     cloudckpt.hf.save(_large(), place.uri, config=place.config)
     _assert_same(_files(place)[0], _large())
     bucket, prefix = place._key()

@@ -30,8 +30,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.s3.dialects import AWS, DIALECTS
 from cloudckpt.stores.s3.store import S3Store
-from cloudckpt.torch_files.torch_save import upload_stream
-from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.torch_files.written_file import WrittenFile
 from contract.data import put, put_part, some_bytes
 from wire.faults import Reset, s3_error
 from wire.proxy import FaultyProxy
@@ -269,15 +268,11 @@ def test_whose_an_object_is_one_request_tells(proxy, config, bucket):
 
 
 def send_named(config, bucket, data):
-    with contextlib.closing(S3Store(bucket, config)) as store:
-        upload_stream(
-            store,
-            "model.pt",
-            lambda stream: stream.write(data),
-            config,
-            TransferStats(),
-            expected=len(data),
-        )
+    with (
+        contextlib.closing(S3Store(bucket, config)) as store,
+        WrittenFile(store, "model.pt", config, expected=len(data)) as file,
+    ):
+        file.write(data)
 
 
 def content_of(s3_client, bucket):

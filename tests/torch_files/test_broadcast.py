@@ -11,18 +11,15 @@ from cloudckpt import events
 from cloudckpt.errors import CheckpointError, ConfigError, RanksFailedError
 from cloudckpt.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from cloudckpt.torch_files import broadcast
-from cloudckpt.torch_files.batches import Targets
-from cloudckpt.torch_files.contents import FileContents
 from dcp.places import Place
 from dcp.values import numbered
 
-MIB = 1024 * 1024
 _SOON = 30.0  # seconds; a collective that nobody joins takes 60
 
 
 @pytest.fixture(scope="module")
 def model(places) -> Place:
-    """A file whose tensors need several batches."""
+    """A file of several tensors."""
     folder = places("local")
     torch.save({"t": numbered(2200, 2200), "u": numbered(4, 5)}, f"{folder.path}/model.pt")
     return folder.at("model.pt")
@@ -39,14 +36,6 @@ def load(place: Place, *, group=None, reader_group=None, **options):
     assert torch.equal(state["t"], numbered(2200, 2200))
     assert torch.equal(state["u"], numbered(4, 5))
     return reader
-
-
-def _with_budgets(place: Place) -> None:
-    load(place, memory_budget=(64 if dist.get_rank() == 0 else 32) * MIB)
-
-
-def test_ranks_may_have_different_options(model, ranks):
-    ranks(2, _with_budgets, model)
 
 
 def _without_group(place: Place, of: tuple[int, ...]) -> None:
@@ -66,12 +55,12 @@ def test_a_reader_of_another_group_than_the_load_is_told_on_every_rank(of, model
 
 
 def _interrupted(place: Place, rank: int, where: str) -> None:
-    """Has an interrupt come on one rank, in the second batch."""
+    """Has an interrupt come on one rank, with the second tensor."""
     module, name = {
-        "reading": (FileContents, "fill"),
+        "room": (BroadcastingTorchSaveReader, "_room"),
         "telling": (broadcast.dist, "all_reduce"),
         "waiting": (broadcast.dist, "broadcast"),
-        "copying": (Targets, "deliver"),
+        "copying": (broadcast, "copy_into"),
     }[where]
     original, calls = getattr(module, name), []
 
@@ -84,12 +73,12 @@ def _interrupted(place: Place, rank: int, where: str) -> None:
 
     setattr(module, name, second)
     try:
-        load(place, memory_budget=32 * MIB)
+        load(place)
     finally:
         setattr(module, name, original)
 
 
-@pytest.mark.parametrize("at", ["0 reading", "1 telling", "0 waiting", "1 waiting", "1 copying"])
+@pytest.mark.parametrize("at", ["0 room", "1 telling", "0 waiting", "1 waiting", "1 copying"])
 def test_an_interrupt_of_one_rank_does_not_leave_the_other_waiting(at, model, ranks):
     began = time.monotonic()
     rank, where = int(at[0]), at[2:]
@@ -108,14 +97,13 @@ class NeedsMuchError(Exception):
 
 
 def _fail_by(place: Place) -> None:
-    def fail(self, batch, room):
+    def fail(*_):
         raise NeedsMuchError("this", "that")
 
-    original, FileContents.fill = FileContents.fill, fail
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 0:
+            patched.setattr(BroadcastingTorchSaveReader, "_room", fail)
         load(place)
-    finally:
-        FileContents.fill = original
 
 
 def test_an_error_that_cant_travel_is_told_by_its_text(model, ranks):
@@ -125,20 +113,16 @@ def test_an_error_that_cant_travel_is_told_by_its_text(model, ranks):
 
 
 def _without_memory(place: Place) -> None:
-    original = broadcast._room
-
-    def fail(limit, device):
+    def fail(*_):
         raise MemoryError("none left")
 
-    if dist.get_rank() == 1:
-        broadcast._room = fail
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(BroadcastingTorchSaveReader, "_room", fail)
         load(place)
-    finally:
-        broadcast._room = original
 
 
-def test_a_rank_without_memory_for_a_batch_is_told_before_any_is_sent(model, ranks):
+def test_a_rank_without_memory_for_a_tensor_is_told_before_it_is_sent(model, ranks):
     began = time.monotonic()
     errors = ranks.errors(2, _without_memory, model)
     assert all("none left" in str(error) for error in errors)

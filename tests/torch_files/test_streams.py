@@ -20,7 +20,6 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Capabilities
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
-from cloudckpt.torch_files.torch_save import UploadStream, upload_stream
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
@@ -59,7 +58,8 @@ def send(store, chunks, config=CONFIG, expected=0):
 
 def send_with(write, store, config=CONFIG, expected=0):
     stats = TransferStats()
-    upload_stream(store, KEY, write, config, stats, expected=expected)
+    with WrittenFile(store, KEY, config, expected=expected, stats=stats) as file:
+        write(file)
     return stats.snapshot()
 
 
@@ -201,11 +201,12 @@ def test_an_interrupt_ends_a_file_that_is_written(store, monkeypatch):
 def test_a_fork_leaves_a_file_to_the_process_that_writes_it(store, monkeypatch):
     file = WrittenFile(store, KEY, CONFIG)
     file.write(bytes(23 * MIB))
-    sent = file._sent
+    upload = file._upload
     with monkeypatch.context() as there:
         there.setattr(os, "getpid", lambda: 0)
         file.discard()
-    sent.end()
+    file._upload = upload
+    file._end()
     assert held(store) == ({KEY: bytes(23 * MIB)}, [])
 
 
@@ -341,11 +342,11 @@ def test_retries_are_counted_from_the_first_request(store):
 
 
 def test_an_interrupt_outlasts_a_writer_in_between(store, monkeypatch):
-    def interrupt(self, view):
+    def interrupt(self, upload, view):
         raise KeyboardInterrupt
 
     put(store, b"old")
-    monkeypatch.setattr(UploadStream, "_copy", interrupt)
+    monkeypatch.setattr(WrittenFile, "_send", interrupt)
     with pytest.raises(KeyboardInterrupt):
         send_with(lambda stream: Unfaithful(stream).write_all(1), store)
     assert held(store) == ({KEY: b"old"}, [])

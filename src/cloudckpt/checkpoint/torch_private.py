@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
-import io
 import logging
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import IO, Any, TypeVar, cast
 
@@ -71,9 +69,7 @@ __all__ = [
     "groups_joined",
     "init_state_dict",
     "load_with",
-    "meta_reads_no_data",
     "set_group_timeout",
-    "sparse_tensors_unchecked",
     "state_dict_being_planned",
     "store_of_group",
     "traverse_state_dict",
@@ -169,35 +165,6 @@ def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]
     ]
 
 
-@functools.cache
-def meta_reads_no_data() -> bool:
-    """Whether ``torch.load`` to the ``meta`` device leaves the data of tensors unread.
-
-    That of torch 2.9 reads all of a file, and drops it then.
-    """
-    size, read = 1 << 18, 0
-
-    class Counting(io.BytesIO):
-        def read(self, count: int | None = -1, /) -> bytes:
-            nonlocal read
-            data = super().read(count)
-            read += len(data)
-            return data
-
-        def readinto(self, buffer: Any, /) -> int:
-            nonlocal read
-            count = super().readinto(buffer)
-            read += count
-            return count
-
-    file = Counting()
-    # empty: zeros would wait for threads of torch, which a forked child does not have
-    torch.save(torch.empty(size, dtype=torch.uint8, device="cpu"), file)
-    file.seek(0)
-    torch.load(file, map_location="meta", weights_only=True)
-    return read < size
-
-
 def forget_plans(planner: SavePlanner) -> None:
     """Drops what torch's planner keeps of earlier saves by ``enable_plan_caching``.
 
@@ -259,30 +226,6 @@ def store_of_group(group: dist.ProcessGroup) -> Store | None:
     world: Any = getattr(dist.distributed_c10d, "_world", None)
     found = getattr(world, "pg_map", {}).get(group, (None, None))[1]
     return found if isinstance(found, Store) else None
-
-
-class _Unlisted(list[Any]):
-    def append(self, _: Any, /) -> None:
-        """Nothing is kept."""
-
-
-@contextlib.contextmanager
-def sparse_tensors_unchecked() -> Iterator[None]:
-    """Keeps ``torch.load`` from looking at the indices of sparse tensors, for the ``meta`` device.
-
-    From torch 2.14 on it does so at its end if ``weights_only``; on that device they have none.
-    """
-    local: Any = getattr(torch.serialization, "_serialization_tls", None)
-    name = "sparse_tensors_to_validate"
-    if not hasattr(local, name):
-        yield
-        return
-    usual = getattr(local, name)
-    setattr(local, name, _Unlisted())
-    try:
-        yield
-    finally:
-        setattr(local, name, usual)
 
 
 def dcp_logger() -> logging.Logger | None:

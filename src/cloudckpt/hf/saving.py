@@ -38,8 +38,10 @@ def save(
     untouched, unless the store fails after all files are sent, while they are made visible: then
     there is no index, and readers find no model.
 
-    Tensors go from memory to the store, without gathering: ranks that hold bytes of the same part
-    of a file hand them to one of them, part after part, in bounded memory.
+    A rank sends its rows straight from memory. What is smaller than a part, and tensors that are
+    cut in columns, go through the rank that has most of the file, which holds one such tensor at a
+    time. Tied weights, which are one memory at the call, are written once: a file has the other
+    names in its metadata, where :func:`load` finds them.
 
     Args:
         state_dict: Tensors by name; nested dicts are allowed, whose names are joined by dots.

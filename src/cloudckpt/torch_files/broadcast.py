@@ -6,69 +6,73 @@ import contextlib
 import dataclasses
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from cloudckpt.checkpoint.torch_private import device_for_collectives
+from cloudckpt.checkpoint.shard import travels_as_bytes
+from cloudckpt.checkpoint.torch_private import device_for_collectives, flatten_state_dict
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
+from cloudckpt.dcp.load_plan import check_types
 from cloudckpt.dcp.reader import OurReader
-from cloudckpt.errors import ConfigError, InvalidURIError
+from cloudckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidURIError,
+    MissingKeyError,
+    ShapeMismatchError,
+    UnsupportedTensorError,
+)
 from cloudckpt.events import Span, Transferred
-from cloudckpt.torch_files.batches import FileTensor, Targets, batches
-from cloudckpt.torch_files.contents import FileContents
+from cloudckpt.torch_files.torch_file import load_torch_file
+from cloudckpt.transfer.landing import copy_into
+from cloudckpt.transfer.memory import settled, why_not_filled
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["BroadcastingTorchSaveReader"]
 
 
 @dataclass(frozen=True)
-class _Offer:
-    """What a rank offers before it takes part.
+class _FileTensor:
+    """A tensor of the file: its name, element type and shape."""
 
-    Attributes:
-        group: The size of the group that it will use, and a hash of its ranks.
-        limit: The largest batch, in bytes, that it has memory for.
-    """
-
-    group: tuple[int, int]
-    limit: int
+    fqn: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Script:
-    """What the reading rank will send to all, in this order.
+    """What the reading rank sends to all, in this order.
 
     Attributes:
         tensors: The tensors.
         values: Everything that is not a tensor, as written by ``torch.save``.
         world: How many ranks take part.
-        limit: Most bytes of a batch.
     """
 
-    tensors: tuple[FileTensor, ...]
+    tensors: Sequence[_FileTensor]
     values: Mapping[str, bytes]
     world: int
-    limit: int
 
 
 class BroadcastingTorchSaveReader(OurReader):
     """Reads a ``torch.save`` file at a URI on one rank and broadcasts it to the others.
 
     Use it with :class:`DynamicMetaLoadPlanner` (ours or torch's), in ``cloudckpt.load`` or in
-    ``torch.distributed.checkpoint.load``, to load the file into state dicts of any sharding. Only
-    tensors that a state dict asks for are read. Each rank uses ``memory_budget`` (64 MiB by
-    default) besides its state, and no rank holds the whole file; the reading rank holds tensors
-    saved with gaps between their elements one at a time.
+    ``torch.distributed.checkpoint.load``, to load the file into state dicts of any sharding. The
+    reading rank holds the whole file in host memory; each rank holds one tensor of it at a time,
+    besides its state.
 
-    If a rank fails or is interrupted, all ranks stop before the next batch, and raise.
+    If a rank fails or is interrupted, all ranks stop before the next tensor, and raise.
 
     Attributes:
         checkpoint_id: The location, as a string.
@@ -118,11 +122,7 @@ class BroadcastingTorchSaveReader(OurReader):
         if checkpoint_id:
             self._uri = CheckpointURI.parse(checkpoint_id)
         self.transferred = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._contents: FileContents | None = None
-        self._room = self._host = torch.empty(0, device="cpu")  # of one batch
+        self._content: dict[str, Any] = {}  # of the file, on the reading rank
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Returns empty metadata: :class:`DynamicMetaLoadPlanner` makes it from the state dict."""
@@ -146,16 +146,12 @@ class BroadcastingTorchSaveReader(OurReader):
             )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Allocates memory: a rank without enough fails here, where no other rank waits for it."""
-        limit, group, device = self.config.memory_budget // 2, (1, 0), "cpu"
-        if dist.is_initialized():
-            ranks = dist.get_process_group_ranks(self._group)
-            group, device = (len(ranks), hash(tuple(ranks))), device_for_collectives(self._group)
-        self._room = self._host = _room(limit, device)
-        return dataclasses.replace(plan, storage_data=_Offer(group, limit))
+        """Tells the reading rank in which group this rank will receive."""
+        ranks = dist.get_process_group_ranks(self._group) if dist.is_initialized() else [0]
+        return dataclasses.replace(plan, storage_data=tuple(ranks))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Opens the file and decides what will be sent; on the reading rank only.
+        """Reads the file and decides what will be sent; on the reading rank only.
 
         Raises:
             CheckpointNotFoundError: If there is no such file.
@@ -167,33 +163,68 @@ class BroadcastingTorchSaveReader(OurReader):
             ConfigError: If the ranks' readers use a different group than the load.
         """
         assert self._uri is not None
-        with portable_errors(str(self._uri)):
-            limit = self._agreed(plans)
-            if not self._room.is_cpu:
-                self._host = _room(limit, "cpu")
-            self._contents = FileContents(
-                self._uri, self.config, trust_pickle=self.trust_pickle, rank=self.coordinator_rank
-            )
-            tensors, values = self._contents.select(
-                {item.storage_index.fqn: item.type for plan in plans for item in plan.items}
-            )
-        script = _Script(tensors, values, len(plans), limit)
-        return [dataclasses.replace(plan, storage_data=script) for plan in plans]
-
-    def _agreed(self, plans: list[LoadPlan]) -> int:
-        """Most bytes of a batch, after checking that all ranks use the same group."""
-        offers = [plan.storage_data for plan in plans]
-        groups = {offer.group for offer in offers}
-        if len(plans) > 1 and (len(groups) > 1 or groups.pop()[0] != len(plans)):
+        groups = {plan.storage_data for plan in plans}
+        if len(plans) > 1 and (len(groups) > 1 or len(groups.pop()) != len(plans)):
             raise ConfigError(
                 f"{len(plans)} ranks load, but the readers of some broadcast in another group: "
                 "give the process_group of load to each BroadcastingTorchSaveReader, too",
                 uri=self.checkpoint_id,
             )
-        return min(int(offer.limit) for offer in offers)
+        stats = TransferStats(str(self._uri), self.coordinator_rank)
+        with portable_errors(str(self._uri)):
+            state = load_torch_file(self._uri, self.config, stats, trust_pickle=self.trust_pickle)
+            self.transferred = stats.snapshot()
+            self._content = _by_name(state, str(self._uri))
+            kinds = {item.storage_index.fqn: item.type for plan in plans for item in plan.items}
+            script = self._script(kinds, len(plans))
+        return [dataclasses.replace(plan, storage_data=script) for plan in plans]
+
+    def _script(self, kinds: Mapping[str, LoadItemType], world: int) -> _Script:
+        tensors: list[_FileTensor] = []
+        values: dict[str, bytes] = {}
+        missing = [fqn for fqn in kinds if fqn not in self._content]
+        if missing:
+            count = "1 key is" if len(missing) == 1 else f"{len(missing)} keys are"
+            raise MissingKeyError(
+                f"{count} not in the file, the first: {missing[:5]}. It has "
+                f"{list(self._content)[:5]}…; remove what is missing from the state dict",
+                uri=self.checkpoint_id,
+                item=missing[0],
+            )
+        for fqn, kind in kinds.items():
+            stored = self._content[fqn]
+            why = ""
+            if isinstance(stored, torch.Tensor) != (kind != LoadItemType.BYTE_IO):
+                wanted = "none" if kind == LoadItemType.BYTE_IO else "a tensor"
+                why = f"is a {type(stored).__name__}, and the state dict has {wanted} for it"
+            elif any(isinstance(one, torch.Tensor) for one in _leaves(stored)):
+                why = (
+                    "holds tensors, and the planner asks for it as one value: use a planner that "
+                    "flattens the state dict, and give it the same structure"
+                )
+            elif not isinstance(stored, torch.Tensor):
+                buffer = io.BytesIO()
+                torch.save(stored, buffer)
+                values[fqn] = buffer.getvalue()
+            elif (
+                type(stored) not in (torch.Tensor, torch.nn.Parameter)
+                or stored.layout != torch.strided
+                or stored.is_quantized
+            ):
+                why = (
+                    f"is a {type(stored).__name__} of layout {stored.layout}, which can't be "
+                    "sharded: convert it to a plain tensor and save it again"
+                )
+            else:
+                tensors.append(_FileTensor(fqn, stored.dtype, tuple(stored.shape)))
+            if why:
+                raise UnsupportedTensorError(
+                    f"{fqn} in the file {why}", uri=self.checkpoint_id, item=fqn
+                )
+        return _Script(tensors, values, world)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads or receives what the ranks need, a batch of at most ``memory_budget`` at a time.
+        """Receives what the ranks need, tensor by tensor.
 
         A rank returns early if another rank has failed; torch then raises the failure on all.
 
@@ -201,8 +232,6 @@ class BroadcastingTorchSaveReader(OurReader):
             ShapeMismatchError: If a tensor has a different shape in the file and the state dict.
             UnsupportedTensorError: If a tensor of the state dict can't be loaded into, or its type
                 can't hold what the file has.
-            CheckpointReplacedError: If the file was replaced meanwhile.
-            StoreError: If the store refuses or stays unreachable.
         """
         script, uri = plan.storage_data, str(self._uri)
         assert isinstance(script, _Script)
@@ -211,55 +240,133 @@ class BroadcastingTorchSaveReader(OurReader):
             try:
                 self._receive(script, plan, planner)
             finally:
-                if self._contents is not None:
-                    self.transferred = self._contents.file.transferred
+                if self.transferred is not None:
                     span.nbytes = self.transferred.nbytes
-                self._forget()
+                self._content = {}
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     def _receive(self, script: _Script, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Receives batch after batch as long as no rank has failed.
+        """Receives tensor after tensor as long as no rank has failed.
 
-        Before each batch the ranks exchange whether they have failed. A rank that fails or is
+        Before each tensor the ranks exchange whether they have failed. A rank that fails or is
         interrupted stays until then: if it left at once, the others would wait for it in vain.
         """
-        room, host, contents = self._room, self._host, self._contents
+        device = device_for_collectives(self._group) if script.world > 1 else "cpu"
+        failed = torch.zeros(1, dtype=torch.uint8, device=device)
         failures: list[BaseException] = []
-        failed = torch.zeros(1, dtype=torch.uint8, device=room.device)
+        targets: dict[str, list[_Target]] = {}
         with _kept(failures):
-            reads = contents is not None
-            targets = Targets(plan, planner, script.tensors, str(self._uri), logs=reads)
-        for batch in batches(script.tensors, script.limit):
-            if contents is not None and not failures:
-                with _kept(failures):
-                    contents.fill(batch, host)
-                    if room is not host:
-                        room[: batch.size].copy_(host[: batch.size])
+            targets = _targets(plan, planner, script.tensors, str(self._uri))
+            types = {one.fqn: one.dtype for one in script.tensors}
+            found = {fqn: of[0].tensor for fqn, of in targets.items()}
+            check_types(found, types.get, str(self._uri), logs=bool(self._content))
+        for tensor in script.tensors:
+            whole = torch.empty(0, dtype=tensor.dtype, device=device)
+            with _kept(failures):
+                whole = self._room(tensor, device)
             failed.fill_(bool(failures))
             if script.world > 1:
                 with _kept(failures, interrupts_only=True):
                     dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
             if failed:
                 break
-            if script.world > 1:
+            if script.world > 1 and whole.numel():
                 with _kept(failures, interrupts_only=True):
-                    dist.broadcast(room[: batch.size], src=self.coordinator_rank, group=self._group)
+                    flat = whole.reshape(-1).view(torch.uint8)
+                    dist.broadcast(flat, src=self.coordinator_rank, group=self._group)
             with _kept(failures):
-                targets.deliver(batch, room)
+                for target in targets.get(tensor.fqn, ()):
+                    target.take(whole)
         if failures:
             raise failures[0]
         if failed:
             return
-        targets.commit()
+        for target in (one for of in targets.values() for one in of):
+            planner.commit_tensor(target.item, target.tensor)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(script.values[item.storage_index.fqn]))
 
+    def _room(self, tensor: _FileTensor, device: str) -> torch.Tensor:
+        """The tensor on the reading rank, room for it on others; row-major."""
+        stored: torch.Tensor | None = self._content.get(tensor.fqn)
+        if stored is not None:
+            plain = stored.detach().resolve_conj().resolve_neg()
+            return plain.to(device, memory_format=torch.contiguous_format).contiguous()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
-def _room(nbytes: int, device: str) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor that takes a region, beginning at ``offsets``, of a tensor in the file."""
+
+    item: ReadItem
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+
+    def take(self, whole: torch.Tensor) -> None:
+        for axis, (start, length) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
+            whole = whole.narrow(axis, start, length)
+        copy_into(self.tensor, whole)
+
+
+def _targets(
+    plan: LoadPlan, planner: LoadPlanner, tensors: Sequence[_FileTensor], uri: str
+) -> dict[str, list[_Target]]:
+    """The tensors of this rank that are loaded into, by name.
+
+    Raises:
+        ShapeMismatchError: If a tensor has another shape in the file than in the state dict.
+        UnsupportedTensorError: If a tensor can't be loaded into.
+    """
+    found: dict[str, list[_Target]] = {}
+    shapes = {tensor.fqn: tensor.shape for tensor in tensors}
+    entries = getattr(getattr(planner, "metadata", None), "state_dict_metadata", {})
+    for item in plan.items:
+        if item.type == LoadItemType.BYTE_IO:
+            continue
+        fqn, start = item.storage_index.fqn, item.storage_index.offset
+        begin = start if start is not None else (0,) * len(item.storage_offsets)
+        # the planner's chunks are those of the state dict: the file has all of each tensor
+        offsets = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
+        tensor, stored = settled(planner.resolve_tensor(item)).detach(), shapes[fqn]
+        wanted = tuple(getattr(entries.get(fqn), "size", stored))
+        ends = [at + length for at, length in zip(offsets, tensor.shape, strict=False)]
+        fits = len(stored) == tensor.dim() and all(map(int.__le__, ends, stored))
+        if wanted != stored or not fits:
+            raise ShapeMismatchError(
+                f"{fqn} has shape {stored} in the file and {wanted} in the state dict",
+                uri=uri,
+                item=fqn,
+            )
+        why = "" if travels_as_bytes(tensor) else why_not_filled(tensor)
+        if why:
+            raise UnsupportedTensorError(f"{fqn} can't be loaded into: {why}", uri=uri, item=fqn)
+        found.setdefault(fqn, []).append(_Target(item, tensor, offsets))
+    return found
+
+
+def _by_name(state: Any, uri: str) -> dict[str, Any]:
+    """The entries by name, both flattened and unflattened."""
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"the file holds a {type(state).__name__}, and only a dict can be loaded by key",
+            uri=uri,
+        )
+    try:
+        flattened, _ = flatten_state_dict(state)
+    except ValueError as exc:
+        raise CheckpointError(
+            "two entries of the file have the same name when it is flattened", uri=uri, cause=exc
+        ) from exc
+    return {**{str(key): value for key, value in state.items()}, **flattened}
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What dicts, lists and tuples hold; none of a tensor."""
+    return [] if isinstance(value, torch.Tensor) else torch.utils._pytree.tree_leaves(value)
 
 
 @contextlib.contextmanager

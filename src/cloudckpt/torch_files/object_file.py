@@ -10,20 +10,21 @@ import torch
 
 from cloudckpt.checksum import Blocks
 from cloudckpt.config import MIB, Config
-from cloudckpt.errors import CheckpointCorruptError, PreconditionFailedError
+from cloudckpt.errors import CheckpointCorruptError, InvalidURIError, PreconditionFailedError
 from cloudckpt.events import Transferred
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader, Regions
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import FlatSink, StoredBytes, Wanted
 from cloudckpt.transfer.memory import bytes_of
-from cloudckpt.transfer.retry import Retrier, check_unchanged
+from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store
 from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.uri import CheckpointURI
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["ObjectFile", "PinnedObject"]
+__all__ = ["ObjectFile", "PinnedObject", "object_at"]
 
 _FIRST_WINDOW = 64 * 1024
 _LARGEST_WINDOW = 32 * MIB
@@ -31,6 +32,17 @@ _WINDOWS = 2
 _GROWTH = 8
 _REQUEST = 4 * MIB
 _REQUESTS = 64  # of that size at most: then larger ones occupy all connections, too
+
+
+def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
+    """The store and the key of a file.
+
+    Raises:
+        InvalidURIError: If the location is a bucket, or the root of the file system.
+    """
+    if not uri.prefix or uri.prefix == "/":
+        raise InvalidURIError(f"{uri} names no file: write for example {uri.join('model.pt')}")
+    return open_store(uri, config), uri.prefix
 
 
 class PinnedObject(RangeReader):

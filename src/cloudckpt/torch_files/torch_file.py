@@ -1,297 +1,197 @@
-"""A ``torch.save`` file on a store, read as far as needed."""
+"""Files of ``torch.save`` on a store: written whole or not at all, and read whole."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
 import torch
 
-from cloudckpt.checkpoint.torch_private import meta_reads_no_data, sparse_tensors_unchecked
 from cloudckpt.checkpoint.values import load_saved, untrusted
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CloudCheckpointError,
     InvalidURIError,
     ObjectNotFoundError,
 )
-from cloudckpt.events import Transferred
+from cloudckpt.events import Span, Transferred
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
-from cloudckpt.torch_files.zip_directory import storage_sizes
-from cloudckpt.transfer.boxes import row_major_slices
-from cloudckpt.transfer.landing import BoxSink, FlatSink, Wanted, copy_into
-from cloudckpt.transfer.memory import extent
-from cloudckpt.transfer.parts import even_share
-from cloudckpt.transfer.retry import open_store
+from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject, object_at
+from cloudckpt.torch_files.written_file import WrittenFile
+from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["TorchFile", "object_at", "tensors_in"]
+__all__ = ["check_destination", "load_torch_file", "size_of", "write_torch_file"]
 
-_VALUES = (
-    *(int, float, complex, bool, str, bytes, bytearray, type(None)),
-    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-_DICTS = (dict, OrderedDict, defaultdict, Counter)
-_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # says nothing about the file
+_BEGINNINGS = (b"PK\3\4", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.")
+"""Of a file of torch.save, and of one of before torch 1.6: its magic number, pickled."""
+
+_OTHER_FORMATS = {".gguf", ".h5", ".hdf5", ".json", ".keras", ".msgpack", ".npy", ".npz", ".onnx"}
+_OTHER_FORMATS |= {".pte", ".safetensors", ".tflite"}
+"""Names under which other programs expect something other than a ``torch.save`` file."""
+
+_NOT_OF_THE_FILE = (CloudCheckpointError, Warning, MemoryError, torch.OutOfMemoryError)
+"""Errors that say nothing about a file."""
 
 
-class TorchFile:
-    """A ``torch.save`` file read over the network, all from one version.
+def check_destination(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
+    """The store and the key of a file to write.
 
-    torch unpickles the *skeleton*: what was saved, with tensors on the ``meta`` device, which have
-    no data but know their place in the file. Any of them, or all at once, can be read.
+    Raises:
+        InvalidURIError: If the location can't be that of a file, or is named like a file of another
+            format, whose readers would expect other contents.
+        CheckpointExistsError: If something exists there and ``overwrite`` is off. This checks once:
+            it does not keep two writers apart.
+    """
+    store, key = object_at(uri, config)
+    if PurePosixPath(key).suffix.lower() in _OTHER_FORMATS:
+        raise InvalidURIError(
+            f"{uri} is named like a file of another format, and what is written here is one of "
+            f"torch.save: name it {PurePosixPath(key).stem}.pt, or write the other format with its "
+            "own library"
+        )
+    if uri.scheme == "file" and os.path.isdir(key):
+        raise InvalidURIError(f"{uri} is a folder: write for example {uri.join('model.pt')}")
+    if not config.overwrite:
+        with contextlib.suppress(ObjectNotFoundError):
+            Retrier(config.retry).call(lambda: store.head(key))
+            raise CheckpointExistsError(
+                "a file already exists here and overwrite is off: delete it, or write another one",
+                uri=str(uri),
+            )
+    return store, key
+
+
+def write_torch_file(
+    value: Any, uri: CheckpointURI, config: Config, *, rank: int = 0
+) -> Transferred:
+    """``torch.save`` to a location: atomic, in parallel parts.
+
+    The file appears, or replaces the existing file, when it is complete. Besides ``value`` it takes
+    ``memory_budget``; storages of accelerators pass through host memory one by one.
+
+    Args:
+        value: What to write.
+        uri: Where to write.
+        config: Options.
+        rank: The writing rank, for the events.
+
+    Raises:
+        CheckpointError: If ``torch.save`` can't write ``value``.
+        StoreError: If the store refuses or stays unreachable. As with any failure, nothing changes
+            at the location.
+    """
+    store, key = check_destination(uri, config)
+    expected = size_of(value)
+    stats = TransferStats(str(uri), rank, expected)
+    with Span("upload", str(uri), rank) as span:
+        try:
+            with WrittenFile(store, key, config, expected=expected, stats=stats) as file:
+                torch.save(value, cast(IO[bytes], file))
+        except _NOT_OF_THE_FILE:
+            raise
+        except Exception as exc:
+            raise CheckpointError(
+                "torch.save can't write this state: remove or convert what it names",
+                uri=str(uri),
+                cause=exc,
+            ) from exc
+        finally:
+            span.nbytes = stats.snapshot().nbytes
+    return stats.snapshot()
+
+
+def load_torch_file(
+    uri: CheckpointURI,
+    config: Config,
+    stats: TransferStats,
+    *,
+    map_location: Any = "cpu",
+    trust_pickle: bool = False,
+) -> Any:
+    """``torch.load`` of a location, all from one version; large storages in parallel.
+
+    It takes one copy of the state and ``memory_budget``.
 
     Args:
         uri: The file.
         config: Options.
+        stats: Counts what is received.
+        map_location: As in ``torch.load``.
         trust_pickle: Whether its pickle may run any code.
-        rank: The reading rank, for the events.
 
     Raises:
         CheckpointNotFoundError: If there is no such file.
-        CheckpointError: If it has another format, which the message names.
         CheckpointCorruptError: If it is truncated, or not a ``torch.save`` file.
+        CheckpointError: If the device named by ``map_location`` or the file does not exist.
+        CheckpointReplacedError: If it was replaced or deleted meanwhile.
+        UntrustedPickleError: If it needs code that is not on torch's allow-list.
     """
-
-    def __init__(
-        self, uri: CheckpointURI, config: Config, *, trust_pickle: bool = False, rank: int = 0
-    ) -> None:
-        self._uri = str(uri)
-        self._config = config
-        self._trust_pickle = trust_pickle
-        store, key = object_at(uri, config)
-        try:
-            self._object = PinnedObject(store, key, config, TransferStats(self._uri, rank))
-        except ObjectNotFoundError as error:
-            raise CheckpointNotFoundError(
-                "there is no file here: check the location (a folder with a DCP checkpoint is read "
-                "by cloudckpt.load or converted by dcp_to_torch_save)",
-                uri=self._uri,
-            ) from error
-        self._file = ObjectFile(self._object, config)
-        with self._errors():
-            sizes = storage_sizes(self._file, self._uri)
-        self._sizes = sizes or {}
-        self._is_native = sizes is not None and meta_reads_no_data()
-
-    @property
-    def transferred(self) -> Transferred:
-        """What was received so far."""
-        return self._object.transferred
-
-    def skeleton(self) -> Any:
-        """What was saved, with tensors on the ``meta`` device: none of their data is read.
-
-        The tensors have data where torch does not support this: in files of another byte order,
-        where torch crashes swapping missing data, in files with nested or quantized tensors, and
-        with some versions such as torch 2.9 in all files.
-
-        Raises:
-            UntrustedPickleError: If it needs code that is not on torch's allow-list.
-            CheckpointCorruptError: If it can't be read.
-        """
-        return self._parsed()[0]
-
-    def _parsed(self) -> tuple[Any, bool]:
-        """The skeleton, and whether its tensors have their data."""
-        if self._is_native:
-            with contextlib.suppress(CheckpointCorruptError), sparse_tensors_unchecked():
-                return self._load("meta"), False
-        return self._load("cpu"), True
-
-    def load(self, map_location: Any = "cpu") -> Any:
-        """Loads what was saved.
-
-        By default, all tensors are fetched at once straight into their memory; this takes one copy
-        of the state and ``memory_budget``. With another ``map_location``, or if the file holds more
-        than plain tensors in dicts, lists and tuples, ``torch.load`` reads it front to back.
-
-        Raises:
-            UntrustedPickleError: If it needs code that is not on torch's allow-list.
-            CheckpointCorruptError: If it can't be read.
-            CheckpointError: If the device named by ``map_location`` or the file does not exist.
-        """
-        if str(map_location) != "cpu":
-            return self._load_to(map_location)
-        value, is_whole = self._parsed()
-        if is_whole:
-            return value
-        tensors = tensors_in(value)
-        if tensors is None or any(self.extent(tensor) is None for tensor in tensors):
-            return self._load("cpu")
-        storages: dict[int, torch.Tensor] = {}  # as bytes, by their place: views go on sharing one
-        for tensor in tensors:
-            place, size = _place(tensor) or 0, tensor.untyped_storage().nbytes()
-            if place not in storages:
-                storages[place] = _bytes(size)
-            torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
-                tensor, _filled(tensor, storages[place])
-            )
-        self._object.read(list(storages.items()))
-        return value
-
-    def extent(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """The first byte in the file of a tensor of the skeleton, and the end after its last.
-
-        None if only ``torch.load`` knows: if the tensor is more than a view of a storage, or the
-        file was packed by a zip program other than torch's.
-        """
-        if (
-            type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-            or tensor.layout != torch.strided
-            or not tensor.is_meta
-            or tensor.is_quantized
-            or tensor.is_nested
-            or tensor.is_neg()
-            or tensor.is_conj()
-            or vars(tensor)
-        ):
-            return None
-        place, size = _place(tensor), tensor.untyped_storage().nbytes()
-        first, stop = extent(tensor) if tensor.numel() else (0, 0)
-        if place is None or stop > size or (size and self._sizes.get(place) != size):
-            return None
-        return place + first, place + stop
-
-    def read_into(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Fetches tensors of the skeleton into targets of the same shape, wherever these lie.
-
-        Contiguous targets in host memory receive their bytes directly, all others through
-        ``memory_budget``. A tensor saved with gaps between its elements is fetched with the gaps,
-        one such tensor at a time.
-
-        Raises:
-            CheckpointReplacedError: If the file was replaced or deleted meanwhile.
-        """
-        gapless = [pair for pair in pairs if pair[0].is_contiguous()]
-        wanted = (self._wanted(tensor, target.detach()) for tensor, target in gapless)
-        self._object.fetch([want for of_one in wanted for want in of_one])
-        for tensor, target in pairs:
-            if not tensor.is_contiguous():
-                copy_into(target, self.read(tensor))
-
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the skeleton as it was saved, with its strides."""
-        start, stop = self._extent(tensor)
-        room = _bytes(stop - start)
-        self._object.read([(start, room)])
-        return _filled(tensor, room, start - (_place(tensor) or 0))
-
-    def read_ranges(self, ranges: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Fills each byte tensor with the file's bytes from a position on."""
-        self._object.read(ranges)
-
-    def _extent(self, tensor: torch.Tensor) -> tuple[int, int]:
-        found = self.extent(tensor)
-        assert found is not None
-        return found
-
-    def _wanted(self, tensor: torch.Tensor, target: torch.Tensor) -> Iterator[Wanted]:
-        start, stop = self._extent(tensor)
-        source, dtype = self._object.source(start, stop - start), tensor.dtype
-        if target.is_contiguous():
-            yield Wanted(source, 0, stop - start, FlatSink(target, dtype), True)
-            return
-        limit = even_share(0, self._config.most_connections)
-        for rows in row_major_slices(tensor.shape, dtype.itemsize, limit):
-            sink = BoxSink(target, rows.box, dtype, None)
-            yield Wanted(source, rows.start, rows.stop, sink, False)
-
-    def _load_to(self, map_location: Any) -> Any:
-        try:
-            return self._load(map_location)
-        except CheckpointCorruptError as error:
-            if self._file.failure is not None:
-                raise
-            self.skeleton()  # which fails, too, if it is the file that can't be read
-            raise CheckpointError(
-                "torch.load can't put the tensors where map_location, or the file itself, says: "
-                'map_location="cpu" needs no other device',
-                uri=self._uri,
-                cause=error.cause,
-            ) from error
-
-    def _load(self, map_location: Any) -> Any:
-        file = cast(IO[bytes], self._file)
-        file.seek(0)
-        with self._errors():
-            return load_saved(file, map_location, trust=self._trust_pickle)
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as exc:
-            if self._file.failure is not None:
-                raise self._file.failure from None
-            if isinstance(exc, (CloudCheckpointError, Warning, *_OUT_OF_MEMORY)):
-                raise
-            if isinstance(exc, pickle.UnpicklingError) and not self._trust_pickle:
-                raise untrusted("the file", exc, self._uri) from None
-            raise CheckpointCorruptError(
-                "torch.load can't read the file: it is damaged, or was written by something else",
-                uri=self._uri,
-                cause=exc,
-            ) from exc
+    store, key = object_at(uri, config)
+    try:
+        pinned = PinnedObject(store, key, config, stats)
+    except ObjectNotFoundError as error:
+        raise CheckpointNotFoundError(
+            "there is no file here: check the location (a folder with a DCP checkpoint is read "
+            "by cloudckpt.load or converted by dcp_to_torch_save)",
+            uri=str(uri),
+        ) from error
+    file = ObjectFile(pinned, config)
+    if not file.read(len(_BEGINNINGS[1])).startswith(_BEGINNINGS):
+        raise CheckpointCorruptError("the file is not one of torch.save", uri=str(uri))
+    try:
+        return _loaded(file, map_location, trust_pickle, str(uri))
+    except CheckpointCorruptError as error:
+        if file.failure is not None or str(map_location) == "cpu":
+            raise
+        _loaded(file, "cpu", trust_pickle, str(uri))  # which fails, too, if the file is damaged
+        raise CheckpointError(
+            "torch.load can't put the tensors where map_location, or the file itself, says: "
+            'map_location="cpu" needs no other device',
+            uri=str(uri),
+            cause=error.cause,
+        ) from error
 
 
-def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
-    """The store and the key of a file.
+def _loaded(file: ObjectFile, map_location: Any, trust_pickle: bool, uri: str) -> Any:
+    file.seek(0)
+    try:
+        return load_saved(cast(IO[bytes], file), map_location, trust=trust_pickle)
+    except Exception as exc:
+        if file.failure is not None:
+            raise file.failure from None
+        if isinstance(exc, _NOT_OF_THE_FILE):
+            raise
+        if isinstance(exc, pickle.UnpicklingError) and not trust_pickle:
+            raise untrusted("the file", exc, uri) from None
+        raise CheckpointCorruptError(
+            "torch.load can't read the file: it is truncated or damaged, or was written by "
+            "something else than torch.save",
+            uri=uri,
+            cause=exc,
+        ) from exc
 
-    Raises:
-        InvalidURIError: If the location is a bucket, or the root of the file system.
-    """
-    if not uri.prefix or uri.prefix == "/":
-        raise InvalidURIError(f"{uri} names no file: write for example {uri.join('model.pt')}")
-    return open_store(uri, config), uri.prefix
 
-
-def tensors_in(value: Any) -> list[torch.Tensor] | None:
-    """The tensors in dicts, lists, tuples and sets; None if an object may hold others."""
-    found: list[torch.Tensor] = []
+def size_of(value: Any) -> int:
+    """About how many bytes ``torch.save`` will write."""
+    storages: dict[int, int] = {}
     waiting, seen = [value], set[int]()
     while waiting:
         value = waiting.pop()
-        if type(value) in _VALUES or id(value) in seen:
-            continue
-        seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif type(value) in (list, tuple, set, frozenset):
-            waiting.extend(value)
-        elif type(value) in _DICTS:
-            waiting.extend(value)
-            waiting.extend(value.values())
-            waiting.extend(getattr(value, "__dict__", {}).values())  # state_dict()._metadata
-        else:
-            return None
-    return found
-
-
-def _place(tensor: torch.Tensor) -> int | None:
-    """The first byte in the file of the storage of a tensor of the skeleton."""
-    # torch's own readers use it, too
-    place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    return place if isinstance(place, int) else None
-
-
-def _bytes(count: int) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.uint8, device="cpu")  # whatever the default device is
-
-
-def _filled(tensor: torch.Tensor, room: torch.Tensor, skipped: int = 0) -> torch.Tensor:
-    """A tensor of the skeleton over the bytes of its storage but the first ``skipped``."""
-    made = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    first = int(tensor.storage_offset()) - skipped // tensor.itemsize
-    made.set_(room.untyped_storage(), first, tensor.shape, tensor.stride())
-    if type(tensor) is torch.nn.Parameter:
-        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
+            with contextlib.suppress(Exception):  # subclasses without a storage
+                storage = value.untyped_storage()
+                storages[storage._cdata] = max(storage.nbytes(), value.nbytes)
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend(value.values() if isinstance(value, Mapping) else value)
+    return sum(storages.values()) + 1024 * (len(storages) + 1)

@@ -1,33 +1,50 @@
-"""A file that others write at their pace, and that is sent while they do."""
+"""A file that is sent while it is written, and appears when it is closed."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from cloudckpt.config import Config
-from cloudckpt.errors import TransferCancelledError
-from cloudckpt.stores.base import ObjectStore
+from cloudckpt.errors import InvalidRequestError, TransferCancelledError
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.torch_files.torch_save import StreamedObject
-from cloudckpt.transfer.parts import Checks
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.packing import Slab
+from cloudckpt.transfer.parts import Checks, Piece, choose_part_size
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.upload import ObjectUpload, creates_only
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 __all__ = ["WrittenFile"]
 
+logger = logging.getLogger("cloudckpt")
+
+_PARTS_IN_BUDGET = 6  # see choose_part_size
+_UNCOPIED = 64 * 1024  # fewer bytes are cheaper to copy than to send as a piece of their own
+
 
 class WrittenFile(io.BufferedIOBase):
     """An object that appears, or is replaced, when this is closed.
 
-    What is written is sent in parallel parts, out of at most ``memory_budget`` of memory. Behind an
-    error in a ``with`` block, and where it is dropped without being closed, nothing changes at the
-    key. For one writer: it is not safe to use from several threads.
+    What is written is copied, and sent in parallel parts, out of at most ``memory_budget`` of
+    memory; for objects of more than about 100 GiB, whose parts must be larger, 1/1500 of
+    ``expected``. After an error, also one in a ``with`` block, and where it is dropped without
+    being closed, nothing changes at the key, and no parts are left in the store; only if the answer
+    to the last request was lost may the new object exist, whole. For one writer: it is not safe to
+    use from several threads.
+
+    Attributes:
+        info: The object as the store has written it, once this is closed.
+        failure: The first error, or an interrupt. Writers written in C++ replace it with their own.
     """
 
     def __init__(
@@ -37,23 +54,48 @@ class WrittenFile(io.BufferedIOBase):
         config: Config,
         *,
         expected: int = 0,
+        stats: TransferStats | None = None,
         checks: Checks | None = None,
-        lasts: Callable[[memoryview], bool] = lambda view: False,
+        is_immutable: Callable[[memoryview], bool] = lambda view: False,
     ) -> None:
-        """Arguments are those of :class:`~cloudckpt.torch_files.torch_save.StreamedObject`."""
+        """
+        Args:
+            store: The store.
+            key: The key.
+            config: Options.
+            expected: Approximate bytes to write.
+            stats: Counts what is sent.
+            checks: Collects the checksums of what is sent; the key must then be random, so that
+                nothing else can be there.
+            is_immutable: Whether memory being written stays unchanged until the file is closed: it
+                is then sent without a copy.
+        """
+        self.info: ObjectInfo | None = None
+        self.failure: BaseException | None = None
         self._at = 0
         self._uri = store.uri(key)
         self._process = os.getpid()
-        self._failure: BaseException | None = None
-        self._sent: StreamedObject | None = StreamedObject(
-            store,
-            key,
-            config,
-            TransferStats(self._uri),
-            expected=expected,
-            checks=checks,
-            lasts=lasts,
-        )
+        limits = store.capabilities
+        least = expected // (limits.max_parts * 9 // 10)
+        wanted = config.part_size and max(config.part_size, least)
+        budget = max(config.memory_budget, _PARTS_IN_BUDGET * least)
+        width = config.requests_at_once
+        size = choose_part_size(expected, wanted, limits, connections=width, copied=budget)
+        self._most = size * limits.max_parts
+        self._group = group = TaskGroup(width, name="cloudckpt-save", interrupt=store.interrupt)
+        self._pool = StagingPool(budget, group.cancellation)
+        self._slab: Slab | None = None
+        self._filled = 0
+        self._checks = checks
+        self._is_immutable = is_immutable
+        stats = stats or TransferStats(self._uri)
+        retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
+        self._upload: ObjectUpload | None
+        if checks is None:
+            self._upload = _NamedUpload(store, key, size, group, retrier, stats)
+        else:
+            only = creates_only(store, config)
+            self._upload = ObjectUpload(store, key, size, group, retrier, stats, create_only=only)
 
     def writable(self) -> bool:
         return True
@@ -70,16 +112,43 @@ class WrittenFile(io.BufferedIOBase):
         if self.closed:
             raise ValueError("write to closed file")
         view = memoryview(data).cast("B")
-        if self._sent is not None:
+        if self._upload is not None:
             try:
-                count = self._sent.stream.write(view)
+                self._send(self._upload, view)
             except BaseException as error:  # noqa: BLE001 - raised below, or why it was cancelled
                 self._end(error)
             else:
-                self._at += count
-                return count
-        assert self._failure is not None  # it has ended before it was closed
-        raise self._failure
+                self._at += view.nbytes
+                return view.nbytes
+        assert self.failure is not None  # it has ended before it was closed
+        raise self.failure
+
+    def _send(self, upload: ObjectUpload, view: memoryview) -> None:
+        if self._at + view.nbytes > self._most:
+            raise InvalidRequestError(
+                f"the object exceeds {self._most} bytes, the most that parts of this size add up "
+                "to: raise Config(memory_budget=...), on which the size of parts depends",
+                uri=self._uri,
+            )
+        if view.nbytes >= _UNCOPIED and self._is_immutable(view):
+            self._send_slab(upload)
+            upload.write(Piece(view, self._checks, upload.position))
+            return
+        while view.nbytes:
+            if self._slab is None:
+                self._slab, _ = self._pool.reserve(self._pool.slab_bytes)
+                self._filled = 0
+            count = min(view.nbytes, self._pool.slab_bytes - self._filled)
+            self._slab.view[self._filled : self._filled + count] = view[:count]
+            self._filled += count
+            view = view[count:]
+            if self._filled == self._pool.slab_bytes:
+                self._send_slab(upload)
+
+    def _send_slab(self, upload: ObjectUpload) -> None:
+        if self._slab is not None:
+            slab, self._slab = self._slab, None
+            upload.write(Piece(slab.view[: self._filled], self._checks, upload.position, slab))
 
     def close(self) -> None:
         """Completes the object.
@@ -90,33 +159,38 @@ class WrittenFile(io.BufferedIOBase):
         if not self.closed:
             self._end()
             super().close()
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
 
     def discard(self) -> None:
         """Ends it; nothing changes at the key."""
         if not self.closed:
+            has_ended = self._upload is None
             self._end(TransferCancelledError("the file was not completed", uri=self._uri))
             super().close()
-            failure, self._failure = self._failure, None
-            if not isinstance(failure, Exception | None):  # an interrupt
-                raise failure
+            if not has_ended and not isinstance(self.failure, Exception | None):  # an interrupt
+                raise self.failure
 
     def _end(self, error: BaseException | None = None) -> None:
         """Completes the object, or, because of an error, leaves all as it was; only once."""
-        sent, self._sent = self._sent, None
-        if sent is None or self._process != os.getpid():  # a fork has none of its threads
+        upload, self._upload = self._upload, None
+        if upload is None or self._process != os.getpid():  # a fork has none of its threads
             return
 
-        def produce() -> None:
+        def finish() -> None:
             if error is not None:
                 raise error
+            self._send_slab(upload)
+            upload.close()
 
         try:
-            sent.end(produce)
+            self._group.run(finish)
+            self.info = upload.info
         except BaseException as failure:  # noqa: BLE001 - it is the writer's to hear of
-            self._failure = failure
+            self.failure = failure
+            upload.abandon()
         finally:
+            self._pool.close()
             forget_listings()
 
     def __exit__(
@@ -127,9 +201,29 @@ class WrittenFile(io.BufferedIOBase):
     ) -> None:
         if error is None:
             self.close()
-        else:
-            self.discard()
+            return
+        self.discard()
+        is_ours = isinstance(self.failure, TransferCancelledError) or self.failure is error
+        if self.failure is not None and not is_ours:  # which another writer has replaced
+            raise self.failure from error
 
     def __del__(self) -> None:
-        if hasattr(self, "_sent"):  # else it was never made
+        if hasattr(self, "_upload"):  # else it was never made
             self.discard()
+
+
+class _NamedUpload(ObjectUpload):
+    """An upload to a key that the user chose: nothing else at that key is touched."""
+
+    def abandon(self) -> None:
+        if self._upload is not None and self.info is None:
+            self._abort(self._upload)
+        self._abort_twins()
+
+    def _abort_twins(self) -> None:
+        if self._may_have_twin:
+            # unlike one with a random key, it may be somebody else's upload
+            logger.warning(
+                "%s: an empty multipart upload may have been left behind",
+                self._store.uri(self.key),
+            )

@@ -156,15 +156,14 @@ class FileFolders(VisibleFiles):
         key: str,
         *,
         expected: int = 0,
-        lasts: Callable[[memoryview], bool] = lambda view: False,
+        is_immutable: Callable[[memoryview], bool] = lambda view: False,
     ) -> WrittenFile:
         """Opens a file for writing; it appears when it is closed, and never after an error.
 
         Args:
             key: The key.
             expected: Approximate size in bytes.
-            lasts: Says whether memory being written is known to stay unchanged until the file is
-                closed.
+            is_immutable: Whether memory being written stays unchanged until the file is closed.
 
         Raises:
             FileExistsError: If it is a file of a committed folder.
@@ -176,7 +175,9 @@ class FileFolders(VisibleFiles):
                 "elsewhere"
             )
         record = self._record_key(key)
-        return RecordedFile(self._store, self._place(key), record, self._config, expected, lasts)
+        return RecordedFile(
+            self._store, self._place(key), record, self._config, expected, is_immutable
+        )
 
     def delete(self, key: str) -> None:
         """Removes a file.

@@ -25,9 +25,9 @@ from cloudckpt.checkpoint.torch_private import default_store
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import ConfigError, InvalidURIError, MissingDependencyError
 from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
-from cloudckpt.integrations.torch_checkpointing.written import tensors_last
+from cloudckpt.integrations.torch_checkpointing.written import is_tensor_memory
 from cloudckpt.stores.base import random_suffix
-from cloudckpt.torch_files.torch_save import size_of
+from cloudckpt.torch_files.torch_file import size_of
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.uri import CheckpointURI, unfolded
 
@@ -156,12 +156,12 @@ class CloudStorage(Storage):  # type: ignore[misc]
         They must not change until the file is closed.
         """
         folders, key = self._at(path)
-        return folders.written(key, expected=size_of(data), lasts=tensors_last(data))
+        return folders.written(key, expected=size_of(data), is_immutable=is_tensor_memory(data))
 
     def write(self, path: Path, data: Any) -> None:
         folders, key = self._at(path)
         view = memoryview(data)
-        with folders.written(key, expected=view.nbytes, lasts=lambda part: True) as file:
+        with folders.written(key, expected=view.nbytes, is_immutable=lambda part: True) as file:
             file.write(view)
 
     def delete(self, path: Path) -> None:

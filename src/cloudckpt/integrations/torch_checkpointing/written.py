@@ -1,7 +1,7 @@
 """A file in its own object, which exists once its record is written.
 
 Tensors in host memory that a library serializes are sent from there, without a copy:
-:func:`tensors_last` distinguishes that memory from temporary buffers.
+:func:`is_tensor_memory` distinguishes that memory from temporary buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.upload import put_whole
 
-__all__ = ["RecordedFile", "tensors_last"]
+__all__ = ["RecordedFile", "is_tensor_memory"]
 
 _BLOCK = 1024 * 1024  # bytes that share a checksum, in files of up to 1 GiB
 
@@ -35,11 +35,18 @@ class RecordedFile(WrittenFile):
         record: str,
         config: Config,
         expected: int,
-        lasts: Callable[[memoryview], bool],
+        is_immutable: Callable[[memoryview], bool],
     ) -> None:
         self._checksums = BlockChecksums(store.capabilities.checksum, _BLOCK)
         self._where = (store, key, record, Retrier(config.retry))
-        super().__init__(store, key, config, expected=expected, checks=self._checksums, lasts=lasts)
+        super().__init__(
+            store,
+            key,
+            config,
+            expected=expected,
+            checks=self._checksums,
+            is_immutable=is_immutable,
+        )
 
     def __enter__(self) -> RecordedFile:
         """Makes ``torch.save`` leave out the CRC32, which nobody reads, in this thread."""
@@ -71,7 +78,7 @@ class RecordedFile(WrittenFile):
         put_whole(store, record, memoryview(record_bytes(file)), retrier)
 
 
-def tensors_last(value: object) -> Callable[[memoryview], bool]:
+def is_tensor_memory(value: object) -> Callable[[memoryview], bool]:
     """A test of whether memory belongs to a tensor in host memory anywhere in ``value``."""
     ranges: set[tuple[int, int]] = set()
     waiting, seen = [value], set[int]()
@@ -93,9 +100,9 @@ def tensors_last(value: object) -> Callable[[memoryview], bool]:
             waiting.extend(one)
     starts = dict(sorted(ranges))  # the longest range for each start
 
-    def lasts(view: memoryview, _kept: object = value) -> bool:
+    def is_of_tensor(view: memoryview, _kept: object = value) -> bool:
         start = np.frombuffer(view, np.uint8).ctypes.data
         stop = starts.get(start)
         return stop is not None and start + view.nbytes <= stop
 
-    return lasts
+    return is_of_tensor
