@@ -1,7 +1,8 @@
-"""What emulators of Google's store lack, in front of one: the multipart uploads of the XML API.
+"""What emulators of Google's store lack, in front of one.
 
-The uploads are those of the project's stub (``tests/stubs``) until they are completed: then the
-object is written to the emulator, in one request. All else is the emulator's own.
+Multipart uploads of the XML API are those of the project's stub (``tests/stubs``) until they are
+completed: then the object is written to the emulator, in one request. Content is given the
+generation of its object. All else is the emulator's own.
 """
 
 from __future__ import annotations
@@ -39,7 +40,18 @@ class GcsFront(GcsStub):
             self.state.buckets.add(bucket)  # whether it is there, the emulator says in the end
             return gcs_xml.answer(self.state, call)
         target = request.path + (f"?{urlencode(request.query)}" if request.query else "")
-        return self._emulator.send(request.method, target, dict(request.headers), call.body)
+        answer = self._emulator.send(request.method, target, dict(request.headers), call.body)
+        if answer.status in (200, 206) and request.query.get("alt") == "media":
+            return self._with_generation(answer, request.path.removeprefix("/download"))
+        return answer
+
+    def _with_generation(self, answer: Answer, path: str) -> Answer:
+        """The answer to a read of content; gcp-storage-emulator leaves the generation out."""
+        if any(name.lower() == "x-goog-generation" for name, _ in answer.headers):
+            return answer
+        resource = json.loads(self._emulator.send("GET", path, {}, b"").body)
+        generation = ("x-goog-generation", str(resource["generation"]))
+        return Answer(answer.status, [*answer.headers, generation], answer.body)
 
 
 class _Emulator:

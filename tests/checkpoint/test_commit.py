@@ -26,7 +26,7 @@ from cloudckpt.errors import (
     StoreError,
     ThrottledError,
 )
-from cloudckpt.stores.base import ObjectInfo, look_at
+from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.transfer.retry import Retrier
 from faulty_store import FaultyStore
 from memory_store import MemoryStore
@@ -102,7 +102,7 @@ def begin(look, key=KEY, **options):
 
 
 def looking(store, retrier, key=KEY):
-    return lambda: retrier.call(lambda: look_at(store, key))
+    return lambda: retrier.call(lambda: store.look(key))
 
 
 def test_a_save_notes_what_is_there(store, retrier):

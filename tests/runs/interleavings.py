@@ -64,7 +64,7 @@ from cloudckpt.runs.pruning import Pruner
 from cloudckpt.runs.steps import Retention
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores import registry
-from cloudckpt.stores.base import ObjectInfo, look_at, once
+from cloudckpt.stores.base import ObjectInfo, once
 from cloudckpt.transfer import retry
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
@@ -298,7 +298,7 @@ class World:
             store, retrier = registry.open_store(uri, config), Retrier(RETRY)
             key = uri.key(METADATA)
             baseline = begin(
-                lambda: retrier.call(lambda: look_at(store, key)), key, str(uri), overwrite=True
+                lambda: retrier.call(lambda: store.look(key)), key, str(uri), overwrite=True
             )
             written = []
             for rank in range(RANKS):
@@ -350,7 +350,7 @@ class World:
             store, retrier = registry.open_store(uri, config), Retrier(RETRY)
             key = uri.key(METADATA)
             baseline = begin(
-                lambda: retrier.call(lambda: look_at(store, key)), key, str(uri), overwrite=True
+                lambda: retrier.call(lambda: store.look(key)), key, str(uri), overwrite=True
             )
             hold = None
             if base is not None:

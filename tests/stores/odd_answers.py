@@ -203,7 +203,6 @@ def calls(name):
         "copy_part": lambda store: store.copy_part(store, found, dialect.upload, 1, 0, 4),
         "delete_version": lambda store: store.delete("run/a", if_version=found.version),
         "get_latest": lambda store: store.get_latest("run/a"),
-        "rules": lambda store: store.rules("run/"),
     }
 
 

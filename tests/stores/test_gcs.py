@@ -181,34 +181,6 @@ def test_another_version_than_the_one_asked_for_is_refused(store, server):
         call(store, server, "get_range", if_version="5")
 
 
-def test_an_emulator_that_names_no_version_is_asked_for_it(store, server):
-    server.answer(status=206, headers={"Content-Range": "bytes 0-3/4"}, body=b"data")
-    server.answer(body=resource())
-    info = store.get_range("run/object", 0, [memoryview(bytearray(4))])
-    assert info.version == VERSION
-    server.answer(body=b"data")
-    server.answer(body=resource())
-    assert store.get("run/object")[1].version == VERSION
-
-
-def test_what_was_replaced_before_its_version_was_asked_for_is_not_taken_for_it(store, server):
-    server.answer(status=206, headers={"Content-Range": "bytes 0-3/4"}, body=b"data")
-    server.answer(body=resource(size=9))
-    with pytest.raises(ConnectionLostError, match="replaced"):
-        store.get_range("run/object", 0, [memoryview(bytearray(4))])
-    server.answer(body=b"DATA")
-    server.answer(body=resource())
-    with pytest.raises(ConnectionLostError, match="replaced"):
-        store.get("run/object")
-
-
-def test_a_generation_that_an_answer_leaves_out_is_asked_for(store, server):
-    server.answer(body=b"{}")
-    server.answer(body=resource())
-    assert put(store).version == VERSION
-    assert [request.method for request in server.requests] == ["POST", "GET"]
-
-
 def test_object_options_are_sent_with_every_new_object(open_gcs, server):
     store = open_gcs(
         kms_key_name="projects/p/locations/l/keyRings/r/cryptoKeys/k",

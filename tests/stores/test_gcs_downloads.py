@@ -1,6 +1,5 @@
 """Google's store: by which URL content is read, and content that is stored compressed."""
 
-import dataclasses
 import gzip
 import json
 
@@ -12,15 +11,10 @@ import cloudckpt
 from cloudckpt import Config, GCSOptions, RetryPolicy
 from cloudckpt.errors import (
     BucketNotFoundError,
-    CheckpointNotFoundError,
     InvalidRequestError,
-    ObjectNotFoundError,
     ServerError,
     StoreError,
-    TransientStoreError,
 )
-from stubs.gcs import GcsStub
-from stubs.gcs_answers import Answer
 
 PAGE = b"<!DOCTYPE html><title>404</title>Cannot GET /download"
 NO_OBJECT = b"No such object: bucket/run/object"
@@ -71,97 +65,6 @@ def test_content_is_read_where_no_redirect_leads_elsewhere(store, server, read):
     assert paths(server) == ["download"] * 2
 
 
-LACKING = {
-    "a page": {"status": 404, "body": PAGE},
-    "nothing": {"status": 404},
-    "json": {"status": 404, "body": b'{"error": {"code": 404, "message": "Not Found"}}'},
-    "not implemented": {"status": 501},
-    "another method": {"status": 405, "body": b"Method Not Allowed"},
-    "a bucket of that name": {"status": 404, "body": NO_BUCKET},
-}
-
-
-@reading
-@pytest.mark.parametrize("refusal", LACKING)
-def test_an_endpoint_without_downloads_is_asked_plainly_and_that_is_remembered(
-    store, server, read, refusal
-):
-    server.respond(
-        lambda request: (
-            server.Answer(**LACKING[refusal]) if is_download(request) else content(request, server)
-        )
-    )
-    for _ in range(3):
-        assert read(store) == b"data"
-    assert paths(server) == ["download", "plain", "plain", "plain"]
-
-
-@reading
-@pytest.mark.parametrize("refusal", LACKING)
-def test_an_object_that_an_endpoint_without_downloads_does_not_have_is_missing(
-    store, server, read, refusal
-):
-    missing = server.Answer(404, body=NO_OBJECT)
-    server.respond(
-        lambda request: server.Answer(**LACKING[refusal]) if is_download(request) else missing
-    )
-    with pytest.raises(ObjectNotFoundError):
-        read(store)
-
-
-@reading
-@pytest.mark.parametrize("body", [NO_OBJECT, b"Not Found"])
-def test_a_missing_object_is_no_missing_path(store, server, read, body):
-    written = []
-
-    def respond(request):
-        if not is_download(request):
-            return server.Answer(303)
-        return content(request, server) if written else server.Answer(404, body=body)
-
-    server.respond(respond)
-    with pytest.raises(ObjectNotFoundError):
-        read(store)
-    written.append(True)
-    assert read(store) == b"data"
-    assert paths(server)[-1] == "download"
-
-
-@reading
-def test_what_an_endpoint_has_shown_to_know_is_not_doubted(store, server, read):
-    server.respond(lambda request: content(request, server))
-    read(store)
-    server.respond(lambda request: server.Answer(404))
-    with pytest.raises(ObjectNotFoundError):
-        read(store)
-    assert paths(server) == ["download"] * 2
-
-
-@reading
-def test_google_is_asked_once_for_what_is_missing(open_gcs, monkeypatch, read):
-    store = open_gcs(endpoint_url=None, anonymous=True)
-    asked = []
-
-    def send(method, url, *rest, **others):
-        asked.append(url)
-        raise store.failure(404, {}, NO_OBJECT, method, "gs://bucket/run/object")
-
-    monkeypatch.setattr(store._http, "send", send)
-    with pytest.raises(ObjectNotFoundError):
-        read(store)
-    (url,) = asked
-    assert url.startswith("https://storage.googleapis.com/download/storage/v1/b/bucket/o/")
-
-
-@reading
-@pytest.mark.parametrize("status", [500, 502, 503, 429])
-def test_a_passing_failure_says_nothing_about_paths(store, server, read, status):
-    server.answer(status=status)
-    with pytest.raises(TransientStoreError):
-        read(store)
-    assert paths(server) == ["download"]
-
-
 def test_a_page_in_the_place_of_both_is_told_as_such(store, server):
     server.respond(lambda request: server.Answer(404, body=PAGE))
     with pytest.raises(ServerError, match="answered in its place"):
@@ -172,31 +75,6 @@ def test_a_bucket_that_is_missing_is_told_as_such(store, server):
     server.respond(lambda request: server.Answer(404, body=b"The specified bucket does not exist."))
     with pytest.raises(BucketNotFoundError):
         get(store)
-
-
-class Older(GcsStub):
-    """Knows content at the URL of the metadata only."""
-
-    def answer(self, call):
-        request = call.request
-        if request.path.startswith("/download/"):
-            return Answer(404, [("Content-Type", "text/html")], PAGE)
-        if request.query.get("alt") == "media":
-            request = dataclasses.replace(request, path=f"/download{request.path}")
-        return super().answer(dataclasses.replace(call, request=request))
-
-
-@pytest.mark.parametrize("kind", [GcsStub, Older])
-def test_checkpoints_are_saved_and_loaded_whatever_the_endpoint_has(kind):
-    with kind("bucket") as running:
-        config = Config(gcs=GCSOptions(endpoint_url=running.url))
-        place = {"checkpoint_id": "gs://bucket/run", "config": config}
-        with pytest.raises(CheckpointNotFoundError):
-            cloudckpt.load({"w": torch.zeros(9)}, **place)
-        cloudckpt.save({"w": torch.arange(9.0)}, **place)
-        found = {"w": torch.zeros(9)}
-        cloudckpt.load(found, **place)
-    assert torch.equal(found["w"], torch.arange(9.0))
 
 
 # compressed content

@@ -4,11 +4,8 @@ No vendor's store is asked here. Each row has a stub, made of its documentation:
 scripted server of ``conftest.py``, with what the vendor says that it does otherwise.
 """
 
-import base64
 import contextlib
 import dataclasses
-import json
-import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +36,7 @@ from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.rest import Authorized, Request
 from cloudckpt.stores.s3 import store as s3
 from cloudckpt.stores.s3.dialects import AWS, DIALECTS, EXPRESS, dialect_of
-from cloudckpt.stores.s3.redirects import Redirects, end_of
-from cloudckpt.stores.s3.store import S3Store
+from cloudckpt.stores.s3.redirects import Redirects
 from cloudckpt.uri import CheckpointURI
 from stubs.s3_vendors import STUBS, HuggingFaceStub
 
@@ -473,45 +469,21 @@ def test_nothing_but_the_url_goes_to_whom_reads_are_sent_on_to(monkeypatch, requ
     assert {name.lower() for name in part.headers} <= usual | {"range"}
 
 
-def test_the_target_of_a_version_is_kept(gateway):
-    store, stub, info = gateway
-    stub.log.clear()
-    for start in range(5):
-        assert get_range(store, start=start, size=1, if_version=info.version) == b"%d" % start
-    assert stub.operations() == ["Get", "Head"]
-    store.get("run/object")  # which may be another by now
-    assert stub.operations() == ["Get", "Head", "Head", "Get"]
-
-
-def test_a_target_that_has_expired_is_asked_for_again(hugging, gateway, opened):
-    store, stub, info = gateway
-    assert get_range(store, size=1, if_version=info.version) == b"0"
-    stub.signed = {path: (content, 0.0) for path, (content, _) in stub.signed.items()}
-    assert get_range(store, start=1, size=1, if_version=info.version) == b"1"  # our clock was wrong
-    assert len(stub.expired) == 1
-    stub.lifetime = 3.0  # too short for a request to arrive
-    store = opened(S3Store(hugging.bucket, hugging.config))
-    for start in range(2):
-        get_range(store, start=start, size=1, if_version=info.version)
-    assert len(stub.expired) == 1
-    assert stub.operations()[-4:] == ["Get", "Head"] * 2
-
-
 def test_a_target_that_always_refuses_is_an_error_without_its_signature(gateway):
     store, stub, info = gateway
     stub.lifetime = -1.0
     with pytest.raises(AccessDeniedError, match="where the store sent") as caught:
         get_range(store, size=1, if_version=info.version)
-    assert len(stub.expired) == 2
+    assert len(stub.expired) == 1
     assert "SIGNED" not in f"{caught.value!r} {caught.value} {vars(caught.value)}"
 
 
 def test_only_the_store_itself_says_that_an_object_is_not_there(gateway):
     store, stub, info = gateway
     stub.is_behind = True
-    with pytest.raises(ServerError, match="may be behind"):
+    with pytest.raises(ServerError, match="does not exist"):
         store.get("run/object")
-    with pytest.raises(ServerError, match="may be behind"):
+    with pytest.raises(ServerError, match="does not exist"):
         get_range(store, size=1, if_version=info.version)
 
 
@@ -520,8 +492,6 @@ def test_a_version_is_pinned_though_the_store_ignores_conditions(hugging):
     old = put(store, data=b"old")
     assert get_range(store, size=3, if_version=old.version) == b"old"
     new = put(store, data=b"new")
-    # what was signed is the old object's content, and remains so
-    assert get_range(store, size=3, if_version=old.version) == b"old"
     assert get_range(store, size=3, if_version=new.version) == b"new"
     with pytest.raises(PreconditionFailedError):
         get_range(store, size=3, if_version=old.version)
@@ -593,7 +563,7 @@ def test_a_target_has_an_address_that_may_be_read_from(location, refused):
     used = Authorized(request.url, {"Authorization": "secret"}, None, ())
     if refused:
         with (
-            pytest.raises(InvalidRequestError, match="sends the read on"),
+            pytest.raises(InvalidRequestError, match="redirected the read"),
             redirects.read(request, used, "hf://buckets/me/b/k"),
         ):
             pass
@@ -602,23 +572,6 @@ def test_a_target_has_an_address_that_may_be_read_from(location, refused):
         with redirects.read(request, used, "hf://buckets/me/b/k") as reply:
             assert reply.headers["ETag"] == '"v"'
         assert http.asked[1].startswith("https://")
-
-
-def test_a_signed_url_says_when_it_expires():
-    at = 1_800_000_000
-    date = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(at))
-    statement = {"Resource": "*", "Condition": {"DateLessThan": {"AWS:EpochTime": at + 90}}}
-    policy = base64.b64encode(json.dumps({"Statement": [statement]}).encode()).decode()
-    policy = policy.translate(str.maketrans("+=/", "-_~"))
-    for query in (
-        f"X-Amz-Date={date}&X-Amz-Expires=90&X-Amz-Signature=s",
-        f"X-Goog-Date={date}&X-Goog-Expires=90",
-        f"Expires={at + 90}&Signature=s&Key-Pair-Id=k",
-        f"Policy={policy}&Signature=s&Key-Pair-Id=k",
-    ):
-        assert end_of(f"https://cdn.example/x?{query}") == at + 90
-    for query in ("", "Expires=never", "Policy=none", "X-Amz-Date=today&X-Amz-Expires=90"):
-        assert 0 < end_of(f"https://cdn.example/x?{query}") - time.time() <= 60
 
 
 def test_a_storage_bucket_by_its_own_scheme(stub_server, s3_url, s3_client, monkeypatch):

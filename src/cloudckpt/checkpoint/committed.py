@@ -34,7 +34,7 @@ from cloudckpt.errors import (
     PreconditionFailedError,
     RangeNotSatisfiableError,
 )
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, look_at
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 
 __all__ = ["CommitObject", "Fetched", "fetch", "object_names", "read_commit"]
@@ -92,7 +92,7 @@ def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
     try:
         return _fetch(store, key, whole=whole)
     except CheckpointReplacedError:
-        look_at(store, key)  # to conditions, some stores answer so if there is no object
+        store.look(key)  # to conditions, some stores answer so if there is no object
         raise
 
 

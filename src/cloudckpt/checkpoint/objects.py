@@ -19,7 +19,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, look_at
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
@@ -279,7 +279,7 @@ def find_commit(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> Object
     """The commit object of a location; None only if the store says that there is none.
 
     Args:
-        look: Asks for an object, as :func:`~cloudckpt.stores.base.look_at`.
+        look: Asks for an object, as :meth:`~cloudckpt.stores.base.ObjectStore.look`.
         uri: The location.
 
     Raises:
@@ -295,7 +295,7 @@ def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bo
     """Whether the store has a commit object there; see :func:`find_commit`."""
 
     def look(key: str) -> ObjectInfo:
-        return retrier.call(lambda: look_at(store, key))
+        return retrier.call(lambda: store.look(key))
 
     return find_commit(look, uri) is not None
 

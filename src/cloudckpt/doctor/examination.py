@@ -8,7 +8,7 @@ from cloudckpt.config import Config, config_or_default
 from cloudckpt.doctor import surroundings
 from cloudckpt.doctor.findings import Checks, Finding, Look, failed, ok, skipped, warning
 from cloudckpt.doctor.trials import NEEDS, Trials
-from cloudckpt.errors import CloudCheckpointError, ConfigError, InvalidURIError
+from cloudckpt.errors import ConfigError, InvalidURIError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import checkpoint_location, open_store
 from cloudckpt.stores.rest import RestStore
@@ -52,7 +52,6 @@ def examine(
     if patience <= 0:
         raise ConfigError(f"patience={patience}: write more than 0 seconds")
     checks = Checks(tell, patience)
-    checks.add("versions", surroundings.versions())
     check = "location"
     try:
         uri = checkpoint_location(location)
@@ -66,7 +65,7 @@ def examine(
     if store is not None and not checks.hopeless:
         _tried(checks, Trials(store, uri, config, size), uri, store, read_only)
     else:
-        checks.add("bucket", skipped("nothing was tried in it, for the reason above"))
+        checks.add("list", skipped("nothing was tried in the bucket, for the reason above"))
     return checks.findings
 
 
@@ -83,37 +82,14 @@ def _reached(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore 
         return found
 
     checks.run("credentials", log_in)
-    if not opened:  # the way there can be looked at all the same
-        checks.hopeless = False
-        without = surroundings.anonymous(config)
-        try:
-            open_store(uri, without)
-        except ConfigError:  # a directory bucket can't be asked so
-            checks.add("endpoint", skipped("it can't be looked at without credentials"))
-            return None
-        except CloudCheckpointError:
-            pass  # told by the next check
-        _on_the_way(checks, uri, without)
+    if not opened:
         return None
-    _on_the_way(checks, uri, config)
-    return opened[0]
-
-
-def _on_the_way(checks: Checks, uri: CheckpointURI, config: Config) -> None:
-    found: list[RestStore] = []
-
-    def look(retrier: Retrier) -> Finding:
-        store = open_store(uri, config)
-        if not isinstance(store, RestStore):
-            return ok("none: it is on this machine")
-        found.append(store)
-        return surroundings.endpoint(store.route())
-
-    checks.run("endpoint", look)
-    if not found:
-        return
-    route = found[0].route()
-    checks.run("name", lambda retrier: surroundings.names(route))
+    [store] = opened
+    if not isinstance(store, RestStore):
+        checks.add("endpoint", ok("none: it is on this machine"))
+        return store
+    route = store.route()
+    checks.run("endpoint", lambda retrier: surroundings.endpoint(route))
     connection = surroundings.Connection(route)
     try:
         checks.run(
@@ -125,6 +101,7 @@ def _on_the_way(checks: Checks, uri: CheckpointURI, config: Config) -> None:
         checks.run("clock", lambda retrier: connection.clock())
     finally:
         connection.close()
+    return store
 
 
 def _tried(
@@ -133,7 +110,6 @@ def _tried(
     reading: dict[str, Look] = {
         "list": trials.list,
         "read": trials.read,
-        "bucket": trials.bucket,
         "speed": trials.download_speed,
     }
     writing: dict[str, Look] = {
@@ -141,11 +117,9 @@ def _tried(
         "write": trials.write,
         "read": trials.read,
         "conditions": trials.conditions,
-        "deletion": trials.deletion,
         "checksums": trials.checksums,
         "multipart": trials.multipart,
         "abort": trials.abort,
-        "bucket": trials.bucket,
         "speed": trials.speed,
     }
     before = store.route().region if isinstance(store, RestStore) else ""

@@ -1,50 +1,23 @@
-"""Checks outside the bucket: packages, credentials, the route to the store, the clock."""
+"""Checks outside the bucket: credentials, the route to the store, the clock."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import platform
-import socket
-import ssl
 import time
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
-from cloudckpt._version import __version__
-from cloudckpt.config import Config
 from cloudckpt.doctor.findings import Finding, Values, failed, ok, skipped, warning
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.origins import Origin, Route
 
-__all__ = ["Connection", "anonymous", "credentials", "endpoint", "names", "versions"]
+__all__ = ["Connection", "credentials", "endpoint"]
 
-_PACKAGES = (
-    *("torch", "urllib3", "awscrt", "boto3", "google-auth", "google-cloud-storage"),
-    *("azure-storage-blob", "azure-identity"),
-)
 _SOON = 3600.0  # seconds
 # clouds refuse requests that were signed 15 minutes ago, or will be:
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html (RequestTimeTooSkewed)
 _MOST_SKEW = 900.0
 _USUAL_SKEW = 60.0
-_COST_OF_RECORDS = "a load takes 1.2 to 4 times the CPU; see docs/decisions.md"
-
-
-def versions() -> Finding:
-    """Which versions are installed."""
-    found: dict[str, str | float | None] = {
-        "cloudckpt": __version__,
-        "Python": platform.python_version(),
-        "OpenSSL": ssl.OPENSSL_VERSION.removeprefix("OpenSSL "),
-    }
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    there = (f"{name} {version}" for name, version in found.items() if version is not None)
-    return ok(", ".join(there), values=found)
 
 
 def credentials(origin: Origin) -> Finding:
@@ -62,16 +35,6 @@ def credentials(origin: Origin) -> Finding:
     return ok(whose, values=values)
 
 
-def anonymous(config: Config) -> Config:
-    """The same options without credentials, for the same endpoint."""
-    return dataclasses.replace(
-        config,
-        s3=dataclasses.replace(config.s3, anonymous=True, profile=None, requester_pays=False),
-        gcs=dataclasses.replace(config.gcs, anonymous=True, impersonate=None),
-        azure=dataclasses.replace(config.azure, anonymous=True),
-    )
-
-
 def endpoint(route: Route) -> Finding:
     """Where requests go, and which setting says so."""
     parts = urlsplit(route.url)
@@ -87,29 +50,6 @@ def endpoint(route: Route) -> Finding:
     if parts.scheme == "http" and not _is_near(parts.hostname or ""):
         return warning(found, "http is not encrypted: use https outside of tests", values=values)
     return ok(found, values=values)
-
-
-def names(route: Route) -> Finding:
-    """Whether the host, or the proxy if there is one, has an address."""
-    proxy = route.http.proxy
-    parts = urlsplit(proxy if proxy and "://" in proxy else f"//{proxy}" if proxy else route.url)
-    host = parts.hostname or ""
-    what = f"the proxy {host}" if proxy else host
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as exc:
-        return failed(
-            f"{what} has no address: {exc}",
-            "check the name of the bucket, account or endpoint, the region, and the DNS of this "
-            "machine or pod",
-            values={"host": host},
-        )
-    addresses = sorted({str(address[0]) for *_, address in found})
-    if addresses == [host]:
-        return ok(f"{what} is an address already", values={"host": host, "addresses": 1})
-    return ok(
-        f"{what} is {', '.join(addresses[:4])}", values={"host": host, "addresses": len(addresses)}
-    )
 
 
 class Connection:
@@ -130,28 +70,17 @@ class Connection:
         began, clock = time.monotonic(), time.time()
         with self._http.send("HEAD", self._route.url, {}) as reply:
             took = time.monotonic() - began
-            told, tls, why = reply.headers.get("Date", ""), reply.tls, reply.obstacle
+            told, tls = reply.headers.get("Date", ""), reply.tls
         try:
             self._skew = clock + took / 2 - parsedate_to_datetime(told).timestamp()
         except (TypeError, ValueError):
             self._skew = None
-        found = f"answered after {took * 1000:.0f} ms"
-        if self._route.http.proxy:
-            found += ", through a proxy"
-        if tls is None:
-            return ok(f"{found}, without TLS", values={"seconds": took, "protocol": None})
-        protocol, cipher = tls
-        values: Values = {
-            "seconds": took,
-            "protocol": protocol,
-            "cipher": cipher,
-            "native": "no" if why else "yes",
-        }
-        found += f", by {protocol} with {cipher}"
-        if why:
-            slow = f"answers are received record by record ({why}): {_COST_OF_RECORDS}"
-            return warning(f"{found}; {slow}", values=values)
-        return ok(f"{found}; answers are received by whole buffers, without the GIL", values=values)
+        way = ", through a proxy" if self._route.http.proxy else ""
+        protocol = tls[0] if tls else None
+        return ok(
+            f"answered after {took * 1000:.0f} ms{way}, {f'by {protocol}' if tls else 'without TLS'}",
+            values={"seconds": took, "protocol": protocol},
+        )
 
     def clock(self) -> Finding:
         """How far this machine's clock is from the server's."""

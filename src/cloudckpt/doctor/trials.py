@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from cloudckpt.checkpoint.commit import honours_conditions
@@ -16,13 +15,10 @@ from cloudckpt.doctor.findings import Finding, Values, failed, ok, skipped, warn
 from cloudckpt.errors import (
     AccessDeniedError,
     ConnectionLostError,
-    InvalidRequestError,
     ObjectNotFoundError,
-    PreconditionFailedError,
     StoreError,
 )
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
-from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.rest import RestStore
 from cloudckpt.transfer.deleting import delete_each
 from cloudckpt.transfer.retry import Retrier
@@ -117,78 +113,47 @@ class Trials:
         return ok("an object was read, as a whole and by a range")
 
     def conditions(self, retrier: Retrier) -> Finding:
-        """Whether conditional writes are refused if the condition does not hold."""
-        key = self._key("conditions")
+        """Whether writes and deletions are refused if their condition does not hold."""
+        store, key = self._store, self._key("conditions")
         self._put(retrier, key, self._content)
-        if honours_conditions(self._store, key, self._content, retrier):
-            return ok("writes on conditions are honoured: of two writers, one commits")
-        found = "the store ignores the conditions of writes (If-None-Match, If-Match)"
-        if self._config.conditional_writes == "off":
-            return warning(f"{found}; that is accepted by conditional_writes='off'")
-        return failed(
-            found,
-            "use a newer version of the store; or, if one job at a time writes to a location, set "
-            "CLOUDCKPT_CONDITIONAL_WRITES=off",
-        )
-
-    def deletion(self, retrier: Retrier) -> Finding:
-        """Whether a conditional deletion is refused if the condition does not hold."""
-        store, key = self._store, self._key("deletion")
-        old = self._put(retrier, key, self._content)
-        self._put(retrier, key, self._content[::-1], if_version=old.version)
-        try:
-            retrier.call(lambda: store.delete(key, if_version=old.version))
-        except PreconditionFailedError:
-            if store.capabilities.conditional_deletes:
-                return ok("deletions on conditions are honoured")
-            return warning(
-                "deletions on conditions are not documented for this store: the object is looked "
-                "at before",
-                "do not delete a checkpoint while another job saves to the same location",
+        if not honours_conditions(store, key, self._content, retrier):
+            found = "the store ignores the conditions of writes (If-None-Match, If-Match)"
+            if self._config.conditional_writes == "off":
+                return warning(f"{found}; that is accepted by conditional_writes='off'")
+            return failed(
+                found,
+                "use a newer version of the store; or, if one job at a time writes to a location, "
+                "set CLOUDCKPT_CONDITIONAL_WRITES=off",
             )
+        found = "writes on conditions are honoured: of two writers, one commits"
+        if store.capabilities.conditional_deletes:
+            return ok(f"{found}; those of deletions are documented")
         return warning(
-            "the store ignores the condition of a deletion",
+            f"{found}; deletions on conditions are not documented for this store: the object is "
+            "looked at before",
             "do not delete a checkpoint while another job saves to the same location",
         )
 
     def checksums(self, retrier: Retrier) -> Finding:
         """Whether the store refuses a write with a wrong checksum."""
-        sent = self._store.capabilities.verifies
-        store = self._store if sent else open_store(self._uri, _with_checksums(self._config))
-        kind = store.capabilities.checksum.name
+        store, kind = self._store, self._store.capabilities.checksum.name
         if not store.capabilities.verifies:
-            return skipped("nothing between here and there needs a checksum")
-        try:
-            self._put(retrier, self._key("right"), self._content, store=store)
-            taken = [what for what, send in self._wrong(store) if not _is_refused(send)]
-        except StoreError as error:
-            if sent or isinstance(error, _NO_WORD):
-                raise
-            if not isinstance(error, InvalidRequestError):
-                return skipped(f"{kind} is not sent, and could not be tried: {error.message}")
-            return ok(f"{kind} is not sent, and this store refuses it: {error.message}")
-        values: Values = {"checksum": kind, "sent": "yes" if sent else "no"}
-        if not taken:
-            unset = f"; it is not sent by default here, {_switch(self._uri)}=on does"
-            found = (
-                f"{kind} of objects and of parts is checked by the store: wrong ones were refused"
-            )
-            return ok(found if sent else found + unset, values=values)
-        found = f"the store takes {' and '.join(taken)} whose {kind} is wrong"
-        if not sent:
-            return ok(f"the store checks no {kind}, and none is sent", values=values)
-        advice = f"set {_switch(self._uri)}=off: bytes are looked at twice here then"
-        return failed(found, advice, values=values)
-
-    def _wrong(self, store: ObjectStore) -> Iterator[tuple[str, Callable[[], object]]]:
-        """Functions that send an object and a part with a wrong checksum."""
-        body = [memoryview(self._content)]
-        wrong = store.capabilities.checksum.of(self._content) ^ 1
-        alone = creates_only(store, self._config)
-        put = partial(store.put, self._key("wrong"), body, checksum=wrong, if_absent=alone)
-        yield "objects", put
-        upload = self._began(store.create_upload(self._key("wrongpart"), _BYTES))
-        yield "parts", partial(store.put_part, upload, 1, body, checksum=wrong)
+            return skipped("none are sent: blocks are compared with theirs when they are read")
+        wrong = partial(
+            store.put,
+            self._key("wrong"),
+            [memoryview(self._content)],
+            checksum=store.capabilities.checksum.of(self._content) ^ 1,
+            if_absent=creates_only(store, self._config),
+        )
+        values: Values = {"checksum": kind}
+        if _is_refused(wrong):
+            return ok(f"{kind} is checked by the store: a wrong one was refused", values=values)
+        return failed(
+            f"the store takes objects whose {kind} is wrong",
+            f"set {_switch(self._uri)}=off: bytes are looked at twice here then",
+            values=values,
+        )
 
     def multipart(self, retrier: Retrier) -> Finding:
         """Makes an object from two parts."""
@@ -233,28 +198,6 @@ class Trials:
                 "set a rule that ends those that killed saves leave: `cloudckpt sweep` can't",
             )
         return ok("an open upload was found and discarded")
-
-    def bucket(self, retrier: Retrier) -> Finding:
-        """The bucket's own rules."""
-        if not isinstance(self._store, RestStore):
-            return skipped("a local folder has no rules")
-        rules = retrier.call(partial(self._store.rules, self._uri.key("")))
-        found = [f"it keeps {', '.join(rules.keeps)}"] if rules.keeps else []
-        if rules.unread:
-            found.append(f"its {', '.join(rules.unread)} can't be read by these credentials")
-        advice = []
-        if rules.keeps:
-            advice.append(
-                "what cloudckpt deletes is billed on: give old versions a rule of their own"
-            )
-        if rules.ends_uploads is not None:
-            found.append(f"it ends uploads that nobody completes after {rules.ends_uploads} days")
-        elif not rules.unread:
-            found.append("no lifecycle rule removes unfinished uploads")
-            advice.append("set a rule that ends them after a week, or run `cloudckpt sweep`")
-        days: Values = {"ends_uploads_after_days": rules.ends_uploads}
-        verdict = warning if advice else ok
-        return verdict("; ".join(found), "; ".join(advice), values=days)
 
     def speed(self, retrier: Retrier) -> Finding:
         """The speed of one connection, up and down."""
@@ -384,16 +327,6 @@ def _switch(uri: CheckpointURI) -> str:
     """The variable of the option that turns checksums on."""
     prefix = {"gs": "CLOUDCKPT_GCS_", "az": "CLOUDCKPT_AZURE_"}.get(uri.scheme, "CLOUDCKPT_S3_")
     return f"{prefix}CHECKSUM"
-
-
-def _with_checksums(config: Config) -> Config:
-    """The same options, with checksums for the store to verify."""
-    return dataclasses.replace(
-        config,
-        s3=dataclasses.replace(config.s3, checksum="on"),
-        gcs=dataclasses.replace(config.gcs, checksum="on"),
-        azure=dataclasses.replace(config.azure, checksum="on"),
-    )
 
 
 def _missing_folders(uri: CheckpointURI) -> tuple[str, ...]:

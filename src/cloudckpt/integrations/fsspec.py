@@ -40,8 +40,8 @@ from cloudckpt.runs.deleting import delete
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.written_file import WrittenFile
+from cloudckpt.transfer.copying import copy_objects
 from cloudckpt.transfer.deleting import delete_all
-from cloudckpt.transfer.relay import copy_objects
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI

@@ -37,13 +37,12 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.contents import CheckpointPart, parts
 from cloudckpt.runs.verifying import find_damages, one_error
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, look_at, random_suffix
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.transfer.copying import copies_within
+from cloudckpt.transfer.copying import CopyTask, MismatchError, copies_within, relay
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.landing import Sink, Wanted
-from cloudckpt.transfer.relay import CopyTask, MismatchError, relay
 from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
@@ -279,7 +278,7 @@ class CheckpointCopy:
         begun = []
         for name in names:
             key = uri.key(name)
-            look = partial(retrier.call, partial(look_at, store, key))
+            look = partial(retrier.call, partial(store.look, key))
             begun.append(begin(look, key, uri.object(name), overwrite=True))
         if not self._overwrite and any(baseline.version for baseline in begun):
             raise CheckpointExistsError(

@@ -130,11 +130,11 @@ class ObjectInfo:
     attempt: str = field(default="", compare=False)
     arrived: float | None = field(default=None, compare=False)
 
+    answered: float | None = field(default=None, compare=False)
+
     def __post_init__(self) -> None:
         if not 0 <= self.size < 1 << 63:
             raise ValueError(f"no object has {self.size} bytes")
-
-    answered: float | None = field(default=None, compare=False)
 
     @property
     def age(self) -> float | None:
@@ -255,9 +255,6 @@ class ObjectStore(RangeReader):
     """``scheme://bucket``, for messages."""
 
     capabilities: Capabilities
-
-    may_be_cached: bool = False
-    """Whether data of the bucket may come from a cache that keeps what was replaced."""
 
     @abstractmethod
     def put(
@@ -416,6 +413,20 @@ class ObjectStore(RangeReader):
             ObjectNotFoundError: If there is no such object.
         """
 
+    def look(self, key: str) -> ObjectInfo:
+        """Size and version of what is there now; no cache that may hold an older one is asked.
+
+        Unlike `head`, this distinguishes a missing bucket from a missing object on every store. It
+        reads the first byte, unless that may come from a cache.
+
+        Raises:
+            ObjectNotFoundError: If the store says that there is no such object.
+        """
+        try:
+            return self.get_range(key, 0, [memoryview(bytearray(1))])
+        except RangeNotSatisfiableError:  # it is empty
+            return self.head(key)
+
     def written(self, key: str, attempt: str) -> ObjectInfo | None:
         """The object, if that attempt has written it; else None.
 
@@ -535,22 +546,6 @@ def folders_of(store: ObjectStore, prefix: str, retry: Retry = once) -> Iterator
 ATTEMPT = "cloudckptattempt"
 """What stores call the attempt that made an object, in its metadata. Azure takes no hyphens in such
 a name, and some proxies drop headers with underscores."""
-
-
-def look_at(store: ObjectStore, key: str) -> ObjectInfo:
-    """Size and version of an object, by a request for its first byte, unless a cache may answer it.
-
-    Unlike HEAD, this distinguishes a missing bucket from a missing object.
-
-    Raises:
-        ObjectNotFoundError: If the store says that there is no such object.
-    """
-    if store.may_be_cached:
-        return store.head(key)
-    try:
-        return store.get_range(key, 0, [memoryview(bytearray(1))])
-    except RangeNotSatisfiableError:  # it is empty
-        return store.head(key)
 
 
 def random_suffix() -> str:

@@ -1,4 +1,4 @@
-"""Where a store's settings come from, and the bucket's own rules, in words for users."""
+"""Where a store's settings come from, in words for users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cloudckpt.config.options import Options
 if TYPE_CHECKING:  # it needs credentials.py, which needs this
     from cloudckpt.stores.http.client import HttpOptions
 
-__all__ = ["BucketRules", "Origin", "Route", "first_set", "named_by"]
+__all__ = ["Origin", "Route", "first_set", "named_by"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +46,6 @@ class Route:
     region: str = ""
     region_from: str = ""
     http: HttpOptions
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketRules:
-    """What a bucket does by itself, as far as these credentials may read it.
-
-    Attributes:
-        keeps: What stays when objects are deleted or replaced, and how long; a phrase each.
-        ends_uploads: Days after which an upload that nobody completes is discarded; None if never.
-        unread: What could not be read; a phrase each.
-    """
-
-    keeps: tuple[str, ...] = ()
-    ends_uploads: int | None = None
-    unread: tuple[str, ...] = ()
 
 
 def named_by(options: Options, name: str) -> str:

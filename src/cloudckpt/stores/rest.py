@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode
 
 from cloudckpt.errors import (
     ClockError,
@@ -35,28 +31,21 @@ from cloudckpt.stores.base import (
     ObjectInfo,
     ObjectStore,
     Progress,
-    Retry,
     nbytes,
 )
 from cloudckpt.stores.credentials import Credentials
-from cloudckpt.stores.http.bodies import Reply, StoppedError, whole_number
+from cloudckpt.stores.http.bodies import Reply, whole_number
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.expect import EXPECT
-from cloudckpt.stores.origins import BucketRules, Origin, Route
-from cloudckpt.stores.redaction import conceal, reason, told
+from cloudckpt.stores.http.messages import http_date, reading
+from cloudckpt.stores.origins import Origin, Route
+from cloudckpt.stores.redaction import conceal, told
 from cloudckpt.waiting import current
 
 __all__ = [
     "Authorized",
     "Request",
     "RestStore",
-    "all_pages",
-    "encode_key",
-    "encode_query",
-    "http_date",
-    "iso_date",
-    "mended",
-    "reading",
 ]
 
 P = TypeVar("P")
@@ -66,96 +55,6 @@ _BUSY = 60.0  # seconds after an answer that asks to slow down in which others m
 _LARGE = 1024**2  # bytes of a body for which a round trip pays
 _NO_EXPECTATIONS = 417
 _SUCCESS = frozenset({200, 201, 202, 204, 206})
-
-
-def encode_key(key: str) -> str:
-    """A key as the path of a URL, its slashes kept."""
-    return quote(key, safe="/-._~")
-
-
-def encode_query(query: Mapping[str, str]) -> str:
-    """The query of a URL; a value that is empty is left out with its equals sign."""
-    return "&".join(
-        urlencode({name: value}, quote_via=quote) if value else quote(name)
-        for name, value in query.items()
-    )
-
-
-def iso_date(text: str) -> float | None:
-    """Seconds since 1970 of a time as RFC 3339 writes it; None if it is none."""
-    try:
-        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
-    except (ValueError, OverflowError):
-        return None
-
-
-def http_date(text: str) -> float | None:
-    """Seconds since 1970 of a time as headers write it; None if it is none."""
-    try:
-        return parsedate_to_datetime(text).timestamp()
-    except (TypeError, ValueError, LookupError, OverflowError):
-        return None
-
-
-@contextlib.contextmanager
-def reading(uri: str) -> Iterator[None]:
-    """Around all that reads an answer: whatever an odd one raises is an error of the server.
-
-    Nothing that comes from the wire is read elsewhere, so readers need no checks of their own for
-    what no store answers. What may be tried again is; what ``progress`` raises passes.
-    """
-    try:
-        yield
-    except (CloudCheckpointError, StoppedError, MemoryError):
-        raise
-    except Exception as exc:
-        raise ServerError(
-            "the answer is not what it should be; check the endpoint and the proxy",
-            uri=uri,
-            cause=reason(exc),
-        ) from exc
-
-
-_Marks = tuple[str, ...]
-
-
-def all_pages(
-    uri: str, ask: Callable[[_Marks], tuple[P, _Marks | None]], retry: Retry
-) -> Iterator[P]:
-    """The pages of a listing, each asked for when it is needed, and again if it is refused.
-
-    A store that says that there is more without saying where, or that leads back to a page that was
-    there, would be asked without an end; and if that were taken for the end, what is left out would
-    be taken for missing.
-
-    Args:
-        uri: What is listed, for messages.
-        ask: Asks for the page that begins at some marks, none for the first. Returns it and the
-            marks of the next one, or None after the last page.
-        retry: Tries the request for a page again.
-
-    Raises:
-        ServerError: If they do not end.
-    """
-    begun: set[_Marks] = {()}
-
-    def ask_once(marks: _Marks) -> tuple[P, _Marks | None]:
-        page, following = ask(marks)
-        if following is not None and (not any(following) or following in begun):
-            where = "back to a page that was there" if any(following) else "nowhere"
-            raise ServerError(
-                f"the listing does not end: its page leads {where}, although it says that more "
-                "follows",
-                uri=uri,
-            )
-        return page, following
-
-    following: _Marks | None = ()
-    while following is not None:
-        page, following = retry(functools.partial(ask_once, following))
-        yield page
-        if following is not None:
-            begun.add(following)
 
 
 @dataclass(frozen=True, repr=False)  # its headers may authorize the store to read a copy's source
@@ -200,34 +99,6 @@ class Authorized:
     secrets: tuple[str, ...]
     hidden: tuple[str, ...] = ()
     region: str = ""
-
-
-@contextlib.contextmanager
-def mended(
-    attempt: Callable[[], contextlib.AbstractContextManager[Reply]],
-    mends: Callable[[StoreError], bool],
-) -> Iterator[Reply]:
-    """The answer to an attempt; to another one, if what refused the first could be mended.
-
-    What is refused for the same kind of reason again is not tried again. A failure of the last
-    attempt is certain only if those of all others are.
-    """
-    was_certain, seen = True, set[type[StoreError]]()
-    with contextlib.ExitStack() as stack:
-        try:
-            reply = None
-            while reply is None:  # so that the errors of an attempt do not lead to the one before
-                try:
-                    reply = stack.enter_context(attempt())
-                except StoreError as refused:
-                    was_certain = was_certain and refused.certain
-                    if type(refused) in seen or not mends(refused):
-                        raise
-                    seen.add(type(refused))
-            yield reply
-        except StoreError as error:
-            error.certain = error.certain and was_certain
-            raise
 
 
 class RestStore(ObjectStore):
@@ -282,13 +153,13 @@ class RestStore(ObjectStore):
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         """The URL of an object's content."""
 
-    def _content_url(self, key: str, if_version: str | None) -> str:
-        """The URL that an object is read from, if that is another one."""
-        return self.object_url(key)
-
-    @abstractmethod
-    def _if_version(self, version: str) -> Mapping[str, str]:
-        """The headers that make a request hold for one version of the object only."""
+    def _read(
+        self, key: str, if_version: str | None, headers: Mapping[str, str]
+    ) -> contextlib.AbstractContextManager[Reply]:
+        """The answer to a GET of an object's content, of that version only if one is given."""
+        if if_version:
+            headers = {**headers, "If-Match": if_version}
+        return self.exchange("GET", self.object_url(key), headers, key=key)
 
     def _version(self, reply: Reply, key: str) -> str:
         """The version of the object that an answer is about."""
@@ -350,26 +221,41 @@ class RestStore(ObjectStore):
 
     @contextlib.contextmanager
     def _sent(self, request: Request) -> Iterator[Reply]:
-        """The answer to a request; stores override this for what they know of requests."""
-        used: list[Authorized] = []
+        """Signs a request and sends it; once more for each kind of refusal that `recover` mends.
 
-        def attempt() -> contextlib.AbstractContextManager[Reply]:
-            used.clear()
-            used.append(self.authorized(request))
-            return self._attempt(request, used[0])
-
+        A failure of the last try is certain only if those of all others are.
+        """
+        was_certain, seen = True, set[type[StoreError]]()
+        used: Authorized | None = None
         try:
-            with mended(attempt, lambda refused: self.mends(refused, *used)) as reply:
+            with contextlib.ExitStack() as stack:
+                reply = None
+                while reply is None:
+                    used = None
+                    try:
+                        used = self.authorized(request)
+                        reply = stack.enter_context(self._attempt(request, used))
+                    except StoreError as refused:
+                        was_certain = was_certain and refused.certain
+                        if type(refused) in seen or not self.recover(refused, used):
+                            raise
+                        seen.add(type(refused))
                 self._credentials.have_worked = True
                 yield reply
         except CloudCheckpointError as error:
+            if isinstance(error, StoreError):
+                error.certain = error.certain and was_certain
+                self._advise(error, request)
             if error.uri is None:
                 error.uri = self.uri(request.key)
-            conceal(error, used[0].hidden if used else ())
-            may_be_renewed = self._credentials.have_worked and used and used[0].secrets
+            conceal(error, used.hidden if used else ())
+            may_be_renewed = self._credentials.have_worked and used and used.secrets
             if may_be_renewed and type(error) is CredentialsError and error.status:
                 raise _expired(error) from error
             raise
+
+    def _advise(self, error: StoreError, request: Request) -> None:
+        """Adds to an error what this kind of store knows of such a request."""
 
     def authorized(self, request: Request) -> Authorized:
         """A request as it may be sent. Credentials may have to be fetched for it.
@@ -402,10 +288,11 @@ class RestStore(ObjectStore):
         is_busy = self._knows_expect and time.monotonic() < self._busy_until
         return is_busy and nbytes(request.body) >= _LARGE
 
-    def mends(self, refused: StoreError, used: Authorized | None = None) -> bool:
-        """Whether a request that was refused may succeed now: with other credentials, without a
-        header that is not known, or, if it was held back until its signature was too old, with a
-        new one.
+    def recover(self, refused: StoreError, used: Authorized | None) -> bool:
+        """Whether a request that was refused may succeed if it is signed and sent again.
+
+        With other credentials; without a header that the server does not know; or with a new
+        signature, if it was held back until the old one was out of date.
 
         Args:
             refused: The refusal.
@@ -467,7 +354,7 @@ class RestStore(ObjectStore):
         return self._made(key, size, tag, attempt)
 
     def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
-        with self.exchange("GET", self._content_url(key, None), {}, key=key) as reply:
+        with self._read(key, None, {}) as reply:
             size = self._length(reply, key)
             self.check_size(key, size, limit)
             data = bytearray(size)
@@ -484,11 +371,8 @@ class RestStore(ObjectStore):
         progress: Progress | None = None,
     ) -> ObjectInfo:
         size = nbytes(into)
-        headers = {"Range": f"bytes={start}-{start + size - 1}"}
-        if if_version:
-            headers |= self._if_version(if_version)
-        url = self._content_url(key, if_version)
-        with self.exchange("GET", url, headers, key=key) as reply:
+        wanted = {"Range": f"bytes={start}-{start + size - 1}"}
+        with self._read(key, if_version, wanted) as reply:
             total = _check_range(reply, start, size, self.uri(key))
             version = self._version(reply, key)
             try:
@@ -550,10 +434,6 @@ class RestStore(ObjectStore):
     @abstractmethod
     def route(self) -> Route:
         """How the bucket is reached."""
-
-    @abstractmethod
-    def rules(self, prefix: str) -> BucketRules:
-        """What the bucket does by itself with objects whose key begins with ``prefix``."""
 
     def origin(self) -> Origin:
         """Where the credentials come from; they are fetched for it, if they were not yet.

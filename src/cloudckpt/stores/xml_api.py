@@ -23,8 +23,10 @@ from cloudckpt.stores.base import (
     random_suffix,
     whole_checksum,
 )
+from cloudckpt.stores.http.messages import encode_query, iso_date
+from cloudckpt.stores.pages import all_pages
 from cloudckpt.stores.redaction import told
-from cloudckpt.stores.rest import RestStore, all_pages, encode_query, iso_date
+from cloudckpt.stores.rest import RestStore
 
 __all__ = [
     "Completion",

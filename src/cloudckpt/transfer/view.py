@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from cloudckpt.config import Config
 from cloudckpt.stores import registry
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, first_of_level, folders_of, look_at
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, first_of_level, folders_of
 from cloudckpt.transfer.group import Cancellation, TaskGroup
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
@@ -46,9 +46,9 @@ class View:
         return self.retrier.call(lambda: registry.open_store(self.location, self.config))
 
     def look(self, key: str) -> ObjectInfo:
-        """Size and version of an object; see :func:`~cloudckpt.stores.base.look_at`."""
+        """Size and version of an object; see :meth:`~cloudckpt.stores.base.ObjectStore.look`."""
         with self.asking() as store:
-            return self.retrier.call(lambda: look_at(store, key))
+            return self.retrier.call(lambda: store.look(key))
 
     def read(self, key: str, *, limit: int) -> bytearray:
         """The bytes of an object of at most ``limit`` bytes."""

@@ -13,10 +13,9 @@ from azure.core.pipeline.transport import HttpRequest, HttpResponse, HttpTranspo
 from azure.core.utils import case_insensitive_dict
 from azure.storage.blob import ContainerClient
 
-from cloudckpt.errors import ObjectNotFoundError, ServerError, StoreError
+from cloudckpt.errors import ObjectNotFoundError, ServerError
 from cloudckpt.stores.azure.access import API_VERSION, ContainerAccess
 from cloudckpt.stores.base import ObjectInfo
-from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore
 from cloudckpt.stores.sdk import Answer, SdkCalls
 
@@ -94,15 +93,6 @@ class Control:
                 uri=self._store.uri(key),
             )
         return str(made.get("etag") or ""), told[0]
-
-    def rules(self) -> BucketRules:
-        """The container's rules; versioning and soft deletion are known to the account only."""
-        try:
-            with self._calls.about(""):
-                found = self._client.get_container_properties()
-        except StoreError:
-            return BucketRules(ends_uploads=_LIFE_OF_BLOCKS, unread=("immutability policies",))
-        return BucketRules(keeps=tuple(_phrases(found)), ends_uploads=_LIFE_OF_BLOCKS)
 
     def copy_block(
         self,

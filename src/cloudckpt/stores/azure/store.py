@@ -25,7 +25,6 @@ from cloudckpt.checksum import CRC64NVME
 from cloudckpt.config import AzureOptions, Config
 from cloudckpt.errors import (
     AccessDeniedError,
-    ConnectionLostError,
     CredentialsError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -48,17 +47,11 @@ from cloudckpt.stores.base import (
     once,
     random_suffix,
 )
-from cloudckpt.stores.http.bodies import Reply
 from cloudckpt.stores.http.client import HttpClient
-from cloudckpt.stores.origins import BucketRules, Route
-from cloudckpt.stores.rest import (
-    Request,
-    RestStore,
-    all_pages,
-    encode_key,
-    encode_query,
-    http_date,
-)
+from cloudckpt.stores.http.messages import encode_key, encode_query, http_date
+from cloudckpt.stores.origins import Route
+from cloudckpt.stores.pages import all_pages
+from cloudckpt.stores.rest import Request, RestStore
 from cloudckpt.stores.xml_api import text, unqualified
 
 __all__ = ["AzureStore"]
@@ -109,15 +102,9 @@ class AzureStore(RestStore):
         self._begun: dict[str, Upload] = {}
         self._aborted: set[str] = set()
 
-    @contextlib.contextmanager
-    def _sent(self, request: Request) -> Iterator[Reply]:
-        try:
-            with super()._sent(request) as reply:
-                yield reply
-        except ConnectionLostError as error:
-            if isinstance(error.__cause__, urllib3.exceptions.NameResolutionError):
-                error.message += "; check the name of the storage account"
-            raise
+    def _advise(self, error: StoreError, request: Request) -> None:
+        if isinstance(error.__cause__, urllib3.exceptions.NameResolutionError):
+            error.message += "; check the name of the storage account"
 
     def put(
         self,
@@ -317,9 +304,6 @@ class AzureStore(RestStore):
 
     # building requests
 
-    def rules(self, prefix: str) -> BucketRules:
-        return self._control.rules()
-
     def route(self) -> Route:
         return Route(
             url=self._access.url,
@@ -347,9 +331,6 @@ class AzureStore(RestStore):
         # of a replaced policy in Azure; whether the environment has another is soon known
         is_given = self._access.credentials.current.given
         return (CredentialsError, AccessDeniedError) if is_given else (CredentialsError,)
-
-    def _if_version(self, version: str) -> Mapping[str, str]:
-        return {"If-Match": version}
 
     def _checksum(self, crc64: int) -> dict[str, str]:
         if not self._checksums:

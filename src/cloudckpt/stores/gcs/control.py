@@ -15,19 +15,18 @@ from cloudckpt.errors import (
     MissingDependencyError,
     ObjectNotFoundError,
     ServerError,
-    StoreError,
     TransientStoreError,
 )
 from cloudckpt.fork import late_imports
 from cloudckpt.stores.base import ObjectInfo, Retry
 from cloudckpt.stores.gcs.json_api import CACHE_CONTROL, generation, metadata_of, parse_crc32c
-from cloudckpt.stores.origins import BucketRules
-from cloudckpt.stores.rest import RestStore, all_pages
+from cloudckpt.stores.pages import all_pages
+from cloudckpt.stores.rest import RestStore
 from cloudckpt.stores.sdk import SdkCalls
 
 __all__ = ["Control"]
 
-_Page = tuple[Sequence[ObjectInfo | str], Sequence[str]]
+_Page = tuple[Sequence[ObjectInfo], Sequence[str]]
 _LISTED = "name,size,generation,updated"
 
 
@@ -78,18 +77,15 @@ class Control:
     def list(self, prefix: str, retry: Retry) -> Iterator[ObjectInfo]:
         """The objects whose key begins with ``prefix``, page by page."""
         for page, _ in self._pages(prefix, retry, fields=f"items({_LISTED}),nextPageToken"):
-            yield from (self._whole(found, retry) for found in page)
+            yield from page
 
     def list_level(self, prefix: str, retry: Retry) -> Iterator[ObjectInfo | str]:
         """The objects and the folders directly beneath ``prefix``, page by page."""
         fields = f"items({_LISTED}),prefixes,nextPageToken"
         for page, folders in self._pages(prefix, retry, delimiter="/", fields=fields):
-            yield from (self._whole(found, retry) for found in page)
+            yield from page
             for folder in folders:
                 yield folder.removeprefix(prefix).rstrip("/")
-
-    def _whole(self, found: ObjectInfo | str, retry: Retry) -> ObjectInfo:
-        return found if isinstance(found, ObjectInfo) else retry(lambda: self._store.head(found))
 
     def _pages(self, prefix: str, retry: Retry, **wanted: str) -> Iterator[_Page]:
         """The objects and the folders of each page."""
@@ -162,40 +158,11 @@ class Control:
             blob.storage_class = options.storage_class
         return blob
 
-    def rules(self, prefix: str) -> BucketRules:
-        """What the bucket keeps, and whether it ends uploads under ``prefix``."""
-        bucket = self._bucket(self.name)
-        try:
-            with self._calls.about(""):
-                bucket.reload(retry=None)
-                return _rules_of(bucket, prefix)
-        except StoreError:
-            return BucketRules(unread=("versioning, retention and lifecycle rules",))
 
-
-def _found(blob: Any) -> ObjectInfo | str:
-    """An object as a listing describes it; its key if an emulator has left the rest out."""
-    if blob.generation is None or blob.size is None:
-        return str(blob.name)
+def _found(blob: Any) -> ObjectInfo:
+    """An object as a listing describes it."""
     modified = blob.updated.timestamp() if blob.updated else None
     return ObjectInfo(str(blob.name), blob.size, str(blob.generation), modified=modified)
-
-
-def _rules_of(bucket: Any, prefix: str) -> BucketRules:
-    """What a bucket keeps, and whether it ends uploads under a prefix."""
-    keeps = ["older versions"] if bucket.versioning_enabled else []
-    if bucket.retention_period:
-        keeps.append(f"everything for {bucket.retention_period / _DAY:g} days (retention)")
-    soft = bucket.soft_delete_policy.retention_duration_seconds
-    if soft:
-        keeps.append(f"what is deleted for {int(soft) / _DAY:g} days (soft delete)")
-    days = [
-        rule["condition"]["age"]
-        for rule in bucket.lifecycle_rules
-        if rule["action"]["type"] == "AbortIncompleteMultipartUpload"
-        and prefix.startswith(tuple(rule["condition"].get("matchesPrefix", ("",))))
-    ]
-    return BucketRules(keeps=tuple(keeps), ends_uploads=min(days, default=None))
 
 
 class _Session:

@@ -18,16 +18,13 @@ from cloudckpt.checksum import to_base64
 from cloudckpt.config import GCSOptions
 from cloudckpt.errors import (
     ConfigError,
-    ConnectionLostError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    RangeNotSatisfiableError,
     ServerError,
     StoreError,
 )
 from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, Progress, nbytes, random_suffix
-from cloudckpt.stores.http.bodies import Reply, whole_number
-from cloudckpt.stores.rest import RestStore, encode_query, http_date, iso_date
+from cloudckpt.stores.http.bodies import Reply
+from cloudckpt.stores.http.messages import encode_query, http_date, iso_date
+from cloudckpt.stores.rest import RestStore
 
 __all__ = [
     "CACHE_CONTROL",
@@ -114,8 +111,17 @@ class JsonObjects:
         self._checksums = checksums
 
     def url(self, key: str, query: Mapping[str, str]) -> str:
-        """The URL of an object."""
+        """The URL of an object's metadata."""
         return self._endpoint + self._call(self._object_path(key), query)
+
+    def content_url(self, key: str, if_generation: str | None) -> str:
+        """The URL of an object's content, of that generation only if one is given.
+
+        The URL of the metadata with ``alt=media`` may be answered by a redirect to this one, where
+        Google's own clients read: https://cloud.google.com/storage/docs/request-endpoints
+        """
+        query = {"alt": "media", "ifGenerationMatch": if_generation or ""}
+        return f"{self._endpoint}/download{self._call(self._object_path(key), query)}"
 
     def _call(self, path: str, query: Mapping[str, str]) -> str:
         """A path with its query. The discovery document demands ``userProject`` there."""
@@ -171,11 +177,7 @@ class JsonObjects:
             _of_payload(progress, len(head), size),
             key=key,
         ) as reply:
-            resource = _answer(reply)
-            if size == 0:  # which an answer may leave out, see _size
-                resource = {"size": 0, **resource}
-            with carried_out():
-                found = self._stored(resource, key)
+            found = self._parse(_answer(reply), key)
         if found.size != size:
             raise ServerError(
                 f"{size} bytes were sent, but {found.size} stored", uri=self._store.uri(key)
@@ -209,40 +211,13 @@ class JsonObjects:
             uri=self._store.uri(made.key),
         )
 
-    def _stored(self, resource: Mapping[str, Any], key: str) -> ObjectInfo:
-        """An object as an answer describes it; what that leaves out is asked for."""
-        if "generation" not in resource:
-            return self.stat(key)
-        return self._parse(resource, key)
-
     def _parse(self, resource: Mapping[str, Any], key: str) -> ObjectInfo:
         version = str(int(resource["generation"]))
-        size = int(resource["size"]) if "size" in resource else self._size(key, version)
+        size = int(resource["size"])
         attempt = str(dict(resource.get("metadata") or {}).get(ATTEMPT, ""))
         crc32c = parse_crc32c(f"crc32c={resource.get('crc32c', '')}")
         modified = iso_date(str(resource.get("timeCreated", "")))
         return ObjectInfo(key, size, version, crc32c, modified, attempt)
-
-    def _size(self, key: str, version: str) -> int:
-        """The size of an object whose metadata leave it out.
-
-        Google's storage-testbench does so for empty objects, as its format leaves out what is 0.
-        """
-        url = self.url(key, {"alt": "media", "ifGenerationMatch": version})
-        try:
-            with self._store.exchange("GET", url, {"Range": "bytes=0-0"}, key=key) as reply:
-                total = whole_number(reply.headers.get("Content-Range", "").rpartition("/")[2])
-                if reply.status == 206 and total is not None:
-                    return total
-                if reply.status == 200 and reply.length is not None:
-                    return reply.length
-        except RangeNotSatisfiableError:
-            return 0
-        except (ObjectNotFoundError, PreconditionFailedError) as error:
-            raise ConnectionLostError(
-                "the object was replaced while it was looked at", uri=error.uri
-            ) from error
-        raise ConnectionLostError("the answer does not tell the size", uri=self._store.uri(key))
 
 
 def _answer(reply: Reply) -> dict[str, Any]:
@@ -252,7 +227,7 @@ def _answer(reply: Reply) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def carried_out() -> Iterator[None]:
-    """Around a look behind a write: its failure does not mean that nothing was written."""
+    """Wraps a request made after a write: its failure does not mean that nothing was written."""
     try:
         yield
     except StoreError as error:
@@ -261,7 +236,7 @@ def carried_out() -> Iterator[None]:
 
 
 def generation(version: str) -> str:
-    """A version as a generation to be compared with; what is none becomes one that none has."""
+    """The generation to compare with; one that no object has if ``version`` is not a number."""
     return version if version.isascii() and version.isdigit() else _NO_GENERATION
 
 
@@ -272,7 +247,7 @@ def parse_crc32c(text: str) -> int | None:
 
 
 def _of_payload(progress: Progress | None, before: int, size: int) -> Progress | None:
-    """Reports of a body only the ``size`` bytes behind the first ``before``."""
+    """Reports of a body only the ``size`` bytes after the first ``before``."""
     if progress is None:
         return None
     sent = reported = 0

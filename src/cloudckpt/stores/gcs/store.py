@@ -9,14 +9,13 @@ object made of parts is compared with the parts'.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from urllib.parse import quote
 
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
-    BucketNotFoundError,
     ConnectionLostError,
     InvalidRequestError,
     ObjectNotFoundError,
@@ -49,8 +48,9 @@ from cloudckpt.stores.gcs.json_api import (
 )
 from cloudckpt.stores.http.bodies import Reply
 from cloudckpt.stores.http.client import HttpClient
-from cloudckpt.stores.origins import BucketRules, Route
-from cloudckpt.stores.rest import Request, RestStore, encode_key, encode_query
+from cloudckpt.stores.http.messages import encode_key, encode_query
+from cloudckpt.stores.origins import Route
+from cloudckpt.stores.rest import RestStore
 from cloudckpt.stores.xml_api import Dialect, XmlMultipart
 
 __all__ = ["GCSStore"]
@@ -67,13 +67,9 @@ _WITHOUT_MULTIPART = (
 )
 _NOT_IMPLEMENTED = 501
 
-# how servers refuse a path that they do not have, which some take for a bucket and a key
+# how servers refuse a request that they do not have, which some take for a bucket and a key
 _UNKNOWN_PATH = frozenset({404, 405, 501})
-_UNKNOWN = (BucketNotFoundError, InvalidRequestError, ObjectNotFoundError, ServerError)
 _COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-compress", "x-gzip", "zstd"})
-_AS_STORED = {"Accept-Encoding": "gzip"}
-
-_Send = Callable[[str, Mapping[str, str]], Reply]
 
 
 class GCSStore(RestStore):
@@ -88,7 +84,6 @@ class GCSStore(RestStore):
         self._access = BucketAccess(config, root)
         super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
         endpoint, is_google = self._access.endpoint, self._access.is_google
-        self._downloads = _Downloads(endpoint, is_google=is_google)
         checksums = is_google if options.checksum == "auto" else options.checksum == "on"
         self._objects = JsonObjects(self, endpoint, bucket, options, checksums=checksums)
         self._control = Control(self, endpoint, bucket, options)
@@ -97,7 +92,7 @@ class GCSStore(RestStore):
         if checksums:
             dialect = replace(dialect, part=lambda crc: {"x-goog-hash": f"crc32c={to_base64(crc)}"})
         self._multipart = XmlMultipart(self, self._bucket_url, dialect)
-        self.may_be_cached = False  # whether data of the bucket may come from a cache
+        self._may_be_cached = False  # whether data of the bucket may come from a cache
         self.capabilities = Capabilities(
             conditional_writes=is_google or None,
             conditional_deletes=is_google or None,
@@ -191,15 +186,6 @@ class GCSStore(RestStore):
             if error.status != _NOT_IMPLEMENTED:  # a store without such uploads has none open
                 raise
 
-    def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
-        data, info = super().get(key, limit=limit)
-        if info.version:
-            return data, info
-        found = self.head(key)  # an emulator left it out: is it that of these bytes?
-        if found.size != len(data) or found.checksum not in (None, CRC32C.of(data)):
-            raise _replaced(self.uri(key))
-        return data, found
-
     def get_latest(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         # metadata never come from a cache, and caches know data by the whole URL: also by the
         # generation that it is to have
@@ -223,10 +209,9 @@ class GCSStore(RestStore):
         progress: Progress | None = None,
     ) -> ObjectInfo:
         info = super().get_range(key, start, into, if_version=if_version, progress=progress)
-        if not info.version or (if_version is None and self.may_be_cached):
+        if if_version is None and self._may_be_cached:
             found = self.head(key)
-            is_of_it = found.size == info.size and info.version in ("", found.version)
-            if if_version is None and not is_of_it:
+            if found != info:
                 raise _replaced(self.uri(key), found.version)
             info = found
         if if_version is not None and info.version != if_version:
@@ -236,6 +221,9 @@ class GCSStore(RestStore):
     def head(self, key: str) -> ObjectInfo:
         return self._objects.stat(key)
 
+    def look(self, key: str) -> ObjectInfo:
+        return self.head(key) if self._may_be_cached else super().look(key)
+
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
         return self._control.list(prefix, retry)
 
@@ -244,9 +232,6 @@ class GCSStore(RestStore):
 
     def _delete(self, key: str, if_version: str | None) -> None:
         self._control.delete(key, if_version)
-
-    def rules(self, prefix: str) -> BucketRules:
-        return self._control.rules(prefix)
 
     def route(self) -> Route:
         return Route(
@@ -260,18 +245,19 @@ class GCSStore(RestStore):
         return f"{url}?{encode_query(query)}" if query else url
 
     @contextlib.contextmanager
-    def _sent(self, request: Request) -> Iterator[Reply]:
-        base = super()._sent
-        with contextlib.ExitStack() as stack:
+    def _read(
+        self, key: str, if_version: str | None, headers: Mapping[str, str]
+    ) -> Iterator[Reply]:
+        """As of all stores; content that is stored compressed is refused.
 
-            def send(url: str, more: Mapping[str, str]) -> Reply:
-                asked = replace(request, url=url, headers={**request.headers, **more})
-                return stack.enter_context(base(asked))
-
-            if self._downloads.is_content(request.url):
-                reply = self._downloads.ask(request.url, send, self.uri(request.key))
-            else:
-                reply = send(request.url, {})
+        Unless a request accepts gzip, Google decompresses such content while it is read, ignores
+        ranges and leaves its size open (https://cloud.google.com/storage/docs/transcoding). It is
+        not what its size and checksum say.
+        """
+        url = self._objects.content_url(key, generation(if_version) if if_version else None)
+        asked = {**headers, "Accept-Encoding": "gzip"}
+        with self.exchange("GET", url, asked, key=key) as reply:
+            _check_encoding(reply, self.uri(key))
             yield reply
 
     def failure(
@@ -285,21 +271,13 @@ class GCSStore(RestStore):
     ) -> tuple[str, Mapping[str, str]]:
         return url, {**headers, **self._access.headers(method, url)}
 
-    def _content_url(self, key: str, if_version: str | None) -> str:
-        query = {"alt": "media"}
-        if if_version:
-            query["ifGenerationMatch"] = generation(if_version)
-        return self._objects.url(key, query)
-
-    def _if_version(self, version: str) -> Mapping[str, str]:
-        return {}  # it stands in the URL
-
     def _version(self, reply: Reply, key: str) -> str:
         # what everybody may read and somebody else has written, without forbidding it to be cached
-        self.may_be_cached = self.may_be_cached or "public" in reply.headers.get(
-            "Cache-Control", ""
-        )
-        return reply.headers.get("x-goog-generation", "")  # an emulator may leave it out
+        if "public" in reply.headers.get("Cache-Control", ""):
+            self._may_be_cached = True
+        if version := reply.headers.get("x-goog-generation"):
+            return version
+        raise ConnectionLostError("the answer has no generation", uri=self.uri(key))
 
 
 def _replaced(uri: str, version: str | None = None) -> ConnectionLostError:
@@ -307,76 +285,6 @@ def _replaced(uri: str, version: str | None = None) -> ConnectionLostError:
     return ConnectionLostError(
         "the object was replaced while it was read: it is read anew", version=version, uri=uri
     )
-
-
-class _Downloads:
-    """The reads of content at one endpoint.
-
-    Google serves content at ``/download/storage/v1/…?alt=media``, where its own clients read it
-    (https://cloud.google.com/storage/docs/request-endpoints). The URL of the metadata with
-    ``alt=media`` may be answered by a redirect to there (303). Some emulators have only that one,
-    which an endpoint that is not Google's is asked for when it does not seem to know the other.
-
-    Content with ``Content-Encoding: gzip`` is decompressed by Google while it is read, which
-    ignores ranges and leaves its size open, unless the request accepts gzip
-    (https://cloud.google.com/storage/docs/transcoding). Requests do so, as those of Google's client
-    for Python, and such content is refused: it is not what its size and checksum say.
-    """
-
-    def __init__(self, endpoint: str, *, is_google: bool) -> None:
-        self._plain = f"{endpoint}/storage/v1/"
-        self._download = f"{endpoint}/download/storage/v1/"
-        self._is_known = is_google  # which of the two it has
-        self._is_plain = False
-
-    def is_content(self, url: str) -> bool:
-        """Whether a URL of the JSON API is that of content."""
-        return url.startswith(self._plain) and "alt=media" in url
-
-    def ask(self, url: str, send: _Send, uri: str) -> Reply:
-        """The answer to a read of content.
-
-        Args:
-            url: Without ``/download``.
-            send: Sends a request to a URL with headers.
-            uri: Of the object, for messages.
-
-        Raises:
-            StoreError: If it is refused.
-            InvalidRequestError: If the content is compressed.
-        """
-        if self._is_plain:
-            reply = send(url, _AS_STORED)
-        else:
-            try:
-                reply = send(url.replace(self._plain, self._download, 1), _AS_STORED)
-                self._is_known = True
-            except _UNKNOWN as error:
-                if self._is_known or not _may_lack_path(error):
-                    raise
-                reply = self._ask_plainly(url, send, error)
-        _check_encoding(reply, uri)
-        return reply
-
-    def _ask_plainly(self, url: str, send: _Send, error: StoreError) -> Reply:
-        """The answer of an endpoint that perhaps knows the other URL only.
-
-        What it says there of the object counts. Another failure, as a redirect, says nothing of
-        it: then the first answer was about the object.
-        """
-        try:
-            reply = send(url, _AS_STORED)
-        except StoreError as second:
-            if second.status in (404, 412, 416):
-                raise second from None
-            raise error from None
-        self._is_known = self._is_plain = True
-        return reply
-
-
-def _may_lack_path(refused: StoreError) -> bool:
-    """Whether the endpoint has refused the path, and not the object, in Google's words."""
-    return refused.status in _UNKNOWN_PATH and "No such object" not in (refused.cause or "")
 
 
 def _check_encoding(reply: Reply, uri: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote_plus
 
@@ -13,10 +13,11 @@ import urllib3
 from botocore import UNSIGNED
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 
-from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, StoreError
+from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError
 from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Retry, Upload
-from cloudckpt.stores.origins import BucketRules
-from cloudckpt.stores.rest import RestStore, all_pages, iso_date
+from cloudckpt.stores.http.messages import iso_date
+from cloudckpt.stores.pages import all_pages
+from cloudckpt.stores.rest import RestStore
 from cloudckpt.stores.s3.access import BucketAccess
 from cloudckpt.stores.sdk import SdkCalls
 from cloudckpt.stores.xml_api import check_root, error_fields
@@ -207,43 +208,6 @@ class Control:
                 raise ConnectionLostError("the answer has no ETag", uri=self._store.uri(upload.key))
             return Part(number, stop - start, made["ETag"], _crc32c(made))
 
-    def rules(self, prefix: str) -> BucketRules:
-        """What the bucket keeps, and whether it ends uploads under ``prefix``."""
-        if self._access.dialect.rules is not None:
-            return self._access.dialect.rules
-        client, unread = self._client, list[str]()
-
-        def asked(operation: Callable[..., Any], what: str) -> Mapping[str, Any]:
-            try:
-                with self._calls.about(""):
-                    answer: Mapping[str, Any] = operation(Bucket=self._access.bucket)
-                    return answer
-            except ObjectNotFoundError:  # S3 says so where there is none
-                return {}
-            except StoreError:
-                unread.append(what)
-                return {}
-
-        keeps = []
-        if asked(client.get_bucket_versioning, "versioning").get("Status") == "Enabled":
-            keeps.append("older versions")
-        lock = asked(client.get_object_lock_configuration, "object lock")
-        kept = lock.get("ObjectLockConfiguration", {}).get("Rule", {}).get("DefaultRetention")
-        if kept:
-            span = f"{kept['Days']} days" if "Days" in kept else f"{kept.get('Years')} years"
-            keeps.append(f"everything for {span} (object lock, {kept.get('Mode')})")
-        lifecycle = asked(client.get_bucket_lifecycle_configuration, "lifecycle rules")
-        days = [
-            ends["DaysAfterInitiation"]
-            for rule in lifecycle.get("Rules", ())
-            if rule.get("Status") == "Enabled"
-            and prefix.startswith(_prefix_of(rule))
-            and (ends := rule.get("AbortIncompleteMultipartUpload"))
-        ]
-        return BucketRules(
-            keeps=tuple(keeps), ends_uploads=min(days, default=None), unread=tuple(unread)
-        )
-
     def close(self) -> None:
         """Gives back what the client holds."""
         self._client.close()
@@ -297,12 +261,6 @@ def _source(source: BucketAccess, found: ObjectInfo) -> dict[str, Any]:
         "CopySource": {"Bucket": source.bucket, "Key": found.key},
         "CopySourceIfMatch": found.version,
     }
-
-
-def _prefix_of(rule: Mapping[str, Any]) -> str:
-    """The keys that a rule of a lifecycle is about."""
-    about = rule.get("Filter", {})
-    return str(about.get("Prefix") or about.get("And", {}).get("Prefix") or rule.get("Prefix", ""))
 
 
 def _crc32c(made: Mapping[str, Any]) -> int | None:

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from cloudckpt.stores.origins import BucketRules
-
 __all__ = ["AWS", "DIALECTS", "EXPRESS", "HUGGING_FACE", "S3Dialect", "dialect_of"]
 
 _MIB = 1024**2
@@ -48,7 +46,6 @@ class S3Dialect:
         good_part: Bytes that a part should have at least, as its vendor advises; 0: no matter.
         addressing_style: What the vendor demands, unless the user says otherwise.
         useless: Options that the store refuses, or accepts and ignores.
-        rules: What every bucket does by itself; None: the bucket is asked.
     """
 
     title: str
@@ -67,7 +64,6 @@ class S3Dialect:
     good_part: int = 0
     addressing_style: Literal["path", "virtual"] | None = None
     useless: frozenset[str] = frozenset()
-    rules: BucketRules | None = None
 
     def is_at_vendor(self, host: str, *, is_amazon: bool) -> bool:
         """Whether a host is one of the vendor's, which its documentation is about."""
@@ -99,8 +95,6 @@ EXPRESS = S3Dialect(
     any_prefix=False,
     # encryption is the bucket's and the session's
     useless=_ENCRYPTION | {"acl", "tags", "storage_class", "requester_pays", "anonymous"},
-    # no versions and no object lock; the rules of its lifecycle have an endpoint of their own
-    rules=BucketRules(unread=("lifecycle rules",)),
 )
 
 HUGGING_FACE = S3Dialect(
@@ -115,7 +109,6 @@ HUGGING_FACE = S3Dialect(
     good_part=128 * _MIB,
     addressing_style="path",
     useless=_ENCRYPTION | {"acl", "tags", "storage_class", "requester_pays"},
-    rules=BucketRules(ends_uploads=7),
 )
 
 DIALECTS: Mapping[str, S3Dialect] = {

@@ -33,14 +33,9 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.http.bodies import Reply
 from cloudckpt.stores.http.client import HttpClient
-from cloudckpt.stores.origins import BucketRules, Route
-from cloudckpt.stores.rest import (
-    Authorized,
-    Request,
-    RestStore,
-    encode_key,
-    encode_query,
-)
+from cloudckpt.stores.http.messages import encode_key, encode_query
+from cloudckpt.stores.origins import Route
+from cloudckpt.stores.rest import Authorized, Request, RestStore
 from cloudckpt.stores.s3.access import (
     PAYLOAD_DIGEST,
     UNSIGNED_PAYLOAD,
@@ -170,7 +165,7 @@ class S3Store(RestStore):
 
     def checksum_of(self, info: ObjectInfo) -> int:
         if self._checksums:
-            wanted = {"x-amz-checksum-mode": "ENABLED", **self._if_version(info.version)}
+            wanted = {"x-amz-checksum-mode": "ENABLED", "If-Match": info.version}
             with self.exchange("HEAD", self.object_url(info.key), wanted, key=info.key) as reply:
                 found = reply.headers.get("x-amz-checksum-crc32c")
                 if found and reply.headers.get("x-amz-checksum-type") == "FULL_OBJECT":
@@ -224,19 +219,16 @@ class S3Store(RestStore):
     def _delete(self, key: str, if_version: str | None) -> None:
         self._control.delete(key, if_version)
 
-    @contextlib.contextmanager
-    def _sent(self, request: Request) -> Iterator[Reply]:
-        try:
-            with super()._sent(request) as reply:
-                yield reply
-        except AccessDeniedError as error:
-            digest = self._access.payload_digest(request.method, request.body)
-            if digest == UNSIGNED_PAYLOAD:
-                error.message += (
-                    "; if a policy denies unsigned payloads (s3:x-amz-content-sha256), set "
-                    "S3Options(payload_signing='on') or CLOUDCKPT_S3_PAYLOAD_SIGNING=on"
-                )
-            raise
+    def _advise(self, error: StoreError, request: Request) -> None:
+        is_denied = isinstance(error, AccessDeniedError)
+        if (
+            is_denied
+            and self._access.payload_digest(request.method, request.body) == UNSIGNED_PAYLOAD
+        ):
+            error.message += (
+                "; if a policy denies unsigned payloads (s3:x-amz-content-sha256), set "
+                "S3Options(payload_signing='on') or CLOUDCKPT_S3_PAYLOAD_SIGNING=on"
+            )
 
     def _open(self, request: Request, used: Authorized) -> contextlib.AbstractContextManager[Reply]:
         is_read = request.method == "GET" and request.url == self.object_url(request.key)
@@ -252,16 +244,13 @@ class S3Store(RestStore):
         # the id of a key is no secret, and may be a word such as a bucket's name
         return replace(ready, region=region, hidden=ready.secrets[1:])
 
-    def mends(self, refused: StoreError, used: Authorized | None = None) -> bool:
+    def recover(self, refused: StoreError, used: Authorized | None) -> bool:
         """The same; a request to the wrong region may be sent to the one that S3 names."""
         if not isinstance(refused, WrongRegionError):
-            return super().mends(refused, used)
+            return super().recover(refused, used)
         if used is None or refused.region is None:
             return False
         return self._access.follow(refused.region, used.region)
-
-    def rules(self, prefix: str) -> BucketRules:
-        return self._control.rules(prefix)
 
     def regions(self) -> Regions | None:
         return self._access.regions()
@@ -287,9 +276,6 @@ class S3Store(RestStore):
     ) -> tuple[str, Mapping[str, str]]:
         url = self._access.address(url)
         return url, self._access.sign(method, url, {**headers, **self._payer})
-
-    def _if_version(self, version: str) -> Mapping[str, str]:
-        return {"If-Match": version}
 
     def _verified(self, crc32c: int) -> dict[str, str]:
         """Of a request with payload: Object Lock demands the name of the algorithm, or an MD5."""
