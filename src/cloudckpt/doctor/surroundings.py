@@ -77,10 +77,8 @@ class Connection:
             self._skew = None
         way = ", through a proxy" if self._route.http.proxy else ""
         protocol = tls[0] if tls else None
-        return ok(
-            f"answered after {took * 1000:.0f} ms{way}, {f'by {protocol}' if tls else 'without TLS'}",
-            values={"seconds": took, "protocol": protocol},
-        )
+        found = f"answered after {took * 1000:.0f} ms{way}, by {protocol or 'http, without TLS'}"
+        return ok(found, values={"seconds": took, "protocol": protocol})
 
     def clock(self) -> Finding:
         """How far this machine's clock is from the server's."""
