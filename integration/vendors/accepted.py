@@ -109,6 +109,8 @@ _GCS = [
     Accepted("gcs*", "header content-type", "application/json; charset=UTF-8", None,
              "of a GET without a body"),
     Accepted("gcs*", "query projection", "=noAcl", None, "the default"),
+    Accepted("gcs*", "query prefix", "=run%2Fa+b%2B%C3%BC%2F", "=run%2Fa%20b%2B%C3%BC%2F",
+             "the same space, written as in paths"),
     Accepted("gcs*", "query prettyPrint", "=false", None,
              "a few spaces in answers of four fields"),
 ]  # fmt: skip

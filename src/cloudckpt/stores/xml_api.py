@@ -23,6 +23,7 @@ from cloudckpt.stores.base import (
     random_suffix,
     whole_checksum,
 )
+from cloudckpt.stores.http.bodies import Reply
 from cloudckpt.stores.http.messages import encode_query, iso_date
 from cloudckpt.stores.pages import all_pages
 from cloudckpt.stores.redaction import told
@@ -32,15 +33,14 @@ __all__ = [
     "Completion",
     "Dialect",
     "XmlMultipart",
-    "check_root",
     "error_fields",
     "key_text",
+    "result_of",
     "text",
     "unqualified",
 ]
 
 _PIECE = 64 * 1024
-_BEGINNING = 1024  # bytes, in which the root begins
 _DEEPEST = 100  # levels; real answers have six
 _MOST_ELEMENTS = 1_000_000  # five thousand blobs of Azure have some two hundred thousand
 
@@ -55,7 +55,6 @@ class _Builder(ElementTree.TreeBuilder):
     def __init__(self) -> None:
         super().__init__()
         self._depth = self._elements = 0
-        self.root = ""
 
     def doctype(self, name: str, public: str | None, system: str | None) -> None:
         raise ElementTree.ParseError("it has a document type, which may declare entities")
@@ -63,7 +62,6 @@ class _Builder(ElementTree.TreeBuilder):
     def start(self, tag: str, attributes: dict[str, str], /) -> Element:
         self._depth += 1
         self._elements += 1
-        self.root = self.root or tag
         if self._depth > _DEEPEST or self._elements > _MOST_ELEMENTS:
             raise ElementTree.ParseError("it has too many elements, or too many in each other")
         return super().start(tag, attributes)
@@ -83,7 +81,7 @@ def unqualified(body: bytes, uri: str, name: str = "") -> Element:
 
     Raises:
         ServerError: If it has another root.
-        Exception: If the body is no XML that a store answers; see :func:`~.rest.reading`.
+        Exception: If the body is no XML that a store answers; see :func:`~.http.messages.reading`.
     """
     root = _parsed(body)
     for element in root.iter():
@@ -91,24 +89,6 @@ def unqualified(body: bytes, uri: str, name: str = "") -> Element:
     if name and root.tag != name:
         raise _another_root(root.tag, name, uri)
     return root
-
-
-def check_root(body: bytes, name: str, uri: str) -> None:
-    """Checks the name of an answer's root, where somebody else reads the rest of it.
-
-    Raises:
-        ServerError: As that of :func:`unqualified`.
-    """
-    builder, body = _Builder(), body.lstrip()
-    parser = ElementTree.XMLParser(target=builder)  # noqa: S314 - the builder bounds it
-    with contextlib.suppress(*_NO_XML):
-        for start in range(0, len(body), _BEGINNING):
-            parser.feed(body[start : start + _BEGINNING])
-            if builder.root:
-                break
-    root = builder.root.rpartition("}")[2]
-    if root != name:
-        raise _another_root(root, name, uri)
 
 
 def _another_root(found: str, wanted: str, uri: str) -> ServerError:
@@ -126,6 +106,23 @@ def key_text(root: Element, element: Element, name: str) -> str:
     """A key in a listing, which may have been asked for with ``encoding-type=url``."""
     key = element.findtext(name) or ""
     return unquote_plus(key) if text(root, "EncodingType") == "url" else key
+
+
+def result_of(store: RestStore, reply: Reply, action: str, uri: str) -> Element:
+    """The root of the answer to long work, whose status is sent before the work is done.
+
+    An element without a name if the answer has no body, as some stores' do.
+
+    Raises:
+        StoreError: If the body says that the work has failed.
+    """
+    answer = reply.read_all()
+    if not answer.strip():
+        return Element("")
+    root = unqualified(answer, uri)
+    if root.tag == "Error":
+        raise store.belated(reply.headers, answer, action, uri)
+    return root
 
 
 def error_fields(body: bytes) -> Mapping[str, str]:
@@ -224,14 +221,9 @@ class XmlMultipart:
         with self._store.exchange(
             "POST", url, headers, body, key=upload.key, is_long=True
         ) as reply:
-            answer = reply.read_all()
-            if not answer.strip():
-                return Completion("", dict(reply.headers))
-            root = unqualified(answer, uri)
-            if root.tag == "Error":
-                raise self._store.belated(reply.headers, answer, "POST", uri)
+            root = result_of(self._store, reply, "POST", uri)
             tag = text(root, "ETag")
-            if not tag and root.tag != "CompleteMultipartUploadResult":
+            if not tag and root.tag not in ("", "CompleteMultipartUploadResult"):
                 raise ServerError("the completion has no result", uri=uri)
             return Completion(tag, dict(reply.headers))
 
@@ -260,7 +252,8 @@ class XmlMultipart:
         """The uploads under a prefix, page by page."""
 
         def ask(marks: tuple[str, ...]) -> tuple[Element, tuple[str, ...] | None]:
-            more = dict(zip(("key-marker", "upload-id-marker"), marks, strict=False))
+            named = zip(("key-marker", "upload-id-marker"), marks, strict=False)
+            more = {name: mark for name, mark in named if mark}
             query = {"uploads": "", "encoding-type": "url", "prefix": prefix, **more}
             url = f"{self._bucket_url}?{encode_query(query)}"
             with self._store.exchange("GET", url, {}, key=prefix) as reply:

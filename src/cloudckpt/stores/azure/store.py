@@ -28,10 +28,10 @@ from cloudckpt.errors import (
     CredentialsError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    ServerError,
     StoreError,
 )
 from cloudckpt.stores.azure.access import API_VERSION, ContainerAccess
-from cloudckpt.stores.azure.control import Control
 from cloudckpt.stores.azure.errors import from_answer
 from cloudckpt.stores.azure.names import check_blob
 from cloudckpt.stores.base import (
@@ -51,6 +51,7 @@ from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.messages import encode_key, encode_query, http_date
 from cloudckpt.stores.origins import Route
 from cloudckpt.stores.pages import all_pages
+from cloudckpt.stores.redaction import told
 from cloudckpt.stores.rest import Request, RestStore
 from cloudckpt.stores.xml_api import text, unqualified
 
@@ -98,7 +99,6 @@ class AzureStore(RestStore):
         )
         self._scope = _present({"x-ms-encryption-scope": options.encryption_scope})
         self._blob_headers = {**self._scope, **_blob_headers(options)}
-        self._control = Control(self, self._access)
         self._begun: dict[str, Upload] = {}
         self._aborted: set[str] = set()
 
@@ -184,12 +184,20 @@ class AzureStore(RestStore):
     ) -> ObjectInfo:
         assert isinstance(source, AzureStore)
         check_blob(key, self.uri(key))
-        created = {**self._blob_headers, **self.naming(attempt)}  # else the source's is copied
+        headers = {
+            **self._blob_headers,
+            **self.naming(attempt),  # else the source's is copied
+            "x-ms-requires-sync": "True",
+            **({"If-None-Match": "*"} if if_absent else {}),
+        }
         with self._copying(source, found):
-            tag, crc64 = self._control.copy(
-                source._access, found, key, created, if_absent=if_absent
-            )
-        return replace(self._made(key, found.size, tag, attempt), checksum=crc64)
+            answer = self._copied(source, found, key, self.object_url(key), headers)
+            if (status := answer.get("x-ms-copy-status")) != "success":
+                raise ServerError(
+                    f"the copy was not made at once: {told(str(status))}", uri=self.uri(key)
+                )
+        made = self._made(key, found.size, answer.get("ETag"), attempt)
+        return replace(made, checksum=_crc64(answer))
 
     def copy_part(
         self,
@@ -202,12 +210,31 @@ class AzureStore(RestStore):
     ) -> Part:
         assert isinstance(source, AzureStore)
         self._check_open(upload)
-        name, tag = _block_name(upload, number), block_id(upload, number)
+        tag = block_id(upload, number)
+        url = self.object_url(upload.key, {"comp": "block", "blockid": tag})
+        headers = {**self._scope, "x-ms-source-range": f"bytes={start}-{stop - 1}"}
         with self._copying(source, found):
-            crc64 = self._control.copy_block(
-                source._access, found, upload.key, name, self._scope, start, stop
-            )
-        return Part(number, stop - start, tag, crc64)
+            answer = self._copied(source, found, upload.key, url, headers)
+        return Part(number, stop - start, tag, _crc64(answer))
+
+    def _copied(
+        self,
+        source: AzureStore,
+        found: ObjectInfo,
+        key: str,
+        url: str,
+        headers: Mapping[str, str],
+    ) -> Mapping[str, str]:
+        """The headers of the answer to a copy."""
+        origin, authorization = source._access.as_source(found.key)
+        wanted = {
+            **headers,
+            "x-ms-copy-source": origin,
+            "x-ms-source-if-match": found.version,
+            **_present({"x-ms-copy-source-authorization": authorization}),
+        }
+        with self.exchange("PUT", url, wanted, key=key, is_long=True) as reply:
+            return reply.headers
 
     def abort_upload(self, upload: Upload) -> None:
         """Discards the blocks of a blob that was never completed, unless other uploads have some.
@@ -294,9 +321,12 @@ class AzureStore(RestStore):
         return all_pages(self.uri(prefix), ask, retry)
 
     def _delete(self, key: str, if_version: str | None) -> None:
-        check_blob(key, self.uri(key))
+        headers = {"x-ms-delete-snapshots": "include", **_present({"If-Match": if_version})}
         try:
-            self._control.delete(key, if_version)
+            with self.exchange("DELETE", self.object_url(key), headers, key=key):
+                pass
+        except ObjectNotFoundError:
+            pass
         except PreconditionFailedError:
             with contextlib.suppress(ObjectNotFoundError):  # of which it says the same
                 self.head(key)
@@ -338,6 +368,12 @@ class AzureStore(RestStore):
         # its eight bytes are little-endian here, unlike those of a CRC64NVME on S3
         spelled = base64.b64encode(CRC64NVME.pack([crc64])).decode("ascii")
         return {"x-ms-content-crc64": spelled}
+
+
+def _crc64(headers: Mapping[str, str]) -> int | None:
+    """The CRC64 in the headers of an answer, whose eight bytes are little-endian."""
+    spelled = headers.get("x-ms-content-crc64")
+    return int.from_bytes(base64.b64decode(spelled), "little") if spelled else None
 
 
 def block_id(upload: Upload, number: int) -> str:

@@ -18,12 +18,15 @@ from cloudckpt.checksum import to_base64
 from cloudckpt.config import GCSOptions
 from cloudckpt.errors import (
     ConfigError,
+    ObjectNotFoundError,
     ServerError,
     StoreError,
+    TransientStoreError,
 )
-from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, Progress, nbytes, random_suffix
+from cloudckpt.stores.base import ATTEMPT, Body, ObjectInfo, Progress, Retry, nbytes, random_suffix
 from cloudckpt.stores.http.bodies import Reply
 from cloudckpt.stores.http.messages import encode_query, http_date, iso_date
+from cloudckpt.stores.pages import Marks, all_pages
 from cloudckpt.stores.rest import RestStore
 
 __all__ = [
@@ -38,6 +41,12 @@ __all__ = [
 
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
 _RESOURCE = "name,size,generation,crc32c,metadata,timeCreated"
+
+_LISTED = "name,size,generation,updated"
+_BRIEF = {"prettyPrint": "false"}
+
+Page = tuple[list[ObjectInfo], list[str]]
+"""The objects and the folders, each with a slash at its end, that a page of a listing has."""
 
 CACHE_CONTROL = "no-store"
 """Google caches publicly readable objects for an hour unless they forbid it; replacing or deleting
@@ -107,6 +116,7 @@ class JsonObjects:
         self._store = store
         self._endpoint = endpoint
         self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"
+        self._tokens: dict[tuple[object, ...], str] = {}  # of copies that are under way
         self._options = options
         self._checksums = checksums
 
@@ -211,6 +221,84 @@ class JsonObjects:
             uri=self._store.uri(made.key),
         )
 
+    def pages(self, prefix: str, retry: Retry, delimiter: str = "") -> Iterator[Page]:
+        """The objects and the folders of each page of a listing."""
+        query = {
+            "projection": "noAcl",
+            "prefix": prefix,
+            "delimiter": delimiter,
+            "fields": f"items({_LISTED}),{'prefixes,' if delimiter else ''}nextPageToken",
+            **_BRIEF,
+        }
+
+        def ask(marks: Marks) -> tuple[Page, Marks | None]:
+            more = {"pageToken": marks[0]} if marks else {}
+            url = self._endpoint + self._call(self._path, {**query, **more})
+            with self._store.exchange("GET", url, {}, key=prefix) as reply:
+                page = _answer(reply)
+                found = [_listed(item) for item in page.get("items", ())]
+                token = page.get("nextPageToken")
+                return (found, sorted(page.get("prefixes", ()))), (token,) if token else None
+
+        return all_pages(self._store.uri(prefix), ask, retry)
+
+    def delete(self, key: str, if_generation: str | None) -> None:
+        """Removes an object; a missing object is not an error."""
+        url = self.url(key, {"ifGenerationMatch": if_generation or "", **_BRIEF})
+        with (
+            contextlib.suppress(ObjectNotFoundError),
+            self._store.exchange("DELETE", url, {}, key=key),
+        ):
+            pass
+
+    def copy(
+        self, source: JsonObjects, found: ObjectInfo, key: str, *, attempt: str, if_absent: bool
+    ) -> ObjectInfo:
+        """Copies an object of the bucket of ``source``.
+
+        Google copies at once within a location and storage class. Otherwise it takes several
+        requests, each for as much as Google likes; a retry continues where the last one ended.
+        """
+        options = self._options
+        kms = options.kms_key_name
+        resource = {**_resource_of(options, attempt), "metadata": metadata_of(options, attempt)}
+        body = json.dumps({**resource, **({"kmsKeyName": kms} if kms else {})}).encode()
+        query = {
+            "destinationKmsKeyName": kms or "",
+            "ifGenerationMatch": "0" if if_absent else "",
+            "ifSourceGenerationMatch": generation(found.version),
+            **_BRIEF,
+        }
+        origin = source._object_path(found.key)
+        path = f"{origin}/rewriteTo{self._object_path(key).removeprefix('/storage/v1')}"
+        copied = (path, found.version, attempt, if_absent)
+        token = self._tokens.pop(copied, "")
+        while True:
+            url = self._endpoint + self._call(path, {**query, "rewriteToken": token})
+            try:
+                with self._store.exchange(
+                    "POST",
+                    url,
+                    {"Content-Type": "application/json"},
+                    [memoryview(body)],
+                    key=key,
+                    is_long=True,
+                ) as reply:
+                    answer = _answer(reply)
+                    if answer["done"]:
+                        made = self._parse(answer["resource"], key)
+                        break
+                    token = str(answer["rewriteToken"])
+            except TransientStoreError:
+                if token:
+                    self._tokens[copied] = token
+                raise
+        if made.size != found.size:
+            raise ServerError(
+                f"{found.size} bytes were copied, but {made.size} stored", uri=self._store.uri(key)
+            )
+        return made
+
     def _parse(self, resource: Mapping[str, Any], key: str) -> ObjectInfo:
         version = str(int(resource["generation"]))
         size = int(resource["size"])
@@ -218,6 +306,14 @@ class JsonObjects:
         crc32c = parse_crc32c(f"crc32c={resource.get('crc32c', '')}")
         modified = iso_date(str(resource.get("timeCreated", "")))
         return ObjectInfo(key, size, version, crc32c, modified, attempt)
+
+
+def _listed(item: Mapping[str, Any]) -> ObjectInfo:
+    """An object as a listing describes it."""
+    modified = iso_date(str(item.get("updated", "")))
+    return ObjectInfo(
+        str(item["name"]), int(item["size"]), str(int(item["generation"])), modified=modified
+    )
 
 
 def _answer(reply: Reply) -> dict[str, Any]:

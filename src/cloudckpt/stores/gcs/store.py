@@ -37,7 +37,6 @@ from cloudckpt.stores.base import (
     whole_checksum,
 )
 from cloudckpt.stores.gcs.access import BucketAccess
-from cloudckpt.stores.gcs.control import Control
 from cloudckpt.stores.gcs.errors import from_answer
 from cloudckpt.stores.gcs.json_api import (
     JsonObjects,
@@ -86,7 +85,6 @@ class GCSStore(RestStore):
         endpoint, is_google = self._access.endpoint, self._access.is_google
         checksums = is_google if options.checksum == "auto" else options.checksum == "on"
         self._objects = JsonObjects(self, endpoint, bucket, options, checksums=checksums)
-        self._control = Control(self, endpoint, bucket, options)
         self._bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
         dialect = Dialect(creation=creation)
         if checksums:
@@ -172,8 +170,8 @@ class GCSStore(RestStore):
     ) -> ObjectInfo:
         assert isinstance(source, GCSStore)
         with self._copying(source, found):
-            return self._control.copy(
-                source._control.name, found, key, attempt=attempt, if_absent=if_absent
+            return self._objects.copy(
+                source._objects, found, key, attempt=attempt, if_absent=if_absent
             )
 
     def abort_upload(self, upload: Upload) -> None:
@@ -225,13 +223,16 @@ class GCSStore(RestStore):
         return self.head(key) if self._may_be_cached else super().look(key)
 
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
-        return self._control.list(prefix, retry)
+        for objects, _ in self._objects.pages(prefix, retry):
+            yield from objects
 
     def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
-        return self._control.list_level(prefix, retry)
+        for objects, folders in self._objects.pages(prefix, retry, delimiter="/"):
+            yield from objects
+            yield from (folder.removeprefix(prefix).rstrip("/") for folder in folders)
 
     def _delete(self, key: str, if_version: str | None) -> None:
-        self._control.delete(key, if_version)
+        self._objects.delete(key, None if if_version is None else generation(if_version))
 
     def route(self) -> Route:
         return Route(

@@ -81,8 +81,6 @@ class BucketAccess:
         base: The URL that keys are appended to, ending in a slash.
         bucket_url: The URL of the bucket, for a query to be appended. This and ``base`` are what
             the store began with; :meth:`address` says where a URL is by now.
-        client: boto3's client, which composes requests. It sends none, has no credentials, and
-            leaves times as they are written: to parse them is most of what a listing takes.
         credentials: What requests are signed with.
         is_aws: Whether the endpoint is Amazon's own.
         dialect: What is different there.
@@ -114,7 +112,7 @@ class BucketAccess:
                 client.close()
                 client = _client(session, options)
                 self.base, region = _resolve(client, bucket)
-        self.client, self._options = client, options
+        self._options = options
         # path style: http://host/bucket; virtual style: https://bucket.host/
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base

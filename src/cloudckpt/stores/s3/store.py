@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import from_base64, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     AccessDeniedError,
     ConfigError,
+    ConnectionLostError,
+    ObjectNotFoundError,
     StoreError,
     WrongRegionError,
 )
@@ -33,8 +36,9 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.http.bodies import Reply
 from cloudckpt.stores.http.client import HttpClient
-from cloudckpt.stores.http.messages import encode_key, encode_query
+from cloudckpt.stores.http.messages import encode_key, encode_query, iso_date
 from cloudckpt.stores.origins import Route
+from cloudckpt.stores.pages import Marks, all_pages
 from cloudckpt.stores.rest import Authorized, Request, RestStore
 from cloudckpt.stores.s3.access import (
     PAYLOAD_DIGEST,
@@ -42,11 +46,17 @@ from cloudckpt.stores.s3.access import (
     BucketAccess,
     object_headers,
 )
-from cloudckpt.stores.s3.control import Control
 from cloudckpt.stores.s3.dialects import AWS
 from cloudckpt.stores.s3.errors import from_answer
 from cloudckpt.stores.s3.redirects import Redirects
-from cloudckpt.stores.xml_api import Dialect, XmlMultipart
+from cloudckpt.stores.xml_api import (
+    Dialect,
+    XmlMultipart,
+    key_text,
+    result_of,
+    text,
+    unqualified,
+)
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["HUGGING_FACE_ENDPOINT", "S3Store", "open_hugging_face"]
@@ -58,6 +68,10 @@ _MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
 _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
+
+
+_Page = tuple[list[ObjectInfo], list[str]]
+"""The objects and the names of folders that a page of a listing has."""
 
 
 class S3Store(RestStore):
@@ -100,7 +114,6 @@ class S3Store(RestStore):
         )
         self._object_headers = object_headers(options)
         self._payer = {"x-amz-request-payer": "requester"} if options.requester_pays else {}
-        self._control = Control(self, self._access, self._object_headers, checksums=self._checksums)
         self._multipart = XmlMultipart(self, self._access.bucket_url, self._uploads())
         self._redirects: Redirects | None = None
         if dialect.redirects:
@@ -184,12 +197,20 @@ class S3Store(RestStore):
         attempt: str = "",
         if_absent: bool = False,
     ) -> ObjectInfo:
-        assert isinstance(source, S3Store)
+        headers = {
+            "x-amz-metadata-directive": "REPLACE",
+            "x-amz-tagging-directive": "REPLACE",
+            **_source(source, found),
+            **({"x-amz-checksum-algorithm": "CRC32C"} if self._checksums else {}),
+            **self._object_headers,
+            **self.naming(attempt),
+            **({"If-None-Match": "*"} if if_absent else {}),
+        }
         with self._copying(source, found):
-            tag, crc32c = self._control.copy(
-                source._access, found, key, attempt=attempt, if_absent=if_absent
-            )
-        return replace(self._made(key, found.size, tag, attempt), checksum=crc32c)
+            made = self._copied(key, self.object_url(key), headers)
+        info = self._made(key, found.size, text(made, "ETag"), attempt)
+        is_of_whole = text(made, "ChecksumType") in ("", "FULL_OBJECT")
+        return replace(info, checksum=_crc32c(made) if is_of_whole else None)
 
     def copy_part(
         self,
@@ -200,24 +221,73 @@ class S3Store(RestStore):
         start: int,
         stop: int,
     ) -> Part:
-        assert isinstance(source, S3Store)
+        headers = _source(source, found)
+        if (start, stop) != (0, found.size):  # of a source up to 5 MB, S3 copies the whole only
+            headers["x-amz-copy-source-range"] = f"bytes={start}-{stop - 1}"
+        url = self.object_url(upload.key, {"uploadId": upload.id, "partNumber": str(number)})
         with self._copying(source, found):
-            return self._control.copy_part(source._access, found, upload, number, start, stop)
+            made = self._copied(upload.key, url, headers)
+            if not (tag := text(made, "ETag")):
+                raise ConnectionLostError("the answer has no ETag", uri=self.uri(upload.key))
+        return Part(number, stop - start, tag, _crc32c(made))
+
+    def _copied(self, key: str, url: str, headers: Mapping[str, str]) -> Element:
+        """What the answer says of a copy."""
+        with self.exchange("PUT", url, headers, key=key, is_long=True) as reply:
+            return result_of(self, reply, "PUT", self.uri(key))
 
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)
 
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
-        return self._control.list_uploads(prefix, retry)
+        asked = prefix if self._dialect.any_prefix else _folder_of(prefix)
+        uploads = self._multipart.open_uploads(asked, retry)
+        return (upload for upload in uploads if upload.key.startswith(prefix))
 
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
-        return self._control.list(prefix, retry)
+        if self._dialect.any_prefix:
+            for objects, _ in self._pages(prefix, retry):
+                yield from objects
+            return
+        pages = self._pages(_folder_of(prefix), retry)  # in no order
+        found = [info for objects, _ in pages for info in objects if info.key.startswith(prefix)]
+        yield from sorted(found, key=lambda info: info.key)
 
     def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
-        return self._control.list_level(prefix, retry)
+        pages = self._pages(prefix, retry, delimiter="/")
+        if self._dialect.any_prefix:
+            for objects, folders in pages:
+                yield from objects
+                yield from folders
+            return
+        all_objects, all_folders = list[ObjectInfo](), set[str]()
+        for objects, folders in pages:
+            all_objects += objects
+            all_folders.update(folders)
+        yield from sorted(all_objects, key=lambda info: info.key)
+        yield from sorted(all_folders)
+
+    def _pages(self, prefix: str, retry: Retry, **wanted: str) -> Iterator[_Page]:
+        query = {"list-type": "2", "prefix": prefix, **wanted, "encoding-type": "url"}
+
+        def ask(marks: Marks) -> tuple[_Page, Marks | None]:
+            more = {"continuation-token": marks[0]} if marks else {}
+            url = f"{self._access.bucket_url}?{encode_query({**query, **more})}"
+            with self.exchange("GET", url, {}, key=prefix) as reply:
+                page = unqualified(reply.read_all(), self.uri(prefix), "ListBucketResult")
+                found = _objects_in(page), _folders_in(page, prefix)
+                follows = text(page, "IsTruncated") == "true"
+                return found, (text(page, "NextContinuationToken"),) if follows else None
+
+        return all_pages(self.uri(prefix), ask, retry)
 
     def _delete(self, key: str, if_version: str | None) -> None:
-        self._control.delete(key, if_version)
+        condition = {"If-Match": if_version} if if_version else {}
+        with (
+            contextlib.suppress(ObjectNotFoundError),
+            self.exchange("DELETE", self.object_url(key), condition, key=key),
+        ):
+            pass
 
     def _advise(self, error: StoreError, request: Request) -> None:
         is_denied = isinstance(error, AccessDeniedError)
@@ -258,10 +328,6 @@ class S3Store(RestStore):
     def route(self) -> Route:
         return self._access.route()
 
-    def close(self) -> None:
-        self._control.close()
-        super().close()
-
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         url = self._access.base + encode_key(key)
         return f"{url}?{encode_query(query)}" if query else url
@@ -299,6 +365,44 @@ def open_hugging_face(uri: CheckpointURI, config: Config) -> S3Store:
         dialect="huggingface",
     )
     return S3Store(name, replace(config, s3=there), uri.root)
+
+
+def _source(source: ObjectStore, found: ObjectInfo) -> dict[str, str]:
+    """The headers that name what is copied, by the bucket's name or the ARN of an access point."""
+    assert isinstance(source, S3Store)
+    bucket = source._access.bucket
+    path = f"{bucket}/object/{found.key}" if bucket.startswith("arn:") else f"{bucket}/{found.key}"
+    return {"x-amz-copy-source": encode_key(path), "x-amz-copy-source-if-match": found.version}
+
+
+def _folder_of(prefix: str) -> str:
+    """The longest prefix of a prefix that ends in a slash; empty if there is none."""
+    return prefix[: prefix.rfind("/") + 1]
+
+
+def _objects_in(page: Element) -> list[ObjectInfo]:
+    """The objects that a page of a listing names; ValueError if it does not say what they are."""
+    return [
+        ObjectInfo(
+            key_text(page, entry, "Key"),
+            int(text(entry, "Size")),
+            text(entry, "ETag"),
+            modified=iso_date(text(entry, "LastModified")),
+        )
+        for entry in page.iterfind("Contents")
+    ]
+
+
+def _folders_in(page: Element, prefix: str) -> list[str]:
+    """The names beneath a prefix that a page of a listing has."""
+    folders = (key_text(page, entry, "Prefix") for entry in page.iterfind("CommonPrefixes"))
+    return [folder.removeprefix(prefix).rstrip("/") for folder in folders]
+
+
+def _crc32c(made: Element) -> int | None:
+    """The CRC32C that a result tells; with a number after it, it is of parts, not of bytes."""
+    told = text(made, "ChecksumCRC32C")
+    return from_base64(told) if told and "-" not in told else None
 
 
 def _checksum(crc32c: int) -> dict[str, str]:
