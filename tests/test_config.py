@@ -92,7 +92,6 @@ FROM_ENVIRONMENT = [
     (S3Options, "checksum", "CLOUDCKPT_S3_CHECKSUM", "on", "on"),
     (S3Options, "sse", "CLOUDCKPT_S3_SSE", "AES256", "AES256"),
     (S3Options, "storage_class", "CLOUDCKPT_S3_STORAGE_CLASS", "STANDARD_IA", "STANDARD_IA"),
-    (S3Options, "acl", "CLOUDCKPT_S3_ACL", "private", "private"),
     (
         S3Options,
         "tags",

@@ -101,7 +101,6 @@ def operations(folder: Path) -> Iterator[Operation]:
         sse="aws:kms",
         kms_key_id="arn:aws:kms:eu-central-1:1:key/k",
         storage_class="STANDARD_IA",
-        acl="bucket-owner-full-control",
         tags={"team": "nlp & more", "run": "ü=7"},
         requester_pays=True,
     )

@@ -77,7 +77,7 @@ def test_a_lost_answer_is_told_and_does_not_mean_that_nothing_was_done(called, s
 def test_an_answer_that_drips_is_given_up(server, cloud, open_at):
     server.respond(lambda request: server.Answer(body=b" " * 1000, size=100_000, drip=True))
     with pytest.raises(ConnectionLostError, match="stalled"):
-        open_at(cloud, stall_timeout=1.0).delete("run/object")
+        list(open_at(cloud, stall_timeout=1.0).list("run/"))
 
 
 def test_a_call_that_waits_is_broken_off(called, server):

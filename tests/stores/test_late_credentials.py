@@ -16,9 +16,31 @@ PATIENT = RetryPolicy(base=0.01, cap=0.05, deadline=20.0)
 LATE = 4  # refusals before the new credentials come
 
 
+ROLE = "arn:aws:iam::123456789012:role/trainer"
+
+
+def of_sts(action, key):
+    """What STS answers."""
+    return (
+        f"<{action}Response><{action}Result><Credentials><AccessKeyId>{key}</AccessKeyId>"
+        "<SecretAccessKey>secret-of-it</SecretAccessKey><SessionToken>token</SessionToken>"
+        f"<Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></{action}Result>"
+        f"</{action}Response>"
+    ).encode()
+
+
 @pytest.fixture
-def rotate_aws(monkeypatch, tmp_path):
-    """Gives AWS credentials out in one of three ways."""
+def rotate_aws(monkeypatch, tmp_path, stub_server):
+    """Gives AWS credentials out in one of several ways."""
+
+    def of_service(answer):
+        service.respond(lambda request: service.Answer(body=answer))
+
+    def of_files(**texts):
+        names = {"credentials": "AWS_SHARED_CREDENTIALS_FILE", "config": "AWS_CONFIG_FILE"}
+        for name, text in texts.items():
+            (tmp_path / name).write_text(text)
+            monkeypatch.setenv(names[name], str(tmp_path / name))
 
     def rotate(source, key):
         if source == "environment":
@@ -26,18 +48,32 @@ def rotate_aws(monkeypatch, tmp_path):
             return
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", service.url)
         if source == "file":
             text = f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret-of-it\n"
-            (tmp_path / "credentials").write_text(text)
-        else:
+            of_files(credentials=text)
+        elif source == "process":
             said = {"Version": 1, "AccessKeyId": key, "SecretAccessKey": "secret-of-it"}
             (tmp_path / "said").write_text(json.dumps(said))
-            command = f"[default]\ncredential_process = cat {tmp_path / 'said'}\n"
-            (tmp_path / "config").write_text(command)
-            monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+            of_files(config=f"[default]\ncredential_process = cat {tmp_path / 'said'}\n")
+        elif source == "role":
+            of_files(
+                config=f"[default]\nrole_arn = {ROLE}\nsource_profile = user\n",
+                credentials="[user]\naws_access_key_id = USER\naws_secret_access_key = its\n",
+            )
+            of_service(of_sts("AssumeRole", key))
+        elif source == "web identity":
+            (tmp_path / "token").write_text("a-token")
+            monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+            monkeypatch.setenv("AWS_ROLE_ARN", ROLE)
+            of_service(of_sts("AssumeRoleWithWebIdentity", key))
+        else:
+            monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{service.url}/of-the-task")
+            given = {"AccessKeyId": key, "SecretAccessKey": "secret-of-it", "Token": "token"}
+            of_service(json.dumps({**given, "Expiration": "2099-01-01T00:00:00Z"}).encode())
 
-    return rotate
+    with stub_server() as service:
+        yield rotate
 
 
 class Guard:
@@ -70,7 +106,10 @@ def check_late(store, guard, caplog):
     assert "trying again" in caplog.text
 
 
-@pytest.mark.parametrize("source", ["environment", "file", "process"])
+SOURCES = ["environment", "file", "process", "role", "web identity", "container"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId"])
 def test_keys_of_aws_that_are_rotated_late(open_s3, server, rotate_aws, caplog, source, code):
     rotate_aws(source, "FIRST")

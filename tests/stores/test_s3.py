@@ -432,7 +432,6 @@ def test_object_options_are_sent_with_every_new_object(open_s3, server):
         sse="aws:kms",
         kms_key_id="arn:aws:kms:us-east-1:1:key/2",
         storage_class="STANDARD_IA",
-        acl="bucket-owner-full-control",
         tags={"team": "n l&p=", "run": "7"},
     )
     for verb in WRITING:
@@ -441,7 +440,6 @@ def test_object_options_are_sent_with_every_new_object(open_s3, server):
             "x-amz-server-side-encryption": "aws:kms",
             "x-amz-server-side-encryption-aws-kms-key-id": "arn:aws:kms:us-east-1:1:key/2",
             "x-amz-storage-class": "STANDARD_IA",
-            "x-amz-acl": "bucket-owner-full-control",
         }
         assert {name: headers[name] for name in expected} == expected
         assert parse_qs(headers["x-amz-tagging"]) == {"team": ["n l&p="], "run": ["7"]}

@@ -321,7 +321,6 @@ HEADERS = [
     ("CLOUDCKPT_S3_SSE", "AES256", "x-amz-server-side-encryption", "AES256"),
     ("CLOUDCKPT_S3_SSE", "aws:kms", "x-amz-server-side-encryption", "aws:kms"),
     ("CLOUDCKPT_S3_STORAGE_CLASS", "STANDARD_IA", "x-amz-storage-class", "STANDARD_IA"),
-    ("CLOUDCKPT_S3_ACL", "bucket-owner-full-control", "x-amz-acl", "bucket-owner-full-control"),
     ("CLOUDCKPT_S3_TAGS", "team=nlp", "x-amz-tagging", "team=nlp"),
     ("CLOUDCKPT_S3_REQUESTER_PAYS", "1", "x-amz-request-payer", "requester"),
     ("CLOUDCKPT_S3_CHECKSUM", "on", "x-amz-checksum-crc32c", to_base64(CRC32C.of(b"data"))),

@@ -344,7 +344,6 @@ def test_the_verbs_ask_for_exactly_what_the_role_allows(cloud, role):
 
 
 OPTIONS = {
-    "aws": ("s3", {"acl": "bucket-owner-full-control"}, "acl", "x-amz-acl"),
     "aws tags": ("s3", {"tags": {"team": "nlp"}}, "tags", "x-amz-tagging"),
     "azure": ("azure", {"tags": {"team": "nlp"}}, "tags", "x-ms-tags"),
 }

@@ -67,7 +67,6 @@ class S3Options(Options):
     )
     kms_key_id: str | None = option(None, "key of 'aws:kms' encryption")
     storage_class: str | None = option(None, "storage class of the objects, e.g. STANDARD_IA")
-    acl: str | None = option(None, "canned ACL, e.g. bucket-owner-full-control")
     tags: Pairs = option((), "object tags, e.g. team=nlp,run=7")
     requester_pays: bool = option(False, "accept the charges of a requester-pays bucket")
 

@@ -28,6 +28,10 @@ MOST_ON_A_MACHINE = 64
 """Connections that the ranks of a machine open together by default. At the 90 MB/s of a connection
 to S3 they fill 45 Gb/s."""
 
+NATIVE_TLS = "CLOUDCKPT_NATIVE_TLS"
+"""The variable that, if it is ``0``, has https answers received by Python's own calls; for whoever
+suspects the calls of OpenSSL."""
+
 _SMALL_REQUESTS = 16
 
 logger = logging.getLogger("cloudckpt")
@@ -135,9 +139,6 @@ class Config(Options):
         "commit by conditional PUT; 'auto' tests stores that are not known to honour it, "
         "'off' gives up the protection against concurrent writers",
     )
-    native_tls: bool = option(
-        True, "receive https answers without the GIL, where Python's OpenSSL can be called for that"
-    )
     connect_timeout: float = timeout(10.0, "seconds to establish a connection")
     read_timeout: float = timeout(
         60.0, "seconds for an answer to begin; 15 times as many while the store joins parts"
@@ -193,7 +194,8 @@ def _ranks_here() -> int:
 def _variables() -> frozenset[str]:
     """The names of all variables that options come from."""
     classes = Config, RetryPolicy, S3Options, GCSOptions, AzureOptions, BackgroundOptions
-    return frozenset(variable for cls in classes for _, variable, _, _ in documented_options(cls))
+    options = (variable for cls in classes for _, variable, _, _ in documented_options(cls))
+    return frozenset(options) | {NATIVE_TLS}
 
 
 @cache

@@ -25,7 +25,7 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.http.bodies import Reply
 from cloudckpt.stores.http.messages import encode_query, iso_date
-from cloudckpt.stores.pages import all_pages
+from cloudckpt.stores.pages import Marks, all_pages
 from cloudckpt.stores.redaction import told
 from cloudckpt.stores.rest import RestStore
 
@@ -35,6 +35,7 @@ __all__ = [
     "XmlMultipart",
     "error_fields",
     "key_text",
+    "required",
     "result_of",
     "text",
     "unqualified",
@@ -102,9 +103,15 @@ def text(element: Element, name: str) -> str:
     return (element.findtext(name) or "").strip()
 
 
-def key_text(root: Element, element: Element, name: str) -> str:
+def required(element: Element, name: str) -> str:
+    """The text of a child, which an entry of a listing must have; ValueError if it has none."""
+    if found := element.findtext(name):
+        return found
+    raise ValueError(f"an entry has no {name}")
+
+
+def key_text(root: Element, key: str) -> str:
     """A key in a listing, which may have been asked for with ``encoding-type=url``."""
-    key = element.findtext(name) or ""
     return unquote_plus(key) if text(root, "EncodingType") == "url" else key
 
 
@@ -251,7 +258,7 @@ class XmlMultipart:
     def open_uploads(self, prefix: str, retry: Retry) -> Iterator[Upload]:
         """The uploads under a prefix, page by page."""
 
-        def ask(marks: tuple[str, ...]) -> tuple[Element, tuple[str, ...] | None]:
+        def ask(marks: Marks) -> tuple[list[Upload], Marks | None]:
             named = zip(("key-marker", "upload-id-marker"), marks, strict=False)
             more = {name: mark for name, mark in named if mark}
             query = {"uploads": "", "encoding-type": "url", "prefix": prefix, **more}
@@ -259,10 +266,16 @@ class XmlMultipart:
             with self._store.exchange("GET", url, {}, key=prefix) as reply:
                 uri = self._store.uri(prefix)
                 page = unqualified(reply.read_all(), uri, "ListMultipartUploadsResult")
-            following = key_text(page, page, "NextKeyMarker"), text(page, "NextUploadIdMarker")
-            return page, following if text(page, "IsTruncated") == "true" else None
+                found = [_open_upload(page, entry) for entry in page.iterfind("Upload")]
+            marker = key_text(page, page.findtext("NextKeyMarker") or "")
+            following = marker, text(page, "NextUploadIdMarker")
+            return found, following if text(page, "IsTruncated") == "true" else None
 
-        for page in all_pages(self._store.uri(prefix), ask, retry):
-            for entry in page.iterfind("Upload"):
-                began = iso_date(text(entry, "Initiated"))
-                yield Upload(key_text(page, entry, "Key"), text(entry, "UploadId"), 0, began)
+        for uploads in all_pages(self._store.uri(prefix), ask, retry):
+            yield from uploads
+
+
+def _open_upload(page: Element, entry: Element) -> Upload:
+    began = iso_date(text(entry, "Initiated"))
+    key = key_text(page, required(entry, "Key"))
+    return Upload(key, required(entry, "UploadId"), 0, began)

@@ -30,6 +30,7 @@ import urllib3.util.ssl_
 
 from cloudckpt._version import __version__
 from cloudckpt.config import Config
+from cloudckpt.config.general import NATIVE_TLS
 from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError, StoreError
 from cloudckpt.stores.base import Body, Progress
 from cloudckpt.stores.http.bodies import Reply, StoppedError, steps
@@ -86,7 +87,7 @@ class HttpOptions:
             read_timeout=config.read_timeout,
             completion_timeout=_LONGER * config.read_timeout,
             stall_timeout=config.stall_timeout,
-            native_tls=config.native_tls,
+            native_tls=os.environ.get(NATIVE_TLS) != "0",
             **others,
         )
 

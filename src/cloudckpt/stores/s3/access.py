@@ -439,7 +439,6 @@ def object_headers(options: S3Options) -> dict[str, str]:
         "x-amz-server-side-encryption": options.sse,
         "x-amz-server-side-encryption-aws-kms-key-id": options.kms_key_id,
         "x-amz-storage-class": options.storage_class,
-        "x-amz-acl": options.acl,
         "x-amz-tagging": urlencode(options.tags) or None,
     }
     return {name: value for name, value in wanted.items() if value is not None}

@@ -94,7 +94,7 @@ EXPRESS = S3Dialect(
     sessions=True,
     any_prefix=False,
     # encryption is the bucket's and the session's
-    useless=_ENCRYPTION | {"acl", "tags", "storage_class", "requester_pays", "anonymous"},
+    useless=_ENCRYPTION | {"tags", "storage_class", "requester_pays", "anonymous"},
 )
 
 HUGGING_FACE = S3Dialect(
@@ -108,7 +108,7 @@ HUGGING_FACE = S3Dialect(
     # "as few multipart parts as possible": 2 GB is advised to clients that send one after the other
     good_part=128 * _MIB,
     addressing_style="path",
-    useless=_ENCRYPTION | {"acl", "tags", "storage_class", "requester_pays"},
+    useless=_ENCRYPTION | {"tags", "storage_class", "requester_pays"},
 )
 
 DIALECTS: Mapping[str, S3Dialect] = {

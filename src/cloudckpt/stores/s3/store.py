@@ -53,6 +53,7 @@ from cloudckpt.stores.xml_api import (
     Dialect,
     XmlMultipart,
     key_text,
+    required,
     result_of,
     text,
     unqualified,
@@ -384,7 +385,7 @@ def _objects_in(page: Element) -> list[ObjectInfo]:
     """The objects that a page of a listing names; ValueError if it does not say what they are."""
     return [
         ObjectInfo(
-            key_text(page, entry, "Key"),
+            key_text(page, required(entry, "Key")),
             int(text(entry, "Size")),
             text(entry, "ETag"),
             modified=iso_date(text(entry, "LastModified")),
@@ -395,7 +396,9 @@ def _objects_in(page: Element) -> list[ObjectInfo]:
 
 def _folders_in(page: Element, prefix: str) -> list[str]:
     """The names beneath a prefix that a page of a listing has."""
-    folders = (key_text(page, entry, "Prefix") for entry in page.iterfind("CommonPrefixes"))
+    folders = (
+        key_text(page, required(entry, "Prefix")) for entry in page.iterfind("CommonPrefixes")
+    )
     return [folder.removeprefix(prefix).rstrip("/") for folder in folders]
 
 
