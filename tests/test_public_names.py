@@ -32,6 +32,7 @@ PUBLIC = {
         "GCSOptions",
         "AzureOptions",
         "BackgroundOptions",
+        "LoadReport",
         "PerRank",
         "per_rank",
         "latest",

@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # for who reads the code; imported later
     from cloudckpt.background.async_save import async_save
     from cloudckpt.dcp.content import PerRank, per_rank
     from cloudckpt.dcp.reader import CloudStorageReader
+    from cloudckpt.dcp.report import LoadReport
     from cloudckpt.dcp.writer import CloudStorageWriter
     from cloudckpt.integrations.install import install, uninstall
     from cloudckpt.runs.catalog import latest, list_checkpoints
@@ -72,6 +73,7 @@ __all__ = [
     "CloudStorageWriter",
     "Config",
     "GCSOptions",
+    "LoadReport",
     "PerRank",
     "RetryPolicy",
     "S3Options",
@@ -108,6 +110,7 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
             "background.async_save": "async_save",
             "dcp.content": "PerRank per_rank",
             "dcp.reader": "CloudStorageReader",
+            "dcp.report": "LoadReport",
             "dcp.writer": "CloudStorageWriter",
             "integrations.install": "install uninstall",
             "runs.catalog": "latest list_checkpoints",

@@ -29,8 +29,9 @@ from cloudckpt.dcp.meeting import (
     check_together,
     one_error,
 )
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.planners import CloudSavePlanner, PartialPlanner
 from cloudckpt.dcp.reader import CloudStorageReader, OurReader
+from cloudckpt.dcp.report import LoadReport
 from cloudckpt.dcp.save_loop import SaveLoop
 from cloudckpt.dcp.save_steps import clean_up_after, save_by_steps
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
@@ -136,7 +137,8 @@ def load(
     no_dist: bool = False,
     config: Config | None = None,
     trust_pickle: bool = False,
-) -> None:
+    strict: bool = True,
+) -> LoadReport:
     """Loads a checkpoint into a state dict in place, as ``torch.distributed.checkpoint.load`` does.
 
     When this returns, every byte has been verified. If it raises, it raises on every rank, and the
@@ -154,11 +156,17 @@ def load(
         no_dist: As in torch.
         config: Options, if no reader is given.
         trust_pickle: Whether pickles in the checkpoint may run arbitrary code.
+        strict: Whether all keys of ``state_dict`` must be in the checkpoint and fit; otherwise what
+            fits is loaded, the rest keeps its values, and the report names it.
+
+    Returns:
+        What was loaded on this rank, and what was not. If there is more to it than what was loaded,
+        the first rank logs it.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
-        MissingKeyError: If the checkpoint lacks a key (with the default planner).
-        ShapeMismatchError: If a shape differs (with the default planner).
+        MissingKeyError: If ``strict`` and the checkpoint lacks a key (with the default planner).
+        ShapeMismatchError: If ``strict`` and a shape differs (with the default planner).
         CheckpointCorruptError: If bytes are missing or damaged.
         CheckpointReplacedError: If writers replaced it again and again meanwhile.
         UntrustedPickleError: If a pickle would run code that is not on the allow-list.
@@ -168,9 +176,13 @@ def load(
 
     def prepare() -> ToLoad:
         reader = _reader(checkpoint_id, storage_reader, config, trust_pickle)
-        return ToLoad(reader, planner)
+        if strict:
+            return ToLoad(reader, planner)
+        if planner is not None:
+            raise ConfigError("strict=False is for the planner that load makes; leave planner= out")
+        return ToLoad(reader, PartialPlanner(getattr(reader, "checkpoint_id", "")))
 
-    load_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
+    return load_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
 
 
 @dataclass(frozen=True)
@@ -242,10 +254,10 @@ def load_prepared(
     *,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-) -> None:
+) -> LoadReport:
     """Loads from what ``prepare`` returns; if it raises on one rank, no rank begins.
 
-    Arguments and errors are those of :func:`load`.
+    Arguments, result and errors are those of :func:`load`.
     """
     meeting = Meeting.of(process_group, no_dist)
     given: list[Content] = []
@@ -266,11 +278,12 @@ def load_prepared(
         made, content_of_it = _prepare_with_content(prepare, content)
         return made.reader, made.planner, content_of_it
 
-    state = load_together(meeting, begin)
+    state, report = load_together(meeting, begin)
     loaded = given[0].put(state)
     for key, value in list(state_dict.items()):
         if loaded[str(key)] is not value:
             state_dict[key] = loaded[str(key)]
+    return report
 
 
 def _prepare_with_content(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:

@@ -32,6 +32,7 @@ from cloudckpt.dcp.planners import (
     PartialPlanner,
 )
 from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.report import LoadReport
 from cloudckpt.dcp.writer import CloudStorageWriter, CommitHook
 from cloudckpt.errors import ClosedError, CloudCheckpointError, ConfigError
 from cloudckpt.uri import URILike
@@ -122,6 +123,9 @@ class Checkpointer(ClosedAtExit):
 
     Saving and loading are collective calls: all ranks of the process group make them in the same
     order.
+
+    Attributes:
+        load_report: What the last load did; None before the first.
     """
 
     def __init__(self, config: CheckpointerConfig) -> None:
@@ -134,6 +138,7 @@ class Checkpointer(ClosedAtExit):
             )
         self._planner = config.planner()
         self._closed = False
+        self.load_report: LoadReport | None = None
 
     @abstractmethod
     def save(
@@ -176,8 +181,8 @@ class Checkpointer(ClosedAtExit):
                 loads everything in the checkpoint, as whole tensors on every rank.
             default_map_location: The device of tensors that are created here, without
                 ``state_dict``.
-            strict: Whether each key of ``state_dict`` must be in the checkpoint; if not, missing
-                keys keep their values.
+            strict: Whether each key of ``state_dict`` must be in the checkpoint and fit; if not,
+                what fits is loaded, and :attr:`load_report` names the rest, which keeps its values.
 
         Returns:
             The state dict.
@@ -205,7 +210,7 @@ class Checkpointer(ClosedAtExit):
             everything.append((reader, EverythingPlanner(where, default_map_location)))
             return api.ToLoad(*everything[0])
 
-        api.load_prepared(
+        self.load_report = api.load_prepared(
             {} if state_dict is None else state_dict,
             prepare,
             process_group=self._config.process_group,

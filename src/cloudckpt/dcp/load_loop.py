@@ -34,6 +34,7 @@ from cloudckpt.dcp.load_plan import check_whole
 from cloudckpt.dcp.meeting import Meeting, RankStatus, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.report import LoadReport
 from cloudckpt.dcp.sharing import Offer, SharedReads
 from cloudckpt.errors import (
     CheckpointReplacedError,
@@ -51,7 +52,7 @@ logger = logging.getLogger("cloudckpt")
 def load_together(
     meeting: Meeting,
     begin: Callable[[], tuple[StorageReader, LoadPlanner | None, Content]],
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], LoadReport]:
     """Loads into a state dict; a collective call, which raises the same on all ranks.
 
     Args:
@@ -59,7 +60,7 @@ def load_together(
         begin: Returns what to load with, and what to load.
 
     Returns:
-        The state dict.
+        The state dict, and what the load did.
 
     Raises:
         CloudCheckpointError: As :func:`cloudckpt.load`.
@@ -72,7 +73,7 @@ def load_together(
                 raise
             load = _Load(meeting, failure=error)
     retry_if_replaced(load.run)
-    return load.state_dict
+    return load.state_dict, load.reported()
 
 
 class _Terms(NamedTuple):
@@ -129,6 +130,7 @@ class _Load:
             planner = CloudLoadPlanner.like(planner, self._uri)
         self._planner = planner
         self._metadata = Metadata({})  # once they were read
+        self._plan = LoadPlan([])
 
     def run(self) -> None:
         """Loads.
@@ -144,8 +146,6 @@ class _Load:
                 with all_expected(self._meeting.group):
                     fetch = self._ready(until_the_end)
                 self._fetch(fetch)
-            for note in self._content.notes:
-                logger.warning("%s: %s", self._uri, note)
         except CheckpointReplacedError:
             if self._failure is None:
                 self._reader.reset()
@@ -155,6 +155,25 @@ class _Load:
                 raise
             # as if one of several ranks had failed
             raise one_error({0: error}, 0, "while it was loaded", self._uri) from error
+
+    def reported(self) -> LoadReport:
+        """What the load did; logged, too, where that may matter."""
+        planner, content, uri = self._planner, self._content, self._uri or ""
+        for note in content.notes:
+            logger.warning("%s: %s", uri, note)
+        report = LoadReport.of(
+            getattr(planner, "state_dict", self.state_dict),
+            self._plan,
+            getattr(planner, "metadata", None) or self._metadata,  # some make their own
+            uri,
+            left_alone=planner.left_alone if isinstance(planner, CloudLoadPlanner) else {},
+            known=content.others,
+        )
+        if self._meeting.rank == 0 and getattr(planner, "tells", True):
+            report.log()
+        if self._ours is not None:
+            self._ours.report = report
+        return report
 
     def _ready(self, until_the_end: contextlib.ExitStack) -> Callable[[], None]:
         """Plans; once all ranks are ready, returns a function that fetches this rank's bytes.
@@ -242,7 +261,7 @@ class _Load:
         self, plan: LoadPlan, until_the_end: contextlib.ExitStack
     ) -> tuple[Callable[[SharedReads | None], None], Sequence[Segment]]:
         """A function that fetches a plan's bytes, and the segments that other ranks may fetch."""
-        plan = self._planner.finish_plan(plan)
+        plan = self._plan = self._planner.finish_plan(plan)
         if self._ours is None:
             return lambda _: self._reader.read_data(plan, self._planner).wait(), ()
         if isinstance(self._planner, CloudLoadPlanner):  # other plans may read less on purpose

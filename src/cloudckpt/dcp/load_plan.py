@@ -7,7 +7,6 @@ are rows of numbers, and all overlaps are computed at once.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,14 +33,10 @@ __all__ = [
     "check_whole",
     "plan_reads",
     "saved_types",
-    "tell_fresh_optimizers",
     "tell_replaced",
 ]
 
 logger = logging.getLogger("cloudckpt")
-
-_GROUPS = re.compile(r"(?<![^.])param_groups(?![^.])")
-"""Where an optimizer's state dict has its parameter groups, and beside them its state."""
 
 _FEW = 16
 """Up to this many chunks, comparing one by one is faster than all at once."""
@@ -203,30 +198,6 @@ def tell_replaced(
             uri,
             len(replaced),
             replaced[0],
-        )
-
-
-def tell_fresh_optimizers(state_dict: Mapping[str, Any], metadata: Metadata, uri: str) -> None:
-    """Logs optimizers whose saved state is not loaded, as they have none yet to load it into.
-
-    Args:
-        state_dict: What to load, by flat names.
-        metadata: What there is.
-        uri: The checkpoint.
-    """
-    names = [name for name in state_dict if isinstance(name, str)]
-    beside = {name[: found.start()] for name in names if (found := _GROUPS.search(name))}
-    states = [f"{prefix}state." for prefix in sorted(beside)]
-    empty = [state for state in states if not any(name.startswith(state) for name in names)]
-    stored = metadata.state_dict_metadata if empty else {}
-    lost = [state for state in empty if any(name.startswith(state) for name in stored)]
-    if lost:
-        logger.warning(
-            "%s: the state of the optimizer is there, beneath %s, and is not loaded, as the state "
-            "dict has no place for it: an optimizer that has made no step has no state. Take both "
-            "from torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)",
-            uri,
-            lost[0].removesuffix("."),
         )
 
 

@@ -40,7 +40,6 @@ from cloudckpt.dcp.load_plan import (
     check_types,
     plan_reads,
     saved_types,
-    tell_fresh_optimizers,
     tell_replaced,
 )
 from cloudckpt.dcp.missing import advice
@@ -206,7 +205,9 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
 
     def put(self, read_item: ReadItem, value: Any) -> None:
         """Stores a value in the state dict."""
-        name = read_item.dest_index.fqn
+        self._store(read_item.dest_index.fqn, value)
+
+    def _store(self, name: str, value: Any) -> None:
         if not self.flatten_state_dict:
             self.state_dict[name] = self.original_state_dict[name] = value
             return
@@ -264,13 +265,17 @@ class CloudLoadPlanner(KeepingKeysPlanner):
     Args:
         uri: The checkpoint, for messages.
         tells: Whether what may not be meant is logged, such as converted tensors.
+
+    Attributes:
+        left_alone: What keeps its value though the checkpoint has something there, and why.
     """
 
     def __init__(self, uri: str, *, tells: bool = True) -> None:
         super().__init__()
         self._uri = uri
-        self._tells = tells
+        self.tells = tells
         self._whole: dict[str, list[str]] = {}  # by what is loaded: the missing keys that it is for
+        self.left_alone: dict[str, str] = {}
 
     @classmethod
     def like(cls, planner: DefaultLoadPlanner, uri: str) -> CloudLoadPlanner:
@@ -296,6 +301,8 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         left: list[str] = []
         for name, value in self.state_dict.items():
             check_shards(value, name)
+        self.left_alone = self._empty(self.metadata) if self.flatten_state_dict else {}
+        self._take_lengths()
         try:
             with paused_gc():
                 if inventory is None:
@@ -308,11 +315,10 @@ class CloudLoadPlanner(KeepingKeysPlanner):
             self._explain(exc)
             raise
         dtype_of = saved_types(self.metadata)
-        logs = self._tells and self.is_coordinator
+        logs = self.tells and self.is_coordinator
         check_types(self.state_dict, dtype_of, self._uri, logs=logs)
         if logs:
             tell_replaced(self.state_dict, self.metadata, self._uri, left)
-            tell_fresh_optimizers(self.state_dict, self.metadata, self._uri)
         return plan
 
     def put(self, read_item: ReadItem, value: Any) -> None:
@@ -326,6 +332,41 @@ class CloudLoadPlanner(KeepingKeysPlanner):
             super().put(read_item, value)
         elif not self.allow_partial_load:
             raise self._missing(missing)
+        else:
+            why = f"the checkpoint has a {type(value).__name__} in place of what it is in"
+            self.left_alone.update(dict.fromkeys(missing, why))
+
+    def _empty(self, metadata: Metadata) -> dict[str, str]:
+        """Dicts that are empty in the state dict, and not in the checkpoint; and what that has."""
+        names = {".".join(map(str, path)) for path in self._names.empty}
+        counts = dict.fromkeys(names, 0)
+        if not names:
+            return {}
+        for name in metadata.state_dict_metadata:
+            parts = name.split(".")
+            for depth in range(1, len(parts)):
+                if (above := ".".join(parts[:depth])) in counts:
+                    counts[above] += 1
+        return {
+            name: f"empty in the state dict, with {count} entries in the checkpoint"
+            for name, count in counts.items()
+            if count
+        }
+
+    def _take_lengths(self) -> None:
+        """Makes room for what has another length each time: the bytes of an ``_extra_state``."""
+        assert self.metadata is not None
+        for name, value in self.state_dict.items():
+            if not (isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"):
+                continue
+            is_bytes = type(value) is torch.Tensor and value.dtype is torch.uint8
+            stored = self.metadata.state_dict_metadata.get(name)
+            if not is_bytes or not isinstance(stored, TensorStorageMetadata):
+                continue
+            if value.dim() == len(stored.size) == 1 and value.shape != stored.size:
+                made = torch.empty(stored.size, dtype=torch.uint8, device=value.device)
+                self.state_dict[name] = made
+                self._store(name, made)
 
     def _take_whole(self, inventory: Inventory) -> list[str]:
         """Asks for dicts and lists as values where they were saved as such, without flattening.
@@ -400,11 +441,38 @@ class CloudLoadPlanner(KeepingKeysPlanner):
 
 
 class PartialPlanner(CloudLoadPlanner):
-    """Loads the keys that the checkpoint has; the others keep their values."""
+    """Loads what the checkpoint has and fits; the rest keeps its values, which it records."""
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri)
         self.allow_partial_load = True
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        unfit: dict[str, str] = {}
+        self._take_lengths()
+        for name, value in self.state_dict.items():
+            entry = stored.get(name)
+            if isinstance(entry, TensorStorageMetadata) and (why := _why_not(value, entry)):
+                unfit[name] = why
+        for name in unfit:
+            del self.state_dict[name]
+        plan = super().create_local_plan()
+        self.left_alone.update(unfit)
+        return plan
+
+
+def _why_not(value: Any, stored: TensorStorageMetadata) -> str:
+    """Why a tensor that was saved can't be loaded into a value; empty if it can."""
+    if type(value).__module__ in _NO_TENSORS:
+        return "a tensor in the checkpoint, and none in the state dict"
+    saved, dtype = stored.properties.dtype, getattr(value, "dtype", None)
+    if hasattr(value, "size") and (shape := whole_shape(value)) != tuple(stored.size):
+        return f"of shape {tuple(stored.size)} in the checkpoint and {shape} in the state dict"
+    if isinstance(dtype, torch.dtype) and not torch.can_cast(saved, dtype):
+        return f"{saved} in the checkpoint, which {dtype} can't hold"
+    return ""
 
 
 class EverythingPlanner(CloudLoadPlanner):

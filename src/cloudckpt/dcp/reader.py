@@ -25,6 +25,7 @@ from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.loading import Load
+from cloudckpt.dcp.report import LoadReport
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -68,6 +69,7 @@ class CloudStorageReader(OurReader):
 
     Attributes:
         transferred: What this rank received in the last load.
+        report: What the last load did.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class CloudStorageReader(OurReader):
         if checkpoint_id:
             self.uri = CheckpointURI.parse(checkpoint_id)
         self.transferred: Transferred | None = None
+        self.report: LoadReport | None = None
         self._failure: CloudCheckpointError | None = None
         self._load_id = str(uuid.uuid4())
         self._places = Places(self.uri, None)
@@ -346,6 +349,11 @@ class CloudStorageReader(OurReader):
         with self.begun(planner) as load:
             load.prepare(plan)
             load.run()
+        wanted = getattr(planner, "state_dict", None)
+        if self._commit is not None and isinstance(wanted, Mapping):
+            self.report = LoadReport.of(
+                wanted, plan, self._commit.metadata, str(self.uri), left_alone={}
+            )
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -12,6 +12,7 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.planners import CloudLoadPlanner, PartialPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.report import LoadReport
 from cloudckpt.uri import URILike
 
 __all__ = ["load"]
@@ -27,7 +28,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     config: Config | None = None,
-) -> None:
+) -> LoadReport:
     """Loads a model in safetensors files into a state dict, in place.
 
     All ranks call it. Each fetches only the bytes of its shards, straight into tensors that are
@@ -40,11 +41,14 @@ def load(
         uri: The folder of the model, or one safetensors file.
         key_mapping: Returns a tensor's name in the state dict, or None to leave it out; called with
             each name in the files.
-        strict: Whether a key that the model lacks is an error; otherwise it keeps its value, such
-            as tied weights, which most models store once.
+        strict: Whether a key that the model lacks, or a tensor that does not fit, is an error;
+            otherwise it keeps its value, such as tied weights, which most models store once.
         process_group: The ranks that load; all if not given.
         no_dist: Whether this process loads alone.
         config: Options.
+
+    Returns:
+        What was loaded, and what was not.
 
     Raises:
         CheckpointNotFoundError: If there is no model.
@@ -62,4 +66,4 @@ def load(
         planner = CloudLoadPlanner if strict else PartialPlanner
         return ToLoad(reader, planner(reader.checkpoint_id))
 
-    load_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
+    return load_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)

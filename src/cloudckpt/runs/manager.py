@@ -30,6 +30,7 @@ from cloudckpt.checkpointer import (
 from cloudckpt.config import Config, config_or_default, whole_number
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
+from cloudckpt.dcp.report import LoadReport
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -237,6 +238,11 @@ class CheckpointManager(ClosedAtExit):
     def uri(self, step: int) -> str:
         """The location of a step's checkpoint, whether or not it exists."""
         return str(self._run.uri(step))
+
+    @property
+    def load_report(self) -> LoadReport | None:
+        """What the last :meth:`restore` loaded on this rank, and what it did not."""
+        return self._checkpointer.load_report
 
     @collective("CheckpointManager.all_steps")
     def all_steps(self) -> list[int]:
@@ -462,7 +468,12 @@ class CheckpointManager(ClosedAtExit):
 
     @collective("CheckpointManager.restore")
     def restore(
-        self, state: dict[str, Any], step: int | None = None, *, verify: bool = False
+        self,
+        state: dict[str, Any],
+        step: int | None = None,
+        *,
+        verify: bool = False,
+        strict: bool = True,
     ) -> int | None:
         """Loads a checkpoint into ``state``, in place: by default the newest intact one.
 
@@ -474,12 +485,14 @@ class CheckpointManager(ClosedAtExit):
         are still sending, this waits for them, up to ``adopt_wait`` seconds.
 
         Args:
-            state: What to load, as for :func:`cloudckpt.load`; each of its keys must be there.
+            state: What to load, as for :func:`cloudckpt.load`.
             step: The step to load instead of the newest; if it is damaged, an error is raised.
             verify: Whether to read all of a checkpoint before trusting it, each rank its share.
                 What is loaded is compared with its checksums in any case; this also covers what
                 ``state`` does not ask for, and leaves ``state`` as it was if nothing can be
                 restored.
+            strict: Whether each key of ``state`` must be in the checkpoint and fit; if not, what
+                fits is loaded, and :attr:`load_report` names the rest, which keeps its values.
 
         Returns:
             The step that was loaded; None if the run has no committed checkpoint, in which case
@@ -494,7 +507,7 @@ class CheckpointManager(ClosedAtExit):
         if step is not None:
             step = check_step(step)
             goal = self._meeting.broadcast_from_first(lambda: goal_of(self._run, step))
-            self._load(state, step, verify, goal)
+            self._load(state, step, verify, strict, goal)
             return step
         damages: list[CloudCheckpointError] = []
         adopts = self._adopt_wait and not self._read_only
@@ -509,7 +522,7 @@ class CheckpointManager(ClosedAtExit):
                     raise error
                 if notes is None:
                     continue
-                self._load(state, found, verify, notes)
+                self._load(state, found, verify, strict, notes)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 damages.append(error)
                 if isinstance(error, CheckpointCorruptError):
@@ -684,12 +697,14 @@ class CheckpointManager(ClosedAtExit):
         if not damages and self._meeting.broadcast_from_first(candidates.begin_anew):
             yield from steps
 
-    def _load(self, state: dict[str, Any], step: int, verify: bool, notes: Notes) -> None:
+    def _load(
+        self, state: dict[str, Any], step: int, verify: bool, strict: bool, notes: Notes
+    ) -> None:
         with self._in_use.kept(step):
             if verify:
                 config, group = self._run.config, self._meeting.group
                 verifying.verify(self.uri(step), config=config, process_group=group)
-            self._checkpointer.load(self.uri(step), state, strict=True)
+            self._checkpointer.load(self.uri(step), state, strict=strict)
         self._newest = self._restored = step
         self._committed = step, None
         continues, self._begins_line = notes.continued_at(step), True

@@ -1,0 +1,158 @@
+"""What a load did, and what it left as it was, is said name by name."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import cloudckpt
+from cloudckpt.checkpointer import make_sync_checkpointer
+from cloudckpt.errors import ConfigError, MissingKeyError
+
+from .places import Place
+
+
+def _saved(path, state):
+    cloudckpt.save(state, checkpoint_id=path, no_dist=True)
+    return str(path)
+
+
+def _load(road: str, uri: str, state: dict, *, strict: bool = False):
+    """What the load returned, or what was kept of it."""
+    if road == "load":
+        return cloudckpt.load(state, checkpoint_id=uri, no_dist=True, strict=strict)
+    if road == "hf":
+        return cloudckpt.hf.load(state, uri, no_dist=True, strict=strict)
+    if road == "checkpointer":
+        with make_sync_checkpointer() as checkpointer:
+            checkpointer.load(uri, state, strict=strict)
+            return checkpointer.load_report
+    with cloudckpt.CheckpointManager(uri.removesuffix("/step-7"), read_only=True) as manager:
+        assert manager.restore(state, strict=strict) == 7
+        return manager.load_report
+
+
+ROADS = ["load", "hf", "checkpointer", "manager"]
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_load_that_is_not_strict_loads_what_fits_and_names_the_rest(tmp_path, road, caplog):
+    caplog.set_level(logging.INFO, "cloudckpt")
+    saved = {"a": torch.ones(2), "vocab": torch.ones(3), "half": torch.ones(2), "n": 1, "old": 2}
+    uri = _saved(tmp_path / "step-7", {**saved, "kind": torch.ones(1), "many": {"x": 1}})
+    state = {"a": torch.zeros(2), "vocab": torch.zeros(4), "half": torch.zeros(2).bfloat16()}
+    state |= {"new": torch.full((2,), 5.0), "n": 0, "kind": torch.zeros(1, dtype=torch.int64)}
+    report = _load(road, uri, state | {"many": {}})
+    assert torch.equal(state["a"], torch.ones(2))
+    assert torch.equal(state["vocab"], torch.zeros(4))
+    assert {*report.loaded} == {"a", "half", "n"}
+    assert report.missing == ("new",)
+    assert {*report.unexpected} == {"old", "many.x"}
+    assert {*report.converted} == {"half"}
+    assert {*report.left_alone} == {"vocab", "kind", "many"}
+    assert len(str(report).splitlines()) <= 10
+    tables = [r for r in caplog.records if r.levelno == logging.INFO and "loaded 3" in r.message]
+    assert len(tables) == 1
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_strict_load_says_that_it_need_not_be(tmp_path, road):
+    uri = _saved(tmp_path / "step-7", {"a": 1})
+    with pytest.raises(MissingKeyError, match="strict=False"):
+        _load(road, uri, {"a": 0, "new": 0}, strict=True)
+
+
+def test_nothing_is_logged_of_a_load_of_all(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "cloudckpt")
+    uri = _saved(tmp_path, {"a": torch.ones(2), "b": {"c": 1}})
+    report = cloudckpt.load({"a": torch.zeros(2), "b": {"c": 0}}, checkpoint_id=uri)
+    assert {*report.loaded} == {"a", "b.c"}
+    assert "loaded" not in caplog.text
+
+
+def test_a_planner_says_itself_what_it_needs(tmp_path):
+    uri = _saved(tmp_path, {"a": 1})
+    with pytest.raises(ConfigError, match="planner"):
+        cloudckpt.load({"a": 0}, checkpoint_id=uri, planner=dcp.DefaultLoadPlanner(), strict=False)
+
+
+def test_a_reader_keeps_the_report_of_a_load_by_torch(tmp_path):
+    reader = cloudckpt.CloudStorageReader(_saved(tmp_path, {"a": 1, "b": 2}))
+    dcp.load({"a": 0}, storage_reader=reader, no_dist=True)
+    assert (reader.report.loaded, reader.report.unexpected) == (("a",), ("b",))
+
+
+def _optimizer(model) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    made = torch.optim.Adam(trained)
+    model(torch.ones(2)).sum().backward()
+    made.step()
+    return made
+
+
+def test_state_that_no_parameter_of_the_optimizer_takes_is_named(tmp_path, caplog):
+    both = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = _optimizer(both)
+    uri = _saved(tmp_path, {"optimizer": optimizer.state_dict()})
+    both[0].requires_grad_(False)
+    state = {"optimizer": _optimizer(both).state_dict()}
+    report = cloudckpt.load(state, checkpoint_id=uri, strict=False)
+    states = {name.split(".")[2] for name in report.optimizer}
+    assert states == {"2", "3"}
+    assert "frozen" in caplog.text
+    assert report.unexpected == ()
+
+
+def test_a_parameter_without_saved_state_is_said_to_be_new_or_frozen(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    uri = _saved(tmp_path, {"optimizer": optimizer.state_dict()})
+    model.requires_grad_(True)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(MissingKeyError, match="frozen"):
+        cloudckpt.load({"optimizer": optimizer.state_dict()}, checkpoint_id=uri)
+
+
+@pytest.mark.parametrize("given", [{"x": {}}, {"x": []}, {"x": None}], ids=str)
+@pytest.mark.parametrize("saved", [{"x": {"a": 1, "b": 2}}, {"x": [torch.ones(1), 2]}], ids=str)
+def test_what_is_empty_here_and_filled_there_is_named(tmp_path, given, saved, caplog):
+    uri = _saved(tmp_path, saved)
+    try:
+        report = cloudckpt.load(given, checkpoint_id=uri)
+    except MissingKeyError as error:
+        said = str(error)
+    else:
+        said = caplog.text + report.left_alone["x"]
+    assert "x" in said
+    assert "2 entries" in said
+
+
+def test_bytes_of_an_extra_state_take_the_saved_length(tmp_path):
+    saved = torch.arange(7, dtype=torch.uint8)
+    uri = _saved(tmp_path, {"model": {"layer._extra_state": saved}})
+    for strict in (True, False):
+        state = {"model": {"layer._extra_state": torch.zeros(3, dtype=torch.uint8)}}
+        cloudckpt.load(state, checkpoint_id=uri, strict=strict)
+        assert torch.equal(state["model"]["layer._extra_state"], saved)
+
+
+def _resharded(place: Place) -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {"s": distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]), "w": torch.ones(2)}
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    state["s"] = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])
+    report = cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    assert torch.equal(state["s"].to_local(), torch.ones(4, 2))
+    return dict(report.converted)
+
+
+def test_a_tensor_that_is_sharded_in_another_way_is_named(ranks, local):
+    assert [{*converted} for converted in ranks(2, _resharded, local)] == [{"s"}] * 2
