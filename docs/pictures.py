@@ -99,7 +99,7 @@ def middle(written: str) -> str:
     """The progress bar when about half was done, and what was printed at the end."""
     frames = re.split(r"\r|\x1b\[2K|\x1b\[1A|\x1b\[\?25[lh]", written)
     bars = [frame for frame in frames if re.search(r"\d/\d.*MB", frame)]
-    last = [frame for frame in frames if "all of it is" in frame]
+    last = [frame for frame in frames if "intact" in frame]
     return f"{bars[len(bars) // 2]}\n{last[-1].strip()}"
 
 

@@ -24,22 +24,26 @@ from runs.orphans import job, settled
 COMMANDS = {
     "ls": ("ls {run}", 0, r"1\tcommitted\t.*\t{run}/step-1\n2\tcommitted\t.*\t{run}/step-2\n"),
     "latest": ("latest {run}", 0, r"{run}/step-2\n"),
+    "ls of nothing": ("ls {run}/nothing", 3, ""),
+    "du": ("du {run}", 0, r"kB\t0 bytes\t.* bytes\t3\t{run}\n"),
     "latest of nothing": ("latest {run}/nothing", 3, ""),
-    "inspect": ("inspect {run}/step-2 w*", 0, r"w\tfloat32\t500 x 3\t6.0 kB\t1\n(.*\n)*loss = 0.5"),
-    "verify": ("verify {run}/step-2", 0, r"all of it is as it was written \(2 items"),
-    "cp within": ("cp {run} {run}/copy", 0, r"copied 2 checkpoints \(2 objects, .* by the store"),
-    "cp from": ("cp {run}/step-2 {local}/copy", 0, r"copied 1 checkpoint \(1 objects, .*streamed"),
-    "diff": ("diff {run}/step-1 {run}/step-2", 5, r"changed\tw\tfloat32 500 x 3\t.*6.0 kB\n"),
-    "cp": ("cp {run}/step-2 {run}/copy", 0, r"{run}/copy: copied 1 checkpoint \(1 objects"),
-    "detach": ("detach {run}/changes/step-2", 0, r"step-2 stands alone: [0-9.]+ kB were copied"),
+    "best": ("best {run} --metric loss --mode max", 0, r"{run}/step-1\n"),
+    "inspect": ("inspect {run}/step-2 w*", 0, r"w\tfloat32\t500 x 3\t6.0 kB\t1\n"),
+    "verify": ("verify {run}/step-2", 0, r"intact\t2\t"),
+    "cp within": ("cp {run} {run}/copy", 0, r"2\t2\t.*\t{run}/copy\n"),
+    "cp from": ("cp {run}/step-2 {local}/copy", 0, r"1\t1\t.*\t0 bytes\t0\t{local}/copy\n"),
+    "diff": ("diff {run}/step-1 {run}/step-2", 1, r"changed\tw\tfloat32 500 x 3\t.*6.0 kB\n"),
+    "cp": ("cp {run}/step-2 {run}/copy", 0, r"1\t1\t.*\t{run}/copy\n"),
+    "unshare": ("unshare {run}/changes/step-2", 0, r"unshared\t[0-9.]+ kB\t"),
     "doctor": ("doctor {run} --size 1", 0, r"ok\tmultipart\t(.*\n)*ok\tclean-up\t"),
-    "convert": ("convert {run}/step-2 {local}/model.pt", 0, r"file of torch.save"),
-    "export": ("export {run}/step-2 {run}/made", 0, r"is now the model {run}/made: .* in 1 file,"),
-    "import": ("import {run}/model {local}/new", 0, r"is now the checkpoint {local}/new, of 1 "),
-    "rm": ("rm {run}/step-1 {run}/step-2 --yes", 0, r"deleted {run}/step-1\ndeleted"),
-    "prune": ("prune {run} --max-to-keep 1 --yes", 0, r"deleted {run}/step-1\n"),
-    "adopt": ("adopt {run}/killed/step-1", 0, r"committed {run}/killed/step-1\n"),
-    "sweep": ("sweep {run} --older-than 0 --yes", 0, r"deleted 1 objects"),
+    "convert": ("convert {run}/step-2 {local}/model.pt", 0, r"dcp\ttorch\t"),
+    "export": ("export {run}/step-2 {run}/made", 0, r"1\t1\t.*\t{run}/made\n"),
+    "import": ("import {run}/model {local}/new", 0, r"1\t{run}/model\t{local}/new\n"),
+    "rm": ("rm {run}/step-1 {run}/step-2 --yes", 0, r"deleted\t{run}/step-1\ndeleted"),
+    "rm of a run": ("rm {run} --recursive --yes", 0, r"deleted\t{run}/step-1\n(.*\n)*.*step-3\n"),
+    "prune": ("prune {run} --max-to-keep 1 --yes", 0, r"deleted\t{run}/step-1\n"),
+    "recover": ("recover {run}/killed/step-1", 0, r"committed\t{run}/killed/step-1\n"),
+    "sweep": ("sweep {run} --older-than 0 --yes", 0, r"deleted\t{run}/step-3/"),
 }
 
 
@@ -63,11 +67,11 @@ def run(place: Place, cloud: Cloud) -> str:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_does_what_it_says(name, run, place, cloud, tmp_path):
     command, code, printed = COMMANDS[name]
-    if name == "adopt":
+    if name == "recover":
         where = {"run": f"{run}/killed", "config": place.config}
         job(tmp_path, **where, last=1, dies_at=1, how="at its commit")
         assert settled()
-    if name == "detach":
+    if name == "unshare":
         for step in (1, 2):
             state = {"w": torch.zeros(500, 3), "step": step}
             config = dataclasses.replace(place.config, incremental=True)

@@ -185,14 +185,14 @@ def test_of_a_checkpoint_of_torch_what_the_store_says_of_its_bytes_is_compared(c
     assert cloud.keys("there") == []
 
 
-def test_what_is_there_is_replaced_only_on_demand(cloud) -> None:
+def test_what_is_there_is_replaced_unless_that_is_off(cloud) -> None:
     save("memory://here/a", 1.0)
     save("memory://there/b", 2.0)
     before = cloud.keys("there")
     with pytest.raises(CheckpointExistsError, match="overwrite"):
-        copy("memory://here/a", "memory://there/b", config=CONFIG)
+        copy("memory://here/a", "memory://there/b", overwrite=False, config=CONFIG)
     assert cloud.keys("there") == before
-    copy("memory://here/a", "memory://there/b", overwrite=True, config=CONFIG)
+    copy("memory://here/a", "memory://there/b", config=CONFIG)
     assert_same("memory://there/b", 1.0)
     assert len(cloud.keys("there")) == 3
     assert not set(before) & set(cloud.keys("there")) - {"b/.metadata"}
@@ -442,7 +442,7 @@ def test_a_checkpoint_that_is_copied_to_a_run_goes_beneath_it(tmp_path, slash) -
     assert cloudckpt.exists(tmp_path / "b" / "step-2")
     assert not cloudckpt.exists(target)
     with pytest.raises(CheckpointExistsError):
-        copy(tmp_path / "a" / "step-2", target)
+        copy(tmp_path / "a" / "step-2", target, overwrite=False)
     with pytest.raises(ConfigError, match="the same"):
         copy(tmp_path / "a" / "step-2", tmp_path / "a")
     assert copy(tmp_path / "b", tmp_path / "c").checkpoints == 2
@@ -483,24 +483,26 @@ def test_steps_at_the_target_that_refer_to_others_are_recognised_until_those_are
     assert cloudckpt.verify(tmp_path / "copy" / "step-2").items == 2
 
 
-def test_another_checkpoint_of_the_same_name_is_not_replaced(run, tmp_path) -> None:
+def test_another_checkpoint_of_the_same_name_is_replaced_unless_that_is_off(run, tmp_path) -> None:
     copy(run / "step-1", tmp_path / "copy" / "step-3")
     with pytest.raises(CheckpointExistsError):
-        copy(run, tmp_path / "copy")
-    copied = copy(run, tmp_path / "copy", overwrite=True)
+        copy(run, tmp_path / "copy", overwrite=False)
+    copied = copy(run, tmp_path / "copy")
     assert (copied.checkpoints, copied.already_there) == (3, 1)
     state = {"w": torch.zeros(500)}
     cloudckpt.load(state, checkpoint_id=tmp_path / "copy" / "step-3")
     assert state["w"].unique().item() == 3.0
 
 
-def test_damaged_metadata_at_the_target_are_replaced_on_demand(run, tmp_path, caplog) -> None:
+def test_damaged_metadata_at_the_target_are_replaced_unless_that_is_off(
+    run, tmp_path, caplog
+) -> None:
     copy(run, tmp_path / "copy")
     os.truncate(tmp_path / "copy" / "step-3" / ".metadata", 100)
     with pytest.raises(CheckpointExistsError):
-        copy(run, tmp_path / "copy")
+        copy(run, tmp_path / "copy", overwrite=False)
     assert "what is at the target of the copy is damaged" in caplog.text
-    copied = copy(run, tmp_path / "copy", overwrite=True)
+    copied = copy(run, tmp_path / "copy")
     assert (copied.checkpoints, copied.already_there) == (1, 3)
     cloudckpt.verify(tmp_path / "copy" / "step-3")
 

@@ -5,67 +5,52 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Literal
 
 import typer
-from rich.filesize import decimal as as_size
 
 from cloudckpt import events
-from cloudckpt.cli.app import Json, Quiet, app, print_json, safe
+from cloudckpt.cli.call import CHECKPOINTS, Call, command
+from cloudckpt.cli.output import Size
 from cloudckpt.config import Config
+from cloudckpt.errors import CheckpointExistsError, CheckpointNotFoundError
+from cloudckpt.uri import CheckpointURI
 
-if TYPE_CHECKING:
-    from cloudckpt.format_utils import Kind
+Kind = Literal["dcp", "torch"]
 
 _FILES = frozenset({".bin", ".ckpt", ".pt", ".pth"})  # what files of torch.save are called
-_NAMES: dict["Kind", str] = {"dcp": "checkpoint", "torch": "file of torch.save"}
 
 
-_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
-
-
-class To(str, Enum):
-    """What is to be written."""
-
-    dcp = "dcp"
-    torch = "torch"
-
-
-@app.command(rich_help_panel="Checkpoints")
+@command(CHECKPOINTS, writes=True)
 def convert(
-    source: Annotated[
-        str, typer.Argument(help="A checkpoint, of cloudckpt or torch, or a file of torch.save.")
-    ],
-    target: Annotated[str, typer.Argument(help="Where to write.")],
-    to: Annotated[
-        Optional[To],  # noqa: UP045 - typer reads it, on Python 3.10 too
-        typer.Option(
-            help="A checkpoint (dcp) or a file of torch.save (torch); by default the "
-            "other one, or what TARGET is named like."
-        ),
-    ] = None,
-    overwrite: _Overwrite = False,
-    trust_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--trust-pickle", help="Let pickles in SOURCE run any code; only if you trust it."
-        ),
-    ] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    call: Call,
+    source: str,
+    target: str,
+    *,
+    to: Kind | None = None,
+    overwrite: bool | None = None,
+    trust_pickle: bool = False,
 ) -> None:
     """Turn a file of torch.save into a checkpoint, or a checkpoint into a file or a new checkpoint.
 
     The content of SOURCE tells which of them it is. This needs memory for one copy of the state.
     TARGET appears when it is complete.
+
+    Args:
+        call: As it was called.
+        source: A checkpoint, of cloudckpt or torch, or a file of torch.save.
+        target: Where to write.
+        to: A checkpoint (dcp) or a file of torch.save (torch); by default the other one, or what
+            TARGET is named like.
+        overwrite: Replace what is there. [default: as CLOUDCKPT_OVERWRITE says, else yes]
+        trust_pickle: Let pickles in SOURCE run any code; only if you trust it.
     """
     from cloudckpt import format_utils
 
-    config = Config(overwrite=overwrite)
+    config = call.having(overwrite)
     found = format_utils.kind_of(source, config=config)
     wanted = _wanted(found, target, to)
     convert = {
@@ -73,83 +58,84 @@ def convert(
         ("dcp", "torch"): format_utils.dcp_to_torch_save,
         ("torch", "dcp"): format_utils.torch_save_to_dcp,
     }[found, wanted]
-    if wanted == "dcp":
-        _check_is_no_run(target, config)
-    with _shown(not (quiet or as_json)):
-        convert(source, target, config=config, trust_pickle=trust_pickle)
-    if as_json:
-        print_json({"source": source, "from": found, "target": target, "to": wanted})
-    elif not quiet:
-        print(f"{source} ({_NAMES[found]}) is now {target} ({_NAMES[wanted]})")
+    with _writing(call, target, config):
+        if not call.dry_run:
+            convert(source, target, config=config, trust_pickle=trust_pickle)
+    row = {"from": found, "to": wanted, "source": source, "target": target}
+    call.done([row], row)
 
 
-def _wanted(found: "Kind", target: str, to: Optional[To]) -> "Kind":  # noqa: UP045 - as above
+def _wanted(found: Kind, target: str, to: Kind | None) -> Kind:
     """What is to be written.
 
     Raises:
         typer.BadParameter: If nobody can tell.
     """
     suffix = PurePosixPath(target).suffix.lower()
-    if found == "torch":
-        if to is To.torch:
-            raise typer.BadParameter("SOURCE is a file of torch.save already: copy it")
-        if to is None and suffix == ".safetensors":
-            raise typer.BadParameter(
-                "a file of torch.save becomes a checkpoint; for a model, then export that "
-                "(cloudckpt export), or give --to dcp"
-            )
-        return "dcp"
+    if found == to == "torch":
+        raise typer.BadParameter("SOURCE is a file of torch.save already: copy it")
     if to is not None:
-        return to.value
-    if suffix in _FILES:
+        return to
+    if found == "torch" and suffix == ".safetensors":
+        raise typer.BadParameter(
+            "a file of torch.save becomes a checkpoint; for a model, then export that (cloudckpt "
+            "export), or give --to dcp"
+        )
+    if found == "dcp" and suffix in _FILES:
         return "torch"
-    if suffix:
+    if found == "dcp" and suffix:
         raise typer.BadParameter(
             "SOURCE is a checkpoint, and TARGET may be another one or a file: give --to"
         )
     return "dcp"
 
 
-@app.command(rich_help_panel="Checkpoints")
+@command(CHECKPOINTS, writes=True)
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, of cloudckpt or torch.")],
-    target: Annotated[str, typer.Argument(help="The folder of the model.")],
-    prefix: Annotated[
-        str,
-        typer.Option(
-            help="Export only what is beneath this name, such as model, and drop the name."
-        ),
-    ] = "",
-    max_shard_size: Annotated[
-        str, typer.Option(help="Most bytes of tensors in a file: 5GB, 4GiB.")
-    ] = "5GB",
-    dtype: Annotated[
-        Optional[str],  # noqa: UP045 - as above
-        typer.Option(help="What floating-point tensors become: bfloat16, float16, float32, ..."),
-    ] = None,
-    overwrite: _Overwrite = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    call: Call,
+    checkpoint: str,
+    target: str,
+    *,
+    prefix: str = "",
+    max_shard_size: str = "5GB",
+    dtype: str | None = None,
+    overwrite: bool | None = None,
 ) -> None:
     """Write the tensors of a checkpoint as a model in safetensors files.
 
     Where the store can, it copies them itself. The model appears when all of it is there.
+
+    Args:
+        call: As it was called.
+        checkpoint: A checkpoint, of cloudckpt or torch.
+        target: The folder of the model.
+        prefix: Export only what is beneath this name, such as model, and drop the name.
+        max_shard_size: Maximum bytes of tensors in a file, e.g. 5GB or 4GiB.
+        dtype: What floating-point tensors become: bfloat16, float16, float32, ...
+        overwrite: Replace what is there. [default: as CLOUDCKPT_OVERWRITE says, else yes]
     """
     import torch
 
     from cloudckpt.hf import export_checkpoint
+    from cloudckpt.runs.contents import inspect
 
     kind = getattr(torch, dtype, None) if dtype else None
     if dtype and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise typer.BadParameter(f"torch has no floating-point type {dtype}", param_hint="--dtype")
     beneath = f"{prefix.rstrip('.')}." if prefix else ""
 
-    def renamed(name: str) -> Optional[str]:  # noqa: UP045 - as above
+    def renamed(name: str) -> str | None:
         return name.removeprefix(beneath) if name.startswith(beneath) else None
 
-    config = Config(overwrite=overwrite)
-    _check_is_no_run(target, config)
-    with _shown(not (quiet or as_json)):
+    config = call.having(overwrite)
+    with _writing(call, target, config):
+        if call.dry_run:
+            items = inspect(checkpoint, config=config).items
+            chosen = [one for one in items if one.dtype and one.name.startswith(beneath)]
+            nbytes = Size(sum(one.nbytes for one in chosen))
+            row = {"tensors": len(chosen), "nbytes": nbytes, "target": target}
+            call.done([row], row)
+            return
         done = export_checkpoint(
             checkpoint,
             target,
@@ -158,63 +144,56 @@ def export(
             key_mapping=renamed,
             config=config,
         )
-    if as_json:
-        print_json({"checkpoint": checkpoint, "target": target, **dataclasses.asdict(done)})
-    elif not quiet:
-        print(
-            f"{checkpoint} is now the model {target}: {as_size(done.nbytes)} in "
-            f"{len(done.files)} {'file' if len(done.files) == 1 else 'files'}, of which "
-            f"{as_size(done.moved)} went through here" + _left_out(done.left_out)
-        )
+    counts = {"files": len(done.files), "left_out": len(done.left_out)}
+    row = counts | {"nbytes": Size(done.nbytes), "moved": Size(done.moved), "target": target}
+    call.done([row], {"checkpoint": checkpoint, "target": target, **dataclasses.asdict(done)})
 
 
-@app.command("import", rich_help_panel="Checkpoints")
-def import_(
-    source: Annotated[
-        str, typer.Argument(help="A model in safetensors files: its folder, or one file.")
-    ],
-    checkpoint: Annotated[str, typer.Argument(help="Where to save.")],
-    overwrite: _Overwrite = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+@command(CHECKPOINTS, "import", writes=True)
+def import_(call: Call, source: str, checkpoint: str, *, overwrite: bool | None = None) -> None:
     """Save a model in safetensors files as a checkpoint.
 
     This needs memory for one copy of the model. The checkpoint appears when it is complete.
+
+    Args:
+        call: As it was called.
+        source: A model in safetensors files: its folder, or one file.
+        checkpoint: Where to save.
+        overwrite: Replace what is there. [default: as CLOUDCKPT_OVERWRITE says, else yes]
     """
     from cloudckpt.api import exists
     from cloudckpt.format_utils import dcp_to_dcp
+    from cloudckpt.runs.contents import inspect
 
-    config = Config(overwrite=overwrite)
+    config = call.having(overwrite)
     if exists(source, config=config):
         raise typer.BadParameter("SOURCE is a checkpoint already: use cp, or convert")
-    _check_is_no_run(checkpoint, config)
-    with _shown(not (quiet or as_json)):
-        metadata = dcp_to_dcp(source, checkpoint, config=config)
-    count = len(metadata.state_dict_metadata)
-    if as_json:
-        print_json({"source": source, "checkpoint": checkpoint, "tensors": count})
-    elif not quiet:
-        print(f"{source} is now the checkpoint {checkpoint}, of {count} tensors")
-
-
-def _check_is_no_run(target: str, config: Config) -> None:
-    from cloudckpt.runs.catalog import check_is_no_run
-    from cloudckpt.uri import CheckpointURI
-
-    check_is_no_run(CheckpointURI.parse(target), config)
-
-
-def _left_out(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"; left out: {', '.join(map(safe, names[:3]))}{more}"
+    with _writing(call, checkpoint, config):
+        if call.dry_run:
+            count = len(inspect(source, config=config).items)
+        else:
+            count = len(dcp_to_dcp(source, checkpoint, config=config).state_dict_metadata)
+    row = {"tensors": count, "source": source, "checkpoint": checkpoint}
+    call.done([row], row)
 
 
 @contextmanager
-def _shown(progress: bool) -> Iterator[None]:
-    bar = events.progress_bar() if progress else contextlib.nullcontext()
+def _writing(call: Call, target: str, config: Config) -> Iterator[None]:
+    """Around what is written, or would be; refuses what may not be written to, and shows progress.
+
+    Raises:
+        ConfigError: If the target is the folder of a run.
+        CheckpointExistsError: Of a dry run, if something is there, and is not to be replaced.
+    """
+    from cloudckpt.format_utils import kind_of
+    from cloudckpt.runs.catalog import check_is_no_run
+
+    check_is_no_run(CheckpointURI.parse(target), config)
+    if call.dry_run and not config.overwrite:
+        with contextlib.suppress(CheckpointNotFoundError):
+            kind_of(target, config=config)
+            raise CheckpointExistsError("it exists, and overwrite is off", uri=target)
+    bar = events.progress_bar() if call.talks else contextlib.nullcontext()
     with bar, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
         yield

@@ -5,14 +5,16 @@
 import dataclasses
 import logging
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cloudckpt.cli.app import FAILED, Json, Quiet, app, print_json, safe
+from cloudckpt.cli.app import FAILED
+from cloudckpt.cli.call import PLACES, Call, command, seconds
+from cloudckpt.cli.output import print_json, safe
 
 if TYPE_CHECKING:
     from cloudckpt.doctor import Finding
@@ -21,45 +23,45 @@ _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", 
 _MIB = 1024 * 1024
 
 
-@app.command()
+@command(PLACES)
 def doctor(
-    location: Annotated[
-        str, typer.Argument(help="Where checkpoints are to be, e.g. s3://bucket/run.")
-    ],
-    read_only: Annotated[
-        bool, typer.Option("--read-only", help="Write nothing, for those who may only load.")
-    ] = False,
-    size: Annotated[
-        int, typer.Option(min=1, max=1024, help="MiB to send to measure the speed.")
-    ] = 16,
-    patience: Annotated[
-        float, typer.Option(min=1, help="Seconds after which a check counts as failed.")
-    ] = 60.0,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    call: Call, location: str, *, read_only: bool = False, size: int = 16, patience: str = "60s"
 ) -> None:
     """Check all that saving and loading need: credentials, connection, permissions, speed.
 
     What it writes is named .cloudckpt-doctor.* and deleted again. No credentials are shown. The
     exit code is 1 if something does not work.
+
+    Args:
+        call: As it was called.
+        location: Where checkpoints are to be, e.g. s3://bucket/run.
+        read_only: Write nothing, for those who may only load.
+        size: MiB to send to measure the speed, up to 1024.
+        patience: After which a check counts as failed.
     """
     from cloudckpt.doctor import examine
 
     def tell(finding: "Finding") -> None:
-        if not (as_json or (quiet and finding.outcome == "ok")):
+        if not (call.as_json or (call.quiet and finding.outcome == "ok")):
             _print(finding)
 
     logger = logging.getLogger("cloudckpt")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # what is tried again is no finding, or one
+    if level == logging.NOTSET:  # else the user wants more
+        logger.setLevel(logging.ERROR)  # what is tried again is no finding, or one
     try:
         found = examine(
-            location, size=size * _MIB, read_only=read_only, patience=patience, tell=tell
+            location,
+            config=call.config,
+            size=size * _MIB,
+            read_only=read_only,
+            patience=seconds(patience),
+            tell=tell,
         )
     finally:
         logger.setLevel(level)
     works = all(one.outcome != "failed" for one in found)
-    if as_json:
+    if call.as_json:
         print_json({"works": works, "findings": [dataclasses.asdict(one) for one in found]})
     if not works:
         raise typer.Exit(FAILED)

@@ -6,73 +6,65 @@ import dataclasses
 import json
 from collections import Counter
 from fnmatch import fnmatchcase
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING
 
 import typer
-from rich.filesize import decimal as as_size
 
 import cloudckpt
-from cloudckpt.cli.app import (
-    DIFFERENT,
-    FAILED,
-    Checkpoint,
-    Json,
-    Quiet,
-    app,
-    fail,
-    print_json,
-    print_rows,
-    safe,
-)
+from cloudckpt.cli.app import FAILED, code_of, fail
+from cloudckpt.cli.call import CHECKPOINTS, Call, command
+from cloudckpt.cli.output import Size, safe
 from cloudckpt.cli.page import page
+from cloudckpt.errors import CloudCheckpointError
 
-Pattern = Annotated[str, typer.Argument(help="Which names, e.g. 'model.*'; * stands for any text.")]
+if TYPE_CHECKING:  # it takes torch
+    from cloudckpt.runs import CheckpointContents, StoredItem
+
+_SAME, _DIFFERENT, _TROUBLE = 0, 1, 2  # exit codes of diff(1)
+_STYLES = {"added": "green", "removed": "red", "unknown": "dim"}
 
 
-@app.command(rich_help_panel="Checkpoints")
-def inspect(
-    checkpoint: Checkpoint,
-    pattern: Pattern = "*",
-    html: Annotated[
-        Optional[str],  # noqa: UP045 - typer reads it, on Python 3.10 too
-        typer.Option(metavar="FILE", help="Write a page with sizes, notes and how it was saved."),
-    ] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Show what is in a checkpoint: names, shapes, types, sizes, and what was noted with it."""
-    found = cloudckpt.inspect(checkpoint)
+@command(CHECKPOINTS)
+def inspect(call: Call, checkpoint: str, pattern: str = "*", *, html: str | None = None) -> None:
+    """Show what is in a checkpoint: names, shapes, types, sizes, and what was noted with it.
+
+    Args:
+        call: As it was called.
+        checkpoint: The checkpoint, e.g. s3://bucket/run/step-1000.
+        pattern: Which names, e.g. 'model.*'; * stands for any text.
+        html: Write this file: a page with sizes, notes and how it was saved.
+    """
+    found = cloudckpt.inspect(checkpoint, config=call.config)
     items = tuple(item for item in found.items if fnmatchcase(item.name, pattern))
     if html is not None:
         _write(html, page(dataclasses.replace(found, items=items)))
-    if as_json:
-        document = {
-            "uri": found.uri,
-            "has_checksums": found.has_checksums,
-            "notes": dataclasses.asdict(found.notes),
-            "shared": dict(found.shared),
-            "items": [dataclasses.asdict(item) for item in items],
+    rows: list[dict[str, object]] = [
+        {
+            "name": item.name,
+            "type": item.dtype or "value",
+            "shape": _shape(item),
+            "size": Size(item.nbytes),
+            "chunks": item.chunks,
         }
-        print_json(document)
-        return
-    if html is not None:
-        if not quiet:
-            print(f"wrote {safe(html)}")
-        return
-    rows = [
-        [
-            item.name,
-            "value" if item.dtype is None else item.dtype,
-            _shape(item),
-            as_size(item.nbytes),
-            str(item.chunks),
-        ]
         for item in items
     ]
-    print_rows(["name", "type", "shape", "size", "chunks"], rows, right={3, 4})
-    print(f"{len(items)} entries, {as_size(sum(item.nbytes for item in items))}")
+    document = {
+        "uri": found.uri,
+        "has_checksums": found.has_checksums,
+        "notes": dataclasses.asdict(found.notes),
+        "shared": dict(found.shared),
+        "items": [dataclasses.asdict(item) for item in items],
+    }
+    call.show(rows if html is None else [{"page": html}], document)
+    if html is None and call.has_reader:
+        _print_notes(found, items)
+
+
+def _print_notes(found: "CheckpointContents", items: "tuple[StoredItem, ...]") -> None:
+    """What else there is to say to somebody who reads."""
+    print(f"{len(items)} entries, {Size(sum(item.nbytes for item in items))}")
     for uri, nbytes in found.shared.items():
-        print(f"{as_size(nbytes)} of it is shared with {safe(uri)}, which has to stay beside it.")
+        print(f"{Size(nbytes)} of it is shared with {safe(uri)}, which has to stay beside it.")
     if not found.has_checksums:
         print("It has no checksums: only checkpoints written by cloudckpt have them.")
     if found.notes.step is not None:
@@ -83,47 +75,43 @@ def inspect(
         print(f"{safe(name)}: {safe(json.dumps(kept, ensure_ascii=False))}")
 
 
-@app.command(rich_help_panel="Checkpoints")
-def diff(
-    first: Checkpoint,
-    second: Annotated[str, typer.Argument(help="Another checkpoint.")],
-    pattern: Pattern = "*",
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+@command(CHECKPOINTS)
+def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
     """Show how two checkpoints differ: in names, nesting, shapes, types and, by checksums, content.
 
-    The exit code is 5 if they differ, and 1 if checksums can't tell.
+    The exit code is 1 if they differ, and more if that can't be told: 2 if checksums don't tell, or
+    for a failure, 3 if one is not there, 4 if one is damaged.
+
+    Args:
+        call: As it was called.
+        first: A checkpoint, e.g. s3://bucket/run/step-1000.
+        second: Another checkpoint.
+        pattern: Which names, e.g. 'model.*'; * stands for any text.
     """
-    found = cloudckpt.diff(first, second, pattern=pattern)
+    try:
+        found = cloudckpt.diff(first, second, pattern=pattern, config=call.config)
+    except CloudCheckpointError as error:
+        fail(error, max(code_of(error), _TROUBLE))
+    rows: list[dict[str, object]] = [
+        {
+            "verdict": item.verdict,
+            "name": item.name,
+            "first": _form(item.first),
+            "second": _form(item.second),
+            "differing": None if item.differing is None else Size(item.differing),
+        }
+        for item in found.items
+        if item.verdict != "same"
+    ]
+    empty = dict.fromkeys(["first", "second", "differing"])
+    rows += [{"verdict": "empty", "name": name, **empty} for name in found.empty_dicts]
+    call.show(rows, {**dataclasses.asdict(found), "are_same": found.are_same}, _STYLES)
     counts = Counter[str](item.verdict for item in found.items)
-    if as_json:
-        print_json({**dataclasses.asdict(found), "are_same": found.are_same})
-    else:
-        rows = [
-            [
-                item.verdict,
-                item.name,
-                _form(item.first),
-                _form(item.second),
-                "" if item.differing is None else as_size(item.differing),
-            ]
-            for item in found.items
-            if item.verdict != "same"
-        ]
-        styles = {"added": "green", "removed": "red", "unknown": "dim"}
-        columns = ["", "name", "first", "second", "differing"]
-        print_rows(columns, rows, right={4}, styles=styles)
-        if not quiet:
-            print(
-                ", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts)) or "empty"
-            )
-        if found.empty_dicts:
-            print(f"empty dicts in only one of them: {', '.join(map(safe, found.empty_dicts))}")
+    if call.has_reader:
+        print(", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts)) or "empty")
     if found.are_same is None:
-        fail(f"{counts['unknown']} entries can't be compared by checksums", FAILED)
-    if not found.are_same:
-        raise typer.Exit(DIFFERENT)
+        fail(f"{counts['unknown']} entries can't be compared by checksums", _TROUBLE)
+    raise typer.Exit(_SAME if found.are_same else _DIFFERENT)
 
 
 def _write(name: str, text: str) -> None:
@@ -134,14 +122,12 @@ def _write(name: str, text: str) -> None:
         fail(f"{name} can't be written: {error.strerror}", FAILED)
 
 
-def _form(item: "cloudckpt.runs.StoredItem | None") -> str:
+def _form(item: "StoredItem | None") -> str:
     """Type and shape of an entry."""
-    if item is None:
-        return ""
-    if item.shape is None:
-        return "value"
+    if item is None or item.shape is None:
+        return "" if item is None else "value"
     return f"{item.dtype} {_shape(item)}"
 
 
-def _shape(item: "cloudckpt.runs.StoredItem") -> str:
+def _shape(item: "StoredItem") -> str:
     return "" if item.shape is None else " x ".join(map(str, item.shape)) or "scalar"

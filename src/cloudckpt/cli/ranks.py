@@ -6,7 +6,7 @@ the store of the running job for ranks that never come. torchrun gives its proce
 ``TORCHELASTIC_RUN_ID`` besides; under other launchers the user says so by a flag.
 """
 
-# no `from __future__ import annotations`: typer reads the annotations of functions
+from __future__ import annotations
 
 import contextlib
 import gc
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -26,16 +26,6 @@ from cloudckpt.errors import CloudCheckpointError, ProcessGroupError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-Together = Annotated[
-    Optional[bool],  # noqa: UP045 - typer reads it, on Python 3.10 too
-    typer.Option(
-        "--ranks/--no-ranks",
-        help="Share the work with the other ranks of RANK, WORLD_SIZE, MASTER_ADDR and "
-        "MASTER_PORT.  [default: if torchrun has started the command]",
-        show_default=False,
-    ),
-]
 
 _MEETING = timedelta(minutes=5)  # in which all ranks must have started
 _LONGEST = timedelta(days=1)  # that ranks wait for the slowest; one that is gone is noticed at once
@@ -54,7 +44,7 @@ class Ranks:
     speaks: bool = True
 
     @property
-    def group(self) -> "dist.ProcessGroup | None":
+    def group(self) -> dist.ProcessGroup | None:
         """All ranks; None if this process is alone. Whoever keeps it keeps its threads."""
         if not self.are_many:
             return None
@@ -64,7 +54,7 @@ class Ranks:
 
 
 @contextmanager
-def together(wanted: Together = None) -> Iterator[Ranks]:
+def together(wanted: bool | None) -> Iterator[Ranks]:
     """Joins the ranks of a launcher, on one machine or many, for the time of the block.
 
     A failure, which the block raises on all ranks alike, is printed by the first one, and ends all

@@ -3,280 +3,333 @@
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
 import dataclasses
-import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
-from enum import Enum
-from typing import Annotated, Optional
+from functools import partial
+from typing import Literal
 
 import typer
 from rich.filesize import decimal as as_size
 
 import cloudckpt
-from cloudckpt.cli.app import (
-    Checkpoint,
-    Json,
-    Quiet,
-    Run,
-    StepName,
-    Yes,
-    app,
-    confirm,
-    print_json,
-    print_rows,
-    safe,
-    say,
-)
-from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from cloudckpt.runs.steps import DEFAULT_PATTERN
+from cloudckpt.cli.app import say
+from cloudckpt.cli.call import RUNS, Call, command, seconds
+from cloudckpt.cli.output import Moment, Size, safe
+from cloudckpt.config import config_or_default
+from cloudckpt.errors import CheckpointNotFoundError, ConfigError
+from cloudckpt.runs import CheckpointSummary, finding
+from cloudckpt.runs.catalog import Run, check_is_no_run, newest_of, summary
+from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
+from cloudckpt.uri import CheckpointURI
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")]
+_YELLOW = dict.fromkeys(["abandoned", "incomplete", "pending"], "yellow")
 
 
-LEFTOVERS_AGE = 24.0
-"""Hours: ``sweeping.LEFTOVERS_AGE``, which takes torch to be asked."""
+@command(RUNS)
+def ls(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) -> None:
+    """List the checkpoints of a run; of a folder or bucket, the runs beneath it.
 
+    Abandoned: committed, but not of the training that the next job restores. Incomplete: an
+    interrupted save left it. Pending: its trainers were killed and their saving processes send the
+    rest, which the next job or `cloudckpt recover` commits. Kept: deleted, except for data that
+    later steps share.
 
-class Mode(str, Enum):
-    """Which values of a metric are the best."""
-
-    min = "min"
-    max = "max"
-
-
-@app.command(rich_help_panel="Runs")
-def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -> None:
-    """List the checkpoints of a run: step, age, size, and whether each is committed.
-
-    Abandoned: committed, but not of the training that the next job restores. Torn: an interrupted
-    save left it. Pending: its trainers were killed and their saving processes send the rest, which
-    the next job or `cloudckpt adopt` commits. Kept: deleted, except for data that later steps
-    share; in a run that has such steps, the metadata of every step is read.
+    Args:
+        call: As it was called.
+        locations: Runs, folders and buckets, e.g. s3://bucket/run; * and ? stand for any text in a
+            name, of checkpoints, too.
+        step_name: The name pattern of the run's checkpoints.
     """
-    found = cloudckpt.list_checkpoints(run, step_name=step_name)
-    shared: dict[str, int | None] = {}
-    if any(one.is_referred_to for one in found):
-        shared = {one.uri: _shared(one) for one in found if one.is_committed}
-    if as_json:
-        print_json([{**dataclasses.asdict(one), "shared": shared.get(one.uri, 0)} for one in found])
+    uris = _matching(call, locations)
+    if uris == locations and len(uris) == 1:
+        found = cloudckpt.list_checkpoints(uris[0], step_name=step_name, config=call.config)
+    else:
+        found = _checkpoints_among(call, uris, step_name)
+    if not found:
+        _show_runs(call, uris, step_name)
         return
-    now = datetime.now(timezone.utc).timestamp()
-    rows = [
-        [
-            "-" if one.step is None else str(one.step),
-            _state(one),
-            as_size(one.nbytes),
-            *([_size(shared.get(one.uri, 0))] if shared else []),
-            "" if one.modified is None else _age(now - one.modified),
-            one.uri,
-        ]
+    rows: list[dict[str, object]] = [
+        {
+            "step": "-" if one.step is None else one.step,
+            "state": _state(one),
+            "size": Size(one.nbytes),
+            "age": None if one.modified is None else Moment(one.modified),
+            "job": one.job[:8],
+            "checkpoint": one.uri,
+        }
         for one in found
     ]
-    columns = ["step", "state", "size", *(["shared"] if shared else []), "age"]
-    right = {0, *range(2, len(columns))}
-    if any(one.is_abandoned for one in found):  # then it matters whose each of them is
-        columns.append("job")
-        rows = [[*row[:-1], one.job[:8], row[-1]] for row, one in zip(rows, found, strict=True)]
-    columns.append("checkpoint")
-    print_rows(
-        columns, rows, right=right, styles=dict.fromkeys(["abandoned", "torn", "pending"], "yellow")
-    )
-    if not found:
-        say(f"there are no checkpoints in {run} whose names are like {step_name!r}")
+    if not any(one.is_abandoned for one in found):  # else it matters whose each of them is
+        rows = [{name: one for name, one in row.items() if name != "job"} for row in rows]
+    call.show(rows, [dataclasses.asdict(one) for one in found], _YELLOW)
 
 
-def _state(one: cloudckpt.runs.CheckpointSummary) -> str:
+def _state(one: CheckpointSummary) -> str:
     if one.is_committed:
         return "abandoned" if one.is_abandoned else "committed"
     if one.is_pending:
         return "pending"
-    return "kept" if one.is_referred_to else "torn"
+    return "kept" if one.is_referred_to else "incomplete"
 
 
-def _shared(one: cloudckpt.runs.CheckpointSummary) -> int | None:
-    """The bytes that a checkpoint has in the folders of others; None if it is damaged."""
-    try:
-        return sum(cloudckpt.inspect(one.uri).shared.values())
-    except CheckpointNotFoundError:  # deleted meanwhile
-        return 0
-    except CheckpointCorruptError:
-        return None
+def _matching(call: Call, locations: Sequence[str]) -> list[str]:
+    return [uri for one in locations for uri in finding.matching(one, call.config)]
 
 
-def _size(nbytes: int | None) -> str:
-    return "?" if nbytes is None else as_size(nbytes)
+def _checkpoints_among(call: Call, uris: Sequence[str], step_name: str) -> list[CheckpointSummary]:
+    locations = [CheckpointURI.parse(uri) for uri in uris]
+    runs = {one.parent: Run(one.parent, config=call.config).view for one in locations}
+    wanted = [one for one in locations if finding.is_checkpoint(runs[one.parent], one)]
+    names = {str(one) for one in wanted}
+    return [
+        one
+        for run in dict.fromkeys(one.parent for one in wanted)
+        for one in cloudckpt.list_checkpoints(run, step_name=step_name, config=call.config)
+        if one.uri in names
+    ]
 
 
-@app.command(rich_help_panel="Runs")
-def adopt(
-    checkpoint: Checkpoint,
-    wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for processes that are still sending.")
-    ] = 60.0,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Commit a checkpoint whose trainers were killed before they could, if all of it was sent."""
-    from cloudckpt.runs import adopting
-
-    adopting.adopt(checkpoint, wait=wait)
-    if as_json:
-        print_json({"committed": checkpoint})
-    elif not quiet:
-        print(f"committed {safe(checkpoint)}")
+def _show_runs(call: Call, uris: Sequence[str], step_name: str) -> None:
+    rows = []
+    for run in _runs_beneath(call, uris, step_name):
+        steps = run.steps_among(run.view.folders(run.root.key("")))
+        newest = newest_of(run.view, run, steps)
+        last = None if newest is None else summary(run.view, run, run.names.name(newest))
+        age = None if last is None or last.modified is None else Moment(last.modified)
+        rows.append({"latest": newest, "steps": len(steps), "age": age, "run": str(run.root)})
+    call.show(rows)
+    _refuse_none(rows, uris)
 
 
-@app.command(rich_help_panel="Runs")
-def latest(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -> None:
-    """Print the newest committed checkpoint of a run."""
-    found = cloudckpt.latest(run, step_name=step_name)
+def _runs_beneath(call: Call, uris: Sequence[str], step_name: str = DEFAULT_PATTERN) -> list[Run]:
+    found = [
+        run
+        for uri in uris
+        for run in finding.runs_beneath(uri, step_name=step_name, config=call.config)
+    ]
+    return list({run.root: run for run in found}.values())
+
+
+def _refuse_none(found: Sequence[object], uris: Sequence[str]) -> None:
+    if not found:
+        what = "there are no checkpoints here, nor in folders beneath"
+        raise CheckpointNotFoundError(what, uri=", ".join(uris))
+
+
+@command(RUNS)
+def du(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) -> None:
+    """Show what the runs in a folder or bucket take: in all, abandoned, and not committed.
+
+    Args:
+        call: As it was called.
+        locations: Runs, folders and buckets; * and ? stand for any text in a name.
+        step_name: The name pattern of the runs' checkpoints.
+    """
+    rows = []
+    for run in _runs_beneath(call, uris := _matching(call, locations), step_name):
+        found = cloudckpt.list_checkpoints(run.root, step_name=step_name, config=call.config)
+        rows.append(
+            {
+                "size": Size(sum(one.nbytes for one in found)),
+                "abandoned": Size(sum(one.nbytes for one in found if one.is_abandoned)),
+                "uncommitted": Size(sum(one.nbytes for one in found if not one.is_committed)),
+                "checkpoints": len(found),
+                "run": str(run.root),
+            }
+        )
+    call.show(rows)
+    _refuse_none(rows, uris)
+
+
+@command(RUNS)
+def latest(call: Call, run: str, *, step_name: str = DEFAULT_PATTERN) -> None:
+    """Print the newest committed checkpoint of a run.
+
+    Args:
+        call: As it was called.
+        run: The folder of a run, e.g. s3://bucket/run.
+        step_name: The name pattern of the run's checkpoints.
+    """
+    found = cloudckpt.latest(run, step_name=step_name, config=call.config)
     if found is None:
         raise CheckpointNotFoundError("there is no committed checkpoint in this run", uri=run)
-    if as_json:
-        print_json({"uri": found})
+    call.show([{"checkpoint": found}], {"uri": found})
+
+
+@command(RUNS)
+def best(
+    call: Call,
+    run: str,
+    *,
+    metric: str,
+    mode: Literal["min", "max"],
+    step_name: str = DEFAULT_PATTERN,
+) -> None:
+    """Print the committed checkpoint of a run that has the best value of a metric.
+
+    Args:
+        call: As it was called.
+        run: The folder of a run, e.g. s3://bucket/run.
+        metric: The metric to compare.
+        mode: Whether its lowest or its highest value is the best.
+        step_name: The name pattern of the run's checkpoints.
+    """
+    folder = Run(run, step_name=step_name, config=call.config)
+    history = folder.history()
+    folder.log_unread(history.unread)
+    scores = history.scores(metric)
+    step = Retention(best_mode=mode).best(scores)
+    if step is None:
+        what = f"there is no committed checkpoint with the metric {metric!r} in this run"
+        raise CheckpointNotFoundError(what, uri=run)
+    found = str(folder.uri(step))
+    call.show([{"checkpoint": found}], {"uri": found, "step": step, metric: scores[step]})
+
+
+@command(RUNS, writes=True)
+def recover(call: Call, checkpoint: str, *, wait: str = "60s") -> None:
+    """Commit a checkpoint whose job was killed after all of its data was sent.
+
+    Args:
+        call: As it was called.
+        checkpoint: The checkpoint, e.g. s3://bucket/run/step-1000.
+        wait: How long to wait for processes that are still sending.
+    """
+    from cloudckpt.runs import adopting
+
+    state = "committed"
+    if call.dry_run:
+        uri = CheckpointURI.parse(checkpoint)
+        check_is_no_run(uri, config_or_default(call.config))
+        run = Run(uri.parent, config=call.config)
+        found = summary(run.view, run, uri.folder)
+        _refuse_none([found] if found else [], [checkpoint])
+        state = "incomplete" if found is None else _state(found)
     else:
-        print(found)
+        adopting.adopt(checkpoint, wait=seconds(wait), config=call.config)
+    row = {"state": state, "checkpoint": checkpoint}
+    call.done([row], row)
 
 
-@app.command(rich_help_panel="Runs")
-def rm(
-    checkpoints: Annotated[list[str], typer.Argument(help="Checkpoints to delete.")],
-    yes: Yes = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Delete checkpoints: first what makes them visible, then their data, and nothing else."""
-    confirm(f"Delete {_counted(checkpoints)}?", yes)
-    _delete(checkpoints, as_json, quiet)
+@command(RUNS, writes=True, asks=True)
+def rm(call: Call, locations: list[str], *, recursive: bool = False) -> None:
+    """Delete checkpoints (the commit first, then the data), or whole runs. Other files stay.
+
+    Args:
+        call: As it was called.
+        locations: Checkpoints to delete; * and ? stand for any text in a name.
+        recursive: Delete all checkpoints of the runs that are there or beneath, and what saves have
+            left in them. No job may be saving there.
+    """
+    runs, alone = list[Run](), list[str]()
+    for uri in _matching(call, locations):
+        found = _runs_beneath(call, [uri]) if recursive else []
+        runs += found
+        alone += [] if found else [uri]
+    _delete(call, alone, [finding.RunFiles(run) for run in runs])
 
 
-@app.command(rich_help_panel="Runs")
+@command(RUNS, writes=True, asks=True)
 def prune(
-    run: Run,
-    max_to_keep: Annotated[int, typer.Option(help="How many to keep: the newest, or the best.")],
-    keep_period: Annotated[
-        Optional[int],  # noqa: UP045 - typer reads it, on Python 3.10 too
-        typer.Option(help="Keep steps that this number divides, too."),
-    ] = None,
-    best_metric: Annotated[
-        Optional[str],  # noqa: UP045 - see above
-        typer.Option(help="Keep the best by this metric instead of the newest."),
-    ] = None,
-    best_mode: Annotated[Mode, typer.Option(help="Which values of it are the best.")] = Mode.min,
-    abandoned: Annotated[
-        bool, typer.Option("--abandoned", help="Delete abandoned checkpoints, too.")
-    ] = False,
-    step_name: StepName = DEFAULT_PATTERN,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    call: Call,
+    run: str,
+    *,
+    max_to_keep: int,
+    keep_period: int | None = None,
+    best_metric: str | None = None,
+    best_mode: Literal["min", "max"] | None = None,
+    abandoned: bool = False,
+    step_name: str = DEFAULT_PATTERN,
 ) -> None:
-    """Delete the checkpoints of a run that are not to be kept; never the newest committed one."""
+    """Delete the checkpoints of a run that are not to be kept; never the newest committed one.
+
+    Args:
+        call: As it was called.
+        run: The folder of a run, e.g. s3://bucket/run.
+        max_to_keep: How many to keep: the newest, or the best.
+        keep_period: Keep steps that this number divides, too.
+        best_metric: Keep the best by this metric instead of the newest.
+        best_mode: Whether its lowest or its highest values are the best.
+        abandoned: Delete abandoned checkpoints, too.
+        step_name: The name pattern of the run's checkpoints.
+    """
     from cloudckpt.runs import deleting
 
+    if (best_metric is None) != (best_mode is None):
+        raise typer.BadParameter("--best-metric and --best-mode belong together")
     unneeded = deleting.unneeded(
         run,
         max_to_keep=max_to_keep,
         keep_period=keep_period,
         best_metric=best_metric,
-        best_mode=best_mode.value,
+        best_mode=best_mode or "min",
         abandoned=abandoned,
         step_name=step_name,
+        config=call.config,
     )
-    if not dry_run and unneeded:
-        confirm(f"Delete {_counted(unneeded)}?", yes)
-        _delete(unneeded, as_json, quiet)
-    elif as_json:
-        print_json({"dry_run": dry_run, "checkpoints": unneeded})
-    else:
-        for checkpoint in unneeded:
-            print(f"would delete {safe(checkpoint)}")
-        if not unneeded and not quiet:
-            print("nothing to delete")
+    _delete(call, unneeded)
 
 
-@app.command(rich_help_panel="Runs")
-def sweep(
-    run: Run,
-    older_than: Annotated[
-        float,
-        typer.Option(min=0, help="Hours; less than a day only if no job is saving there."),
-    ] = LEFTOVERS_AGE,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Delete what killed saves have left: data of no checkpoint, and unfinished uploads."""
-    from cloudckpt.runs.sweeping import Sweep
-
-    sweep = Sweep(run, older_than=older_than * 3600)
-    found = sweep.found()
-    for uri in found.unread:
-        print(
-            f"cloudckpt: {safe(uri)} can't be read, so everything beside it stays", file=sys.stderr
-        )
-    if not dry_run and (found.objects or found.uploads):
-        confirm(f"Delete {_told(found)} in {safe(run)}?", yes)
-        if not yes:  # that has taken a while
-            sweep.narrow()
-        found = sweep.carried_out()
-    if as_json:
-        print_json({"dry_run": dry_run, **dataclasses.asdict(found)})
-    elif not (found.objects or found.uploads):
-        if not quiet:
-            print("nothing is left over")
-    elif dry_run:
-        for uri in found.objects:
-            print(f"would delete {safe(uri)}")
-        for uri in found.uploads:
-            print(f"would abort the upload of {safe(uri)}")
-    elif not quiet:
-        print(f"deleted {_told(found)}")
-
-
-def _delete(checkpoints: Sequence[str], as_json: bool, quiet: bool) -> None:
-    """Deletes checkpoints, and tells of each that was deleted; one that isn't there stops no other.
+def _delete(call: Call, uris: Sequence[str], runs: Sequence[finding.RunFiles] = ()) -> None:
+    """Deletes checkpoints and whole runs once that is confirmed.
 
     Raises:
-        CheckpointNotFoundError: At the end, for the first that is not there.
+        CheckpointNotFoundError: At the end, for the first that is not there; it stops no other.
     """
-    deleted, missing = [], list[CheckpointNotFoundError]()
+    inside = [uri for run in runs for uri in run.checkpoints]
+    every, nbytes = [*inside, *uris], sum(run.nbytes for run in runs)
+    if every and not call.dry_run:
+        whole = f" (whole runs, {as_size(nbytes)})" if runs else ""
+        ends = safe(every[0]) if len(every) == 1 else f"{safe(every[0])} to {safe(every[-1])}"
+        call.confirm(f"Delete {len(every)} checkpoints{whole}: {ends}?")
+        for run in runs:
+            run.delete()
+    deleted, missing = [*inside], list[CheckpointNotFoundError]()
+    remove = partial(cloudckpt.inspect if call.dry_run else cloudckpt.delete, config=call.config)
     try:
-        for checkpoint in checkpoints:
+        for uri in uris:
             try:
-                cloudckpt.delete(checkpoint)
+                remove(uri)
+                deleted.append(uri)
             except CheckpointNotFoundError as error:
                 missing.append(error)
-                continue
-            deleted.append(checkpoint)
-            if not (quiet or as_json):
-                print(f"deleted {safe(checkpoint)}")
     finally:
-        if as_json:
-            print_json({"dry_run": False, "checkpoints": deleted})
+        verb = "would delete" if call.dry_run else "deleted"
+        rows = [{"action": verb, "checkpoint": uri} for uri in deleted]
+        call.done(rows, {"checkpoints": deleted})
     for other in missing[1:]:
         say(other)
     if missing:
-        raise missing[0]
+        with_hint = missing[0]
+        try:
+            location = CheckpointURI.parse(str(with_hint.uri))
+            check_is_no_run(location, config_or_default(call.config))
+        except ConfigError:
+            with_hint.message = "this is a run, not a checkpoint: --recursive deletes all of it"
+        raise with_hint
 
 
-def _told(found: "cloudckpt.runs.Leftovers") -> str:
-    size = as_size(found.nbytes)
-    return f"{len(found.objects)} objects ({size}) and {len(found.uploads)} uploads"
+@command(RUNS, writes=True, asks=True)
+def sweep(call: Call, run: str, *, older_than: str = "24h") -> None:
+    """Delete leftovers of killed saves: unreferenced data and unfinished uploads.
 
+    Args:
+        call: As it was called.
+        run: The folder of a run, e.g. s3://bucket/run.
+        older_than: Their minimum age; less than a day only if no job is saving there.
+    """
+    from cloudckpt.runs.sweeping import Sweep
 
-def _counted(checkpoints: list[str]) -> str:
-    if len(checkpoints) == 1:
-        return safe(checkpoints[0])
-    first, last = safe(checkpoints[0]), safe(checkpoints[-1])
-    return f"{len(checkpoints)} checkpoints, from {first} to {last}"
-
-
-def _age(seconds: float) -> str:
-    """Such as ``3 h``; what a clock that is ahead says is ``0 s``."""
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{int(seconds // size)} {unit}"
-    return f"{max(int(seconds), 0)} s"
+    sweep = Sweep(run, older_than=seconds(older_than), config=call.config)
+    found = sweep.found()
+    for uri in found.unread:
+        say(f"{uri} can't be read, so everything beside it stays")
+    if not call.dry_run and (found.objects or found.uploads):
+        objects = f"{len(found.objects)} objects ({as_size(found.nbytes)})"
+        call.confirm(f"Delete {objects} and {len(found.uploads)} uploads in {safe(run)}?")
+        if not call.yes:  # that has taken a while
+            sweep.narrow()
+        found = sweep.carried_out()
+    verbs = ("would delete", "would abort") if call.dry_run else ("deleted", "aborted")
+    kinds = zip(verbs, (found.objects, found.uploads), strict=True)
+    rows = [{"action": verb, "object": uri} for verb, uris in kinds for uri in uris]
+    call.done(rows, dataclasses.asdict(found))

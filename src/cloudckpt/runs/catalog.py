@@ -56,7 +56,7 @@ class CheckpointSummary:
         is_committed: Whether it can be loaded. If not, it was left by a killed save, or is being
             written.
         is_pending: Whether it is uncommitted, but saving processes that outlived their trainers are
-            finishing it, or have: the next job's ``restore()`` commits it, or ``cloudckpt adopt``.
+            finishing it, or have: the next job's ``restore()`` or ``cloudckpt recover`` commits it.
         is_referred_to: Whether other checkpoints of the run refer to its objects, or saves in
             progress may: those objects stay when it is deleted.
         is_abandoned: Whether it is committed, but not on the line of its run: of a training that
@@ -308,7 +308,7 @@ def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None:
         return None
     uri = run.root.join(folder)
     below = uri.key("")
-    objects = _objects_of_ours(view, below)
+    objects = objects_of_ours(view, below)
     if all(is_keep_name(info.key.removeprefix(below)) for info in objects):
         return None  # only marks remain, from a killed save whose data is gone
     names = {info.key.removeprefix(below) for info in objects}
@@ -323,7 +323,7 @@ def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None:
     )
 
 
-def _objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
+def objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
     """The objects that cloudckpt or torch has written directly beneath a folder.
 
     For a folder of another program, this lists only the first page.

@@ -39,7 +39,7 @@ from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.retry import retry_if_replaced
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["Copied", "copy", "detach"]
+__all__ = ["Copied", "copy", "detach", "planned"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -49,7 +49,7 @@ def copy(
     source: URILike,
     target: URILike,
     *,
-    overwrite: bool = False,
+    overwrite: bool | None = None,
     step_name: str | None = None,
     config: Config | None = None,
     target_config: Config | None = None,
@@ -79,7 +79,8 @@ def copy(
     Args:
         source: A checkpoint, or the folder of a run.
         target: The location of the copy, or of a checkpoint the folder of a run.
-        overwrite: Whether a checkpoint at the target may be replaced.
+        overwrite: Whether a checkpoint at the target may be replaced; None does as the options of
+            the target say.
         step_name: Of a run, copy only folders with such names, for example ``"step-{step}"``.
         config: Options.
         target_config: Options for the target, if they differ: its endpoint, for example.
@@ -103,24 +104,24 @@ def copy(
     """
 
     def prepare() -> tuple[Place, Place]:
-        options = replace(config_or_default(config), verify=True)
-        return (
-            Place(CheckpointURI.parse(source), options),
-            Place(checkpoint_location(target), options if target_config is None else target_config),
-        )
+        origin, goal = _ends(source, target, config, target_config)
+        if overwrite is not None:
+            goal = replace(goal, config=replace(goal.config, overwrite=overwrite))
+        return origin, goal
 
     meeting = Meeting(process_group)
     origin, goal = meeting.begin(
         prepare,
         lambda ends: RankStatus(
-            location=f"the copy of {ends[0].uri} to {ends[1].uri}", options=f"{overwrite=}"
+            location=f"the copy of {ends[0].uri} to {ends[1].uri}",
+            options=f"overwrite={ends[1].config.overwrite}",
         ),
     )
     done = Progress(progress)
     pairs = meeting.broadcast_from_first(lambda: _pairs(origin, goal, step_name))
     if isinstance(pairs, str):
         to = replace(goal, uri=checkpoint_location(CheckpointURI.parse(pairs)))
-        one = CheckpointCopy(origin, to, meeting, overwrite, done)
+        one = CheckpointCopy(origin, to, meeting, to.config.overwrite, done)
         return retry_if_replaced(one.run)
     meeting.broadcast_from_first(
         lambda: copy_claim(origin.uri, origin.config, goal.uri, goal.config)
@@ -133,7 +134,7 @@ def copy(
             replace(origin, uri=origin.uri.join(pair.folder)),
             replace(goal, uri=checkpoint_location(goal.uri.join(pair.folder))),
             meeting,
-            overwrite,
+            goal.config.overwrite,
             done,
             is_of_a_run=True,
         )
@@ -150,6 +151,41 @@ def copy(
     if deleted is not None and not copied.checkpoints + copied.already_there:
         raise deleted
     return copied
+
+
+def planned(
+    source: URILike,
+    target: URILike,
+    *,
+    step_name: str | None = None,
+    config: Config | None = None,
+) -> list[tuple[str, str, int]]:
+    """What :func:`copy` would copy: of each checkpoint, from where, to where, and its bytes.
+
+    Those that the target has already are among them. Errors are those of :func:`copy`, as far as
+    they can be known before.
+    """
+    origin, goal = _ends(source, target, config, None)
+    pairs = _pairs(origin, goal, step_name)
+    if not isinstance(pairs, str):
+        return [
+            (str(origin.uri.join(one.folder)), str(goal.uri.join(one.folder)), one.nbytes)
+            for one in pairs
+        ]
+    to = replace(goal, uri=checkpoint_location(CheckpointURI.parse(pairs)))
+    if not goal.config.overwrite and is_committed(to.store, to.uri, to.retrier):
+        raise CheckpointExistsError("a checkpoint exists here, and overwrite is off", uri=pairs)
+    return [(str(origin.uri), pairs, inspect(origin.uri, config=origin.config).nbytes)]
+
+
+def _ends(
+    source: URILike, target: URILike, config: Config | None, target_config: Config | None
+) -> tuple[Place, Place]:
+    options = replace(config_or_default(config), verify=True)
+    return (
+        Place(CheckpointURI.parse(source), options),
+        Place(checkpoint_location(target), options if target_config is None else target_config),
+    )
 
 
 def detach(

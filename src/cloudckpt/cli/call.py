@@ -1,0 +1,230 @@
+"""What every command is given: the options that all share, and how it shows its result.
+
+The options of a command are the parameters of its function, and its docstring says what they mean:
+those behind a ``*`` are options, the others arguments.
+"""
+
+# no `from __future__ import annotations`: typer reads the annotations of functions
+
+import functools
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import typer
+
+from cloudckpt.cli.app import FAILED, app
+from cloudckpt.cli.output import print_json, print_table
+from cloudckpt.config import AzureOptions, Config, GCSOptions, S3Options, config_or_default
+
+RUNS, CHECKPOINTS, PLACES = "Runs", "Checkpoints", "Places"
+"""Panels of the help."""
+
+_OTHER_NAMES = {
+    "as_json": ["--json"],
+    "metric": ["--metric", "--best-metric"],
+    "mode": ["--mode", "--best-mode"],
+    "quiet": ["--quiet", "-q"],
+    "recursive": ["--recursive", "-r"],
+    "verbose": ["--verbose", "-v"],
+    "yes": ["--yes", "-y"],
+}
+_CLOUDS = {"s3": "s3", "gs": "gcs"} | dict.fromkeys(["az", "abfs", "abfss", "https"], "azure")
+_OPTIONS = {"s3": S3Options, "gcs": GCSOptions, "azure": AzureOptions}
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+
+
+def seconds(duration: str) -> float:
+    """Seconds of ``90s``, ``15min``, ``2h`` or ``1d``; a bare number might be meant as any of them.
+
+    Raises:
+        typer.BadParameter: If it is nothing of the kind.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h|d)|0", duration.strip())
+    if match is None:
+        raise typer.BadParameter(f"{duration!r}: write a number with its unit, as in 90s, 2h or 1d")
+    return float(match[1] or 0) * _UNITS[match[2] or "s"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A command as it was called.
+
+    Attributes:
+        config: The options that it was given; None if all are those of the environment.
+        as_json: Whether JSON is printed.
+        quiet: Whether only results that were asked for are printed, and errors.
+        dry_run: Whether nothing is to be changed.
+        yes: Whether the user has agreed already.
+    """
+
+    config: Config | None
+    as_json: bool
+    quiet: bool
+    dry_run: bool
+    yes: bool
+
+    @property
+    def talks(self) -> bool:
+        """Whether progress is shown."""
+        return not (self.quiet or self.as_json)
+
+    @property
+    def has_reader(self) -> bool:
+        """Whether somebody reads the result on a terminal."""
+        return sys.stdout.isatty() and self.talks
+
+    def having(self, overwrite: bool | None) -> Config:
+        """The options, with what the user has said about overwriting, if anything."""
+        config = config_or_default(self.config)
+        return config if overwrite is None else replace(config, overwrite=overwrite)
+
+    def show(
+        self,
+        rows: Sequence[Mapping[str, object]],
+        document: object = None,
+        styles: Mapping[str, str] | None = None,
+    ) -> None:
+        """Prints what was asked for: a table, or as JSON ``document``, or else the rows."""
+        if self.as_json:
+            print_json(rows if document is None else document)
+        else:
+            print_table(rows, styles)
+
+    def done(self, rows: Sequence[Mapping[str, object]], document: Mapping[str, object]) -> None:
+        """Prints what was done, or would be; nothing if that is not wanted."""
+        if self.as_json or self.dry_run or not self.quiet:
+            self.show(rows, {"dry_run": self.dry_run, **document})
+
+    def confirm(self, question: str) -> None:
+        """Asks on a terminal, unless the user has said yes already.
+
+        Raises:
+            typer.BadParameter: If there is nobody to ask.
+            typer.Exit: If the answer is no.
+        """
+        if not self.yes and not sys.stdin.isatty():
+            raise typer.BadParameter("refusing to delete without a terminal: give --yes")
+        if not self.yes and not typer.confirm(question):
+            raise typer.Exit(FAILED)
+
+
+def command(
+    panel: str, name: str | None = None, *, writes: bool = False, asks: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds a command to the app: a function of a :class:`Call` and of its own options.
+
+    Args:
+        panel: Where the help lists it.
+        name: Its name, if it is not that of the function.
+        writes: Whether it has ``--dry-run``.
+        asks: Whether it has ``--yes``.
+    """
+    left_out = {name for name, has in (("dry_run", writes), ("yes", asks)) if not has}
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        own = _parameters(function, "Options")
+        shared = [one for one in _parameters(_call, "Common options") if one.name not in left_out]
+
+        @functools.wraps(function)
+        def run(**options: Any) -> None:
+            given = {one.name: options[one.name] for one in own}
+            with _call(given, **{one.name: options[one.name] for one in shared}) as call:
+                function(call, **given)
+
+        run.__doc__ = _described(function)[0]
+        run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in (*own, *shared)}
+        app.command(name, rich_help_panel=panel)(run)
+        return function
+
+    return add
+
+
+def _parameters(function: Callable[..., Any], panel: str) -> list[inspect.Parameter]:
+    """The parameters of a function but the first, as typer wants them."""
+    found, help = [], _described(function)[1]
+    for one in list(inspect.signature(function).parameters.values())[1:]:
+        text, dashed = help.get(one.name, ""), f"--{one.name.replace('_', '-')}"
+        if one.kind is not one.KEYWORD_ONLY:
+            option = typer.Argument(help=text)
+        elif one.annotation == bool | None:
+            option = typer.Option(f"{dashed}/{dashed.replace('--', '--no-', 1)}", help=text)
+        else:
+            names = _OTHER_NAMES.get(one.name, [dashed])
+            option = typer.Option(*names, help=text, rich_help_panel=panel)
+        kind = Annotated[one.annotation, option]  # type: ignore[name-defined]  # made of values
+        found.append(one.replace(annotation=kind, kind=one.KEYWORD_ONLY))
+    return found
+
+
+def _described(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """What the docstring of a function says of it, and of each parameter."""
+    text, _, parameters = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", parameters, re.MULTILINE)
+    return text, {name: " ".join(meaning.split()) for name, meaning in found}
+
+
+@contextmanager
+def _call(
+    given: Mapping[str, Any],
+    *,
+    dry_run: bool = False,
+    yes: bool = False,
+    as_json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
+    concurrency: int | None = None,
+    endpoint_url: str | None = None,
+    profile: str | None = None,
+    region: str | None = None,
+) -> Iterator[Call]:
+    """What the options that all commands share say, for as long as the command runs.
+
+    Args:
+        given: The options of the command itself, among them its locations.
+        dry_run: Change nothing, and print what would be done.
+        yes: Do not ask.
+        as_json: Print JSON.
+        quiet: Print only results that were asked for, and errors.
+        verbose: Log to stderr what happens.
+        concurrency: Transfers and requests at a time.
+        endpoint_url: Of the store.
+        profile: Of the configuration files of AWS.
+        region: Of the bucket in S3.
+    """
+    options = _of_store(given, endpoint_url=endpoint_url, profile=profile, region=region)
+    if concurrency is not None:
+        options["connections"] = concurrency
+    config = Config(**options) if options else None
+    logger, handler = logging.getLogger("cloudckpt"), logging.StreamHandler()
+    level = logger.level
+    if verbose:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+    try:
+        yield Call(config=config, as_json=as_json, quiet=quiet, dry_run=dry_run, yes=yes)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _of_store(given: Mapping[str, Any], **wanted: str | None) -> dict[str, Any]:
+    """Options of the one cloud that has them, of those in which the locations are."""
+    texts = [text for one in given.values() for text in (one if isinstance(one, list) else [one])]
+    schemes = [text.partition("://")[0].lower() for text in texts if isinstance(text, str)]
+    clouds = {_CLOUDS[scheme] for scheme in schemes if scheme in _CLOUDS}
+    options = {name: value for name, value in wanted.items() if value is not None}
+    if not options:
+        return {}
+    fitting = [one for one in clouds if all(hasattr(_OPTIONS[one], name) for name in options)]
+    if len(fitting) != 1:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+        why = "are in several clouds" if fitting else "are in no cloud that has"
+        raise typer.BadParameter(f"{names}: the locations {why}: set their variables instead")
+    return {fitting[0]: _OPTIONS[fitting[0]](**options)}

@@ -1,0 +1,155 @@
+"""How results and progress are printed: tables, JSON, bars and lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.filesize import decimal as as_size
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+_BETWEEN_LINES = 10.0  # seconds between two lines about progress
+
+
+def safe(text: str) -> str:
+    """A text that others have written, such as a name, on one line and without control characters.
+
+    They are shown as Python writes them, so that a name can neither move a terminal's cursor nor
+    pass for another field or line.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
+
+
+def print_json(document: Any) -> None:
+    """Prints the result of a command for programs: dicts, lists and plain values."""
+    print(json.dumps(_strict(document), indent=2, default=str, allow_nan=False))
+
+
+def _strict(value: Any) -> Any:
+    """What JSON has no numbers for becomes ``"nan"``, ``"inf"`` and ``"-inf"``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _strict(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(one) for one in value]
+    return value
+
+
+class Size(int):
+    """A number of bytes, in a table with a unit."""
+
+    def __str__(self) -> str:
+        return as_size(self)
+
+
+class Moment(float):
+    """Seconds since 1970, in a table as an age: such as ``3 h``; if the clock is ahead, ``0 s``."""
+
+    def __str__(self) -> str:
+        seconds = time.time() - self
+        for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+            if seconds >= 2 * size:
+                return f"{int(seconds // size)} {unit}"
+        return f"{max(int(seconds), 0)} s"
+
+
+def print_table(
+    rows: Sequence[Mapping[str, object]], styles: Mapping[str, str] | None = None
+) -> None:
+    """Prints columns on a terminal, and elsewhere lines whose fields are separated by tabs.
+
+    Args:
+        rows: Fields by the heads of their columns, which are shown on a terminal only. Numbers are
+            aligned to the right; None is left empty.
+        styles: The style of a whole row that has this text in one of its fields.
+    """
+    fields = [["" if one is None else safe(str(one)) for one in row.values()] for row in rows]
+    if not sys.stdout.isatty():
+        for row in fields:
+            print("\t".join(row))
+        return
+    if not rows:
+        return
+    console, styles, names = Console(), styles or {}, list(rows[0])
+    widths = [max(map(cell_len, column)) for column in zip(names, *fields, strict=True)]
+    right = {name for row in rows for name, one in row.items() if isinstance(one, (int, float))}
+    for number, row in enumerate([names, *fields]):
+        padded = []
+        for name, field, width in zip(names, row, widths, strict=True):
+            gap = " " * (width - cell_len(field))
+            padded.append(gap + field if name in right else field + gap)
+        style = "dim" if number == 0 else next((styles[one] for one in row if one in styles), None)
+        console.out("  ".join(padded).rstrip(), style=style, highlight=False)
+
+
+@contextmanager
+def progress_bar(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Shows the bytes of a transfer: a bar on a terminal, and else a line now and then, on stderr.
+
+    Args:
+        what: What is done, such as ``verifying``.
+        shown: Whether anything is shown.
+
+    Yields:
+        What is to be called with the bytes that are done and those that there are, by any thread.
+    """
+    if not shown:
+        yield lambda done, total: None
+    elif not sys.stderr.isatty():
+        yield _Lines(what).update
+    else:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Lines:
+    """Tells of a transfer in lines, for logs; the first one when it has taken a while."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._lock = threading.Lock()
+        self._began = self._told = time.monotonic()
+
+    def update(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now - self._told < _BETWEEN_LINES:
+                return
+            self._told = now
+        rate = max(done, 1) / (now - self._began)
+        left = round(max(total - done, 0) / rate)
+        share = done / total if total else 1
+        print(
+            f"{self._what}: {as_size(done)} of {as_size(total)} ({share:.0%}), "
+            f"{as_size(int(rate))}/s, {left // 60}:{left % 60:02} left",
+            file=sys.stderr,
+            flush=True,
+        )

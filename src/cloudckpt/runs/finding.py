@@ -1,0 +1,184 @@
+"""Runs in folders: found beneath a location or by a pattern, and deleted whole.
+
+A run is a folder with a checkpoint, or what a save has left of one, directly beneath it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+
+from cloudckpt.checkpoint.objects import METADATA, is_drawn_name
+from cloudckpt.config import Config, config_or_default
+from cloudckpt.errors import CheckpointNotFoundError, InvalidURIError
+from cloudckpt.runs.catalog import Run, is_ours, objects_of_ours
+from cloudckpt.runs.line import CLAIM
+from cloudckpt.runs.steps import DEFAULT_PATTERN
+from cloudckpt.stores.base import AT_FIRST, ObjectInfo
+from cloudckpt.transfer.deleting import abort_each, delete_all
+from cloudckpt.transfer.view import View
+from cloudckpt.uri import CheckpointURI, URILike
+
+__all__ = ["RunFiles", "is_checkpoint", "matching", "runs_beneath"]
+
+_DEEPEST = 5  # levels of folders beneath a location in which runs are searched
+_STEPS_TRIED = 3  # of folders that are named like steps, to know whether cloudckpt wrote them
+_WILD = ("*", "?")
+
+
+def matching(location: str, config: Config | None = None) -> list[str]:
+    """The folders that a pattern stands for; a location without ``*`` and ``?`` is itself.
+
+    A pattern is matched name by name, as in a shell: ``*`` does not stand for ``/``.
+
+    Raises:
+        CheckpointNotFoundError: If nothing matches.
+        InvalidURIError: If what comes before the pattern is not a valid location.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    names = location.split("/")
+    first = next((at for at, name in enumerate(names) if any(map(name.__contains__, _WILD))), None)
+    if first is None:
+        return [location]
+    before = "/".join(names[:first])
+    if before.endswith(":/"):
+        raise InvalidURIError(f"{location!r} has a pattern in the name of the bucket: name one")
+    found = [CheckpointURI.parse(before or ("/" if location.startswith("/") else "."))]
+    view = View(found[0], config_or_default(config))
+    for name in filter(None, names[first:]):
+        found = [
+            uri.join(folder)
+            for uri in found
+            for folder in view.folders(uri.key(""))
+            if fnmatchcase(folder, name) and CheckpointURI.accepts(f"{uri}/{folder}")
+        ]
+    if not found:
+        raise CheckpointNotFoundError("there is no folder that this pattern matches", uri=location)
+    return [str(uri) for uri in found]
+
+
+def runs_beneath(
+    location: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
+) -> list[Run]:
+    """The runs beneath a folder or bucket, and the folder itself if it is one, by location.
+
+    Five levels of folders are searched, each folder in one request, but for folders whose names
+    begin with a dot, those of checkpoints, and those whose first thousand names are all of files.
+
+    Raises:
+        InvalidURIError: If it is not a valid location.
+        ConfigError: If ``step_name`` is not a valid pattern.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    root = Run(location, step_name=step_name, config=config)
+    view, level, found = root.view, [root.root], set[CheckpointURI]()
+    for _ in range(_DEEPEST):
+        looked = dict(zip(level, view.each(partial(_Folder.of, view), level), strict=True))
+        folders = {uri: folder for uri, folder in looked.items() if not folder.is_checkpoint}
+        found |= {uri.parent for uri in looked.keys() - folders.keys() if uri != root.root}
+        known = [(uri, *folder.children(uri, root)) for uri, folder in folders.items()]
+        has_steps = view.each(lambda one: any(is_checkpoint(view, uri) for uri in one[1]), known)
+        found |= {uri for (uri, _, _), is_run in zip(known, has_steps, strict=True) if is_run}
+        level = [uri for _, _, others in known for uri in others]
+    return [Run(uri, step_name=step_name, config=root.config) for uri in sorted(found, key=str)]
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """The names of the folders in a folder, and whether it is that of a checkpoint."""
+
+    names: Sequence[str]
+    is_checkpoint: bool
+
+    @classmethod
+    def of(cls, view: View, uri: CheckpointURI) -> _Folder:
+        level = view.level(below := uri.key(""))
+        names = [one for one in level if isinstance(one, str)]
+        if names and len(level) >= AT_FIRST:
+            names = view.folders(below)
+        objects = [one for one in level if isinstance(one, ObjectInfo)]
+        return cls(names, any(is_ours(info.key.removeprefix(below)) for info in objects))
+
+    def children(
+        self, uri: CheckpointURI, run: Run
+    ) -> tuple[list[CheckpointURI], list[CheckpointURI]]:
+        """The newest of the folders that are named like steps, and all that are not."""
+        accepted = [name for name in self.names if CheckpointURI.accepts(f"{uri}/{name}")]
+        others = [name for name in accepted if run.names.step(name) is None and name[0] != "."]
+        steps = [run.names.name(step) for step in run.steps_among(accepted)[-_STEPS_TRIED:]]
+        return [uri.join(name) for name in steps], [uri.join(name) for name in others]
+
+
+def is_checkpoint(view: View, uri: CheckpointURI) -> bool:
+    """Whether a folder is that of a checkpoint, or of what a save has left of one."""
+    return _Folder.of(view, uri).is_checkpoint
+
+
+class RunFiles:
+    """What cloudckpt and torch have written into the folder of a run.
+
+    Attributes:
+        checkpoints: The URIs of the folders that have any of it.
+        nbytes: The bytes of all objects.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Lists them.
+
+        Raises:
+            StoreError: If the store refuses or stays unreachable.
+        """
+        self._run, view, below = run, run.view, run.root.key("")
+        names = view.folders(below)
+        found = view.each(lambda name: objects_of_ours(view, f"{below}{name}/"), names)
+        self._objects = [info for objects in found for info in objects]
+        self.checkpoints = [
+            f"{run.root}/{name}" for name, objects in zip(names, found, strict=True) if objects
+        ]
+        self.nbytes = sum(info.size for info in self._objects)
+
+    def delete(self) -> None:
+        """Deletes them: all commit objects first, so that no half of a checkpoint is ever seen.
+
+        Files of other programs stay. No job may be saving there.
+
+        Raises:
+            StoreError: If something can't be deleted; of what is left, all of its kind were tried.
+        """
+        store, config, below = self._run.store, self._run.config, self._run.root.key("")
+        keys = [info.key for info in self._objects]
+        commits = [key for key in keys if key.endswith(f"/{METADATA}")]
+        for some in (commits, [*keys, *self._of_the_run()]):
+            delete_all(
+                store,
+                some,
+                config.retry,
+                threads=config.requests_at_once,
+                what="objects of a deleted run that are",
+            )
+        uploads = [
+            upload
+            for upload in store.list_uploads(below, self._run.retrier.call)
+            if upload.key.removeprefix(below).count("/") == 1
+            and (upload.is_ours or is_drawn_name(upload.key.rpartition("/")[2]))
+        ]
+        for error in abort_each(
+            store, uploads, config.retry, threads=config.requests_at_once
+        ).values():
+            raise error
+        if self._run.root.scheme == "file":
+            for folder in [*{os.path.dirname(key) for key in keys}, self._run.root.prefix]:
+                with contextlib.suppress(OSError):  # it holds other files
+                    os.rmdir(folder)
+
+    def _of_the_run(self) -> Iterator[str]:
+        """The claim, and what may be left of trials of the store."""
+        for info in self._run.view.level(self._run.root.key("")):
+            if isinstance(info, ObjectInfo):
+                name = info.key.rpartition("/")[2]
+                if name == CLAIM or is_drawn_name(name):
+                    yield info.key

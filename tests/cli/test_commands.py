@@ -1,0 +1,394 @@
+"""What each command prints, what its exit code is, and what it does to a run."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import uuid
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+
+import cloudckpt
+from cloudckpt import Config
+from cloudckpt.stores import registry
+from cloudckpt.stores.base import ObjectInfo, once
+from memory_store import MemoryStore
+
+STEP_4 = "PATH/run/step-4"
+SHOWN = {
+    "ls PATH/run": """
+        1 | committed | SIZE | AGE | URI/run/step-1
+        2 | incomplete | SIZE | AGE | URI/run/step-2
+        3 | committed | SIZE | AGE | URI/run/step-3
+        4 | committed | SIZE | AGE | URI/run/step-4
+        5 | committed | SIZE | AGE | URI/run/step-5""",
+    "ls PATH": "5 | 5 | AGE | URI/run",
+    "ls 'PATH/r*'": "5 | 5 | AGE | URI/run",
+    "ls 'PATH/*/step-[45]*'": """
+        4 | committed | SIZE | AGE | URI/run/step-4
+        5 | committed | SIZE | AGE | URI/run/step-5""",
+    "ls PATH/run/step-1 PATH/run/logs PATH/run/step-2": """
+        1 | committed | SIZE | AGE | URI/run/step-1
+        2 | incomplete | SIZE | AGE | URI/run/step-2""",
+    "du PATH": "SIZE | SIZE | SIZE | 5 | URI/run",
+    "latest PATH/run": "URI/run/step-5",
+    "best PATH/run --metric loss --mode min": "URI/run/step-3",
+    "best PATH/run --metric loss --mode max": "URI/run/step-5",
+    f"inspect {STEP_4}": """
+        step | value |  | SIZE | 1
+        w | float32 | 500 x 3 | SIZE | 1""",
+    f"inspect {STEP_4} w* --html PATH/page": "PATH/page",
+    f"verify {STEP_4}": f"intact | 2 | SIZE | {STEP_4}",
+    f"diff {STEP_4} {STEP_4}": "",
+    f"recover {STEP_4}": f"committed | {STEP_4}",
+    "recover PATH/run/step-2 --dry-run": "incomplete | PATH/run/step-2",
+    f"unshare {STEP_4}": f"already self-contained | SIZE | {STEP_4}",
+    f"unshare {STEP_4} --dry-run": f"SIZE | {STEP_4}",
+    f"cp {STEP_4} PATH/copy": "1 | 1 | SIZE | SIZE | 0 | PATH/copy",
+    f"cp {STEP_4} PATH/copy --dry-run": "SIZE | URI/run/step-4 | URI/copy",
+    "cp PATH/run PATH/copy": "4 | 4 | SIZE | SIZE | 0 | PATH/copy",
+    "cp PATH/run PATH/copy --dry-run": """
+        SIZE | URI/run/step-1 | URI/copy/step-1
+        SIZE | URI/run/step-3 | URI/copy/step-3
+        SIZE | URI/run/step-4 | URI/copy/step-4
+        SIZE | URI/run/step-5 | URI/copy/step-5""",
+    f"cp {STEP_4} PATH/copy --quiet": "",
+    f"convert {STEP_4} PATH/model.pt": f"dcp | torch | {STEP_4} | PATH/model.pt",
+    f"convert {STEP_4} PATH/model.pt --dry-run": f"dcp | torch | {STEP_4} | PATH/model.pt",
+    f"export {STEP_4} PATH/model": "1 | 1 | SIZE | SIZE | PATH/model",
+    f"export {STEP_4} PATH/model --dry-run": "1 | SIZE | PATH/model",
+    "rm PATH/run/step-1 'PATH/run/step-3*' --yes": """
+        deleted | PATH/run/step-1
+        deleted | URI/run/step-3""",
+    "rm PATH/run/step-1 --dry-run": "would delete | PATH/run/step-1",
+    "rm PATH/run --recursive --dry-run": """
+        would delete | URI/run/step-1
+        would delete | URI/run/step-2
+        would delete | URI/run/step-3
+        would delete | URI/run/step-4
+        would delete | URI/run/step-5""",
+    "prune PATH/run --max-to-keep 1 --keep-period 3 --dry-run": """
+        would delete | URI/run/step-1
+        would delete | URI/run/step-4""",
+    "prune PATH/run --max-to-keep 1 --best-metric loss --best-mode min --yes": """
+        deleted | URI/run/step-1
+        deleted | URI/run/step-4""",
+    "prune PATH/run --max-to-keep 9 --yes": "",
+    "sweep PATH/run --yes": "",  # all of it is young
+}
+OF_DRY_RUNS = [command for command in SHOWN if "--dry-run" in command]
+
+
+def typed(command: str, folder) -> list[str]:
+    return shlex.split(command.replace("PATH", str(folder)))
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_in_a_pipe_a_command_prints_one_table_or_strict_json(cli, run, tmp_path, command):
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    arguments = typed(command, tmp_path)
+    ended = cli(*arguments)
+    expected = [line.strip() for line in SHOWN[command].strip().splitlines()]
+    assert (ended.code, ended.shown(tmp_path).splitlines()) == (0, expected), ended.err
+    assert ended.err == ""
+    if "--dry-run" in command:
+        after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert after == before
+        assert cli(*arguments, "--json").json["dry_run"] is True
+    elif not {"rm", "prune"} & set(arguments):
+        assert cli(*arguments, "--json").json is not None
+
+
+FAILING = {
+    "ls PATH/nothing": (3, "no checkpoints"),
+    "ls PATH/nothing --json": (3, "no checkpoints"),
+    "ls 'PATH/x*'": (3, "matches"),
+    "ls 's3://*/run'": (2, "name of the bucket"),
+    f"ls {STEP_4}": (2, "URI/run"),  # the run is named
+    "du PATH/run/logs": (3, "no checkpoints"),
+    "latest PATH/nothing": (3, "no committed checkpoint"),
+    "best PATH/run --metric accuracy --mode max": (3, "accuracy"),
+    "best PATH/run --metric loss": (2, "--mode"),
+    f"inspect {STEP_4} --html PATH/no/x.html": (1, "can't be written"),
+    f"diff PATH/run/step-1 {STEP_4}": (1, ""),
+    f"diff PATH/run/step-1 {STEP_4} w --json": (1, ""),
+    f"diff {STEP_4} PATH/run/step-2": (3, "no committed checkpoint"),
+    f"diff {STEP_4} s3:/typo": (2, "typo"),
+    f"cp {STEP_4} {STEP_4}": (2, "the same"),
+    f"cp {STEP_4} PATH/run/step-5 --no-overwrite": (1, "--overwrite"),
+    f"cp {STEP_4} PATH/run/step-5 --no-overwrite --dry-run": (1, "exists"),
+    f"cp {STEP_4}": (2, "target"),
+    f"convert {STEP_4} PATH/run": (2, "folder of a run"),
+    f"export {STEP_4} PATH/run": (2, "folder of a run"),
+    "import PATH/run/logs PATH/run": (2, "folder of a run"),
+    "recover PATH/run": (2, "folder of a run"),
+    "recover PATH/run/step-2": (1, "no saving process has left anything"),
+    "recover PATH/run/step-77": (3, "there is no checkpoint"),
+    "recover PATH/run/step-77 --dry-run": (3, "no checkpoints"),
+    f"recover {STEP_4} --wait 60": (2, "90s"),
+    "rm PATH/run --yes": (3, "--recursive"),
+    f"rm {STEP_4}": (2, "--yes"),
+    f"rm {STEP_4} <&-": (2, "--yes"),
+    "rm PATH/run/step-8 --dry-run": (3, "no committed checkpoint"),
+    "prune PATH/run --max-to-keep 0 --yes": (2, "max_to_keep=0"),
+    "prune PATH/run --max-to-keep 1 --best-metric loss": (2, "--best-mode"),
+    "sweep PATH/run --older-than 24": (2, "90s"),
+    f"verify {STEP_4} --endpoint-url http://x": (2, "--endpoint-url"),
+    "cp s3://a/b gs://c/d --endpoint-url http://x": (2, "several clouds"),
+}
+
+
+@pytest.mark.parametrize("command", FAILING)
+def test_what_fails_says_why_on_stderr_and_by_the_exit_code(cli, run, tmp_path, command):
+    code, told = FAILING[command]
+    before = sorted(path for path in tmp_path.rglob("*"))
+    ended = cli(*typed(command.removesuffix(" <&-"), tmp_path))
+    assert ended.code == code, ended.err
+    words = " ".join(ended.err.replace("│", " ").split())
+    assert told.replace("URI", tmp_path.as_uri()) in words
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def flip(step) -> None:
+    [data] = step.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[2000] ^= 1
+    data.write_bytes(content)
+
+
+TAMPERED = {  # a checkpoint, and the exit codes of inspect, verify, cp, convert and of diff with it
+    "a byte of a tensor": (flip, (0, 4, 4, 4, 0)),
+    "data that is gone": (lambda step: next(step.glob("*.distcp")).unlink(), (0, 4, 4, 4, 4)),
+    "metadata that are cut": (lambda step: (step / ".metadata").write_bytes(b"cut"), (4,) * 5),
+    "no metadata": (lambda step: (step / ".metadata").unlink(), (3,) * 5),
+    "a folder of a stranger": (lambda step: shutil.rmtree(step), (3,) * 5),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_damage_and_absence_have_their_exit_codes(cli, run, tmp_path, name):
+    tamper, codes = TAMPERED[name]
+    step = run / "step-4"
+    shutil.copytree(step, tmp_path / "whole")
+    tamper(step)
+    commands = (
+        ("inspect", step),
+        ("verify", step),
+        ("cp", step, tmp_path / "copy"),
+        ("convert", step, tmp_path / "model.pt"),
+        ("diff", step, tmp_path / "whole"),
+    )
+    ended = [cli(*command) for command in commands]
+    assert tuple(one.code for one in ended) == codes
+    assert not list(tmp_path.glob("copy/*"))
+    assert all(bool(one.err) == (one.code != 0) for one in ended)
+
+
+def test_verify_lists_each_damaged_range(cli, run):
+    flip(run / "step-5")
+    ended = cli("verify", run / "step-5", "--quiet")
+    [[item, uri, what, start, stop]] = ended.rows
+    assert (item, uri.rpartition("/")[0]) == ("w", (run / "step-5").as_uri())
+    assert int(start) <= 2000 < int(stop)
+    [damage] = cli("verify", run / "step-5", "--json").json["damages"]
+    assert list(damage.values()) == [item, uri, what, int(start), int(stop)]
+
+
+def test_ls_of_a_bucket_finds_the_runs_beneath(cli, bucket, s3_url):
+    for folder in ("run", "team/a/b", "team/with.dots/epochs"):
+        for name in ("step-9", "step-10") if folder != "team/with.dots/epochs" else ("last",):
+            cloudckpt.save(
+                {"w": torch.ones(2)},
+                checkpoint_id=f"s3://{bucket}/{folder}/{name}",
+                config=Config(s3=cloudckpt.S3Options(endpoint_url=s3_url)),
+            )
+    of_store = ("--endpoint-url", s3_url, "--region", "us-east-1", "--concurrency", "2")
+    found = cli("ls", f"s3://{bucket}", *of_store)
+    assert [(row[0], row[1], row[3]) for row in found.rows] == [
+        ("10", "2", f"s3://{bucket}/run"),
+        ("10", "2", f"s3://{bucket}/team/a/b"),
+        ("", "0", f"s3://{bucket}/team/with.dots/epochs"),
+    ]
+    assert cli("ls", f"s3://{bucket}/te*/a/b/step-1*", *of_store).rows[0][0] == "10"
+    assert cli("rm", f"s3://{bucket}/team", "-r", "-y", *of_store).code == 0
+    assert [row[3] for row in cli("ls", f"s3://{bucket}", *of_store).rows] == [f"s3://{bucket}/run"]
+
+
+def test_rm_recursive_deletes_a_run_and_nothing_of_others(cli, run, tmp_path):
+    (run / "step-1" / "notes.txt").write_text("mine, too")
+    assert cli("rm", run, "--recursive", "--yes").code == 0
+    left = [path.relative_to(run) for path in run.rglob("*") if path.is_file()]
+    assert sorted(map(str, left)) == ["logs/events", "step-1/notes.txt"]
+    assert cli("ls", tmp_path).code == 3
+
+
+def test_rm_recursive_that_is_interrupted_leaves_no_half_of_a_checkpoint(cli, run, monkeypatch):
+    from cloudckpt.runs import finding
+
+    deleted, real = [], finding.delete_all
+
+    def once_only(store, keys, *rest, **options):
+        if deleted:
+            raise KeyboardInterrupt
+        deleted.extend(keys)
+        real(store, keys, *rest, **options)
+
+    monkeypatch.setattr(finding, "delete_all", once_only)
+    assert cli("rm", run, "--recursive", "--yes").code == 130
+    assert {row[1] for row in cli("ls", run).rows} == {"incomplete"}
+    monkeypatch.undo()
+
+
+def test_rm_deletes_what_is_there_and_names_all_that_is_not(cli, run):
+    ended = cli("rm", *(run / f"step-{step}" for step in (1, 8, 9, 3)), "--yes")
+    assert ended.code == 3
+    assert [row[1].split("/")[-1] for row in ended.rows] == ["step-1", "step-3"]
+    assert all(f"step-{step}" in ended.err for step in (8, 9))
+
+
+def test_rm_asks_on_a_terminal(cli, monkeypatch, run):
+    answers = [False, True]
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.confirm", lambda question: answers.pop(0))
+    assert cli("rm", run / "step-1").code == 1
+    assert (run / "step-1" / ".metadata").exists()
+    assert cli("rm", run / "step-1").code == 0
+    assert not (run / "step-1" / ".metadata").exists()
+
+
+def test_ls_shows_what_is_kept_for_later_steps(cli, tmp_path):
+    for step in (1, 2):
+        state = {"frozen": torch.arange(100_000), "step": step}
+        config = Config(incremental=True)
+        cloudckpt.save(state, checkpoint_id=str(tmp_path / f"step-{step}"), config=config)
+    cloudckpt.delete(str(tmp_path / "step-1"))
+    assert [row[1] for row in cli("ls", tmp_path).rows] == ["kept", "committed"]
+    assert cli("unshare", tmp_path / "step-2").rows[0][0] == "unshared"
+
+
+def test_sweep_deletes_what_it_has_shown_and_nothing_else(cli, run, monkeypatch):
+    shown = run / "step-2" / "__0_0.0123456789abcdef.distcp"
+    later = run / "step-2" / "__0_0.fedcba9876543210.distcp"
+    saved = next((run / "step-5").glob("*.distcp"))
+    shown.write_bytes(b"x" * 1000)
+    every = ("sweep", run, "--older-than", "0")
+    assert ["would delete", shown.as_uri()] in cli(*every, "--dry-run").rows
+    (run / "step-5" / ".metadata").rename(run / "step-5" / "elsewhere")
+
+    def answer(question: str) -> bool:
+        assert "Delete 3 objects" in question  # with those of the incomplete checkpoint
+        later.write_bytes(b"x" * 1000)
+        (run / "step-5" / "elsewhere").rename(run / "step-5" / ".metadata")
+        return True
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.confirm", answer)
+    assert [row[0] for row in cli(*every).rows] == ["deleted"] * 2
+    assert (later.exists(), saved.exists(), shown.exists()) == (True, True, False)
+    assert (run / "logs" / "events").exists()
+
+
+def test_prune_keeps_what_it_can_not_compare_and_says_so(cli, run, caplog):
+    metadata = run / "step-1" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes().replace(b'"loss"', b'"lass"'))
+    best = ("--best-metric", "loss", "--best-mode", "min", "--dry-run")
+    ended = cli("prune", run, "--max-to-keep", "1", *best)
+    assert [row[1].rpartition("/")[2] for row in ended.rows] == ["step-4"]
+    assert "the notes of step-1 can't be read" in caplog.text
+
+
+def test_good_checkpoints_are_not_deleted_in_favour_of_a_damaged_one(cli, run):
+    (run / "step-5" / ".metadata").write_bytes(b"damaged")
+    ended = cli("prune", run, "--max-to-keep", "1", "--yes")
+    assert (ended.code, "delete it before" in ended.err) == (4, True)
+    assert (run / "step-4" / ".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "option", "code"),
+    [
+        ("1", (), 0),
+        ("0", (), 1),
+        ("", (), 0),
+        ("0", ("--overwrite",), 0),
+        ("1", ("--no-overwrite",), 1),
+    ],
+)
+@pytest.mark.parametrize("command", ["cp", "convert", "export"])
+def test_overwriting_is_told_by_the_option_else_the_variable_else_it_is_done(
+    cli, run, tmp_path, monkeypatch, command, variable, option, code
+):
+    target = tmp_path / ("model.pt" if command == "convert" else "target")
+    assert cli(command, run / "step-3", target).code == 0
+    monkeypatch.setenv("CLOUDCKPT_OVERWRITE", variable)
+    assert cli(command, run / "step-4", target, *option).code == code
+
+
+def test_diff_shows_what_differs_and_what_it_can_not_tell(cli, run, tmp_path):
+    torch.distributed.checkpoint.save(
+        {"w": torch.ones(500, 3), "step": 1}, checkpoint_id=str(tmp_path / "torch"), no_dist=True
+    )
+    ended = cli("diff", run / "step-1", run / "step-4")
+    assert ended.shown(tmp_path).splitlines() == [
+        "changed | step | value | value | SIZE",
+        "changed | w | float32 500 x 3 | float32 500 x 3 | SIZE",
+    ]
+    assert cli("diff", run / "step-1", run / "step-4", "--json").json["are_same"] is False
+    ended = cli("diff", run / "step-1", tmp_path / "torch")
+    assert (ended.code, {row[0] for row in ended.rows}) == (2, {"unknown"})
+    assert "2 entries can't be compared by checksums" in ended.err
+
+
+def test_a_page_shows_entries_metrics_and_how_it_was_saved(cli, run, tmp_path):
+    cli("inspect", run / "step-4", "w*", "--html", tmp_path / "page")
+    text = (tmp_path / "page").read_text("utf-8")
+    assert text.startswith("<!doctype html>")
+    assert '"loss","1"' in text
+    assert '"world":1' in text
+
+
+class Long(MemoryStore):
+    """A run of many steps in a store that lists a thousand names at a time."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(uuid.uuid4().hex)  # opened stores are kept
+        self.folders = [f"step-{step}" for step in range(1, steps + 1)]
+        self.requests: list[str] = []
+
+    def list_level(self, prefix, retry=once):
+        if prefix != "run/":
+            self.requests.append(prefix)
+            return iter([ObjectInfo(f"{prefix}.metadata", 1000, "version", modified=1.7e9)])
+        self.requests += ["folders"] * (len(self.folders) // 1000 + 1)
+        return iter(self.folders)
+
+    def get_range(self, key, *args, **kwargs):
+        self.requests.append(key)
+        return ObjectInfo(key, 1000, "version", modified=1.7e9)
+
+    head = get_range
+
+
+@pytest.fixture
+def long_run(monkeypatch) -> Long:
+    store = Long(10_000)
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: store})
+    return store
+
+
+def test_ls_of_ten_thousand_takes_twelve_listings_and_three_looks_at_each(cli, long_run):
+    found = cli("ls", f"{long_run.root}/run").rows
+    assert [int(row[0]) for row in found] == list(range(1, 10_001))
+    assert long_run.requests.count("folders") <= 12
+    looks = [request for request in long_run.requests if request != "folders"]
+    levels = [f"run/{name}/" for name in long_run.folders]
+    notes = [f"run/{name}/.metadata" for name in long_run.folders] * 2
+    assert sorted(looks) == sorted(levels + notes)
+
+
+def test_latest_of_a_thousand_takes_four_requests(cli, long_run):
+    del long_run.folders[1000:]
+    assert cli("latest", f"{long_run.root}/run").out == f"{long_run.root}/run/step-1000\n"
+    assert len(long_run.requests) <= 4
