@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.api import ToLoad, exists, load_prepared, save
-from cloudckpt.checkpoint.metadata import add_safe_metadata_globals
+from cloudckpt.checkpoint.foreign import add_safe_metadata_globals
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import beneath, is_committed, is_file
 from cloudckpt.config import Config, config_or_default

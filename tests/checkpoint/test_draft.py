@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from cloudckpt.checkpoint import record
 from cloudckpt.checkpoint.committed import CommitObject, Fetched
 from cloudckpt.checkpoint.draft import Draft, Planned
+from cloudckpt.checkpoint.foreign import load_metadata
 from cloudckpt.checkpoint.inventory import Inventory
-from cloudckpt.checkpoint.metadata import load_metadata
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents, Written
@@ -110,7 +110,7 @@ def places_of(plans, attempt, start=0, length=99):
 
 
 def assert_says(data, metadata, places):
-    """Pickle, columns and the inert reader of pickles all say this."""
+    """Pickle, columns and the reader of foreign pickles all say this."""
     of_stock, of_ours = pickle.loads(data), read(data).metadata
     inert = load_metadata(data, URI)
     for found in (of_stock, of_ours, inert):

@@ -8,7 +8,6 @@ import io
 import os
 import pathlib
 import pickle
-import pickletools
 import resource
 import sys
 import threading
@@ -92,34 +91,19 @@ def test_arrays_and_scalars_of_all_types_come_back(code, order):
     assert_same(loaded(saved({"dtype": kind})), {"dtype": kind})
 
 
-@pytest.mark.parametrize("code", STRUCTURES, ids=str)
-def test_structured_arrays_come_back(code):
-    array = numpy.zeros(3, code)
-    array[array.dtype.names[-1]][1:] = 7
-    assert_same(loaded(saved((array,))), (array,))
-    assert_same(loaded(saved(array[1])), array[1])
-    assert_same(loaded(saved(array.dtype)), array.dtype)
-
-
-@pytest.mark.parametrize("code", [">f8", "M8[ns]", [("a", "i4")]], ids=str)
-def test_the_metadata_of_a_dtype_come_back(code):
-    kind = numpy.dtype(code, metadata={"unit": "m"})
-    for found in (loaded(saved([kind]))[0], loaded(saved(numpy.zeros(2, kind))).dtype):
-        assert found == kind
-        assert found.metadata == {"unit": "m"}
-
-
-def test_arrays_of_plain_objects_come_back():
-    inner = numpy.array([numpy.arange(3), None, {"a": [numpy.float32(2)]}], dtype=object)
-    for array in (
-        inner,
+@pytest.mark.parametrize(
+    "array",
+    [
+        *(numpy.zeros(3, code) for code in STRUCTURES),
+        numpy.zeros(2, numpy.dtype(">f8", metadata={"unit": "m"})),
         numpy.array([["a", 1], [None, (2,)]], dtype=object),
-        numpy.asfortranarray(numpy.array([["a", 1], [None, (2,)]], dtype=object)),
-        numpy.array(None, dtype=object),
-    ):
-        found = loaded(saved(array))
-        assert (found.shape, found.dtype) == (array.shape, array.dtype)
-        assert_same(found.tolist(), array.tolist())
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_arrays_of_structures_and_objects_need_trust(array):
+    for value in (array, [array.dtype]):
+        with pytest.raises(UntrustedPickleError):
+            check_trusted(saved(value), "item", URI)
 
 
 UTC = datetime.timezone.utc
@@ -251,7 +235,7 @@ def test_what_the_user_allows_is_allowed_beside_it():
 
 def test_numpy_allowed_by_the_user_goes_its_own_way():
     titled = numpy.zeros(2, {"names": ["a"], "formats": ["i4"], "titles": ["A"]})
-    with pytest.raises(pickle.UnpicklingError, match="title"):
+    with pytest.raises(pickle.UnpicklingError, match="numpy"):
         loaded(saved(titled))
     reconstruct = titled.__reduce__()[0]
     allowed = [reconstruct, numpy.ndarray, numpy.dtype, type(titled.dtype), type(numpy.dtype("i4"))]
@@ -406,14 +390,6 @@ STRANGE = {
 }
 
 
-def test_an_aligned_structure_of_numpy_before_2_comes_back():
-    """Its flags were a signed byte."""
-    kind = numpy.dtype([("a", "i1"), ("b", "f8")], align=True)
-    _, (code, *_), (*state, flags) = kind.__reduce__()
-    data = saved(dtype(code, (*state, flags - 256)))
-    assert_same(loaded(data), kind)
-
-
 @pytest.mark.parametrize("what", [*HUGE, *STRANGE])
 def test_what_no_such_value_is_pickled_as_is_refused(what):
     data = saved([{**HUGE, **STRANGE}[what]])
@@ -447,23 +423,6 @@ def test_what_is_made_in_another_way_than_by_a_call_is_refused(data):
         check_trusted(data, "item", URI)
 
 
-def pickled(value):
-    with zipfile.ZipFile(io.BytesIO(saved(value))) as archive:
-        return archive.read("archive/data.pkl")[2:-1]
-
-
-def test_a_dtype_does_not_change_when_it_is_in_use():
-    """An array would read what lies behind its memory."""
-    whole = b"\x80\x02" + pickled(numpy.dtype("V8")) + b"."
-    made = pickletools.optimize(whole)[2:-1]  # without the memo
-    head, build = made[: made.rindex(b"(")], made[made.rindex(b"(") :]
-    assert build.endswith(b"b")
-    check_trusted(containing(b"\x80\x02" + head + build + b"."), "item", URI)
-    again = b"\x80\x02" + head + build + build + b"."
-    with pytest.raises(UntrustedPickleError, match=r"changes numpy\.dtype"):
-        check_trusted(containing(again), "item", URI)
-
-
 @pytest.mark.parametrize(
     "name", ["array", "dtype", ".array", ".dtype", "", ".", "numpy.array", "numpy.Array"]
 )
@@ -486,7 +445,7 @@ def test_code_in_an_array_of_objects_does_not_run(tmp_path):
     marker = tmp_path / "ran"
     array = numpy.empty(1, object)
     array[0] = Call(os.system, f"touch '{marker}'")
-    with pytest.raises(UntrustedPickleError, match="system"):
+    with pytest.raises(UntrustedPickleError):
         check_trusted(saved(array), "item", URI)
     assert not marker.exists()
 

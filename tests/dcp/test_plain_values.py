@@ -44,7 +44,7 @@ def state():
         "path": pathlib.Path("/data/x"),
         "buffer": io.BytesIO(b"content"),
         "in others": (numpy.ones(2), [pathlib.PurePath("a"), {"b": numpy.int8(3)}], frozenset({1})),
-        "objects": numpy.array([None, "a", 1], dtype=object),
+        "texts": numpy.array(["a", "bc"]),
         "nothing": b"",
         "tensor": torch.arange(3),
         "random": numpy.random.default_rng(7).bit_generator.state,

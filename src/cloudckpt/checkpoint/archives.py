@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cloudckpt.checkpoint.envelope import unwarned
-from cloudckpt.checkpoint.inert_pickle import Called, describe
+from cloudckpt.checkpoint.stubs import Stub, unpickle
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.stores.base import RangeReader
@@ -171,7 +171,7 @@ class TensorDescription:
 def describe_tensor(data: bytes) -> TensorDescription | None:
     """Reads ``data.pkl``; None if it describes anything but a plain tensor."""
     try:
-        return _plain_tensor(describe(data, persistent=True))
+        return _plain_tensor(unpickle(data, persistent=True))
     except Exception:  # noqa: BLE001 - whatever it is, torch.load will tell
         return None
 
@@ -185,21 +185,19 @@ def _type_of_storage(name: str) -> Any:
         return getattr(torch, name.rpartition(".")[2]).dtype
 
 
-def _plain_tensor(described: Called) -> TensorDescription:
+def _plain_tensor(described: Stub) -> TensorDescription:
     """What a call of torch's function for a tensor, or a parameter, describes."""
-    if described.function.name == "torch._utils._rebuild_parameter":
+    if described.name == "torch._utils._rebuild_parameter":
         described = described.arguments[0]
-    version = described.function.name.removeprefix("torch._utils._rebuild_tensor_")
+    version = described.name.removeprefix("torch._utils._rebuild_tensor_")
     storage, first, shape, stride, _, _, *more = described.arguments
-    _, kind, record, _, _ = storage.arguments
-    if version == "v3":  # the element type is named beside an untyped storage
-        dtype = getattr(torch, more.pop(0).name.removeprefix("torch."))
-    else:
-        dtype = _type_of_storage(kind.name)
-    is_plain = version in ("v2", "v3") and described.form == "call" and not any(more)
-    if not is_plain or storage.form != "persistent" or not isinstance(dtype, torch.dtype):
+    _, kind, record, _, _ = storage.arguments[0]
+    # of version 3, the element type is named beside an untyped storage
+    dtype = more.pop(0) if version == "v3" else _type_of_storage(kind.name)
+    is_plain = version in ("v2", "v3") and described.is_call and not any(more)
+    if not is_plain or type(storage) is not Stub or not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor with metadata, such as the conjugate bit, or none")
     numbers = (first, *shape, *stride)
     if len(shape) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError("numbers that no tensor has")
-    return TensorDescription(dtype, record, first, shape, stride)
+    return TensorDescription(dtype, record, first, tuple(shape), tuple(stride))

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from cloudckpt.checkpoint.foreign import load_metadata
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import lazy_metadata, save_id_of
-from cloudckpt.checkpoint.metadata import load_metadata
 from cloudckpt.checkpoint.objects import METADATA, WrittenObject, checked
 from cloudckpt.checkpoint.record import Record, bound
 from cloudckpt.checkpoint.structure import Structure

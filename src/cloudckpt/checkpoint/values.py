@@ -1,10 +1,10 @@
 """Values that are no plain tensors: how they are loaded without running code of a stranger.
 
 ``torch.load`` with ``weights_only`` reads most of them. Beyond that, values may be loaded whose
-rebuilding is harmless: numpy's arrays, scalars and dtypes (in :mod:`numpy_values`), paths, times,
-``io.BytesIO``, empty ``bytes``, ``frozenset``. They are built from a description of the pickle, and
-only of what such a value is pickled with: some planners unpickle an item that has passed once more,
-without restrictions.
+rebuilding is harmless: numpy's arrays, scalars and dtypes of plain numbers, texts and times, paths,
+``datetime``, ``io.BytesIO``, empty ``bytes``, ``frozenset``. They are unpickled into stubs, and
+built only of what such a value is pickled with: some planners unpickle an item that has passed once
+more, without restrictions.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from __future__ import annotations
 import datetime
 import io
 import logging
+import math
 import pathlib
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, ClassVar, TypeVar
 
 import torch
 
-from cloudckpt.checkpoint.described import Building, DescriptionError, UnknownNameError, made_of
+from cloudckpt.checkpoint.building import Building, DescriptionError, UnknownNameError, made_of
 from cloudckpt.checkpoint.envelope import unwarned
-from cloudckpt.checkpoint.inert_pickle import NO_STATE, Called, RefusedError, describe, full_name
-from cloudckpt.checkpoint.numpy_values import numpy_calls, numpy_classes
+from cloudckpt.checkpoint.stubs import Stub, full_name, unpickle
 from cloudckpt.checkpoint.torch_private import load_with
 from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UntrustedPickleError
 
@@ -184,11 +184,11 @@ def _built(
         pickle.UnpicklingError: If that is nothing of this module, of torch's or of the user's.
     """
     try:
-        described = describe(data, persistent=True)
-        return _ItemBuilding(of_torch, of_the_user, persistent_load).value(described)
+        stubs = unpickle(data, persistent=True)
+        return _ItemBuilding(of_torch, of_the_user, persistent_load).value(stubs)
     except UnknownNameError as unknown:
         raise pickle.UnpicklingError(f"GLOBAL {unknown} is not allowed") from None
-    except (RefusedError, DescriptionError) as exc:
+    except ValueError as exc:
         raise pickle.UnpicklingError(str(exc)) from exc
 
 
@@ -201,8 +201,6 @@ class _ItemBuilding(Building):
         persistent_load: What makes a storage of what the pickle says of it.
     """
 
-    may_contain_itself = True
-    deepest = 100
     calls: ClassVar[Mapping[str, Callable[..., Any]]] = {
         **Building.calls,
         **{f"datetime.{kind.__name__}": made_of(kind, *_DAY) for kind in _TIMES},
@@ -219,31 +217,113 @@ class _ItemBuilding(Building):
         of_the_user: Mapping[str, Any],
         persistent_load: Callable[[Any], Any],
     ) -> None:
-        super().__init__(of_the_user, entries=1 << 62)  # what is shared stays so
+        super().__init__(of_the_user)
         self._of_torch = of_torch
-        self._of_numpy = numpy_calls()
-        self._constants = {**of_torch, **self.classes, **numpy_classes(), **of_the_user}
+        self._constants = {**of_torch, **self.classes, **_numpy_classes(), **of_the_user}
         self._persistent_load = persistent_load
 
     def constant(self, name: str) -> Any:
         return self._constants[name] if name in self._constants else super().constant(name)
 
-    def instance(self, name: str, called: Called) -> Any:
-        if called.form == "persistent":
-            return self._persistent_load(self.value(called.arguments))
-        if called.contents is not None:
-            raise DescriptionError(f"{name} with contents")
-        state = self.value(called.state) if called.state is not NO_STATE else NO_STATE
-        arguments = self.entries(called.arguments)
-        if (name, called.form, arguments) == ("_io.BytesIO", "new", []):
+    def instance(self, stub: Stub) -> Any:
+        arguments = [self.value(argument) for argument in stub.arguments]
+        if not stub.name:
+            return self._persistent_load(*arguments)
+        if stub.contents or stub.keywords:
+            raise DescriptionError(f"{stub.name} with contents")
+        state = self.value(stub.state)
+        if stub.name == "_io.BytesIO" and not arguments:
             made: Any = io.BytesIO()
             made.__setstate__(state)
             return made
-        if called.form == "call" and name in self._of_numpy:
-            return self._of_numpy[name](arguments, state)
-        if called.form == "call" and name in self._of_torch and state is NO_STATE:
-            return self._of_torch[name](*arguments)
-        raise UnknownNameError(name)
+        if stub.is_call and stub.name in _NUMPY and _numpy_classes():
+            return _NUMPY[stub.name](arguments, state)
+        if stub.is_call and stub.name in self._of_torch and state is None:
+            return self._of_torch[stub.name](*arguments)
+        raise UnknownNameError(stub.name)
+
+
+# numpy's own functions must not be let loose on a pickle of a stranger: the state of a dtype may
+# say that its bytes are pointers. Here a dtype is made by its public constructor, and must then be
+# one that numpy describes in exactly the same way; an array is as large as its bytes in the file.
+_CODE = re.compile(r"b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[mM]8|[SUV][0-9]{1,9}")
+_UNIT = re.compile(rb"generic|[YMWDhms]|[munpfa]s")
+
+
+def _numpy_classes() -> Mapping[str, type[Any]]:
+    """Classes of numpy that may be values themselves; empty without numpy."""
+    try:
+        import numpy  # torch works without it
+    except ImportError:
+        return {}
+    return {"numpy.ndarray": numpy.ndarray, "numpy.dtype": numpy.dtype}
+
+
+def _expect(condition: object, what: str) -> None:
+    if not condition:
+        raise DescriptionError(f"{what}: numpy does not pickle plain values so")
+
+
+def _dtype(arguments: Sequence[Any], state: Any) -> Any:
+    import numpy
+
+    code, *copies = arguments
+    _expect(type(code) is str and _CODE.fullmatch(code), f"the dtype {code!r}")
+    _expect(copies in ([], [False, True]), "the arguments of a dtype")
+    if state is None:
+        return numpy.dtype(code)
+    _expect(type(state) is tuple and len(state) in (8, 9) and state[0] in (3, 4), "a dtype's state")
+    made = numpy.dtype(code + (_unit(state[8:]) if code[0] in "mM" else ""))
+    if state[1] in ("<", ">"):
+        made = made.newbyteorder(state[1])
+    _, (usual_code, *_), usual = made.__reduce__()[:3]
+    same = (code, *state[1:8]) == (usual_code, *usual[1:8])  # neither fields nor an inner array
+    _expect(same and (len(state) == 8 or code[0] in "mM"), f"the state {state[1:]!r}")
+    return made
+
+
+def _unit(more: Any) -> str:
+    """The unit of times, as it stands in the name of their dtype."""
+    is_pair = len(more) == 1 and type(more[0]) is tuple and len(more[0]) == 2 and not more[0][0]
+    _expect(is_pair and type(more[0][1]) is tuple and len(more[0][1]) == 4, "a time's unit")
+    name, *numbers = more[0][1]
+    _expect(type(name) is bytes and _UNIT.fullmatch(name), f"the unit {name!r}")
+    _expect(all(type(number) is int for number in numbers), "a time's unit")
+    _expect(0 < numbers[0] < 1 << 31 and numbers[1:] == [1, 1], "a time's unit")
+    return "" if name == b"generic" else f"[{numbers[0]}{name.decode()}]"
+
+
+def _array(arguments: Sequence[Any], state: Any) -> Any:
+    import numpy
+
+    usual = len(arguments) == 3 and arguments[0] is numpy.ndarray
+    _expect(usual and tuple(arguments[1:]) == ((0,), b"b"), "an array of another class")
+    _expect(type(state) is tuple and len(state) == 5 and state[0] == 1, "the state of an array")
+    _, shape, dtype, is_fortran, content = state
+    _expect(type(shape) is tuple and len(shape) <= 64, "the shape of an array")
+    _expect(all(type(size) is int and 0 <= size < 1 << 62 for size in shape), "a negative size")
+    _expect(isinstance(dtype, numpy.dtype) and type(is_fortran) is bool, "the dtype of an array")
+    nbytes = math.prod(shape) * dtype.itemsize
+    _expect(type(content) is bytes and len(content) == nbytes, "the bytes of an array")
+    found = numpy.ndarray(shape, dtype, content, order="F" if is_fortran else "C")
+    return found.copy(order="A")
+
+
+def _scalar(arguments: Sequence[Any], state: Any) -> Any:
+    import numpy
+
+    _expect(len(arguments) == 2 and state is None, "the arguments of a scalar")
+    dtype, content = arguments
+    _expect(isinstance(dtype, numpy.dtype), "the dtype of a scalar")
+    _expect(type(content) is bytes and len(content) == dtype.itemsize, "the bytes of a scalar")
+    return numpy.ndarray((), dtype, content).copy()[()]
+
+
+_NUMPY: Mapping[str, Callable[[Sequence[Any], Any], Any]] = {
+    "numpy.dtype": _dtype,
+    **{f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+}
 
 
 logger = logging.getLogger("cloudckpt")
@@ -284,7 +364,7 @@ def _refused(data: bytes) -> str:
     """What the default load does not allow; empty if it allows all."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-        known = {*_ItemBuilding.calls, *_ItemBuilding.classes, *numpy_calls(), *numpy_classes()}
+        known = {*_ItemBuilding.calls, *_ItemBuilding.classes, *_NUMPY, *_numpy_classes()}
         others = sorted({full_name(*name.rpartition(".")[::2]) for name in names} - known)
         if names and not others and len(data) <= _TRIED:
             load_plain(io.BytesIO(data))

@@ -1,10 +1,12 @@
-"""Builds torch's metadata from what a pickle describes, once every field of it has been checked."""
+"""torch's pickle at the beginning of ``.metadata``, as any writer may have left it, checked."""
 
 from __future__ import annotations
 
+import io
 import math
 import os
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,26 +20,85 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.described import Building, DescriptionError, UnknownNameError
-from cloudckpt.checkpoint.inert_pickle import NO_STATE, Called, Dict, Global, describe
+from cloudckpt.checkpoint.building import Building, DescriptionError, UnknownNameError
+from cloudckpt.checkpoint.stubs import Stub, full_name, home, unpickle
 from cloudckpt.checkpoint.torch_private import OldTensorProperties, StorageInfo, with_strides
+from cloudckpt.checkpoint.trailer import pickle_in
+from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
+from cloudckpt.fork import module_lock
+from cloudckpt.gc_pause import paused_gc
 
-__all__ = ["build"]
+__all__ = ["add_safe_metadata_globals", "load_metadata"]
+
+_SAFE: set[type[Any]] = set()
+_safe_lock = module_lock()
+
+
+def add_safe_metadata_globals(classes: Iterable[type[Any]]) -> None:
+    """Lets ``.metadata`` hold instances of these classes, for custom planners and writers.
+
+    Only name classes whose construction from arbitrary arguments is harmless.
+    """
+    with _safe_lock:
+        by_name = {_name(cls): cls for cls in (*_SAFE, *classes)}  # a class defined again replaces
+        _SAFE.clear()
+        _SAFE.update(by_name.values())
+
+
+def _name(cls: type[Any]) -> str:
+    return full_name(cls.__module__, cls.__qualname__)
+
+
+class _TrustingUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(home(module), name)
+
+
+def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = False) -> Metadata:
+    """Reads the pickle in ``.metadata``, ours or another writer's.
+
+    Raises:
+        UntrustedPickleError: If it names a class or function that is not on the allow-list.
+        CheckpointCorruptError: If it is damaged, or not metadata.
+    """
+    body = pickle_in(data, uri)
+    try:
+        with paused_gc():
+            if trust_pickle:
+                metadata = _TrustingUnpickler(io.BytesIO(body)).load()
+            else:
+                with _safe_lock:
+                    allowed = {_name(cls): cls for cls in _SAFE}
+                stubs = unpickle(body)
+                metadata = _MetadataBuilding(allowed).value(stubs)
+    except Warning:
+        raise
+    except UnknownNameError as unknown:
+        raise UntrustedPickleError(
+            f"the checkpoint's metadata names {unknown}, which is not on the allow-list: if you "
+            "trust whoever can write to this location, pass trust_pickle=True, or allow the class "
+            "by cloudckpt.format_utils.add_safe_metadata_globals([...])",
+            uri=uri,
+        ) from None
+    except Exception as exc:  # the user's classes, or any where all are trusted, may raise anything
+        raise CheckpointCorruptError(
+            "the metadata can't be read: it is damaged, or not that of a checkpoint",
+            uri=uri,
+            cause=exc,
+        ) from exc
+    if not isinstance(metadata, Metadata):
+        raise CheckpointCorruptError(
+            f"the metadata is a {type(metadata).__name__}, not torch's Metadata", uri=uri
+        )
+    return metadata
+
 
 _new = object.__new__
 _NONE = type(None)
-
-_SHARED = 8
-"""How many entries a byte of the pickle may stand for, where containers occur several times."""
-
 _END = 1 << 63
 _DCP = "torch.distributed.checkpoint.metadata"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
-_INDEX = f"{_DCP}.MetadataIndex"
-_CHUNK = f"{_DCP}.ChunkStorageMetadata"
 _PLACE = ["relative_path", "offset", "length"]
-_INDEX_FIELDS = ["fqn", "index", "offset"]
-_CHUNK_FIELDS = ["offsets", "sizes"]
 _PROPERTIES: Mapping[str, type[Any]] = {
     f"{_DCP}.TensorProperties": TensorProperties,
     f"{_OLD}.TensorProperties": OldTensorProperties,
@@ -50,56 +111,29 @@ _FORMATS = {
 }
 
 
-def build(data: bytes | bytearray, end: int, allowed: Mapping[str, Any]) -> Any:
-    """What the pickle in the first ``end`` bytes of ``data`` describes.
-
-    Args:
-        data: Where the pickle is.
-        end: Where it must have ended.
-        allowed: The classes of the user, by their full names.
-
-    Raises:
-        UnknownNameError: If it names what is neither known here nor allowed.
-        RefusedError: If it does what no writer does.
-        ValueError: If it is damaged, or makes no sense.
-    """
-    described = describe(data, end, {"torch.Size": _size})
-    return _MetadataBuilding(allowed, _SHARED * end).value(described)
-
-
-def _size(arguments: Any) -> torch.Size:
-    (dims,) = arguments
-    if type(dims) is not tuple:
-        raise ValueError("a size of what is no tuple")
-    for dim in dims:
-        if type(dim) is not int or not 0 <= dim < _END:
-            raise ValueError("a size of what is no number, or out of range")
-    return torch.Size(dims)
-
-
 class _MetadataBuilding(Building):
     """Builds torch's metadata, once every field of it has been checked."""
 
-    def __init__(self, allowed: Mapping[str, Any], entries: int) -> None:
-        super().__init__(allowed, entries)
-        self._known: dict[str, Callable[[Called], Any]] = {
+    def __init__(self, allowed: Mapping[str, Any]) -> None:
+        super().__init__(allowed)
+        self._known = {
             f"{_DCP}.Metadata": self._metadata,
             f"{_DCP}.StorageMeta": self._storage_meta,
             f"{_DCP}.TensorStorageMetadata": self._tensor,
             f"{_DCP}.BytesStorageMetadata": self._no_tensor,
-            _CHUNK: self._chunk,
-            _INDEX: self._index,
+            f"{_DCP}.ChunkStorageMetadata": self._chunk,
+            f"{_DCP}.MetadataIndex": self._index,
             "torch.distributed.checkpoint.filesystem._StorageInfo": self._place,
             **dict.fromkeys(_PROPERTIES, self._properties),
         }
 
-    def instance(self, name: str, called: Called) -> Any:
-        if called.form != "new" or name not in self._known:
-            raise UnknownNameError(name)
-        return self._known[name](called)
+    def instance(self, stub: Stub) -> Any:
+        if stub.is_call or stub.name not in self._known:
+            raise UnknownNameError(stub.name)
+        return self._known[stub.name](stub)
 
-    def _metadata(self, called: Called) -> Metadata:
-        fields = _fields(called)
+    def _metadata(self, stub: Stub) -> Metadata:
+        fields = dict(_fields(stub))
         entries = self._items(fields.pop("state_dict_metadata", None))
         metadata = Metadata(entries, storage_data=self._places(fields.pop("storage_data", None)))
         for name, described in fields.items():  # libraries keep more there than torch does
@@ -117,9 +151,9 @@ class _MetadataBuilding(Building):
             _expect(entry, kinds, "the metadata of an item")
         return entries
 
-    def _storage_meta(self, called: Called) -> StorageMeta:
+    def _storage_meta(self, stub: Stub) -> StorageMeta:
         meta = StorageMeta()
-        for name, described in _fields(called).items():
+        for name, described in _fields(stub).items():
             setattr(meta, name, self.value(described))
         _check_fields(
             meta,
@@ -134,34 +168,23 @@ class _MetadataBuilding(Building):
         """Where items are. Other libraries, such as OLMo-core, have classes of their own with the
         fields of torch's; as nothing but the fields is used, their names do not matter.
         """
-        if type(described) is not Dict:
+        if type(described) is not dict:
             return self.value(described)
-        pairs = described.pairs
-        self.spend(len(pairs) + 1)
         places = {}
-        is_place: Any = None  # a function whose calls make places; mostly there is one
-        for key, entry in zip(pairs[::2], pairs[1::2], strict=True):
-            index = self._index(key) if _is_a(_INDEX, key) else self.value(key)
-            if type(entry) is not Called or entry.function is not is_place:
-                if not self._is_place(entry):
-                    places[index] = self.value(entry)
-                    continue
-                is_place = entry.function
-            places[index] = self._place(entry)
-        if len(places) != len(pairs) // 2:
+        for key, entry in described.items():
+            place = self._place(entry) if self._is_place(entry) else self.value(entry)
+            places[self.value(key)] = place
+        if len(places) != len(described):
             raise DescriptionError("storage_data has an item twice")
         return places
 
-    def _is_place(self, described: Any) -> bool:
-        if type(described) is not Called or described.form != "new":
+    def _is_place(self, entry: Any) -> bool:
+        if not isinstance(entry, Stub) or entry.is_call or entry.name in self.allowed:
             return False
-        state = described.state
-        if type(state) is not Dict or state.pairs[:6:2] != _PLACE:
-            return False
-        return self.name(described.function) not in self.allowed
+        return type(entry.state) is dict and list(entry.state)[:3] == _PLACE
 
-    def _place(self, called: Called) -> StorageInfo:
-        path, offset, length, transforms = _values(called, _PLACE, "transform_descriptors")
+    def _place(self, stub: Stub) -> StorageInfo:
+        path, offset, length, transforms = _values(stub, _PLACE, "transform_descriptors")
         if type(path) is not str or type(offset) is not int or type(length) is not int:
             raise DescriptionError("an item's place has fields of wrong types")
         if not (0 <= offset < _END and 0 <= length < _END - offset):
@@ -174,8 +197,8 @@ class _MetadataBuilding(Building):
             _expect(transform, (str,), "transform_descriptors")
         return StorageInfo(path, offset, length, transforms)
 
-    def _index(self, called: Called) -> MetadataIndex:
-        fqn, hint, offset = _values(called, _INDEX_FIELDS)
+    def _index(self, stub: Stub) -> MetadataIndex:
+        fqn, hint, offset = _values(stub, ["fqn", "index", "offset"])
         if type(fqn) is not str or not (offset is None or type(offset) is torch.Size):
             raise DescriptionError("an item's index has fields of wrong types")
         if hint is not None and (type(hint) is not int or not 0 <= hint < _END):
@@ -184,21 +207,17 @@ class _MetadataBuilding(Building):
         fields = vars(index)  # its constructor sets each, past its being frozen, four times as long
         fields["fqn"], fields["index"] = fqn, hint
         if offset is not None:
-            fields["offset"] = offset
+            fields["offset"] = _size(offset)
         return index
 
-    def _tensor(self, called: Called) -> TensorStorageMetadata:
-        described, size, chunks = _values(called, ["properties", "size", "chunks"])
+    def _tensor(self, stub: Stub) -> TensorStorageMetadata:
+        described, size, chunks = _values(stub, ["properties", "size", "chunks"])
         properties = self.value(described)
         _expect(properties, tuple(_PROPERTIES.values()), "properties")
-        _expect(size, (torch.Size,), "size")
         _expect(chunks, (list,), "chunks")
-        if math.prod(size) * properties.dtype.itemsize >= _END:
+        if math.prod(_size(size)) * properties.dtype.itemsize >= _END:
             raise DescriptionError("a tensor is larger than any memory")
-        self.spend(len(chunks) + 1)
-        built = [
-            self._chunk(chunk) if _is_a(_CHUNK, chunk) else self.value(chunk) for chunk in chunks
-        ]
+        built = [self.value(chunk) for chunk in chunks]
         rank = len(size)
         for chunk in built:
             if type(chunk) is not ChunkStorageMetadata:
@@ -207,22 +226,18 @@ class _MetadataBuilding(Building):
                 raise DescriptionError("a chunk has another number of dimensions than its tensor")
         return TensorStorageMetadata(properties, size, built)
 
-    def _no_tensor(self, called: Called) -> BytesStorageMetadata:
-        _values(called, [])
+    def _no_tensor(self, stub: Stub) -> BytesStorageMetadata:
+        _values(stub, [])
         return BytesStorageMetadata()
 
-    def _chunk(self, called: Called) -> ChunkStorageMetadata:
-        offsets, sizes = _values(called, _CHUNK_FIELDS)
-        if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
-            raise DescriptionError("a chunk has fields of wrong types")
-        return ChunkStorageMetadata(offsets, sizes)
+    def _chunk(self, stub: Stub) -> ChunkStorageMetadata:
+        offsets, sizes = _values(stub, ["offsets", "sizes"])
+        return ChunkStorageMetadata(_size(offsets), _size(sizes))
 
-    def _properties(self, called: Called) -> Any:
-        state = called.state
-        if type(state) is not tuple or not 5 <= len(state) <= 6:
-            raise DescriptionError("the properties of a tensor are not five or six")
-        if called.arguments or called.contents:
-            raise DescriptionError("the properties of a tensor are not those of torch")
+    def _properties(self, stub: Stub) -> Any:
+        state = stub.state
+        if type(state) is not tuple or not 5 <= len(state) <= 6 or stub.arguments or stub.contents:
+            raise DescriptionError("expected 5 or 6 tensor properties")
         encoding = self._memory_format(state[3])
         dtype, layout, requires_grad, pin_memory = map(self.value, (*state[:3], state[4]))
         strides = self.value(state[5]) if len(state) == 6 else None
@@ -231,10 +246,7 @@ class _MetadataBuilding(Building):
         ):
             raise DescriptionError("the strides of a tensor are no numbers")
         made = with_strides(
-            _PROPERTIES[self.name(called.function)](
-                dtype, layout, requires_grad, encoding, pin_memory
-            ),
-            strides,
+            _PROPERTIES[stub.name](dtype, layout, requires_grad, encoding, pin_memory), strides
         )
         _check_fields(
             made,
@@ -247,53 +259,47 @@ class _MetadataBuilding(Building):
 
     def _memory_format(self, described: Any) -> torch.memory_format:
         """Of the member of an enum, by its number, or by its name as of Python 3.11.0."""
-        _expect(described, (Called,), "memory_format")
-        if described.state is not NO_STATE or described.contents is not None:
-            raise DescriptionError("it changes a memory format")
-        name = self.name(described.function)
-        if name in _ENCODINGS:
+        if isinstance(described, Stub) and described.name in _ENCODINGS:
             (number,) = described.arguments
             _expect(number, (int,), "memory_format")
+            if described.state is not None or described.contents:
+                raise DescriptionError("it changes a memory format")
             return dict(enumerate(_FORMATS.values()))[number]
-        outer, _, member = self.name(described).rpartition(".")
-        if outer not in _ENCODINGS:
-            raise UnknownNameError(f"{outer}.{member}")
+        outer, _, member = getattr(described, "name", "").rpartition(".")
+        if isinstance(described, Stub) or outer not in _ENCODINGS:
+            raise DescriptionError("a memory format of another kind")
         return _FORMATS[member]
 
 
-def _is_a(name: str, described: Any) -> bool:
-    return (
-        type(described) is Called
-        and described.form == "new"
-        and type(described.function) is Global
-        and described.function.name == name
-    )
+def _size(described: Any) -> torch.Size:
+    if type(described) is not torch.Size:
+        raise DescriptionError("a size or an offset is none")
+    for dim in described:
+        if type(dim) is not int or not 0 <= dim < _END:
+            raise DescriptionError("a size or an offset is no number, or out of range")
+    return described
 
 
-def _fields(called: Called) -> dict[str, Any]:
-    """The fields of an instance, as they are described."""
-    state = called.state
-    if state is NO_STATE or state is None:
-        state = Dict()
-    if type(state) is not Dict or called.arguments or called.contents is not None:
+def _fields(stub: Stub) -> dict[str, Any]:
+    """The fields of an instance, not built yet."""
+    fields = {} if stub.state is None else stub.state
+    if type(fields) is not dict or stub.arguments or stub.contents or stub.keywords:
         raise DescriptionError("an instance does not consist of fields")
-    names, pairs = state.pairs[::2], state.pairs
-    for name in names:
+    for name in fields:
         if type(name) is not str or name.startswith("__"):
             raise DescriptionError("an instance has a field without a name")
-    return dict(zip(names, pairs[1::2], strict=True))
+    return fields
 
 
-def _values(called: Called, names: list[str], *more: str) -> list[Any]:
+def _values(stub: Stub, names: list[str], *more: str) -> list[Any]:
     """The values of fields, None for those that are missing.
 
     Raises:
         DescriptionError: If there are others.
     """
-    state = called.state
-    if type(state) is Dict and state.pairs[::2] == names and not called.arguments:
-        return state.pairs[1::2] + [None] * len(more)
-    fields = _fields(called)
+    if type(fields := stub.state) is dict and list(fields) == names and not stub.arguments:
+        return [*fields.values()] + [None] * len(more)
+    fields = dict(_fields(stub))
     values = [fields.pop(name, None) for name in (*names, *more)]
     if fields:
         raise DescriptionError(
