@@ -21,7 +21,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.integrations.fsspec import _makes_visible
 from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
-from cloudckpt.integrations.torch_checkpointing.written import tensors_last
+from cloudckpt.integrations.torch_checkpointing.written import is_tensor_memory
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.uri import CheckpointURI
 from faulty_store import FaultyStore
@@ -58,7 +58,7 @@ def contents(step: int) -> dict[str, bytes]:
 
 def write(files: FileFolders, folder: str, step: int) -> None:
     for name, data in contents(step).items():
-        with files.written(f"{folder}/{name}", lasts=lambda view: True) as file:
+        with files.written(f"{folder}/{name}", is_immutable=lambda view: True) as file:
             file.write(data)
 
 
@@ -493,24 +493,24 @@ def test_a_removal_by_fsspec_begins_with_the_manifest() -> None:
 
 def test_memory_lasts_if_it_is_that_of_a_tensor_on_the_host() -> None:
     weight = torch.arange(100_000)
-    lasts = tensors_last({"a": [weight.view(torch.uint8)], "b": "text"})
+    is_memory = is_tensor_memory({"a": [weight.view(torch.uint8)], "b": "text"})
     view = memoryview(weight.numpy()).cast("B")
-    assert lasts(view)
-    assert lasts(view[:1000])
-    assert not lasts(memoryview(bytes(1000)))
-    assert not lasts(view[8:])  # where no tensor begins
+    assert is_memory(view)
+    assert is_memory(view[:1000])
+    assert not is_memory(memoryview(bytes(1000)))
+    assert not is_memory(view[8:])  # where no tensor begins
 
 
 def test_what_torch_saves_is_sent_from_where_it_is(store) -> None:
     state = {"w": torch.randn(1_000_000), "small": torch.arange(3)}
     sent = []
 
-    def lasts(view: memoryview) -> bool:
-        sent.append(tensors_last(state)(view))
+    def is_memory(view: memoryview) -> bool:
+        sent.append(is_tensor_memory(state)(view))
         return sent[-1]
 
     files = folders(store)
-    with files.written("run/x.pt", lasts=lasts) as file:
+    with files.written("run/x.pt", is_immutable=is_memory) as file:
         torch.save(state, file)
         assert not torch.serialization.get_crc32_options()
     assert torch.serialization.get_crc32_options()
