@@ -4,7 +4,6 @@ Two checkpoints are kept; a run that resumes does so behind its third step.
 """
 
 import argparse
-import logging
 import os
 from typing import Any
 
@@ -65,7 +64,7 @@ def with_lightning(told: argparse.Namespace) -> list[float]:
             return torch.optim.AdamW(trained, 0.01)
 
     world = int(os.environ["WORLD_SIZE"])
-    sharding = ours.CloudModelParallelStrategy(world, 1, peft_base=told.with_base)
+    sharding = ours.CloudModelParallelStrategy(world, 1)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=world,
@@ -96,7 +95,7 @@ def with_accelerate(told: argparse.Namespace) -> list[float]:
     trained = (one for one in model.parameters() if one.requires_grad)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, 0.01))
     if told.resume:
-        load_state(accelerator, told.resume, peft_base=told.with_base)
+        load_state(accelerator, told.resume)
     losses = []
     for step in range(3 if told.resume else 0, told.steps):
         loss = model(input_ids=TOKENS[None], labels=TOKENS[None]).loss
@@ -105,7 +104,7 @@ def with_accelerate(told: argparse.Namespace) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
         uri = f"{told.run}/step-{step + 1}"
-        save_state(accelerator, uri, max_to_keep=2, peft_base=told.with_base)
+        save_state(accelerator, uri, max_to_keep=2)
     return losses
 
 
@@ -147,7 +146,6 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--base", type=int, default=0, help="which base; a run has one")
     parser.add_argument("--resume")
-    parser.add_argument("--without-base", dest="with_base", action="store_false")
     parser.add_argument("--incremental", action="store_true")
     told = parser.parse_args()
     sent: dict[str, int] = {}
@@ -157,19 +155,10 @@ def main() -> None:
             sent[event.uri] = sent.get(event.uri, 0) + (event.nbytes or 0)
 
     events.subscribe(listen, progress=False)
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("cloudckpt").addHandler(handler)
-    logging.getLogger("cloudckpt").setLevel(logging.INFO)
     cloudckpt.install(config=cloudckpt.Config(incremental=told.incremental))
     train = {"accelerate": with_accelerate, "trainer": with_trainer}
-    losses, failure = [], ""
-    try:
-        losses = train.get(told.framework, with_lightning)(told)
-    except cloudckpt.errors.MissingKeyError as error:
-        failure = str(error)
-    tell(losses=losses, sent=sent, lines=lines, failure=failure)
+    losses = train.get(told.framework, with_lightning)(told)
+    tell(losses=losses, sent=sent)
     if dist.is_initialized():
         dist.destroy_process_group()
 

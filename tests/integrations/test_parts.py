@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cloudckpt import Config, api
-from cloudckpt.errors import ConfigError, MissingKeyError
+from cloudckpt.errors import ConfigError
 from cloudckpt.integrations.parts import Parts
 
 
@@ -72,46 +72,3 @@ def test_an_optimizer_that_was_not_saved_stays_unless_loading_is_strict(tmp_path
     _train(model, optimizer, "a")
     _parts(model, optimizer).load(uri, Config(), beside={}, strict=False)
     assert len(optimizer.state) == 2
-
-
-class _Peft(torch.nn.Module):
-    """As PEFT makes a model: a frozen base, and adapters, of which one is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peft_config = {"default": object(), "reference": object()}
-        self.base = torch.nn.Linear(4, 4).requires_grad_(False)
-        self.lora_A = torch.nn.ModuleDict(
-            {
-                "default": torch.nn.Linear(4, 1),
-                "reference": torch.nn.Linear(4, 1).requires_grad_(False),
-            }
-        )
-
-
-def test_the_base_of_a_peft_model_is_saved_and_loaded(tmp_path: Path) -> None:
-    uri, model, other = f"file://{tmp_path}/step-1", _Peft(), _Peft()
-    api.save(Parts({"model": model}, {}).state_dicts(), checkpoint_id=uri)
-    for peft_base in (True, False):
-        other = _Peft()
-        Parts({"model": other}, {}).load(uri, Config(), beside={}, peft_base=peft_base)
-        assert torch.equal(other.base.weight, model.base.weight)
-
-
-def test_a_base_that_is_left_out_on_demand_is_logged_and_missed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    uri, model, other = f"file://{tmp_path}/step-1", _Peft(), _Peft()
-    caplog.set_level("INFO", "cloudckpt")
-    state = Parts({"model": model}, {}).state_dicts(peft_base=False)
-    assert "80 bytes" in caplog.text
-    assert {"lora_A.default.weight", "lora_A.reference.weight"} <= state["model"].keys()
-    api.save(state, checkpoint_id=uri)
-
-    base = other.base.weight.clone()
-    parts = Parts({"model": other}, {})
-    with pytest.raises(MissingKeyError, match="peft_base=False"):
-        parts.load(uri, Config(), beside={})
-    parts.load(uri, Config(), beside={}, peft_base=False)
-    assert torch.equal(other.lora_A["default"].weight, model.lora_A["default"].weight)
-    assert torch.equal(other.base.weight, base)

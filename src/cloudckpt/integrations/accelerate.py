@@ -63,7 +63,6 @@ def save_state(
     uri: URILike,
     *,
     max_to_keep: int | None = None,
-    peft_base: bool = True,
     config: Config | None = None,
 ) -> None:
     """Saves all that was prepared and registered, in one commit; all ranks call it.
@@ -77,8 +76,6 @@ def save_state(
         max_to_keep: How many of the newest checkpoints named ``step-<step>`` beside this one are
             kept, this one included; None keeps all. The one that this job loaded also stays, and so
             do later steps.
-        peft_base: Whether the frozen base of PEFT models is saved. Without it, what is left out is
-            logged, and :func:`load_state` needs ``peft_base=False``, too.
         config: Options; None for those of ``install``.
 
     Raises:
@@ -97,7 +94,7 @@ def save_state(
         folder = _own_folder(meeting, stack)
 
         def collect() -> dict[str, Any]:
-            state = _parts(accelerator, str(place)).state_dicts(peft_base=peft_base)
+            state = _parts(accelerator, str(place)).state_dicts()
             taken = _call_hooks(accelerator, state, folder)
             _write_small_files(accelerator, folder)
             return {name: value for name, value in state.items() if name not in taken}
@@ -115,7 +112,6 @@ def load_state(
     accelerator: Any,
     uri: URILike,
     *,
-    peft_base: bool = True,
     config: Config | None = None,
 ) -> None:
     """Loads all that was prepared and registered, on any number of ranks; all ranks call it.
@@ -126,8 +122,6 @@ def load_state(
     Args:
         accelerator: The ``Accelerator``, with models and optimizers prepared as at the save.
         uri: The checkpoint.
-        peft_base: Whether a checkpoint must have the frozen base of PEFT models. Without it, a
-            model keeps the base that it has where the checkpoint has none.
         config: Options; None for those of ``install``.
 
     Raises:
@@ -157,7 +151,7 @@ def load_state(
 
         parts, rooms = meeting.begin(prepare)
         beside = {_FILES: rooms} if rooms else {}
-        parts.load(place, config, beside=beside, peft_base=peft_base)
+        parts.load(place, config, beside=beside)
 
         def load_files() -> None:
             left = [] if _is_fsdp(accelerator) else list(accelerator._models)

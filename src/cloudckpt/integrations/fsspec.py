@@ -17,7 +17,7 @@ import contextlib
 import datetime
 import importlib.util
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -255,20 +255,6 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if not self.isdir(path1):
             with self._open(path1) as source:
                 save_file(self._uri(path2), source, config=self._config)  # type: ignore[arg-type]
-
-    def copy_files(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """Copies files, within the store where it can.
-
-        Args:
-            pairs: Sources and targets. All sources share a bucket, as do all targets, and nobody
-                else writes to the targets.
-        """
-        if not pairs:
-            return
-        source, _, _ = self._place(pairs[0][0])
-        target, _, _ = self._place(pairs[0][1])
-        keys = [(self._uri(path).prefix, self._uri(copy).prefix) for path, copy in pairs]
-        copy_objects(source, target, keys, self._config)
 
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
         """Does nothing, like `makedirs` and `rmdir`: folders are only common prefixes of keys."""

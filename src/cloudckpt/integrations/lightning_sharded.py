@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from cloudckpt import api
 from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, MissingKeyError
-from cloudckpt.integrations.adapters import without_base
 from cloudckpt.integrations.lightning_whole import config_of, refuse_storage_options
 from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, uri_of
 from cloudckpt.integrations.saves import Saves, close, then
@@ -30,24 +29,17 @@ class FabricOnStores:
     """Makes Fabric's sharded strategies save to a URI: each rank its shards, in one commit."""
 
     config: Config | None = None
-    peft_base = True
 
-    def __init__(
-        self, *args: Any, config: Config | None = None, peft_base: bool = True, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
         """
         Args:
             *args: Lightning's.
             config: Options for saving and loading.
-            peft_base: Whether the frozen base of PEFT models is saved, and must be in what is
-                loaded. Without it, what is left out is logged, and a model keeps the base that it
-                has.
             **kwargs: Lightning's.
         """
         super().__init__(*args, **kwargs)
         if config is not None:
             self.config = config
-        self.peft_base = peft_base
 
     def save_checkpoint(
         self,
@@ -69,7 +61,7 @@ class FabricOnStores:
         _check_sharded(self, uri)
         if filter is not None:
             raise ConfigError("filter= is not for sharded checkpoints: leave it out", uri=uri)
-        parts = _parts(state, uri).state_dicts(peft_base=self.peft_base)
+        parts = _parts(state, uri).state_dicts()
         values = {key: _asked(value) for key, value in state.items() if key not in parts}
         if self.is_global_zero:  # type: ignore[attr-defined]
             parts[VALUES] = packed(values)
@@ -106,7 +98,6 @@ class FabricOnStores:
             uri,
             config_of(self),
             strict=strict,
-            peft_base=self.peft_base,
             weights_only=weights_only,
         )
         for key, value in state.items():
@@ -132,14 +123,12 @@ class TrainerOnStores:
     """Makes the Trainer's sharded strategies save to a URI: each rank its shards, in one commit."""
 
     config: Config | None = None
-    peft_base = True
     saves: Saves | None = None  # in the background
 
     def __init__(
         self,
         *args: Any,
         config: Config | None = None,
-        peft_base: bool = True,
         asynchronous: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -147,7 +136,6 @@ class TrainerOnStores:
         Args:
             *args: Lightning's.
             config: Options for saving and loading.
-            peft_base: As for :class:`FabricOnStores`.
             asynchronous: Whether a save copies the state and continues in the background. A failure
                 is then raised by the next save, or at the end, on all ranks.
             **kwargs: Lightning's.
@@ -155,7 +143,6 @@ class TrainerOnStores:
         super().__init__(*args, **kwargs)
         if config is not None:
             self.config = config
-        self.peft_base = peft_base
         if asynchronous:
             self.saves = Saves(config_of(self), asynchronous=True)
 
@@ -179,8 +166,6 @@ class TrainerOnStores:
         _check_sharded(self, uri)
         values = dict(checkpoint)
         model = values.pop("state_dict")
-        if not self.peft_base:
-            model = without_base(self.lightning_module, model)  # type: ignore[attr-defined]
         parts: dict[str, Any] = {"state_dict": model}
         for index, state in enumerate(values.pop("optimizer_states", [])):
             parts[f"optimizer_{index}"] = state
@@ -220,7 +205,6 @@ class TrainerOnStores:
             uri,
             config_of(self),
             strict=module.strict_loading,
-            peft_base=self.peft_base,
             weights_only=weights_only,
         )
 

@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
-from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError, MissingKeyError
+from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
 from cloudckpt.integrations import optimizer_states
-from cloudckpt.integrations.adapters import base_weights, without_base
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.deleting import delete
@@ -55,16 +54,11 @@ class Parts:
         self._models = models
         self._optimizers = optimizers
 
-    def state_dicts(self, *, peft_base: bool = True) -> dict[str, Any]:
-        """What to save of each, by name; a collective call.
-
-        Args:
-            peft_base: Whether the frozen base of PEFT models is saved; what is left out is logged.
-        """
-        found: dict[str, Any] = {}
-        for name, model in self._models.items():
-            state = get_model_state_dict(model)
-            found[name] = state if peft_base else without_base(model, state)
+    def state_dicts(self) -> dict[str, Any]:
+        """What to save of each, by name; a collective call."""
+        found: dict[str, Any] = {
+            name: get_model_state_dict(model) for name, model in self._models.items()
+        }
         for name, (model, optimizer) in self._optimizers.items():
             found[name] = optimizer_states.taken(model, optimizer)
         return found
@@ -76,7 +70,6 @@ class Parts:
         *,
         beside: Mapping[str, Any] | None = None,
         strict: bool = True,
-        peft_base: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Loads them in place, on any number of ranks; a collective call.
@@ -86,8 +79,6 @@ class Parts:
             config: Options.
             beside: What else to load, instead of the values.
             strict: Whether all of them must be in the checkpoint.
-            peft_base: Whether that includes the frozen base of PEFT models. Without it, a model
-                keeps the base that it has where the checkpoint has none.
             weights_only: With False, pickles in the checkpoint may run any code.
 
         Returns:
@@ -102,14 +93,9 @@ class Parts:
         there = meeting.broadcast_from_first(
             lambda: {item.name for item in inspect(uri, config=config).items}
         )
-        wanted: dict[str, Any] = {}
-        lacking = self._lacking(there)
-        if strict and peft_base:
-            _require_base(lacking, uri)
-        for name, model in self._models.items():
-            weights = get_model_state_dict(model)
-            left_out = lacking.get(name, set())
-            wanted[name] = {key: one for key, one in weights.items() if key not in left_out}
+        wanted: dict[str, Any] = {
+            name: get_model_state_dict(model) for name, model in self._models.items()
+        }
         optimizers = {
             name: pair
             for name, pair in self._optimizers.items()
@@ -127,20 +113,11 @@ class Parts:
             with make_sync_checkpointer(options) as checkpointer:
                 loaded = checkpointer.load(uri, wanted, strict=strict)
             for name, model in self._models.items():
-                is_whole = strict and name not in lacking
-                set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=is_whole))
+                set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=strict))
             for name, (model, optimizer) in optimizers.items():
                 optimizer_states.put(model, optimizer, loaded[name])
         found = loaded.get(VALUES)
         return unpacked(None if found is buffer else found, weights_only)
-
-    def _lacking(self, there: Collection[str]) -> dict[str, set[str]]:
-        """By model, where there are any: the frozen base weights that a checkpoint lacks."""
-        lacking = {
-            name: {weight for weight in base_weights(model) if f"{name}.{weight}" not in there}
-            for name, model in self._models.items()
-        }
-        return {name: left_out for name, left_out in lacking.items() if left_out}
 
     def _check_optimizers(self, wanted: dict[str, Any], there: Collection[str], uri: str) -> None:
         """Refuses to leave out what was saved of an optimizer that is loaded.
@@ -151,16 +128,6 @@ class Parts:
         for name, (_, optimizer) in self._optimizers.items():
             saved = _below(f"{name}.state.", there)
             optimizer_states.check_room(wanted[name], optimizer, saved, uri, name)
-
-
-def _require_base(lacking: Mapping[str, set[str]], uri: str) -> None:
-    for name, weights in lacking.items():
-        raise MissingKeyError(
-            f"{len(weights)} frozen weights of the base model are not in the checkpoint; if the "
-            "model has the right ones already, pass peft_base=False",
-            uri=uri,
-            item=f"{name}.{min(weights)}",
-        )
 
 
 def _below(prefix: str, names: Collection[str]) -> set[str]:
