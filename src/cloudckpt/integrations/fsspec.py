@@ -40,7 +40,6 @@ from cloudckpt.runs.deleting import delete
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.written_file import WrittenFile
-from cloudckpt.transfer.copying import copy_objects
 from cloudckpt.transfer.deleting import delete_all
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
