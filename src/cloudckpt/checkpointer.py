@@ -152,7 +152,8 @@ class Checkpointer(ClosedAtExit):
             **kwargs: ``planner``, to use instead of the configured one; ``notes``, or a function
                 that returns them, to keep with the checkpoint; ``base``, as of the writer;
                 ``keep_existing``, whether a checkpoint at the location must not be replaced,
-                whatever the options say.
+                whatever the options say; ``is_first``, whether values that will not load are
+                refused unless ``unloadable`` says otherwise.
 
         Returns:
             None if the checkpoint is committed; otherwise two futures: one is done when the trainer
@@ -241,7 +242,9 @@ class Checkpointer(ClosedAtExit):
         self, uri: URILike, state_dict: object, kwargs: dict[str, Any]
     ) -> CloudStorageWriter:
         self._check_open()
-        if unknown := sorted(set(kwargs) - {"planner", "notes", "base", "keep_existing"}):
+        if unknown := sorted(
+            set(kwargs) - {"planner", "notes", "base", "keep_existing", "is_first"}
+        ):
             raise ConfigError(f"save does not take {unknown}")
         if isinstance(state_dict, (str, os.PathLike)):
             raise ConfigError("save takes the location first: save(uri, state_dict)")
@@ -252,6 +255,8 @@ class Checkpointer(ClosedAtExit):
         config, base = self._config.config, kwargs.get("base")
         if kwargs.get("keep_existing"):
             config = replace(config_or_default(config), overwrite=False)
+        if kwargs.get("is_first") and config.unloadable == "auto":
+            config = replace(config, unloadable="refuse")
         return CloudStorageWriter(uri, config=config, commit_hook=hook, notes=notes, base=base)
 
 

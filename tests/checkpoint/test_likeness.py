@@ -82,10 +82,22 @@ def test_elements_count_and_strides_do_not(shape, dtype):
     if dtype.is_complex:
         views.append(tensor.conj().resolve_conj().conj())
     assert len({digest_of_all([view]) for view in views}) == 1
+    assert len({digest_of_all([view], samples=False) for view in views}) == 1
     if tensor.numel():
         other = tensor.clone()
         other.view(-1).view(torch.uint8)[0] ^= 1
         assert digest_of_all([other]) != digest_of_all([tensor])
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_any_byte_counts_where_all_of_a_tensor_is_compared(strided):
+    tensor = torch.zeros(600, 300, dtype=torch.uint8)
+    others = [tensor.clone() for _ in range(5)]
+    for other in others:
+        other[random.randrange(600), random.randrange(300)] = 1
+    same, *unlike = [one.t() if strided else one for one in [tensor, *others]]
+    whole = digest_of_all([same], samples=False)
+    assert all(digest_of_all([one], samples=False) != whole for one in unlike)
 
 
 def test_what_can_not_be_read_has_a_digest_all_the_same():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cloudckpt
@@ -181,3 +181,29 @@ def test_copies_are_compared_where_torch_makes_the_plan(ranks, local):
     first, second = ranks(2, _plain_on_one, local)
     assert "w: rank 0" in first[0]
     assert second == []
+
+
+def _one_byte_differs(place: Place) -> None:
+    large = torch.zeros(1 << 20, dtype=torch.uint8)
+    large[54_321] = dist.get_rank()
+    cloudckpt.save({"large": large}, checkpoint_id=place.uri, config=place.config)
+
+
+def test_a_byte_of_a_large_tensor_is_found_where_a_difference_is_an_error(ranks, local):
+    errors = ranks.errors(2, _one_byte_differs, local.having(replicas="refuse"))
+    assert [type(error) for error in errors] == [KeyCollisionError] * 2
+
+
+def _models_apart(place: Place, differs: bool) -> None:
+    """Stages of a pipeline, or replicas of a model, each on a mesh of its own."""
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    stage = dist.get_rank() // 2
+    local = torch.full((2,), dist.get_rank() % 2 + 10.0 * stage * differs)
+    tensor = DTensor.from_local(local, meshes[stage], [Shard(0)], run_check=False)
+    cloudckpt.save({"w": tensor}, checkpoint_id=place.uri, config=place.config)
+
+
+def test_different_tensors_on_meshes_without_a_common_rank_are_an_error(ranks, local):
+    assert ranks.errors(4, _models_apart, local, False) == [None] * 4
+    errors = ranks.errors(4, _models_apart, local.at("other"), True)
+    assert [(type(error), error.item) for error in errors] == [(KeyCollisionError, "w")] * 4

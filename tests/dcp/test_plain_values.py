@@ -1,6 +1,7 @@
 """Values that are no tensors: which load by default, and what a save says of the others."""
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -21,7 +22,7 @@ from cloudckpt.checkpointer import (
     make_async_checkpointer,
     make_sync_checkpointer,
 )
-from cloudckpt.errors import UntrustedPickleError
+from cloudckpt.errors import UnsupportedValueError, UntrustedPickleError
 from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from .places import Place
@@ -271,6 +272,30 @@ def test_tensors_of_an_unknown_class_are_said_too(local, told):
     save({"wrapped": Wrapper(torch.ones(2))}, local)
     (message,) = told()
     assert "wrapped (Wrapper)" in message
+
+
+@pytest.mark.parametrize("value", [OfTheUser(), Wrapper(torch.ones(2))], ids=["value", "tensor"])
+def test_what_would_not_load_is_refused_by_name_if_it_is_to_be(local, value):
+    for _ in range(2):
+        with pytest.raises(UnsupportedValueError) as caught:
+            save({"a": {"own": value}, "n": 1}, local.having(unloadable="refuse"))
+        assert caught.value.item == "a.own"
+    save({"n": 1}, local.having(unloadable="refuse"))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_first_save_of_a_manager_refuses_what_would_not_load(local, asynchronous):
+    for unloadable in ("auto", "warn"):
+        config = local.having(unloadable=unloadable).config
+        with (
+            contextlib.nullcontext()
+            if unloadable == "warn"
+            else pytest.raises(UnsupportedValueError, match="own"),
+            cloudckpt.CheckpointManager(
+                local.at(unloadable).uri, config=config, asynchronous=asynchronous
+            ) as manager,
+        ):
+            manager.save(1, {"own": OfTheUser()})
 
 
 def test_of_plain_values_nothing_is_looked_at(local, monkeypatch):

@@ -2,8 +2,9 @@
 
 Equal values have equal digests on all ranks. Their pickles don't: these depend on which objects are
 shared, and on the order of sets, which differs between processes. So a value is digested by what it
-consists of. Of a tensor of 64 KiB or more, every sixteenth page of 4 KiB is read: tensors that have
-nothing to do with each other differ there.
+consists of. Of a tensor of 64 KiB or more, a few pages are read, of 1 KiB each: 16, and one more
+for each MiB. Tensors that have nothing to do with each other differ there; to find any difference,
+all of them is read.
 """
 
 from __future__ import annotations
@@ -27,19 +28,26 @@ _SAMPLED_FROM = 64 * 1024
 """Bytes from which on a tensor is sampled."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_PAGE = 4 * 1024
+_PAGE = 1024  # bytes of a tensor that are read at a place
+_LEAST_PAGES = 16
+_EVERY = 1024 * 1024  # bytes of a tensor for which there is a further page
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
-_AT_ONCE = 64 * 1024 * 1024  # bytes of a tensor of which a sample is copied at a time
+_AT_ONCE = 64 * 1024 * 1024  # bytes of a tensor that are copied at a time
 _ATOMS_AT_ONCE = frozenset((type(None), bool, int, float, str))  # of which there may be millions
 _ATOMS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 
-def digest_of_all(values: Iterable[Any]) -> int:
-    """The digest, of 64 bits, of several values, in their order."""
-    whole = xxhash.xxh3_64()
+def digest_of_all(values: Iterable[Any], *, samples: bool = True) -> int:
+    """The digest, of 64 bits, of several values, in their order.
+
+    Args:
+        values: The values.
+        samples: Whether only a sample of a large tensor counts.
+    """
+    hash_ = xxhash.xxh3_64()
     for value in values:
-        _Digest(whole).add(value)
-    return whole.intdigest()
+        _Digest(hash_, samples=samples).add(value)
+    return hash_.intdigest()
 
 
 class _Digest:
@@ -50,12 +58,13 @@ class _Digest:
 
     Args:
         hash_: Takes what tells the value from others.
+        samples: Whether only a sample of a large tensor counts.
     """
 
-    __slots__ = ("_hash", "_known", "_open", "_visited")
+    __slots__ = ("_hash", "_known", "_open", "_samples", "_visited")
 
-    def __init__(self, hash_: xxhash.xxh3_64) -> None:
-        self._hash = hash_
+    def __init__(self, hash_: xxhash.xxh3_64, *, samples: bool) -> None:
+        self._hash, self._samples = hash_, samples
         self._known: dict[int, bytes] = {}
         self._open: set[int] = set()
         self._visited: list[object] = []  # another one would get its id otherwise
@@ -150,10 +159,11 @@ class _Digest:
             return  # the rank that saves it will tell
         if tensor.is_meta or not has_memory(tensor):
             return
-        if tensor.nbytes < _SAMPLED_FROM and is_plain(tensor):
+        samples = self._samples and tensor.nbytes >= _SAMPLED_FROM
+        if not samples and is_plain(tensor):
             self._hash.update(bytes_of(tensor))
             return
-        for piece in _sample(tensor.detach()):
+        for piece in [_sample(tensor.detach())] if samples else _slices(tensor.detach()):
             self._hash.update(bytes_of(piece))
 
     def _put(self, text: str) -> None:
@@ -165,33 +175,30 @@ def _kind_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
     return f"{dtype}{list(shape)}\0".encode()
 
 
-def _sample(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Bytes of a tensor, at the same places of its row-major order however it lies in memory."""
+def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """All bytes of a tensor, in row-major order, without a copy of all of it at a time."""
     if not tensor.numel():
         return
-    if tensor.nbytes > _AT_ONCE and tensor.shape[0] > 1:  # a copy of all of it would be large
+    if tensor.nbytes > _AT_ONCE and tensor.shape[0] > 1:
         rows = max(1, _AT_ONCE // (tensor.nbytes // tensor.shape[0]))
         for first in range(0, tensor.shape[0], rows):
-            yield from _sample(tensor[first : first + rows])
+            yield from _slices(tensor[first : first + rows])
         return
-    if not tensor.is_contiguous() and (numbers := _NUMBERS.get(tensor.itemsize)) is not None:
-        yield _taken(tensor.resolve_conj().resolve_neg().view(numbers)).cpu()
-        return
-    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    count = flat.numel() // _SAMPLED_FROM
-    whole = count * _SAMPLED_FROM
-    pages = flat[:whole].view(count, _SAMPLED_FROM)[:, :_PAGE]
-    yield torch.from_numpy(np.ascontiguousarray(pages.cpu().numpy()))  # torch would begin threads
-    yield (flat[whole : whole + _PAGE] if whole else flat).cpu()
+    yield tensor.resolve_conj().resolve_neg().contiguous().cpu()
 
 
-def _taken(tensor: torch.Tensor) -> torch.Tensor:
-    """The sample of a tensor that is not contiguous, without a copy of all of it."""
-    count, step, page = tensor.numel(), _SAMPLED_FROM // tensor.itemsize, _PAGE // tensor.itemsize
-    if count < step:
-        return tensor.contiguous()
-    device, whole = tensor.device, count // step * step
-    begins = torch.arange(0, whole, step, device=device)
-    places = begins.unsqueeze(1) + torch.arange(page, device=device)
-    rest = torch.arange(whole, min(whole + page, count), device=device)
-    return tensor.take(torch.cat([places.view(-1), rest]))
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements at the same places of a tensor's row-major order however it lies in memory."""
+    count, size = tensor.numel(), tensor.itemsize
+    page = max(1, _PAGE // size)
+    pages = _LEAST_PAGES + tensor.nbytes // _EVERY
+    step = (count - page) // (pages - 1)  # the first page and the last are read, too
+    is_view = tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
+    if not is_view and size in _NUMBERS:
+        tensor = tensor.view(_NUMBERS[size])
+    if tensor.is_contiguous():
+        found = tensor.as_strided((pages, page), (step, 1), tensor.storage_offset())
+    else:
+        starts = torch.arange(pages, device=tensor.device).unsqueeze(1) * step
+        found = tensor.take(starts + torch.arange(page, device=tensor.device))
+    return found.resolve_conj().resolve_neg().contiguous().cpu()

@@ -25,7 +25,12 @@ from cloudckpt.checkpoint.building import Building, DescriptionError, UnknownNam
 from cloudckpt.checkpoint.envelope import unwarned
 from cloudckpt.checkpoint.stubs import Stub, full_name, unpickle
 from cloudckpt.checkpoint.torch_private import load_with
-from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UntrustedPickleError
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    UnsupportedValueError,
+    UntrustedPickleError,
+)
 
 __all__ = [
     "check_trusted",
@@ -334,7 +339,7 @@ _TRIED = 1 << 20  # the largest item of numpy's that is loaded to see whether it
 _told: set[tuple[str, type]] = set()  # items and types that this process has looked at
 
 
-def forewarn(data: bytes, item: str, kind: type, uri: str) -> None:
+def forewarn(data: bytes, item: str, kind: type, uri: str, *, refuses: bool = False) -> None:
     """Warns once for each item and type, by the logger ``cloudckpt``, of what ``load`` refuses.
 
     Values of plain types cost next to nothing.
@@ -344,14 +349,26 @@ def forewarn(data: bytes, item: str, kind: type, uri: str) -> None:
         item: Its name.
         kind: The class of its value.
         uri: The checkpoint.
+        refuses: Whether to raise instead, each time.
+
+    Raises:
+        UnsupportedValueError: If it does.
     """
     # a name in the pickle takes two ends of lines, and there is one behind it
     if kind in _PLAIN or (len(data) < _SMALL and data.count(b"\n") < 3):
         return
-    if (item, kind) in _told:
+    if (item, kind) in _told and not refuses:
         return
-    _told.add((item, kind))
     needed = _refused(data)
+    if needed and refuses:
+        raise UnsupportedValueError(
+            f"{item} ({kind.__name__}) would not load: {needed}. Save its plain values instead; or "
+            "allow its classes by torch.serialization.add_safe_globals([...]); or, to load it "
+            "with trust_pickle=True, save with Config(unloadable='warn')",
+            uri=uri,
+            item=item,
+        )
+    _told.add((item, kind))
     if needed:
         logger.warning(
             "%s: %s (%s) is saved, but load will refuse it: %s. Pass trust_pickle=True to load, "

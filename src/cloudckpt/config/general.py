@@ -127,8 +127,14 @@ class Config(Options):
         "warn",
         "what happens to a save if ranks have different values under one name, of which a "
         "checkpoint has one: a warning, once for each name; an error on all ranks, and nothing is "
-        "committed; or nothing, as they are not compared. Of tensors of 64 KiB or more a sixteenth "
-        "is compared",
+        "committed; or nothing, as they are not compared. Of a tensor of 64 KiB or more, 16 places "
+        "and one for each MiB are compared, and all of it if it is to be an error",
+    )
+    unloadable: Literal["auto", "warn", "refuse"] = option(
+        "auto",
+        "what happens to a save with values that a load takes only with trust_pickle=True, such as "
+        "objects of your classes: a warning, once for each; or an error that names them. 'auto' "
+        "is an error at the first save of a CheckpointManager, and else a warning",
     )
     overwrite: bool = option(True, "replace a checkpoint at the same URI, atomically")
     incremental: bool = option(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -115,12 +116,21 @@ def groups_of_plans(
 
 
 class Described(NamedTuple):
-    """A rank's copy of an item; the offsets are those of a tensor, the kind is its class."""
+    """A rank's copy of an item.
+
+    Attributes:
+        name: Its name.
+        offsets: Those of a tensor.
+        digest: Its digest.
+        kind: Its class.
+        mesh: The ranks of a DTensor's mesh.
+    """
 
     name: str
     offsets: tuple[int, ...] | None
     digest: int
     kind: str
+    mesh: tuple[int, ...] = ()
 
 
 class _Copy(NamedTuple):
@@ -138,15 +148,17 @@ class Copies:
         counts: How many there are of each set.
         weights: This rank's weight in each set.
         unlike: The names of those that are known to differ, and are compared no more.
+        samples: Whether only a sample of a large tensor is compared.
     """
 
     items: tuple[_Copy, ...] = ()
     counts: tuple[int, ...] = ()
     weights: tuple[int, ...] = ()
     unlike: frozenset[str] = frozenset()
+    samples: bool = True
 
     @classmethod
-    def of(cls, plan: SavePlan, shared: Shared) -> Copies:
+    def of(cls, plan: SavePlan, shared: Shared, *, samples: bool) -> Copies:
         """Those of a rank's own plan."""
         items = (plan.items[number] for number in shared.items.tolist())
         copies = tuple(
@@ -157,7 +169,7 @@ class Copies:
             )
             for item in items
         )
-        return cls(copies, shared.counts, shared.weights)
+        return cls(copies, shared.counts, shared.weights, samples=samples)
 
     def without(self, names: Collection[str]) -> Copies:
         """The same, without the comparison of what has these names."""
@@ -169,7 +181,8 @@ class Copies:
         for count, weight in zip(self.counts, self.weights, strict=True):
             of_set = [copy for copy, _ in zip(items, range(count), strict=False)]
             compared = (copy for copy in of_set if copy.name not in self.unlike)
-            total += weight * digest_of_all(_value(copy, planner) for copy in compared)
+            values = (_value(copy, planner) for copy in compared)
+            total += weight * digest_of_all(values, samples=self.samples)
         return total & _ALL
 
     def described(self, planner: DefaultSavePlanner) -> list[Described]:
@@ -177,12 +190,21 @@ class Copies:
         return list(self._described(planner))
 
     def _described(self, planner: DefaultSavePlanner) -> Iterator[Described]:
+        meshes: dict[int, tuple[int, ...]] = {}
         for copy in self.items:
             if copy.name not in self.unlike:
                 value, offsets = _value(copy, planner), copy.where.offset
                 at = None if offsets is None else tuple(offsets)
                 kind = "tensor" if copy.sizes is not None else type(value).__name__
-                yield Described(copy.name, at, digest_of_all([value]), kind)
+                digest = digest_of_all([value], samples=self.samples)
+                given = planner.state_dict.get(copy.name)
+                ranks: tuple[int, ...] = ()
+                if isinstance(given, DTensor):
+                    mesh = given.device_mesh
+                    if id(mesh) not in meshes:
+                        meshes[id(mesh)] = (*mesh.mesh.flatten().tolist(),)
+                    ranks = meshes[id(mesh)]
+                yield Described(copy.name, at, digest, kind, ranks)
 
 
 def _value(copy: _Copy, planner: DefaultSavePlanner) -> Any:
@@ -210,7 +232,8 @@ def refuse_or_tell(
     Args:
         by_rank: What each has in common with others.
         uri: The checkpoint.
-        refuses: Whether that is an error; otherwise it is logged, once for each name.
+        refuses: Whether that is an error; otherwise it is logged, once for each name. DTensors on
+            meshes without a common rank are parts of different models: an error in any case.
 
     Returns:
         The names of what differs.
@@ -219,24 +242,30 @@ def refuse_or_tell(
         KeyCollisionError: If ranks have different values under one name.
     """
     found: dict[tuple[str, tuple[int, ...] | None], dict[tuple[str, int], list[int]]] = {}
+    meshes: dict[str, set[tuple[int, ...]]] = {}
     for rank, copies in enumerate(by_rank):
         for copy in copies:
             of_place = found.setdefault((copy.name, copy.offsets), {})
             of_place.setdefault((copy.kind, copy.digest), []).append(rank)
+            if copy.mesh:
+                meshes.setdefault(copy.name, set()).add(copy.mesh)
     unlike: dict[str, str] = {}
     for (name, _), by_digest in found.items():
         if len(by_digest) > 1:
             parted = (f"{_shown(ranks)} ({kind})" for (kind, _), ranks in by_digest.items())
             unlike.setdefault(name, f"{name}: {_first_few(parted, ', ')}")
-    news = [name for name in unlike if refuses or name not in _told]
+    apart = [name for name in unlike if _lie_apart(meshes.get(name, ()))]
+    refuses = refuses or bool(apart)
+    news = apart or [name for name in unlike if refuses or name not in _told]
     if not news:
         return frozenset(unlike)
     first = news[0]
     text = (
         f"{len(news)} {'entry differs' if len(news) == 1 else 'entries differ'} between ranks, and "
         "of each the checkpoint has one copy only. Ranks with the same copy: "
-        f"{_first_few((unlike[name] for name in news), '; ')}. What belongs to a rank needs a name "
-        f"of its own, for example {{f'{first}.{{rank}}': ...}}, and what belongs to all has to be "
+        f"{_first_few((unlike[name] for name in news), '; ')}. Mark what belongs to a "
+        "rank as cloudckpt.per_rank(value), or give it a name that has the rank, the stage or the "
+        f"expert in it, for example {{f'{first}.{{rank}}': ...}}; what belongs to all has to be "
         "made the same before, for example by a broadcast. replicas='trust' compares nothing"
     )
     if refuses:
@@ -244,6 +273,11 @@ def refuse_or_tell(
     _told.update(news)
     logger.warning("%s: %s", uri, text)
     return frozenset(unlike)
+
+
+def _lie_apart(meshes: Collection[tuple[int, ...]]) -> bool:
+    """Whether two meshes have no rank in common."""
+    return any(set(one).isdisjoint(other) for one, other in itertools.combinations(meshes, 2))
 
 
 def _shown(ranks: Sequence[int]) -> str:

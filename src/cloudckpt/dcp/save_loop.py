@@ -299,7 +299,7 @@ class SaveLoop:
         plan, structure = local[0]
         is_known = isinstance(step, Part)
         with paused_gc():
-            copies = Copies.of(plan, shared)
+            copies = Copies.of(plan, shared, samples=self._writer.config.replicas != "refuse")
             if isinstance(step, bytes):
                 step = pickle.loads(step)  # noqa: S301 - of the coordinator
             plan = step.of(plan) if isinstance(step, Part) else step

@@ -134,7 +134,9 @@ def send(
             objects, offsets, lengths = places
             # another process computes them, from memory that nothing writes to
             checksum = store.capabilities.checksum if sender is send_here else None
-            writing = _Writing(planner, shard, pool, str(destination.uri), contents, checksum)
+            refuses = destination.config.unloadable == "refuse"
+            uri = str(destination.uri)
+            writing = _Writing(planner, shard, pool, uri, contents, checksum, refuses=refuses)
             for number, place in writing.all_of(items, cached):
                 objects[number], offsets[number], lengths[number] = place
             shard.close()
@@ -168,8 +170,13 @@ class _Writing:
         uri: str,
         contents: Contents | None,
         checksum: ChecksumAlgorithm | None,
+        *,
+        refuses: bool,
     ) -> None:
-        """``checksum``: computed along with the digests of items that are not packed, if any."""
+        """``checksum``: computed along with the digests of items that are not packed, if any;
+        ``refuses``: whether values that will not load without ``trust_pickle`` are refused.
+        """
+        self._refuses = refuses
         self._planner, self._shard, self._pool, self._uri = planner, shard, pool, uri
         self._contents = contents
         self._checksum = checksum
@@ -227,7 +234,7 @@ class _Writing:
         if isinstance(data, io.BytesIO):
             content = data.getvalue()  # shared with the stream, no copy
             if isinstance(planner, DefaultSavePlanner):
-                forewarn(content, fqn, _kind(planner, item), self._uri)
+                forewarn(content, fqn, _kind(planner, item), self._uri, refuses=self._refuses)
             return self._write_bytes(number, content)
         tensor = settled(data).detach()
         check_supported(tensor, fqn)
@@ -242,7 +249,7 @@ class _Writing:
         if travels_as_bytes(tensor):
             buffer = io.BytesIO()
             torch.save(tensor, buffer)
-            forewarn(buffer.getvalue(), fqn, type(tensor), self._uri)
+            forewarn(buffer.getvalue(), fqn, type(tensor), self._uri, refuses=self._refuses)
             return self._write_bytes(number, buffer.getvalue())
         if type(tensor) is not torch.Tensor:
             tensor = tensor.as_subclass(torch.Tensor)

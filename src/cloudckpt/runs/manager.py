@@ -431,6 +431,7 @@ class CheckpointManager(ClosedAtExit):
                 base=self._base,
                 # who never called restore() may not know that there are steps of this number
                 keep_existing=self._continues is None and not force,
+                is_first=number == 1,
             )
         except BaseException:
             self._in_use.end(step)
