@@ -19,7 +19,7 @@ from cloudckpt.errors import (
     PreconditionFailedError,
 )
 from cloudckpt.stores.azure.store import AzureStore
-from cloudckpt.stores.http.client import HttpOptions
+from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.rest import Request
 from cloudckpt.transfer.retry import Retrier

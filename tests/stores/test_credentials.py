@@ -34,7 +34,8 @@ from cloudckpt.errors import (
 from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.credentials import Credentials, check_credential
 from cloudckpt.stores.gcs.store import GCSStore
-from cloudckpt.stores.http.client import HttpClient, HttpOptions
+from cloudckpt.stores.http.client import HttpClient
+from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.redaction import conceal, masked, raise_alone
 from cloudckpt.stores.s3.store import S3Store
 from emulators import moto_server

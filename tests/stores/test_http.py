@@ -32,7 +32,8 @@ from cloudckpt.errors import ConfigError, ConnectionLostError, ServerError, TLSE
 from cloudckpt.stores.http import bodies
 from cloudckpt.stores.http import native_tls as long_reads
 from cloudckpt.stores.http import stalls as watch
-from cloudckpt.stores.http.client import HttpClient, HttpOptions
+from cloudckpt.stores.http.client import HttpClient
+from cloudckpt.stores.http.options import HttpOptions
 from emulators import free_port
 
 MIB = 1024 * 1024

@@ -24,7 +24,8 @@ from authority import Authority
 from cloudckpt.errors import ConnectionLostError, TLSError
 from cloudckpt.stores.http import bodies
 from cloudckpt.stores.http import native_tls as long_reads
-from cloudckpt.stores.http.client import HttpClient, HttpOptions
+from cloudckpt.stores.http.client import HttpClient
+from cloudckpt.stores.http.options import HttpOptions
 from forwarding import forward_proxy
 
 MIB = 1024 * 1024

@@ -14,7 +14,8 @@ import sys
 import threading
 
 from cloudckpt.errors import ConnectionLostError, TLSError
-from cloudckpt.stores.http.client import HttpClient, HttpOptions
+from cloudckpt.stores.http.client import HttpClient
+from cloudckpt.stores.http.options import HttpOptions
 
 SIZE = 1_500_000
 BODY = random.Random(0).randbytes(SIZE)

@@ -32,9 +32,9 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.line import CLAIM, Line, Owner
 from cloudckpt.runs.steps import DEFAULT_PATTERN, StepNames
-from cloudckpt.stores.base import AT_FIRST, ObjectInfo, ObjectStore
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier, open_store
-from cloudckpt.transfer.view import View
+from cloudckpt.transfer.view import AT_FIRST, View
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CheckpointSummary", "Run", "latest", "list_checkpoints"]

@@ -1,16 +1,13 @@
 """The interface between cloudckpt and an object store.
 
-A store makes exactly one attempt per call (and one more if its credentials were replaced, see
-:mod:`cloudckpt.stores.credentials`) and maps the vendor's errors to :mod:`cloudckpt.errors`;
-retries, parallelism and clean-up are up to the caller. A listing takes many requests: the caller
-says how each of them is retried, so that a refused page does not begin the listing anew. Buffers
-are never copied: an upload is a sequence of memoryviews sent in order, a download fills the
-caller's memoryviews.
+A store makes exactly one attempt per call (and one more if its credentials were replaced) and maps
+the vendor's errors to :mod:`cloudckpt.errors`; retries, parallelism and clean-up are up to the
+caller. Buffers are never copied: an upload is a sequence of memoryviews sent in order, a download
+fills the caller's memoryviews.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -357,9 +354,8 @@ class ObjectStore(RangeReader):
         raise self._makes_no_copies(upload.key)
 
     def _makes_no_copies(self, key: str) -> InvalidRequestError:
-        return InvalidRequestError(
-            "the store can't copy that by itself", uri=self.uri(key), certain=True
-        )
+        text = "the store can't copy that by itself"
+        return InvalidRequestError(text, uri=self.uri(key), certain=True)
 
     @abstractmethod
     def abort_upload(self, upload: Upload) -> None:
@@ -387,7 +383,7 @@ class ObjectStore(RangeReader):
     def get_latest(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         """As `get`, but never from a cache that may hold an earlier version.
 
-        For keys that are rewritten. It differs from `get` only for stores that have such caches.
+        For keys that are rewritten.
         """
         return self.get(key, limit=limit)
 
@@ -433,9 +429,6 @@ class ObjectStore(RangeReader):
         For use after a request whose answer was lost: it may have been carried out. An object that
         another writer has made of the same bytes is not taken for this one. None proves nothing:
         the request may be carried out yet, and some stores keep no metadata.
-
-        Raises:
-            StoreError: If the store does not answer that.
         """
         try:
             info = self.head(key)
@@ -448,7 +441,6 @@ class ObjectStore(RangeReader):
 
         Raises:
             PreconditionFailedError: If the object is no longer ``info.version``.
-            StoreError: If the store does not answer that.
         """
         if info.checksum is not None:
             return info.checksum
@@ -527,20 +519,6 @@ def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
         rest.append(view[count:] if count else view)
         count = 0
     return rest
-
-
-AT_FIRST = 1000
-"""How many names of a level are requested at first: one page, in every store."""
-
-
-def first_of_level(store: ObjectStore, prefix: str, retry: Retry = once) -> list[ObjectInfo | str]:
-    """The first :data:`AT_FIRST` entries directly beneath ``prefix``, or all if fewer."""
-    return list(itertools.islice(store.list_level(prefix, retry), AT_FIRST))
-
-
-def folders_of(store: ObjectStore, prefix: str, retry: Retry = once) -> Iterator[str]:
-    """The names directly beneath ``prefix`` that have keys beneath them, in order."""
-    return (found for found in store.list_level(prefix, retry) if isinstance(found, str))
 
 
 ATTEMPT = "cloudckptattempt"

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cloudckpt.config.options import Options
-
-if TYPE_CHECKING:  # it needs credentials.py, which needs this
-    from cloudckpt.stores.http.client import HttpOptions
+from cloudckpt.stores.http.options import HttpOptions
 
 __all__ = ["Origin", "Route", "first_set", "named_by"]
 

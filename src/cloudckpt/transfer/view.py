@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
 from cloudckpt.config import Config
 from cloudckpt.stores import registry
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, first_of_level, folders_of
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.group import Cancellation, TaskGroup
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["View"]
+__all__ = ["AT_FIRST", "View"]
+
+AT_FIRST = 1000
+"""How many names of a level are requested at first: one page, in every store."""
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -61,17 +65,18 @@ class View:
             return [*store.list(prefix, self.retrier.call)]
 
     def level(self, prefix: str) -> list[ObjectInfo | str]:
-        """What is directly beneath ``prefix``; see :func:`~cloudckpt.stores.base.first_of_level`.
+        """The first :data:`AT_FIRST` entries directly beneath ``prefix``, or all if fewer.
 
         It takes one request, however much is there or beneath the folders.
         """
         with self.asking() as store:
-            return first_of_level(store, prefix, self.retrier.call)
+            return [*itertools.islice(store.list_level(prefix, self.retrier.call), AT_FIRST)]
 
     def folders(self, prefix: str) -> list[str]:
         """The names beneath ``prefix`` that have keys beneath them, in order."""
         with self.asking() as store:
-            return [*folders_of(store, prefix, self.retrier.call)]
+            found = store.list_level(prefix, self.retrier.call)
+            return [one for one in found if isinstance(one, str)]
 
     def each(self, look: Callable[[S], T], wanted: Iterable[S]) -> list[T]:
         """What ``look`` returns for each of ``wanted``, in its order.

@@ -24,8 +24,8 @@ from cloudckpt.errors import (
 from cloudckpt.stores.azure.errors import TOKEN_REFUSED
 from cloudckpt.stores.azure.tokens import Tokens
 from cloudckpt.stores.credentials import Credentials, check_credential
-from cloudckpt.stores.http.client import HttpOptions
 from cloudckpt.stores.http.messages import iso_date
+from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.origins import Origin, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone
 from cloudckpt.stores.refusals import Meaning

@@ -27,7 +27,7 @@ from cloudckpt.stores.credentials import (
     check_credential,
     fetching,
 )
-from cloudckpt.stores.http.client import HttpOptions
+from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.http.tls_errors import causes
 from cloudckpt.stores.origins import Origin, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone, told

@@ -13,13 +13,11 @@ import errno
 import functools
 import http.client
 import logging
-import os
 import re
 import socket
 import ssl
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -29,8 +27,6 @@ import urllib3.exceptions
 import urllib3.util.ssl_
 
 from cloudckpt._version import __version__
-from cloudckpt.config import Config
-from cloudckpt.config.general import NATIVE_TLS
 from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError, StoreError
 from cloudckpt.stores.base import Body, Progress
 from cloudckpt.stores.http.bodies import Reply, StoppedError, steps
@@ -38,11 +34,10 @@ from cloudckpt.stores.http.expect import EXPECT, early_answer, resumed
 from cloudckpt.stores.http.native_tls import (
     BodyReader,
     LongReadSocket,
-    LongReadTLSSocket,
-    TLSSocket,
     WatchedSocket,
     has_unread,
 )
+from cloudckpt.stores.http.options import LONGER, Contexts, HttpOptions
 from cloudckpt.stores.http.stalls import (
     Connection,
     Counter,
@@ -60,52 +55,6 @@ _UNFIT = re.compile(r"[^\t\x20-\x7e\xa0-\xff]")  # in the value of a header
 _CONNECTING = 4  # times connect_timeout: TCP, TLS with a proxy, its answer, TLS with the store
 _USER_AGENT = f"cloudckpt/{__version__}"
 _TUNNEL = re.compile(r"Tunnel connection failed: (4\d\d)\b.*")
-_LONGER = 15  # how many times as long as others the answer to a completion may take
-
-
-@dataclass(frozen=True, kw_only=True)
-class HttpOptions:
-    """How connections are made: see :class:`cloudckpt.config.Config` for the times (seconds)."""
-
-    connections: int
-    connect_timeout: float
-    read_timeout: float
-    stall_timeout: float
-    completion_timeout: float = 900.0
-    proxy: str | None = field(default=None, repr=False)  # its URL may have a password
-    ca_bundle: str | None = None
-    client_cert: str | None = None
-    verify_tls: bool = True
-    native_tls: bool = True
-
-    @classmethod
-    def of(cls, config: Config, **others: Any) -> HttpOptions:
-        """What the user wants, and what the store's own settings add."""
-        return cls(
-            connections=config.most_connections,
-            connect_timeout=config.connect_timeout,
-            read_timeout=config.read_timeout,
-            completion_timeout=_LONGER * config.read_timeout,
-            stall_timeout=config.stall_timeout,
-            native_tls=os.environ.get(NATIVE_TLS) != "0",
-            **others,
-        )
-
-    @classmethod
-    def of_environment(cls, config: Config, endpoint: str) -> HttpOptions:
-        """With the proxy and the certificates that ``requests`` finds in the environment.
-
-        Google's and Azure's own clients send their requests by it.
-        """
-        import requests.utils
-
-        found = requests.utils.get_environ_proxies(endpoint)
-        bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
-        return cls.of(
-            config,
-            proxy=requests.utils.select_proxy(endpoint, found),
-            ca_bundle=bundle or requests.utils.DEFAULT_CA_BUNDLE_PATH,
-        )
 
 
 class _Ours(http.client.HTTPConnection):
@@ -226,57 +175,6 @@ class _Connecting(_Ours):
         return connected and not has_unread(self.sock)
 
 
-class _Contexts:
-    """The TLS of one client's connections: its files are read once, which takes 24 ms of CPU."""
-
-    def __init__(self, options: HttpOptions) -> None:
-        self._options = options
-        self._lock = threading.Lock()
-        self._made: dict[type[ssl.SSLSocket], ssl.SSLContext] = {}
-
-    def to_store(self) -> ssl.SSLContext:
-        """Of the sockets that bodies come by."""
-        return self._of(LongReadTLSSocket if self._options.native_tls else TLSSocket)
-
-    def to_proxy(self) -> ssl.SSLContext:
-        """Of those to a proxy that itself speaks TLS."""
-        return self._of(ssl.SSLSocket)
-
-    def _of(self, kind: type[ssl.SSLSocket]) -> ssl.SSLContext:
-        """Made when it is first needed; what can't be read fails each connection, by its name."""
-        with self._lock:
-            if kind not in self._made:
-                context = self._read()
-                context.sslsocket_class = kind
-                self._made[kind] = context
-            return self._made[kind]
-
-    def _read(self) -> ssl.SSLContext:
-        options = self._options
-        context = urllib3.util.ssl_.create_urllib3_context(
-            cert_reqs=ssl.CERT_REQUIRED if options.verify_tls else ssl.CERT_NONE
-        )
-        if options.ca_bundle is None:
-            context.load_default_certs()
-        else:
-            is_folder = os.path.isdir(options.ca_bundle)
-            where = {"capath" if is_folder else "cafile": options.ca_bundle}
-            try:
-                context.load_verify_locations(**where)
-            except OSError as exc:
-                raise urllib3.exceptions.SSLError(exc) from exc
-        if options.client_cert is not None:
-            context.load_cert_chain(options.client_cert)
-        # urllib3 sets these for each connection, while another thread may copy them without the GIL
-        context.set_alpn_protocols(urllib3.util.ssl_.ALPN_PROTOCOLS)
-        context.set_alpn_protocols = _are_set  # type: ignore[method-assign, assignment]
-        return context
-
-
-def _are_set(protocols: Iterable[str]) -> None:
-    """In place of a setter whose value is there."""
-
-
 class _ConnectingByTLS(_Connecting):
     """The same; the socket is to be one of ours.
 
@@ -284,7 +182,7 @@ class _ConnectingByTLS(_Connecting):
     the TLS of a proxy is no socket, and goes without.
     """
 
-    contexts: _Contexts  # set by _pool_classes
+    contexts: Contexts  # set by _pool_classes
     # read by urllib3:
     ssl_context: ssl.SSLContext | None
     proxy_config: Any
@@ -308,7 +206,7 @@ def _pool_classes(
         "answer_limits": answer_limits,
         "connect_limit": _CONNECTING * options.connect_timeout,
         "busy": busy,
-        "contexts": _Contexts(options),
+        "contexts": Contexts(options),
         "watch": watch,
     }
     plain = type("Plain", (_Connecting, urllib3.connection.HTTPConnection, _Watched), shared)
@@ -386,7 +284,7 @@ class HttpClient:
         headers = {"User-Agent": _USER_AGENT, **headers}
         options, thread = self._options, threading.get_ident()
         self._answer_limits[thread] = (
-            (options.completion_timeout, f"{_LONGER} times read_timeout")
+            (options.completion_timeout, f"{LONGER} times read_timeout")
             if is_long
             else (options.read_timeout, "read_timeout")
         )

@@ -28,7 +28,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Body, Regions, nbytes
 from cloudckpt.stores.credentials import Credentials
-from cloudckpt.stores.http.client import HttpOptions
+from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.origins import Route, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone, reason
 from cloudckpt.stores.s3.dialects import DIALECTS, S3Dialect, dialect_of
