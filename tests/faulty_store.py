@@ -13,7 +13,6 @@ from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.base import (
     MOST_READ,
     Body,
-    Capabilities,
     ObjectInfo,
     ObjectStore,
     Part,
@@ -23,6 +22,7 @@ from cloudckpt.stores.base import (
     Upload,
     once,
 )
+from cloudckpt.stores.capabilities import Capabilities
 
 __all__ = ["FaultyStore", "Verb", "When"]
 

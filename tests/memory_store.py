@@ -15,7 +15,6 @@ from cloudckpt.stores import registry
 from cloudckpt.stores.base import (
     MOST_READ,
     Body,
-    Capabilities,
     ObjectInfo,
     ObjectStore,
     Part,
@@ -26,6 +25,7 @@ from cloudckpt.stores.base import (
     once,
     random_suffix,
 )
+from cloudckpt.stores.capabilities import Capabilities
 
 __all__ = ["MemoryObject", "MemoryStore"]
 

@@ -18,7 +18,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     ThrottledError,
 )
-from cloudckpt.stores.base import Capabilities
+from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.stats import TransferStats

@@ -14,7 +14,7 @@ from cloudckpt.errors import (
     PreconditionFailedError,
     ThrottledError,
 )
-from cloudckpt.stores.base import Capabilities
+from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.transfer.copying import ObjectCopy, copies_within, copy_part_size
 from cloudckpt.transfer.group import TaskGroup

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cloudckpt.checksum import ALGORITHMS, CRC32C, BlockChecksums
 from cloudckpt.config import MIB
-from cloudckpt.stores.base import Capabilities
+from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.parts import PartCutter, Piece, choose_part_size, even_share
 
 S3 = Capabilities(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from cloudckpt.checkpoint.index import index_growth
 from cloudckpt.checkpoint.sending import Destination, LayOut, OpenObject
 from cloudckpt.checksum import BlockChecksums, block_size_for
-from cloudckpt.stores.base import Capabilities
+from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.boxes import ALIGNMENT, padding
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.packing import READABLE, Form, Packer, SlabPool, memory_at

@@ -16,7 +16,8 @@ from cloudckpt.checkpoint.objects import WrittenObject, data_name
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checksum import CRC32C, BlockChecksums, ChecksumAlgorithm
 from cloudckpt.config import Config
-from cloudckpt.stores.base import Capabilities, ObjectStore
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.boxes import ALIGNMENT, padding
 from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.group import Cancellation

@@ -17,7 +17,7 @@ import torch
 
 from cloudckpt.config import MIB, Config
 from cloudckpt.hf.layout import Chunk, FilePlan, TensorPlan
-from cloudckpt.stores.base import Capabilities
+from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.boxes import ALIGNMENT, Box, aligned, row_major_strides
 from cloudckpt.transfer.parts import choose_part_size
 

@@ -31,7 +31,6 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import (
     MOST_READ,
     Body,
-    Capabilities,
     ObjectInfo,
     ObjectStore,
     Part,
@@ -42,6 +41,7 @@ from cloudckpt.stores.base import (
     once,
     skip,
 )
+from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.posix import (
     GONE,
     UNFINISHED,

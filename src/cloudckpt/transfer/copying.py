@@ -13,7 +13,8 @@ from typing import TypeVar
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, Damage
-from cloudckpt.stores.base import Capabilities, ObjectInfo, ObjectStore, random_suffix
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
+from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.parts import Piece, choose_part_size

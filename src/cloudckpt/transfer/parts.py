@@ -9,7 +9,7 @@ from typing import Protocol
 
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import MIB
-from cloudckpt.stores.base import Capabilities
+from cloudckpt.stores.capabilities import Capabilities
 
 __all__ = [
     "Checks",

@@ -36,7 +36,6 @@ from cloudckpt.stores.azure.errors import from_answer
 from cloudckpt.stores.azure.names import check_blob
 from cloudckpt.stores.base import (
     Body,
-    Capabilities,
     ObjectInfo,
     ObjectStore,
     Part,
@@ -47,6 +46,7 @@ from cloudckpt.stores.base import (
     once,
     random_suffix,
 )
+from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.messages import encode_key, encode_query, http_date
 from cloudckpt.stores.origins import Route

@@ -26,7 +26,6 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import (
     MOST_READ,
     Body,
-    Capabilities,
     ObjectInfo,
     ObjectStore,
     Part,
@@ -36,6 +35,7 @@ from cloudckpt.stores.base import (
     once,
     whole_checksum,
 )
+from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.gcs.access import BucketAccess
 from cloudckpt.stores.gcs.errors import from_answer
 from cloudckpt.stores.gcs.json_api import (

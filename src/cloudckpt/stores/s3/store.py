@@ -24,7 +24,6 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import (
     Body,
-    Capabilities,
     ObjectInfo,
     ObjectStore,
     Part,
@@ -34,6 +33,7 @@ from cloudckpt.stores.base import (
     Upload,
     once,
 )
+from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.http.bodies import Reply
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.messages import encode_key, encode_query, iso_date
