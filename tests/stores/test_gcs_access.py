@@ -17,6 +17,7 @@ from google.auth.compute_engine import _metadata
 
 from cloudckpt import Config, GCSOptions
 from cloudckpt.errors import (
+    ClockError,
     ConfigError,
     ConnectionLostError,
     CredentialsError,
@@ -259,6 +260,22 @@ def test_a_token_endpoint_that_is_silent_is_given_up(open_gcs, account_file, tok
     store = open_gcs(file=account_file, read_timeout=0.3)
     with pytest.raises(ConnectionLostError, match="for now"):
         store.head("run/object")
+
+
+def test_a_wrong_clock_is_named_where_google_refuses_the_time_of_a_signature(
+    open_gcs, account_file, token_server
+):
+    """As its token endpoint words that."""
+    refused = {
+        "error": "invalid_grant",
+        "error_description": "Invalid JWT: Token must be a short-lived token (60 minutes) and in a "
+        "reasonable timeframe. Check your iat and exp values in the JWT claim.",
+    }
+    token_server.respond(lambda request: token_server.Answer(400, {}, json.dumps(refused).encode()))
+    with pytest.raises(ClockError) as caught:
+        open_gcs(file=account_file).head("run/object")
+    assert caught.value.certain
+    assert caught.value.uri.startswith("gs://bucket")
 
 
 def test_a_token_endpoint_that_refuses_is_believed(open_gcs, account_file, token_server):

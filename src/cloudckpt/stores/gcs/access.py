@@ -5,16 +5,18 @@ google-auth finds credentials and refreshes their tokens.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timezone
 from typing import Any
 
 from cloudckpt.config import Config, GCSOptions
 from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
+    ClockError,
     ConfigError,
     CredentialsError,
     MissingDependencyError,
@@ -224,8 +226,16 @@ class _Token:
             ends=ends.replace(tzinfo=timezone.utc).timestamp() if ends else None,
         )
 
-    def _fetching(self) -> Any:
-        return fetching("Google", self._uri, is_passing=_is_passing, said=_said)
+    @contextlib.contextmanager
+    def _fetching(self) -> Iterator[None]:
+        try:
+            with fetching("Google", self._uri, is_passing=_is_passing, said=_said):
+                yield
+        except CredentialsError as error:
+            if "reasonable timeframe" in (error.cause or ""):  # of a service account's signature
+                text = "this machine's clock is wrong by minutes, so Google gives out no token"
+                raise_alone(ClockError(text, uri=self._uri, cause=error.cause, certain=True))
+            raise
 
 
 def _find(options: GCSOptions, uri: str) -> google.auth.credentials.Credentials:
