@@ -18,9 +18,9 @@ from cloudckpt.errors import CheckpointNotFoundError, InvalidURIError
 from cloudckpt.runs.catalog import Run, is_ours, objects_of_ours
 from cloudckpt.runs.line import CLAIM
 from cloudckpt.runs.steps import DEFAULT_PATTERN
-from cloudckpt.stores.base import AT_FIRST, ObjectInfo
+from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.transfer.deleting import abort_each, delete_all
-from cloudckpt.transfer.view import View
+from cloudckpt.transfer.view import AT_FIRST, View
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["RunFiles", "is_checkpoint", "matching", "runs_beneath"]
