@@ -72,7 +72,7 @@ SHOWN = {
     "prune PATH/run --max-to-keep 1 --keep-period 3 --dry-run": """
         would delete | URI/run/step-1
         would delete | URI/run/step-4""",
-    "prune PATH/run --max-to-keep 1 --best-metric loss --best-mode min --yes": """
+    "prune PATH/run --best-to-keep 1 --best-metric loss --best-mode min --yes": """
         deleted | URI/run/step-1
         deleted | URI/run/step-4""",
     "prune PATH/run --max-to-keep 9 --yes": "",
@@ -294,7 +294,7 @@ def test_prune_keeps_what_it_can_not_compare_and_says_so(cli, run, caplog):
     metadata = run / "step-1" / ".metadata"
     metadata.write_bytes(metadata.read_bytes().replace(b'"loss"', b'"lass"'))
     best = ("--best-metric", "loss", "--best-mode", "min", "--dry-run")
-    ended = cli("prune", run, "--max-to-keep", "1", *best)
+    ended = cli("prune", run, "--best-to-keep", "1", *best)
     assert [row[1].rpartition("/")[2] for row in ended.rows] == ["step-4"]
     assert "the notes of step-1 can't be read" in caplog.text
 

@@ -58,9 +58,9 @@ from cloudckpt.runs.adopting import adopt_pending
 from cloudckpt.runs.catalog import Run, newest_step, owner_of
 from cloudckpt.runs.claim import ClaimHook
 from cloudckpt.runs.copying import copy
-from cloudckpt.runs.deleting import delete, unneeded
+from cloudckpt.runs.deleting import delete
 from cloudckpt.runs.line import CLAIM
-from cloudckpt.runs.pruning import Pruner
+from cloudckpt.runs.pruning import Pruner, prune
 from cloudckpt.runs.steps import Retention
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores import registry
@@ -278,7 +278,7 @@ class World:
             hook.wait(None)
             actor.job = hook.job
             self.claims.append(actor.job)
-            pruner = Pruner(run, Retention(max_to_keep=1), None, hook)
+            pruner = Pruner(run, Retention(max_to_keep=1), hook)
             try:
                 for step, save in enumerate([first, second], start=(newest or 0) + 1):
                     notes = Notes(step=step, job=actor.job, continues=continues)
@@ -417,7 +417,7 @@ class World:
 
     def prune(self, number: int) -> Callable[[Config], None]:
         def work(config: Config) -> None:
-            for uri in unneeded(self.root, max_to_keep=1, config=config):
+            for uri in prune(self.root, max_to_keep=1, dry_run=True, config=config):
                 delete(uri, config=config)
 
         return work

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from cloudckpt.errors import (
     CheckpointExistsError,
     CloudCheckpointError,
 )
-from cloudckpt.runs import Preemption, deleting
+from cloudckpt.runs import Preemption, prune
 
 __all__ = ["Lines"]
 
@@ -89,6 +90,13 @@ def state(value: float) -> dict:
     return {"w": torch.full((64,), float(value))}
 
 
+def rules(keep: int | None, by_loss: bool) -> dict[str, Any]:
+    """What is kept, as options."""
+    if by_loss:
+        return {"best_to_keep": keep, "best_metric": "loss", "best_mode": "min"}
+    return {"max_to_keep": keep}
+
+
 @dataclass(eq=False)
 class Run:
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()) / "run")
@@ -125,8 +133,11 @@ class Lines(RuleBasedStateMachine):
         if max_to_keep is None or not line:
             return []
         newest = sorted(line, reverse=True)
-        ranked = sorted(newest, key=lambda step: line[step].loss) if by_loss else newest
-        return sorted(line.keys() - {newest[0], *ranked[:max_to_keep]})
+        if not by_loss:
+            return sorted(newest[max_to_keep:])
+        scored = [step for step in newest if line[step].loss < math.inf]
+        best = sorted(scored, key=lambda step: line[step].loss)[:max_to_keep]
+        return sorted({*scored} - {newest[0], *best})
 
     def claims(self, job: Job, base: Commit | None) -> bool:
         """Whether a job may write; it has claimed the run then."""
@@ -147,8 +158,7 @@ class Lines(RuleBasedStateMachine):
         manager = CheckpointManager(
             self.uri,
             asynchronous=False,
-            max_to_keep=max_to_keep,
-            best_metric="loss" if by_loss else None,
+            **rules(max_to_keep, by_loss),
             preemption=Preemption(signals=()),
             checkpointer=CheckpointerConfig(commit_hook=hook),
         )
@@ -248,18 +258,17 @@ class Lines(RuleBasedStateMachine):
         line = self.on_line()
         others = [step for step, one in self.run.steps.items() if not one.is_unread]
         by_loss = by_loss and any(one.loss < math.inf for one in line.values())
-        options = {"best_metric": "loss" if by_loss else None, "abandoned": abandoned}
+        options = rules(keep, by_loss) | {"abandoned": abandoned}
         expected = self.unneeded(keep, by_loss)
         if expected and self.run.steps[max(self.run.steps)].is_unread:
             with pytest.raises(CheckpointCorruptError):
-                deleting.unneeded(self.uri, max_to_keep=keep, **options)
+                prune(self.uri, **options)
             return
         if abandoned:
             expected += sorted(set(others) - line.keys())
-        found = deleting.unneeded(self.uri, max_to_keep=keep, **options)
+        found = prune(self.uri, **options)
         assert found == [f"file://{self.uri}/step-{step}" for step in expected]
         for step in expected:
-            cloudckpt.delete(f"{self.uri}/step-{step}")
             del self.run.steps[step]
 
     @precondition(lambda self: not self.jobs and self.run.claim is None)

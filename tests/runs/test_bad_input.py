@@ -25,7 +25,7 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     InvalidURIError,
 )
-from cloudckpt.runs import Preemption, deleting, sweeping
+from cloudckpt.runs import Preemption, prune, sweeping
 from memory_store import MemoryStore
 from wire.faults import s3_error
 from wire.proxy import FaultyProxy
@@ -84,7 +84,7 @@ def test_folders_of_strangers_are_passed_over_whatever_they_are_called(
     assert listed(run, s3_config) == [("step-1", True), ("step-2", True)]
     assert cloudckpt.latest(run, config=s3_config) == f"{run}/step-2"
     assert restored(run, s3_config) == 2
-    assert deleting.unneeded(run, max_to_keep=1, config=s3_config) == [f"{run}/step-1"]
+    assert prune(run, dry_run=True, max_to_keep=1, config=s3_config) == [f"{run}/step-1"]
     cloudckpt.delete(f"{run}/step-1", config=s3_config)
     assert cloudckpt.sweep(run, older_than=0, config=s3_config).objects == ()
     for name in strange:
@@ -123,10 +123,10 @@ def test_damaged_metadata_are_named_and_good_checkpoints_stay(tmp_path, damage) 
             look(run / "step-3")
     assert restored(run) == 2
     with pytest.raises(CheckpointCorruptError, match=r"newest of the run.*delete it before"):
-        deleting.unneeded(run, max_to_keep=1)
+        prune(run, dry_run=True, max_to_keep=1)
     assert listed(run) == [("step-1", True), ("step-2", True), ("step-3", True)]
     cloudckpt.delete(run / "step-3")  # its data can't be told from a stranger's, and stay
-    assert deleting.unneeded(run, max_to_keep=1) == [f"file://{run}/step-1"]
+    assert prune(run, dry_run=True, max_to_keep=1) == [f"file://{run}/step-1"]
     assert listed(run)[-1] == ("step-3", False)
     cloudckpt.sweep(run, older_than=0)
     assert listed(run) == [("step-1", True), ("step-2", True)]

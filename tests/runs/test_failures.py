@@ -11,8 +11,8 @@ from cloudckpt import CheckpointManager, events
 from cloudckpt.background import saver
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.errors import AccessDeniedError, CloudCheckpointError, ConfigError, ThrottledError
-from cloudckpt.runs.failures import FailureBudget
 from cloudckpt.runs.preemption import Preemption
+from cloudckpt.runs.saves import Saves
 
 FAILING = {2, 3, 5}
 
@@ -176,15 +176,21 @@ def test_options_that_make_no_sense_are_refused(tmp_path, options) -> None:
 
 
 def test_failures_are_counted_in_the_order_of_the_saves() -> None:
-    budget, error = FailureBudget("log", 3), ThrottledError("later")
-    assert budget.goes_on(2, error)  # told before that of the save before it
-    assert budget.goes_on(1, error)
-    budget.succeeded(3)
-    assert budget.in_row == 0
-    assert budget.goes_on(4, error)
-    assert budget.in_row == 1
-    assert budget.goes_on(5, error)
-    assert not budget.goes_on(6, error)
+    saves, error = Saves("log", 3), ThrottledError("later")
+    first, second, third, *others = [saves.begin(step) for step in range(1, 7)]
+
+    def tolerated(save) -> bool:
+        return saves.tolerates(save, error, str, 0)
+
+    assert tolerated(second)  # told before that of the save before it
+    assert tolerated(first)
+    assert saves.status().failures_in_row == 2
+    saves.committed(third)
+    assert saves.status().failures_in_row == 0
+    assert tolerated(others[0])
+    assert saves.status().failures_in_row == 1
+    assert tolerated(others[1])
+    assert not tolerated(others[2])
 
 
 class Holding(CommitHook):

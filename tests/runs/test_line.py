@@ -21,8 +21,7 @@ from cloudckpt.errors import (
     ConfigError,
     ConnectionLostError,
 )
-from cloudckpt.runs import Preemption, claim, deleting
-from cloudckpt.runs import manager as managers
+from cloudckpt.runs import Preemption, claim, own_line, prune
 
 
 def job(run, **options) -> CheckpointManager:
@@ -81,9 +80,9 @@ def test_what_a_replaced_job_has_saved_is_neither_restored_nor_counted(run, two,
     assert new.all_steps() == [1, 2, 3, 4, 5]
     assert cloudckpt.latest(run).endswith("step-5")
     assert states(run) == dict.fromkeys([1, 2, 3, 4, 5], "line") | {6: "abandoned"}
-    prune = {"max_to_keep": 1, "best_metric": "loss"}
-    assert [uri[-1] for uri in deleting.unneeded(run, **prune)] == ["1", "2", "3", "4"]
-    assert [uri[-1] for uri in deleting.unneeded(run, **prune, abandoned=True)] == [*"12346"]
+    options = {"best_to_keep": 1, "best_metric": "loss", "best_mode": "min", "dry_run": True}
+    assert [uri[-1] for uri in prune(run, **options)] == ["1", "2", "3", "4"]
+    assert [uri[-1] for uri in prune(run, **options, abandoned=True)] == [*"12346"]
 
 
 def test_what_is_saved_before_the_replacement_saves_is_the_runs(run) -> None:
@@ -228,7 +227,7 @@ def test_a_step_that_is_copied_into_a_run_is_not_restored_without_a_word(run, tw
 
 
 def test_many_jobs_that_have_left_no_step_are_forgotten(run, monkeypatch) -> None:
-    monkeypatch.setattr(managers, "_MANY_JOBS", 3)
+    monkeypatch.setattr(own_line, "_MANY_JOBS", 3)
     with job(run, max_to_keep=1) as manager:
         for step in range(1, 10):
             manager.restore(state(0))

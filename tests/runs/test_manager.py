@@ -35,7 +35,6 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs import catalog, deleting
 from cloudckpt.runs.catalog import Run
-from cloudckpt.runs.deleting import unneeded
 from cloudckpt.runs.manager import CheckpointManager
 from cloudckpt.runs.preemption import Preemption
 from cloudckpt.transfer.retry import open_store
@@ -152,14 +151,14 @@ def test_the_best_steps_are_kept_also_those_of_an_earlier_job(run) -> None:
     with managed(run) as manager:
         for step, loss in losses.items():
             manager.save(step, state(step), metrics={"loss": loss})
-    with managed(run, max_to_keep=2, best_metric="loss") as manager:
+    with managed(run, best_to_keep=2, best_metric="loss", best_mode="min") as manager:
         manager.restore(state())
         manager.save(4, state(4), metrics={"loss": 0.4})
         manager.wait_until_finished()
         assert manager.all_steps() == [2, 3, 4]
         assert manager.best_step() == 2
         assert manager.metrics(3) == {"loss": 0.3}
-        manager.save(5, state(5))
+        manager.save(5, state(5), metrics={"loss": 0.9})
         manager.wait_until_finished()
         assert manager.all_steps() == [2, 3, 5]
 
@@ -324,16 +323,20 @@ def test_a_claim_in_the_middle_of_a_deletion_is_noticed(run, monkeypatch) -> Non
     assert cloudckpt.exists(f"{run}/step-1")
 
 
-@pytest.mark.parametrize("metric", [None, "loss"])
-def test_steps_that_somebody_removes_are_not_counted(run, metric) -> None:
+@pytest.mark.parametrize(
+    "kept",
+    [{"max_to_keep": 2}, {"best_to_keep": 2, "best_metric": "loss", "best_mode": "min"}],
+    ids=["newest", "best"],
+)
+def test_steps_that_somebody_removes_are_not_counted(run, kept) -> None:
     losses = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.9, 5: 0.9}
-    with managed(run, max_to_keep=2, best_metric=metric) as manager:
+    with managed(run, **kept) as manager:
         for step, loss in losses.items():
             manager.save(step, state(step), metrics={"loss": loss})
             manager.wait_until_finished()
-            if step == (1 if metric else 4):
+            if step == (1 if "best_to_keep" in kept else 4):
                 cloudckpt.delete(manager.uri(step))
-        assert manager.all_steps() == ([2, 3, 5] if metric else [3, 5])
+        assert manager.all_steps() == ([2, 3, 5] if "best_to_keep" in kept else [3, 5])
 
 
 def test_a_loop_that_ignores_what_was_restored_is_told_once_that_nothing_is_saved(
@@ -429,9 +432,15 @@ def test_only_a_job_that_saves_heeds_a_signal(run) -> None:
         {"save_interval_steps": 0},
         {"max_to_keep": 0},
         {"keep_period": -1},
-        {"best_mode": "lowest"},
+        {"best_metric": "loss"},
+        {"best_metric": "loss", "best_mode": "lowest"},
+        {"best_mode": "min"},
+        {"best_to_keep": 2},
+        {"keep_younger_than": 0},
+        {"save_interval_seconds": 0},
+        {"save_interval_seconds": 60, "save_interval_steps": 2},
         {"step_name": "step"},
-        {"best_metric": ["loss"]},
+        {"best_metric": ["loss"], "best_mode": "min"},
         {"preemption": signal.SIGTERM},
     ],
     ids=str,
@@ -502,7 +511,7 @@ def test_what_is_no_step_is_refused_by_name(run, step) -> None:
     ids=repr,
 )
 def test_metrics_and_notes_may_be_numbers_of_numpy_and_torch(run, metric) -> None:
-    with managed(run, best_metric="loss") as manager:
+    with managed(run, best_metric="loss", best_mode="min") as manager:
         manager.save(np.int64(1), state(1), metrics={"loss": metric}, notes={"seen": [metric]})
         manager.wait_until_finished()
         assert (manager.metrics(1), manager.notes(1)) == ({"loss": 0.5}, {"seen": [0.5]})
@@ -521,13 +530,12 @@ def test_a_best_metric_that_is_not_a_number_is_told_and_never_the_best(run, nan,
 
 
 def test_a_best_metric_that_no_step_has_is_told_with_what_there_is(run, caplog) -> None:
-    with managed(run, best_metric="los") as manager:
+    with managed(run, best_metric="los", best_mode="min") as manager:
         manager.save(1, state(1), metrics={"loss": 0.1})
         manager.wait_until_finished()
     assert "step 1: its metric los is missing (it has: loss)" in caplog.text
     with pytest.raises(ConfigError, match="the metric 'los'"):
-        unneeded(run, max_to_keep=1, best_metric="los")
-    assert unneeded(run, max_to_keep=1, best_metric="loss") == []
+        cloudckpt.runs.prune(run, best_to_keep=1, best_metric="los", best_mode="min")
 
 
 def test_a_manager_takes_its_options_by_config(run) -> None:
@@ -576,15 +584,15 @@ def test_steps_of_a_period_are_kept_only_if_they_were_saved(run) -> None:
         assert manager.all_steps() == [12, 24, 27]
 
 
-def test_a_step_without_the_metric_is_the_worst_and_the_newest_stays(run) -> None:
-    found = [{"loss": 0.5}, {"loss": math.nan}, {"accuracy": 1.0}, None]
-    with managed(run, max_to_keep=1, best_metric="loss") as manager:
+def test_a_step_without_the_metric_is_kept_and_never_the_best(run) -> None:
+    found = [{"loss": 0.5}, {"loss": 0.6}, {"loss": math.nan}, {"accuracy": 1.0}, None]
+    with managed(run, best_to_keep=1, best_metric="loss", best_mode="min") as manager:
         for step, metrics in enumerate(found):
             manager.save(step, state(step), metrics=metrics)
         manager.wait_until_finished()
-        assert manager.all_steps() == [0, 3]
+        assert manager.all_steps() == [0, 2, 3, 4]
         assert manager.best_step() == 0
-        assert manager.metrics(3) == {}
+        assert manager.metrics(4) == {}
         manager.delete(0)
         assert manager.best_step() is None
 
@@ -615,7 +623,7 @@ def test_a_step_that_can_not_be_compared_stays_and_keeps_no_other(
     run, caplog, monkeypatch, error
 ) -> None:
     fill(run, 1, 2, 3)  # the last is the best
-    with managed(run, max_to_keep=1, best_metric="loss") as manager:
+    with managed(run, best_to_keep=1, best_metric="loss", best_mode="min") as manager:
         manager.restore(state())
         with monkeypatch.context() as patch:
             patch.setattr(catalog, "read_notes", Unreadable(1, error("not now")))
@@ -631,7 +639,7 @@ def test_a_step_that_can_not_be_compared_stays_and_keeps_no_other(
 
 def test_the_best_step_is_found_while_others_are_deleted(run, monkeypatch) -> None:
     fill(run, 1, 2, 3)
-    with managed(run, max_to_keep=1, best_metric="loss") as manager:
+    with managed(run, best_to_keep=1, best_metric="loss", best_mode="min") as manager:
         manager.restore(state())
         listing, listed = Run.steps, list[int]()
 
@@ -653,7 +661,7 @@ def test_the_best_step_is_none_that_is_damaged_but_not_one_that_is_unreachable(
 ) -> None:
     fill(run, 1, 2, 3)
     damage_notes(run, 3)
-    with managed(run, best_metric="loss") as manager:
+    with managed(run, best_metric="loss", best_mode="min") as manager:
         assert manager.best_step() == 2
         assert "the notes of step-3 can't be read" in caplog.text
         monkeypatch.setattr(catalog, "read_notes", Unreadable(3, AccessDeniedError("no")))
@@ -662,7 +670,7 @@ def test_the_best_step_is_none_that_is_damaged_but_not_one_that_is_unreachable(
 
 
 def test_a_step_that_is_saved_again_has_its_new_metric(run) -> None:
-    with managed(run, best_metric="loss") as manager:
+    with managed(run, best_metric="loss", best_mode="min") as manager:
         manager.save(1, state(1), metrics={"loss": 0.1})
         manager.save(2, state(2), metrics={"loss": 0.2})
         manager.wait_until_finished()
@@ -670,6 +678,54 @@ def test_a_step_that_is_saved_again_has_its_new_metric(run) -> None:
         manager.save(1, state(1), metrics={"loss": 0.3}, force=True)
         manager.wait_until_finished()
         assert manager.best_step() == 2
+
+
+def test_what_any_rule_keeps_stays(run) -> None:
+    losses = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.9, 5: 0.9, 6: 0.9}
+    rules = {"max_to_keep": 2, "best_to_keep": 1, "best_metric": "loss", "best_mode": "max"}
+    with managed(run, **rules, keep_period=3) as manager:
+        for step, loss in losses.items():
+            manager.save(step, state(step), metrics={"loss": loss})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3, 5, 6]
+    assert cloudckpt.runs.prune(run, max_to_keep=1, keep_younger_than=3600) == []
+    assert cloudckpt.runs.prune(run, max_to_keep=2, dry_run=True) == [manager.uri(3)]
+    os.utime(run / "step-3" / ".metadata", (time.time() - 7200,) * 2)
+    assert cloudckpt.runs.prune(run, keep_younger_than=3600) == [manager.uri(3)]
+    assert not cloudckpt.exists(manager.uri(3))
+    assert cloudckpt.exists(manager.uri(5))
+
+
+def test_a_save_is_due_when_its_seconds_have_passed(run) -> None:
+    with managed(run, save_interval_seconds=0.5, asynchronous=False) as manager:
+        saved = []
+        for step in range(12):
+            time.sleep(0.1)
+            assert manager.should_save(step) == manager.save(step, state(step))
+            saved.append(manager.status().newest_step)
+        assert saved[0] is None
+        assert 1 <= len({*saved} - {None}) <= 3
+
+
+def test_a_job_begins_from_a_part_of_another_run_or_checkpoint(run, tmp_path) -> None:
+    fill(tmp_path / "base", 3, 8)
+    for source, options in (("base", {}), ("base/step-8", {}), ("base", {"step": 3})):
+        found = {"model": {"w": torch.zeros(300)}, "step": -1}
+        with managed(run) as manager:
+            assert manager.restore(found) is None
+            source = str(tmp_path / source)
+            step = manager.restore(found, source=source, keys="model.*", **options)
+            assert (value(found), found["step"], step) == (step, -1, options.get("step", 8))
+            assert manager.should_save(1)
+            with pytest.raises(ConfigError, match="match nothing"):
+                manager.restore(found, source=source, keys=["modle.*"])
+            with pytest.raises(CheckpointNotFoundError):
+                manager.restore(found, source=str(tmp_path / "nothing"))
+    fill(run, 5)
+    with managed(run) as manager:
+        found = {"model": {"w": torch.zeros(300)}, "step": -1}
+        assert manager.restore(found, keys="step") == 5
+        assert (value(found), found["step"]) == (0, 5)
 
 
 def test_metrics_and_notes_come_back(run) -> None:
@@ -920,7 +976,7 @@ def test_ranks_that_mean_different_runs_are_told_at_once(ranks, run, what, error
 
 
 def _best(run: str) -> int | None:
-    with managed(run, best_metric="loss") as manager:
+    with managed(run, best_metric="loss", best_mode="min") as manager:
         return manager.best_step()
 
 

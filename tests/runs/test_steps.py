@@ -63,6 +63,10 @@ def test_what_is_no_step_has_no_name(step: object) -> None:
         StepNames().name(step)  # type: ignore[arg-type]
 
 
+BEST = Retention(best_to_keep=2, best_metric="loss", best_mode="min")
+HIGHEST = Retention(best_to_keep=2, best_metric="loss", best_mode="max")
+
+
 def test_without_a_limit_all_steps_are_kept() -> None:
     assert Retention().unneeded(range(100)) == []
 
@@ -74,32 +78,35 @@ def test_the_newest_and_every_period_are_kept() -> None:
 
 def test_the_best_are_kept_and_the_newest_whatever_its_score() -> None:
     scores = {1: 0.5, 2: 0.1, 3: 0.2, 4: 0.9}
-    assert Retention(max_to_keep=2).unneeded([1, 2, 3, 4], scores) == [1]
-    assert Retention(max_to_keep=2, best_mode="max").unneeded([1, 2, 3, 4, 5], scores) == [2, 3]
+    assert BEST.unneeded([1, 2, 3, 4], scores) == [1]
+    assert HIGHEST.unneeded([1, 2, 3, 4, 5], scores) == [2, 3]
 
 
-def test_a_score_that_is_no_number_is_the_worst() -> None:
-    scores = {1: 1.0, 2: math.nan, 4: math.inf}
-    assert Retention(max_to_keep=1).unneeded([1, 2, 3, 4, 5], scores) == [2, 3, 4]
-    assert Retention().best(scores) == 1
-    assert Retention(best_mode="max").best({1: math.nan}) is None
+def test_what_has_no_score_is_kept() -> None:
+    scores = {1: 1.0, 2: math.nan, 3: 2.0, 4: math.inf}
+    assert BEST.unneeded([1, 2, 3, 4, 5], scores) == [4]
+    assert BEST.best(scores) == 1
+    assert HIGHEST.best({1: math.nan}) is None
 
 
 def test_of_equal_scores_the_newest_is_the_best() -> None:
-    assert Retention().best({1: 0.5, 7: 0.5, 3: 0.5}) == 7
-    assert Retention().best({}) is None
+    assert BEST.best({1: 0.5, 7: 0.5, 3: 0.5}) == 7
+    assert BEST.best({}) is None
 
 
 @given(
     committed=st.sets(st.integers(0, 50)),
     most=st.integers(1, 5),
     period=st.none() | st.integers(1, 9),
-    scores=st.none() | st.dictionaries(st.integers(0, 50), st.floats()),
+    best=st.none() | st.integers(1, 5),
+    scores=st.dictionaries(st.integers(0, 50), st.floats()),
 )
 def test_the_newest_is_never_deleted_nor_what_is_not_there(
-    committed: set[int], most: int, period: int | None, scores: dict[int, float] | None
+    committed: set[int], most: int, period: int | None, best: int | None, scores: dict
 ) -> None:
-    unneeded = Retention(max_to_keep=most, keep_period=period).unneeded(committed, scores)
+    rules = {"max_to_keep": most, "keep_period": period, "best_to_keep": best}
+    kept = Retention(**rules, best_metric="loss", best_mode="min")  # type: ignore[arg-type]
+    unneeded = kept.unneeded(committed, scores)
     assert set(unneeded) <= committed
     assert unneeded == sorted(set(unneeded))
     if committed:
@@ -107,7 +114,7 @@ def test_the_newest_is_never_deleted_nor_what_is_not_there(
         assert len(committed) - len(unneeded) >= min(most, len(committed))
 
 
-@pytest.mark.parametrize("option", ["max_to_keep", "keep_period"])
+@pytest.mark.parametrize("option", ["max_to_keep", "best_to_keep", "keep_period"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
 def test_a_limit_that_would_keep_nothing_is_refused(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=option):
@@ -116,4 +123,4 @@ def test_a_limit_that_would_keep_nothing_is_refused(option: str, value: object) 
 
 def test_there_are_two_ways_to_be_the_best() -> None:
     with pytest.raises(ConfigError, match="best_mode"):
-        Retention(best_mode="lowest")  # type: ignore[arg-type]
+        Retention(best_metric="loss", best_mode="lowest")  # type: ignore[arg-type]

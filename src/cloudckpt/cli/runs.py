@@ -177,7 +177,7 @@ def best(
     history = folder.history()
     folder.log_unread(history.unread)
     scores = history.scores(metric)
-    step = Retention(best_mode=mode).best(scores)
+    step = Retention(best_metric=metric, best_mode=mode).best(scores)
     if step is None:
         what = f"there is no committed checkpoint with the metric {metric!r} in this run"
         raise CheckpointNotFoundError(what, uri=run)
@@ -233,7 +233,9 @@ def prune(
     call: Call,
     run: str,
     *,
-    max_to_keep: int,
+    max_to_keep: int | None = None,
+    best_to_keep: int | None = None,
+    keep_younger_than: str | None = None,
     keep_period: int | None = None,
     best_metric: str | None = None,
     best_mode: Literal["min", "max"] | None = None,
@@ -245,24 +247,33 @@ def prune(
     Args:
         call: As it was called.
         run: The folder of a run, e.g. s3://bucket/run.
-        max_to_keep: How many to keep: the newest, or the best.
+        max_to_keep: Keep so many of the newest.
+        best_to_keep: Keep so many of the best, and those without the metric.
+        keep_younger_than: Keep those committed within this time, e.g. 2h.
         keep_period: Keep steps that this number divides, too.
-        best_metric: Keep the best by this metric instead of the newest.
+        best_metric: The metric by which some are the best.
         best_mode: Whether its lowest or its highest values are the best.
         abandoned: Delete abandoned checkpoints, too.
         step_name: The name pattern of the run's checkpoints.
     """
-    from cloudckpt.runs import deleting
+    from cloudckpt.runs import pruning
 
+    if max_to_keep is best_to_keep is keep_younger_than is None and not abandoned:
+        raise typer.BadParameter(
+            "say what to keep: --max-to-keep, --best-to-keep or --keep-younger-than"
+        )
     if (best_metric is None) != (best_mode is None):
         raise typer.BadParameter("--best-metric and --best-mode belong together")
-    unneeded = deleting.unneeded(
+    unneeded = pruning.prune(
         run,
         max_to_keep=max_to_keep,
+        best_to_keep=best_to_keep,
+        keep_younger_than=None if keep_younger_than is None else seconds(keep_younger_than),
         keep_period=keep_period,
         best_metric=best_metric,
-        best_mode=best_mode or "min",
+        best_mode=best_mode,
         abandoned=abandoned,
+        dry_run=True,
         step_name=step_name,
         config=call.config,
     )

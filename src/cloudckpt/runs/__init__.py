@@ -16,8 +16,9 @@ if TYPE_CHECKING:  # for readers and type checkers; imported on first use
     from cloudckpt.runs.comparing import ComparedItem, Comparison
     from cloudckpt.runs.contents import CheckpointContents, StoredItem
     from cloudckpt.runs.copying import Copied, detach
-    from cloudckpt.runs.failures import RunStatus
     from cloudckpt.runs.preemption import Preemption
+    from cloudckpt.runs.pruning import prune
+    from cloudckpt.runs.saves import RunStatus
     from cloudckpt.runs.sweeping import Leftovers, find_leftovers
     from cloudckpt.runs.verifying import Verified
 
@@ -35,6 +36,7 @@ __all__ = [
     "adopt",
     "detach",
     "find_leftovers",
+    "prune",
 ]
 
 if not TYPE_CHECKING:  # type checkers would accept any name with it
@@ -46,8 +48,9 @@ if not TYPE_CHECKING:  # type checkers would accept any name with it
             "comparing": "ComparedItem Comparison",
             "contents": "CheckpointContents StoredItem",
             "copying": "Copied detach",
-            "failures": "RunStatus",
             "preemption": "Preemption",
+            "pruning": "prune",
+            "saves": "RunStatus",
             "sweeping": "Leftovers find_leftovers",
             "verifying": "Verified",
         },

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 from cloudckpt.checkpoint.commit import no_longer_needed, trusted
 from cloudckpt.checkpoint.committed import CommitObject, fetch
 from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import (
-    CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
-    ConfigError,
     ObjectNotFoundError,
     PreconditionFailedError,
-    StoreError,
 )
-from cloudckpt.runs.catalog import Run
-from cloudckpt.runs.contents import inspect
-from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.transfer.deleting import delete_all
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["delete", "delete_at", "unneeded"]
+__all__ = ["delete", "delete_at"]
 
 
 def delete(uri: URILike, *, config: Config | None = None) -> None:
@@ -117,59 +109,3 @@ def _is_of_the_same_save(one: CommitObject, other: CommitObject | None) -> bool:
     if one.record is not None and other.record is not None:
         return one.record.attempt == other.record.attempt
     return bool(one.metadata.storage_data == other.metadata.storage_data)
-
-
-def unneeded(
-    run: URILike,
-    *,
-    max_to_keep: int,
-    keep_period: int | None = None,
-    best_metric: str | None = None,
-    best_mode: Literal["min", "max"] = "min",
-    abandoned: bool = False,
-    step_name: str = DEFAULT_PATTERN,
-    config: Config | None = None,
-) -> list[str]:
-    """The committed checkpoints of a run that need not be kept, by step.
-
-    The arguments are those of :class:`CheckpointManager`. Only steps on the line of the run count
-    (:mod:`cloudckpt.runs.line`), of which the newest is always kept. The metadata of the run's
-    newest must be readable: otherwise good checkpoints would be deleted in favour of a damaged one.
-    Others whose notes can't be read are kept in addition, and logged. Abandoned steps are among the
-    results only if ``abandoned``.
-
-    Raises:
-        CheckpointCorruptError: If the metadata of the newest is not readable.
-        ConfigError: If an option is invalid, or no checkpoint has the metric.
-        InvalidURIError: If it is not a valid location.
-        StoreError: If the store refuses or stays unreachable.
-    """
-    kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
-    found = Run(run, step_name=step_name, config=config)
-    history = found.history()
-    for error in history.unread.values():
-        if isinstance(error, StoreError):
-            raise error
-    found.log_unread(history.unread)
-    steps, scores = [*history.line], None
-    if best_metric is not None:
-        scores = history.scores(best_metric)
-        if scores and all(map(math.isnan, scores.values())):
-            raise ConfigError(
-                f"no checkpoint of this run has the metric {best_metric!r}, so none is the best: "
-                "cloudckpt inspect shows what they have",
-                uri=str(found.root),
-            )
-    unneeded = [str(found.uri(step)) for step in kept.unneeded(steps, scores)]
-    if unneeded:
-        try:
-            newest = max([*steps, *history.abandoned, *history.unread])
-            inspect(found.uri(newest), config=found.config)
-        except CheckpointCorruptError as error:
-            error.message += (
-                "; it is the newest of the run, which is kept: delete it before those that are good"
-            )
-            raise
-    if abandoned:
-        unneeded += [str(found.uri(step)) for step in history.abandoned]
-    return unneeded

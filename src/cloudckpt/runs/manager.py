@@ -7,18 +7,16 @@ import dataclasses
 import functools
 import logging
 import math
-import numbers
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Mapping
+from numbers import Real
+from typing import Any, Literal
 
 import torch.distributed as dist
 
-from cloudckpt import events
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.checkpoint.notes import Notes, metrics_of
-from cloudckpt.checkpoint.references import distrust
 from cloudckpt.checkpointer import (
     AsyncCheckpointer,
     Checkpointer,
@@ -32,47 +30,26 @@ from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.errors import (
-    CheckpointCorruptError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     ClosedError,
     CloudCheckpointError,
     ConfigError,
     SaveInProgressError,
-    StoreError,
 )
-from cloudckpt.runs import claim, verifying
-from cloudckpt.runs.catalog import (
-    Run,
-    check_is_run,
-    history_of,
-    newest_step,
-    owner_of,
-)
+from cloudckpt.runs.catalog import Run, newest_step
 from cloudckpt.runs.claim import ClaimHook
-from cloudckpt.runs.failures import FailureBudget, OnFailure, RunStatus
-from cloudckpt.runs.line import Owner
+from cloudckpt.runs.own_line import OwnLine
 from cloudckpt.runs.preemption import Agreement, Preemption
-from cloudckpt.runs.pruning import Pruner
-from cloudckpt.runs.restoring import Candidates, goal_of
+from cloudckpt.runs.pruning import Pruner, best_step
+from cloudckpt.runs.restoring import checkpoint_in, goal_of, put_back, restore_newest, selected
+from cloudckpt.runs.saves import OnFailure, RunStatus, Save, Saves
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, check_step
+from cloudckpt.runs.verifying import verify as verify_checkpoint
 from cloudckpt.uri import URILike
 
 __all__ = ["CheckpointManager"]
 
 logger = logging.getLogger("cloudckpt")
-
-
-_LOOKS = 3  # for the best step, while steps are deleted between listing and reading them
-_MANY_JOBS = 100  # in a line, above which jobs of which no step is left are forgotten
-
-
-class _Asked(NamedTuple):
-    """A save in the background."""
-
-    number: int  # among those requested of the manager
-    step: int
-    newest: int | None  # the newest step before it
 
 
 class CheckpointManager(ClosedAtExit):
@@ -94,11 +71,14 @@ class CheckpointManager(ClosedAtExit):
         self,
         run: URILike,
         *,
-        save_interval_steps: int = 1,
+        save_interval_steps: int | None = None,
+        save_interval_seconds: float | None = None,
         max_to_keep: int | None = None,
+        best_to_keep: int | None = None,
+        keep_younger_than: float | None = None,
         keep_period: int | None = None,
         best_metric: str | None = None,
-        best_mode: Literal["min", "max"] = "min",
+        best_mode: Literal["min", "max"] | None = None,
         step_name: str = DEFAULT_PATTERN,
         asynchronous: bool = True,
         incremental: bool = False,
@@ -114,15 +94,21 @@ class CheckpointManager(ClosedAtExit):
         """
         Args:
             run: The folder of the run, for example ``s3://bucket/run``.
-            save_interval_steps: :meth:`save` skips steps that this does not divide.
-            max_to_keep: How many checkpoints to keep: the newest, or the best; None keeps all.
-            keep_period: Steps that this divides are kept, too.
-            best_metric: The metric that ranks checkpoints; None ranks them by age.
+            save_interval_steps: :meth:`save` skips steps that this does not divide; by default
+                none, unless there is an interval in seconds.
+            save_interval_seconds: :meth:`save` skips steps until so many seconds have passed on the
+                first rank since the save before; all ranks save at the same step.
+            max_to_keep: How many of the newest checkpoints to keep.
+            best_to_keep: How many of the best to keep, and all that lack the metric.
+            keep_younger_than: Keep checkpoints for so many seconds, by the store's clock.
+            keep_period: Keep steps that this divides. What any of these four rules keeps stays;
+                without one of the first three, all stay.
+            best_metric: The metric that ranks checkpoints.
             best_mode: Whether its lowest or its highest values are the best.
             step_name: What the folders of checkpoints are called.
             asynchronous: Whether :meth:`save` returns when the state is copied.
-            incremental: Whether a step sends only what the newest committed step of the run does
-                not have, and refers to that step for the rest; as ``Config(incremental=True)``.
+            incremental: Whether a step sends only what the newest committed step of this training
+                does not have, and refers to that step for the rest.
             on_failure: What happens when a save fails. ``raise``: the error is raised on all ranks.
                 ``log``: failures that may pass (throttling, an outage, no memory for a copy, a
                 saving process that died) are logged, counted, and reported as an event ``failure``,
@@ -152,22 +138,13 @@ class CheckpointManager(ClosedAtExit):
         given: object = preemption
         if not isinstance(given, (Preemption, type(None))):
             raise ConfigError(f"preemption={given!r}: give a Preemption, such as Preemption()")
-        if not isinstance(given := best_metric, (str, type(None))):
-            raise ConfigError(f"best_metric={given!r}: give the name of a metric, such as 'loss'")
         if checkpointer is not None:
             checked(checkpointer)
         self._hook = ClaimHook(None if checkpointer is None else checkpointer.commit_hook)
-        self._interval = whole_number(save_interval_steps) or 0
-        self._adopt_wait = adopt_wait
-        self._best_metric = best_metric
         self._preemption = preemption if preemption is not None else Preemption()
         self._is_watching = preemption is not None and not read_only
-        self._read_only = read_only
-        self._incremental = incremental
-        self._keep_abandoned = keep_abandoned
-        self._continues: Mapping[str, int] | None = None  # None if restore() was not called
-        self._begins_line = True  # with the next save
-        self._is_claimed = False
+        self._read_only, self._incremental = read_only, incremental
+        self._adopt_wait, self._keep_abandoned = adopt_wait, keep_abandoned
         self._base: str | None = None  # of the first save after a restore
         group, alone = None, False
         if checkpointer is not None:
@@ -176,26 +153,27 @@ class CheckpointManager(ClosedAtExit):
         self._is_first = self._meeting.group is None or dist.get_rank(self._meeting.group) == 0
         self._pid = os.getpid()
         self._closed = False
-        self._reached: tuple[int, bool] | None = None
+        self._reached: tuple[int, bool, bool] | None = None  # what was agreed on, at which step
+        self._has_begun = False  # whether a save has
         self._has_saved_last = False  # whether the final save, before the job is ended, was made
         self._restored: int | None = None  # the restored step, until a loop is seen to ignore it
-        self._newest: int | None = None  # the newest step that was saved or restored here
-        self._saves = 0  # requested so far, the same on all ranks
-        self._asked: dict[int, _Asked] = {}  # by the checkpointer's numbers
-        self._under_way: list[int] = []
-        self._committed: tuple[int, float | None] | None = None  # the newest step, and when
+        self._interval, self._seconds = save_interval_steps, save_interval_seconds
+        self._due_since = time.monotonic()  # when the clock of save_interval_seconds began
 
         def prepare() -> tuple[Run, Retention, CheckpointerConfig]:
-            self._failures = FailureBudget(on_failure, max_failures)
-            if self._interval < 1:
-                raise ConfigError(
-                    f"save_interval_steps={save_interval_steps!r}: give a whole number of at "
-                    "least 1"
-                )
+            self._saves = Saves(on_failure, max_failures)
+            self._check_intervals()
             given: object = adopt_wait
-            if not isinstance(given, numbers.Real) or not 0 <= float(given) < math.inf:
+            if not isinstance(given, Real) or not 0 <= float(given) < math.inf:
                 raise ConfigError(f"adopt_wait={adopt_wait!r}: give a number of seconds")
-            kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
+            kept = Retention(
+                max_to_keep=max_to_keep,
+                best_to_keep=best_to_keep,
+                keep_younger_than=keep_younger_than,
+                keep_period=keep_period,
+                best_metric=best_metric,
+                best_mode=best_mode,
+            )
             if checkpointer is not None and config is not None:
                 raise ConfigError(
                     "give config= to your CheckpointerConfig, which has its own options"
@@ -214,15 +192,15 @@ class CheckpointManager(ClosedAtExit):
 
         def alike(made: tuple[Run, Retention, CheckpointerConfig]) -> RankStatus:
             told = (
-                f"save_interval_steps={self._interval}, {step_name=}, {asynchronous=}, "
-                f"{incremental=}, {on_failure=}, {max_failures=}, {read_only=}"
+                f"{save_interval_steps=}, {save_interval_seconds=}, {step_name=}, "
+                f"{asynchronous=}, {incremental=}, {on_failure=}, {max_failures=}, {read_only=}"
             )
             return RankStatus(location=str(made[0].root), options=told)
 
         with contextlib.ExitStack() as undo:  # undoes what was begun here if another rank fails
             self._run, self._retention, options = self._meeting.begin(prepare, alike)
-            self._seen = self._meeting.broadcast_from_first(self._open)
-            self._pruner = Pruner(self._run, self._retention, best_metric, self._hook)
+            self._line = OwnLine(self._run, self._meeting, self._hook)
+            self._pruner = Pruner(self._run, self._retention, self._hook)
             self._in_use = self._pruner.in_use
             undo.callback(self._pruner.close, wait=False)
             self._direct = make_sync_checkpointer(options)
@@ -234,6 +212,21 @@ class CheckpointManager(ClosedAtExit):
                 undo.callback(self._checkpointer.close)
             self._agreement = Agreement(self._meeting.group)
             undo.pop_all()
+
+    def _check_intervals(self) -> None:
+        if self._interval is not None and (whole_number(self._interval) or 0) < 1:
+            raise ConfigError(
+                f"save_interval_steps={self._interval!r}: give a whole number of at least 1"
+            )
+        seconds: object = self._seconds
+        if seconds is None:
+            self._interval = whole_number(self._interval) or 1
+        elif self._interval is not None:
+            raise ConfigError("give save_interval_steps= or save_interval_seconds=, not both")
+        elif not (isinstance(seconds, Real) and 0 < float(seconds) < math.inf):
+            raise ConfigError(
+                f"save_interval_seconds={seconds!r}: give a number of seconds above 0"
+            )
 
     def uri(self, step: int) -> str:
         """The location of a step's checkpoint, whether or not it exists."""
@@ -267,9 +260,9 @@ class CheckpointManager(ClosedAtExit):
             ConfigError: If this manager was given no ``best_metric``.
             StoreError: If the store refuses or stays unreachable.
         """
-        if self._best_metric is None:
+        if self._retention.best_metric is None:
             raise ConfigError("best_step() needs best_metric=, the metric to compare")
-        return self._meeting.broadcast_from_first(self._best)
+        return self._meeting.broadcast_from_first(lambda: best_step(self._run, self._retention))
 
     @collective("CheckpointManager.metrics")
     def metrics(self, step: int) -> dict[str, float]:
@@ -301,8 +294,11 @@ class CheckpointManager(ClosedAtExit):
             CloudCheckpointError: As :meth:`reached_preemption`.
         """
         step = check_step(step)
-        is_turn = step % self._interval == 0 and (self._newest is None or step > self._newest)
-        return self._is_last(step) or is_turn
+        if self._is_last(step):
+            return True
+        newest, is_due = self._saves.newest, self._agreed(step)[1]
+        is_turn = is_due if self._interval is None else step % self._interval == 0
+        return is_turn and (newest is None or step > newest)
 
     @collective("CheckpointManager.reached_preemption")
     def reached_preemption(self, step: int) -> bool:
@@ -317,16 +313,22 @@ class CheckpointManager(ClosedAtExit):
             ConfigError: If it is not a valid step.
             ProcessGroupError: If the ranks lost each other.
         """
-        step = check_step(step)
+        return self._agreed(check_step(step))[0]
+
+    def _agreed(self, step: int) -> tuple[bool, bool]:
+        """Whether the job is about to end, and whether a save is due by the clock; same on all."""
         self._check_open()
-        if not (
-            self._is_watching or self._read_only
-        ):  # a job that only restores ends by a signal, as any other does
+        if not (self._is_watching or self._read_only):
             self._is_watching = True
             self._preemption.watch()
         if self._reached is None or self._reached[0] != step:
-            self._reached = step, self._agreement.step(self._preemption.noticed)
-        return self._reached[1]
+            is_due = False
+            if self._is_first and self._seconds is not None:
+                is_due = time.monotonic() - self._due_since >= self._seconds
+                if is_due:  # said once: all ranks may hear of it a step later
+                    self._due_since = time.monotonic()
+            self._reached = step, *self._agreement.step(self._preemption.noticed, is_due)
+        return self._reached[1:]
 
     @collective("CheckpointManager.save")
     def save(
@@ -348,8 +350,8 @@ class CheckpointManager(ClosedAtExit):
             step: The step.
             state: What to save, as for :func:`cloudckpt.save`.
             metrics: Numbers to keep with the checkpoint; those of the first rank count. If
-                ``best_metric`` is missing there or is not a number (NaN), the checkpoint counts as
-                worse than all that have one, which is logged.
+                ``best_metric`` is missing there or is not a number (NaN), the checkpoint is never
+                the best, and ``best_to_keep`` keeps it, which is logged.
             notes: Other values to keep with it, of types that JSON can hold.
             force: Whether to save the step even if it is not its turn.
 
@@ -378,32 +380,33 @@ class CheckpointManager(ClosedAtExit):
                 )
                 self._restored = None
             return False
-        self._saves += 1
-        number = self._saves
+        is_last, save = self._is_last(step), self._saves.begin(step)
         try:
-            return self._save(step, number, state, metrics, notes, force)
+            return self._save(save, step, state, metrics, notes, force=force, is_last=is_last)
         except CloudCheckpointError as error:
             self._explain(error)
-            # the failure of an earlier save was counted when it was reported
-            if error is self._failures.last or not self._goes_on(number, step, error):
+            if error is self._saves.last_failure:  # of an earlier save, counted when reported
+                self._saves.dropped(save)
+                raise
+            if not self._tolerates(save, error):
                 raise
             return False
+        except BaseException:
+            self._saves.dropped(save)
+            raise
 
     def _save(
         self,
+        save: Save,
         step: int,
-        number: int,
         state: dict[str, Any],
         metrics: Mapping[str, float] | None,
         notes: Mapping[str, Any] | None,
+        *,
         force: bool,
+        is_last: bool,
     ) -> bool:
-        if self._begins_line or not self._is_claimed:
-            told = self._meeting.broadcast_from_first(self._claim)
-            self._hook.job, self._is_claimed = told
-            self._begins_line = False
-        job, continues = self._hook.job, self._continues or {}
-        is_last = self._is_last(step)
+        job, continues = self._line.for_save()
 
         @functools.cache
         def noted() -> Notes:  # if a value is invalid on one rank, all ranks get the error
@@ -430,8 +433,8 @@ class CheckpointManager(ClosedAtExit):
                 notes=noted,
                 base=self._base,
                 # who never called restore() may not know that there are steps of this number
-                keep_existing=self._continues is None and not force,
-                is_first=number == 1,
+                keep_existing=not (self._line.has_restored or force),
+                is_first=not self._has_begun,
             )
         except BaseException:
             self._in_use.end(step)
@@ -439,33 +442,35 @@ class CheckpointManager(ClosedAtExit):
         written = None if futures is None else futures[1]
         if written is None:
             self._in_use.end(step)
-            self._note_commit(number, step)
+            self._saves.committed(save)
+        elif written.skipped:
+            self._in_use.end(step)
+            self._saves.dropped(save)
+            return False
         else:
-            if written.skipped:
-                self._in_use.end(step)
-                self._saves -= 1
-                return False
-            self._under_way.append(step)
-            written.add_done_callback(functools.partial(self._note_end, number, step))
-            self._asked[written.number] = _Asked(number, step, self._newest)
-        self._newest, self._base = step, None
+            save.number = written.number
+            written.add_done_callback(functools.partial(self._note_end, save, step))
+        self._has_begun = True
+        self._base, self._due_since = None, time.monotonic()
         if self._is_first:
-            kept = noted().metrics
-            if self._best_metric is not None and math.isnan(kept.get(self._best_metric, math.nan)):
-                logger.warning(
-                    "step %d: its metric %s is %s, so the step counts as worse than all that have "
-                    "one",
-                    step,
-                    self._best_metric,
-                    "not a number (NaN)"
-                    if self._best_metric in kept
-                    else f"missing (it has: {', '.join(kept) or 'none'})",
-                )
+            self._warn_of_metric(step, noted().metrics)
             # who never called restore() may not know that the run has steps
-            keeps = self._keep_abandoned or self._continues is None
+            keeps = self._keep_abandoned or not self._line.has_restored
             self._pruner.after(written, keep_abandoned=keeps)
         self._has_saved_last = self._has_saved_last or is_last
         return True
+
+    def _warn_of_metric(self, step: int, kept: Mapping[str, float]) -> None:
+        metric = self._retention.best_metric
+        if metric is not None and math.isnan(kept.get(metric, math.nan)):
+            logger.warning(
+                "step %d: its metric %s is %s, so the step is never the best",
+                step,
+                metric,
+                "not a number (NaN)"
+                if metric in kept
+                else f"missing (it has: {', '.join(kept) or 'none'})",
+            )
 
     @collective("CheckpointManager.restore")
     def restore(
@@ -473,6 +478,8 @@ class CheckpointManager(ClosedAtExit):
         state: dict[str, Any],
         step: int | None = None,
         *,
+        source: URILike | None = None,
+        keys: str | Collection[str] | None = None,
         verify: bool = False,
         strict: bool = True,
     ) -> int | None:
@@ -488,6 +495,11 @@ class CheckpointManager(ClosedAtExit):
         Args:
             state: What to load, as for :func:`cloudckpt.load`.
             step: The step to load instead of the newest; if it is damaged, an error is raised.
+            source: Another run, or a single checkpoint, to begin from. What this run has, and what
+                the job continues, stay as they are: ``if manager.restore(state) is None:
+                manager.restore(state, source=..., keys="model.*")``.
+            keys: Patterns of the entries to load, such as ``"model.*"``; the others of ``state``
+                stay as they are.
             verify: Whether to read all of a checkpoint before trusting it, each rank its share.
                 What is loaded is compared with its checksums in any case; this also covers what
                 ``state`` does not ask for, and leaves ``state`` as it was if nothing can be
@@ -497,49 +509,45 @@ class CheckpointManager(ClosedAtExit):
 
         Returns:
             The step that was loaded; None if the run has no committed checkpoint, in which case
-            ``state`` is unchanged.
+            ``state`` is unchanged, or if ``source`` is a checkpoint that notes no step.
 
         Raises:
-            CheckpointNotFoundError: If ``step`` has no committed checkpoint.
-            CheckpointCorruptError: If all checkpoints are damaged.
+            CheckpointNotFoundError: If ``step`` has no committed checkpoint (the message has those
+                that there are), or ``source`` has none.
+            CheckpointCorruptError: If all checkpoints are damaged, or that of ``step`` or
+                ``source`` is.
+            ConfigError: If ``keys`` match nothing.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         self._check_open()
+        step = None if step is None else check_step(step)
+        load = functools.partial(self._load, state, keys, verify, strict)
+        if source is not None:
+            run = Run(source, step_name=self._run.names.pattern, config=self._run.config)
+            uri, found = self._meeting.broadcast_from_first(lambda: checkpoint_in(run, step))
+            load(uri)
+            return found
+
+        def load_step(step: int, notes: Notes) -> None:
+            with self._in_use.kept(step):
+                load(self.uri(step))
+            self._restored = step
+            self._saves.restored(step)
+            self._line.go_on_from(step, notes)
+            self._base = self.uri(step) if self._incremental else None
+
         if step is not None:
-            step = check_step(step)
             goal = self._meeting.broadcast_from_first(lambda: goal_of(self._run, step))
-            self._load(state, step, verify, strict, goal)
+            load_step(step, goal)
             return step
-        damages: list[CloudCheckpointError] = []
         adopts = self._adopt_wait and not self._read_only
         until = time.monotonic() + self._adopt_wait if adopts else None
-        candidates = Candidates(self._run, self._hook, until)
-        steps = self._meeting.broadcast_from_first(lambda: self._run.steps()[::-1])
-        for found in self._in_turn(steps, candidates, damages):
-            look = functools.partial(candidates.look, found)
-            notes, error = self._meeting.broadcast_from_first(look)
-            try:
-                if error is not None:
-                    raise error
-                if notes is None:
-                    continue
-                self._load(state, found, verify, strict, notes)
-            except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-                damages.append(error)
-                if isinstance(error, CheckpointCorruptError):
-                    distrust(error)
-                logger.error(
-                    "step %d can't be restored, so an older one is tried: %s", found, error
-                )
-                continue
-            candidates.log(found)
-            return found
-        candidates.log(None)
-        if damages:
-            raise damages[0]
-        self._newest = self._restored = None
-        self._continues, self._begins_line = {}, True
-        return None
+        newest = restore_newest(self._run, self._meeting, self._hook, until, load_step)
+        if newest is None:
+            self._restored = None
+            self._saves.restored(None)
+            self._line.go_on_from(None, None)
+        return newest
 
     @collective("CheckpointManager.delete")
     def delete(self, step: int) -> None:
@@ -556,9 +564,7 @@ class CheckpointManager(ClosedAtExit):
         step = check_step(step)
         self._check_open()
         self._check_writable()
-        if not self._is_claimed:
-            self._hook.job = self._meeting.broadcast_from_first(self._take_over)
-            self._is_claimed = True
+        self._line.for_deletion()
         self._meeting.broadcast_from_first(lambda: self._pruner.delete(step))
 
     def wait_until_finished(self) -> None:
@@ -573,14 +579,7 @@ class CheckpointManager(ClosedAtExit):
 
     def status(self) -> RunStatus:
         """What this rank knows of the run's saves, without asking the store or other ranks."""
-        newest, when = self._committed or (None, None)
-        return RunStatus(
-            newest_step=newest,
-            newest_age=None if when is None else time.monotonic() - when,
-            under_way=tuple(self._under_way),
-            failures_in_row=self._failures.in_row,
-            last_failure=self._failures.last,
-        )
+        return self._saves.status()
 
     def close(self) -> None:
         """Waits for work in progress, and releases memory and processes.
@@ -612,7 +611,7 @@ class CheckpointManager(ClosedAtExit):
     def _is_last(self, step: int) -> bool:
         """Whether the job is about to be ended, and this step is to be its final save."""
         reached = self.reached_preemption(step)
-        return reached and not self._has_saved_last and step != self._newest
+        return reached and not self._has_saved_last and step != self._saves.newest
 
     def _end_earlier_saves(self) -> None:
         """Waits for the saves before the final one; their failures must not prevent it."""
@@ -624,159 +623,55 @@ class CheckpointManager(ClosedAtExit):
             else:
                 return
 
-    def _open(self) -> Owner | None:
-        """The claim that this job finds, on the first rank.
-
-        Raises:
-            ConfigError: If the location is that of a checkpoint.
-        """
-        check_is_run(self._run.view, self._run)
-        return owner_of(self._run.view, self._run)
-
-    def _claim(self) -> tuple[str, bool]:
-        """Claims the run for a save that begins a line, or whose claim is not known to be there.
-
-        Returns the job's name, and whether the claim is there.
-        """
-        patience = 0.0
-        if self._begins_line or self._hook.is_wanting:
-            patience = claim.PATIENCE
-            first = self._warn_of_steps if self._continues is None else lambda: None
-            continues = self._continues or {}
-            self._hook.begin(self._run.root, self._run.config, continues, self._seen, first)
-        is_there = self._hook.wait(patience)
-        if patience and not is_there:
-            logger.warning(
-                "%s: the store has not answered for %.0f s whether this job may claim the run; "
-                "training goes on, and the save commits once it has",
-                self._run.root,
-                patience,
-            )
-        return self._hook.job, is_there
-
-    def _warn_of_steps(self) -> None:
-        """Says what a job does that saves without having called ``restore()``."""
-        there = next(self._run.committed_steps(), None)
-        if there is not None:
-            logger.warning(
-                "%s has steps up to %d, and restore() was not called: this job begins a new "
-                "line beside them, which the next job will restore. Steps that are there are "
-                "not replaced without force=True",
-                self._run.root,
-                there,
-            )
-
-    def _take_over(self) -> str:
-        """Claims the run for a deletion, which begins no new line."""
-        if self._hook.is_wanting:
-            continues = self._continues
-            if continues is None:
-                line = self._run.history().line
-                continues = line[max(line)].continued_at(max(line)) if line else {}
-            self._hook.begin(self._run.root, self._run.config, continues, self._seen)
-        self._hook.wait(None)
-        return self._hook.job
-
-    def _best(self) -> int | None:
-        """See :meth:`best_step`; on the first rank."""
-        for _ in range(_LOOKS):
-            steps = self._run.steps()
-            history = history_of(self._run.view, self._run, steps)
-            if self._run.steps() == steps:
-                break  # otherwise some were deleted meanwhile, perhaps for newer ones
-        for error in history.unread.values():
-            if isinstance(error, StoreError):
-                raise error
-        self._run.log_unread(history.unread)
-        return self._retention.best(history.scores(str(self._best_metric)))
-
-    def _in_turn(
-        self, steps: list[int], candidates: Candidates, damages: list[CloudCheckpointError]
-    ) -> Iterator[int]:
-        """The steps, newest first; all again if the line has none, damaged ones included."""
-        yield from steps
-        if not damages and self._meeting.broadcast_from_first(candidates.begin_anew):
-            yield from steps
-
     def _load(
-        self, state: dict[str, Any], step: int, verify: bool, strict: bool, notes: Notes
+        self,
+        state: dict[str, Any],
+        keys: str | Collection[str] | None,
+        verify: bool,
+        strict: bool,
+        uri: str,
     ) -> None:
-        with self._in_use.kept(step):
-            if verify:
-                config, group = self._run.config, self._meeting.group
-                verifying.verify(self.uri(step), config=config, process_group=group)
-            self._checkpointer.load(self.uri(step), state, strict=strict)
-        self._newest = self._restored = step
-        self._committed = step, None
-        continues, self._begins_line = notes.continued_at(step), True
-        if len(continues) > _MANY_JOBS:
-            line = self._meeting.broadcast_from_first(lambda: self._run.history().line)
-            jobs = {one.job for one in line.values()}
-            continues = {job: last for job, last in continues.items() if job in jobs}
-        self._continues = continues
-        self._base = self.uri(step) if self._incremental else None
+        """Loads a checkpoint, or a part of it, into ``state``."""
+        part = state
+        if keys is not None:
+            part = selected(state, [keys] if isinstance(keys, str) else keys)
+            if not part:
+                raise ConfigError(
+                    f"keys={keys!r} match nothing in the state: it has {', '.join(map(str, state))}"
+                )
+        if verify:
+            config, group = self._run.config, self._meeting.group
+            verify_checkpoint(uri, config=config, process_group=group)
+        self._checkpointer.load(uri, part, strict=strict)
+        if part is not state:
+            put_back(state, part)
 
-    def _note_end(self, number: int, step: int, written: SaveFuture) -> None:
+    def _note_end(self, save: Save, step: int, written: SaveFuture) -> None:
         """Records the end of a background save; runs on the thread that saved."""
         self._in_use.end(step)
-        with contextlib.suppress(ValueError):
-            self._under_way.remove(step)
         if written.exception() is None:
-            self._note_commit(number, step)
-
-    def _note_commit(self, number: int, step: int) -> None:
-        self._committed = step, time.monotonic()
-        self._failures.succeeded(number)
+            self._saves.committed(save)
+        else:
+            self._saves.ended(save)
 
     def _explain(self, error: CloudCheckpointError) -> None:
         """Says why a save replaces no step although the options allow it."""
-        if isinstance(error, CheckpointExistsError) and self._continues is None:
+        if isinstance(error, CheckpointExistsError) and not self._line.has_restored:
             error.message = (
                 "the step has a checkpoint of another training, which this job, that has not "
                 "called restore(), replaces only with force=True: call restore(), or give the "
                 "job a folder of its own"
             )
 
-    def _failed_earlier(self, saves: Collection[int], error: CloudCheckpointError) -> None:
-        """Records failures of earlier saves, given by the checkpointer's numbers."""
+    def _failed_earlier(self, numbers: Collection[int], error: CloudCheckpointError) -> None:
+        """Counts failures of earlier saves, given by the checkpointer's numbers."""
         self._explain(error)
-        failed = [self._asked.pop(save) for save in sorted(saves) if save in self._asked]
-        for asked in reversed(failed):
-            if self._newest == asked.step:
-                self._newest = asked.newest  # so that the step can be saved again
-        goes_on = [self._goes_on(asked.number, asked.step, error) for asked in failed]
-        if not all(goes_on):
+        tolerated = [self._tolerates(one, error) for one in self._saves.numbered(numbers)]
+        if not all(tolerated):
             raise error
 
-    def _goes_on(self, number: int, step: int, error: CloudCheckpointError) -> bool:
-        """Whether training continues after a failed save; if so, reports the failure."""
-        goes_on, status = self._failures.goes_on(number, error), self.status()
-        if goes_on:
-            age = "" if status.newest_age is None else f", {status.newest_age:.0f} s ago"
-            newest = "none" if status.newest_step is None else f"step {status.newest_step}{age}"
-            logger.error(
-                "step %d was not saved (failure %d in a row; %d end the training); newest "
-                "committed checkpoint: %s; training continues: %s",
-                step,
-                status.failures_in_row,
-                self._failures.max_failures,
-                newest,
-                error,
-            )
-            events.emit(
-                events.Event(
-                    phase="failure",
-                    uri=self.uri(step),
-                    rank=self._meeting.rank,
-                    began=time.time(),
-                    detail=type(error).__name__,
-                    failed=True,
-                    step=step,
-                    newest_step=status.newest_step,
-                    newest_age=status.newest_age,
-                )
-            )
-        return goes_on
+    def _tolerates(self, save: Save, error: CloudCheckpointError) -> bool:
+        return self._saves.tolerates(save, error, self.uri, self._meeting.rank)
 
     @property
     def _belongs_here(self) -> bool:

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -80,7 +79,8 @@ class Preemption:
         # no lock guards it: a signal handler would wait for the very code that it interrupts
         self._noticed = False
         self._has_failed = False
-        self._handled: set[int] = set()
+        self._before: dict[int, Any] = {}  # what handled each signal before
+        self._calling: set[int] = set()  # signals of which the handler before is called just now
         self._first: dict[int, float] = {}  # when each signal came first, by the monotonic clock
         self._watchers = 0
         self._pid = os.getpid()
@@ -136,16 +136,15 @@ class Preemption:
         """Handles a signal, unless it is handled already."""
         try:
             before = signal.getsignal(number)
-            if isinstance(before, _Handler) and before.owner is self:
-                return
-            signal.signal(number, _Handler(self, before))
+            if before != self._on_signal:
+                signal.signal(number, self._on_signal)
+                self._before[number] = before
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"Preemption(signals=...): {number!r} can't be handled: give signals that a "
                 "process may handle, such as signal.SIGTERM",
                 cause=error,
             ) from error
-        self._handled.add(number)
 
     def ignore(self) -> None:
         """Restores the previous handlers.
@@ -155,20 +154,24 @@ class Preemption:
         self._watchers -= 1
         if self._watchers or threading.current_thread() is not threading.main_thread():
             return
-        for number in self._handled:
-            handler = signal.getsignal(number)
-            if isinstance(handler, _Handler) and handler.owner is self:
-                before = handler.before
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
 
-    def _on_signal(self, number: int, frame: FrameType | None, before: Any) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number, signal.SIG_DFL)
         is_elsewhere, is_second = os.getpid() != self._pid, False
         if self._watchers and not is_elsewhere:
             self._noticed = True
             now = time.monotonic()
             is_second = now - self._first.setdefault(number, now) > _TOGETHER
         if callable(before):
-            before(number, frame)
+            if number not in self._calling:  # a handler that was set since may call this one
+                self._calling.add(number)
+                try:
+                    before(number, frame)
+                finally:
+                    self._calling.discard(number)
         elif before == signal.SIG_DFL and (
             # a forked child must still end when its parent ends it, as multiprocessing does
             not self._watchers or is_second or (is_elsewhere and number == signal.SIGTERM)
@@ -177,40 +180,24 @@ class Preemption:
             os.kill(os.getpid(), number)
 
 
-@dataclass(frozen=True, eq=False)
-class _Handler:
-    """What is set as a handler of a signal, and tells its owner.
-
-    Each has what was there before it. So if the program sets a handler of its own, which may call
-    ours, and the signal is handled again, the new one calls that of the program, and no two of them
-    call each other.
-
-    Attributes:
-        owner: Whom it tells.
-        before: What handled the signal before; None if that is not known to Python.
-    """
-
-    owner: Preemption
-    before: Any
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.owner._on_signal(number, frame, self.before)
-
-
 class Agreement:
     """Lets all ranks learn at the same step what one of them has noticed.
 
-    Schedulers signal one rank, or each rank at another moment, while all ranks must save the same
-    step. So each step starts a collective, and the next step has its result: no rank waits for it.
-    If steps take seconds, a step later may be too late, and waiting for the result takes little
-    time in comparison: the ranks tell each other whether their last step was long, and if it was on
-    all ranks, all of them wait for the result at once.
+    That is: that the job is about to be ended, or that a save is due by the clock. Schedulers
+    signal one rank, or each rank at another moment, while all ranks must save the same step. So
+    each step starts a collective, and the next step has its result: no rank waits for it. If steps
+    take seconds, a step later may be too late, and waiting for the result takes little time in
+    comparison: the ranks tell each other whether their last step was long, and if it was on all
+    ranks, all of them wait for the result at once.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None) -> None:
         """``parent``: The ranks, which get a separate group; None if this rank is alone."""
         self._group: dist.ProcessGroup | None = None
-        self._asked: tuple[torch.Tensor, dist.Work | None] = _flags(told=False, is_short=True), None
+        self._asked: tuple[torch.Tensor, dist.Work | None] = (
+            _flags(told=False, is_due=False, is_short=True),
+            None,
+        )
         self._last: float | None = None  # time of the previous step, by the monotonic clock
         if parent is not None:
             self._group = open_group(parent, start_timeout=_START, collective_timeout=_PATIENCE)
@@ -223,44 +210,53 @@ class Agreement:
             give_back(self._group)
             self._group = None
 
-    def step(self, noticed: bool) -> bool:
-        """Whether a rank noticed it by the last step, or by now after long steps; same on all.
+    def step(self, noticed: bool, is_due: bool = False) -> tuple[bool, bool]:
+        """What some rank noticed by the last step, or by now after long steps; same on all.
 
         Args:
-            noticed: Whether this rank has noticed it by now.
+            noticed: Whether this rank has noticed by now that the job is about to be ended; once
+                one has, it stays so.
+            is_due: Whether a save is due on this rank since it last said so.
+
+        Returns:
+            Whether the job is about to be ended, and whether a save is due.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.
         """
         if self._group is None:
-            return noticed
+            return noticed, is_due
         now, last = time.monotonic(), self._last
         self._last = now
         try:
-            told, some_are_short = self._answer()
-            flags = _flags(told=noticed or told, is_short=last is None or now - last < _LONG)
+            told, due, some_are_short = self._answer()
+            is_short = last is None or now - last < _LONG
+            flags = _flags(told=noticed or told, is_due=is_due, is_short=is_short)
             work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
             self._asked = flags, work
             if not some_are_short:
-                told, _ = self._answer()
+                told, due_now, is_short = self._answer()
+                due = due or due_now
+                # what was heard of is not heard of again at the next step
+                self._asked = _flags(told=told, is_due=False, is_short=is_short), None
         except RuntimeError as exc:
             raise ProcessGroupError(
                 "the ranks lost contact while they agreed whether the job is about to end: "
                 "find out which one ended first and why",
                 cause=exc,
             ) from exc
-        return told
+        return told, due
 
-    def _answer(self) -> tuple[bool, bool]:
-        """Whether a rank has noticed it, and whether the last step was short on some rank."""
+    def _answer(self) -> tuple[bool, bool, bool]:
+        """Whether a rank has noticed it, a save is due, and the last step was short on a rank."""
         flags, work = self._asked
         if work is not None:
             with all_expected(None if work.is_completed() else self._group):
                 work.wait()
             self._asked = flags, None
-        told, is_short = flags.tolist()
-        return bool(told), bool(is_short)
+        told, is_due, is_short = flags.tolist()
+        return bool(told), bool(is_due), bool(is_short)
 
 
-def _flags(*, told: bool, is_short: bool) -> torch.Tensor:
-    return torch.tensor([told, is_short], dtype=torch.int32, device="cpu")
+def _flags(*, told: bool, is_due: bool, is_short: bool) -> torch.Tensor:
+    return torch.tensor([told, is_due, is_short], dtype=torch.int32, device="cpu")

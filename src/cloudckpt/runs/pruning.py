@@ -1,31 +1,158 @@
-"""Deletes the steps of a run that are no longer kept."""
+"""Deletes the steps of a run that are no longer kept: behind each save of a job, or by itself."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Literal
 
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.checkpoint.notes import Notes
+from cloudckpt.checkpoint.objects import find_commit
+from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointConflictError,
+    CheckpointCorruptError,
     CheckpointNotFoundError,
     CloudCheckpointError,
+    ConfigError,
+    StoreError,
 )
-from cloudckpt.runs.catalog import History, Run, notes_of, summary
+from cloudckpt.runs.catalog import History, Run, history_of, notes_of, summary
 from cloudckpt.runs.claim import ClaimHook
+from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.deleting import delete_at
-from cloudckpt.runs.steps import Retention
+from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
+from cloudckpt.uri import URILike
 
-__all__ = ["Pruner"]
+__all__ = ["Pruner", "best_step", "prune"]
 
 logger = logging.getLogger("cloudckpt")
+
+_LOOKS = 3  # for the best step, while steps are deleted between listing and reading them
+
+
+def prune(
+    run: URILike,
+    *,
+    max_to_keep: int | None = None,
+    best_to_keep: int | None = None,
+    keep_younger_than: float | None = None,
+    keep_period: int | None = None,
+    best_metric: str | None = None,
+    best_mode: Literal["min", "max"] | None = None,
+    abandoned: bool = False,
+    dry_run: bool = False,
+    step_name: str = DEFAULT_PATTERN,
+    config: Config | None = None,
+) -> list[str]:
+    """Deletes the committed checkpoints of a run that no rule keeps; returns them, by step.
+
+    The rules are those of :class:`CheckpointManager`. Only steps on the line of the run count
+    (:mod:`cloudckpt.runs.line`), of which the newest is always kept. The metadata of the run's
+    newest must be readable: otherwise good checkpoints would be deleted in favour of a damaged one.
+    Others whose notes can't be read are kept, which is logged.
+
+    Args:
+        run: The folder of the run.
+        max_to_keep: As of :class:`CheckpointManager`, like the following.
+        best_to_keep: See there.
+        keep_younger_than: See there; in seconds.
+        keep_period: See there.
+        best_metric: See there.
+        best_mode: See there.
+        abandoned: Whether abandoned steps are deleted, too.
+        dry_run: Whether to delete nothing.
+        step_name: What its checkpoints are called.
+        config: Options.
+
+    Raises:
+        CheckpointCorruptError: If the metadata of the newest is not readable.
+        CheckpointReplacedError: If a checkpoint is saved anew meanwhile; it stays.
+        ConfigError: If an option is invalid, or no checkpoint has the metric.
+        InvalidURIError: If it is not a valid location.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    kept = Retention(
+        max_to_keep=max_to_keep,
+        best_to_keep=best_to_keep,
+        keep_younger_than=keep_younger_than,
+        keep_period=keep_period,
+        best_metric=best_metric,
+        best_mode=best_mode,
+    )
+    found = Run(run, step_name=step_name, config=config)
+    history = found.history()
+    for error in history.unread.values():
+        if isinstance(error, StoreError):
+            raise error
+    found.log_unread(history.unread)
+    if best_metric is not None:
+        scores = history.scores(best_metric)
+        if scores and all(map(math.isnan, scores.values())):
+            raise ConfigError(
+                f"no checkpoint of this run has the metric {best_metric!r}, so none is the best: "
+                "cloudckpt inspect shows what they have",
+                uri=str(found.root),
+            )
+    steps = _unneeded(found, history, kept)
+    if steps:
+        try:
+            newest = max([*history.line, *history.abandoned, *history.unread])
+            inspect(found.uri(newest), config=found.config)
+        except CheckpointCorruptError as error:
+            error.message += (
+                "; it is the newest of the run, which is kept: delete it before those that are good"
+            )
+            raise
+    steps += history.abandoned if abandoned else ()
+    for step in () if dry_run else steps:
+        with contextlib.suppress(CheckpointNotFoundError):  # another process has deleted it
+            delete_at(found.uri(step), found.config)
+    return [str(found.uri(step)) for step in steps]
+
+
+def best_step(run: Run, retention: Retention) -> int | None:
+    """The best step on the line of a run; None if none has the metric.
+
+    Raises:
+        StoreError: If the store refuses or stays unreachable.
+    """
+    for _ in range(_LOOKS):
+        steps = run.steps()
+        history = history_of(run.view, run, steps)
+        if run.steps() == steps:
+            break  # otherwise some were deleted meanwhile, perhaps for newer ones
+    for error in history.unread.values():
+        if isinstance(error, StoreError):
+            raise error
+    run.log_unread(history.unread)
+    return retention.best(history.scores(str(retention.best_metric)))
+
+
+def _unneeded(run: Run, history: History, retention: Retention) -> list[int]:
+    """The steps on the line that no rule keeps, oldest first."""
+    metric, youngest = retention.best_metric, retention.keep_younger_than
+    steps = retention.unneeded(history.line, None if metric is None else history.scores(metric))
+    if youngest is None:
+        return steps
+    view, old = run.view, []
+    commits = view.each(lambda step: find_commit(view.look, run.uri(step)), steps)
+    for step, commit in zip(steps, commits, strict=True):
+        if commit is not None and commit.modified is not None:
+            # a disk does not say when it answers: its clock is this machine's
+            now = commit.answered if commit.answered is not None else time.time()
+            if now - commit.modified >= youngest:
+                old.append(step)
+    return old
 
 
 class Pruner:
@@ -37,19 +164,15 @@ class Pruner:
         in_use: The steps that are being saved or loaded.
     """
 
-    def __init__(
-        self, run: Run, retention: Retention, best_metric: str | None, hook: ClaimHook
-    ) -> None:
+    def __init__(self, run: Run, retention: Retention, hook: ClaimHook) -> None:
         """
         Args:
             run: The run.
             retention: Which steps are kept.
-            best_metric: The metric that ranks them; None ranks them by age.
             hook: Knows whether the run is still this job's.
         """
         self._run = run
         self._retention = retention
-        self._best_metric = best_metric
         self._hook = hook
         self.in_use = StepsInUse()
         self._logged: set[int] = set()  # steps that are unread or abandoned
@@ -92,7 +215,7 @@ class Pruner:
             concurrent.futures.wait([saved])
             if saved.exception() is not None or saved.skipped:
                 return
-        if self._retention.max_to_keep is None and keep_abandoned:
+        if self._retention.keeps_all and keep_abandoned:
             return
         try:
             self._hook.check_claim()
@@ -101,9 +224,7 @@ class Pruner:
             if job and all(one.job != job for one in history.line.values()):
                 return  # somebody has removed all that this job has saved
             self._log_new(history, keep_abandoned)
-            metric = self._best_metric
-            scores = None if metric is None else history.scores(metric)
-            for step in self._retention.unneeded(history.line, scores):
+            for step in _unneeded(self._run, history, self._retention):
                 self._prune(step, history.line[step])
             if not keep_abandoned:
                 for step, notes in history.abandoned.items():

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from string import Formatter
 from typing import Literal
 
@@ -91,23 +92,29 @@ class StepNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which steps of a run are kept when a new one has been committed.
+    """Which steps of a run are kept: those that any of the rules keeps.
 
-    The newest is always kept, whatever its score.
+    The newest is always kept. ``keep_period`` alone keeps all, as no rule at all does.
 
     Attributes:
-        max_to_keep: How many to keep: the newest, or the best if steps have scores. None keeps all.
-        keep_period: Steps that this divides are kept in addition.
-        best_mode: Whether the lowest or the highest scores are the best.
+        max_to_keep: How many of the newest.
+        best_to_keep: How many of the best, and all that have no score.
+        keep_younger_than: Those committed within so many seconds.
+        keep_period: Those that this divides.
+        best_metric: The metric that is the score.
+        best_mode: Whether its lowest or its highest values are the best.
     """
 
     max_to_keep: int | None = None
+    best_to_keep: int | None = None
+    keep_younger_than: float | None = None
     keep_period: int | None = None
-    best_mode: Literal["min", "max"] = "min"
+    best_metric: str | None = None
+    best_mode: Literal["min", "max"] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("max_to_keep", self.max_to_keep), ("keep_period", self.keep_period)):
-            if value is None:
+        for name in ("max_to_keep", "best_to_keep", "keep_period"):
+            if (value := getattr(self, name)) is None:
                 continue
             found = whole_number(value)
             if found is None or found < 1:
@@ -116,38 +123,60 @@ class Retention:
                     "deletes all checkpoints of a run"
                 )
             object.__setattr__(self, name, found)
-        if self.best_mode not in ("min", "max"):
-            raise ConfigError(f"best_mode={self.best_mode!r}: write 'min' or 'max'")
+        age: object = self.keep_younger_than
+        if age is not None and not (isinstance(age, Real) and 0 < float(age) < math.inf):
+            raise ConfigError(f"keep_younger_than={age!r}: give a number of seconds above 0")
+        metric: object = self.best_metric
+        if not isinstance(metric, (str, type(None))):
+            raise ConfigError(f"best_metric={metric!r}: give the name of a metric, such as 'loss'")
+        if (metric is None) != (self.best_mode is None) or self.best_mode not in _MODES:
+            raise ConfigError(
+                f"best_metric={metric!r}, best_mode={self.best_mode!r}: give both, the mode as "
+                "'min' if the lowest values of the metric are the best, or as 'max'"
+            )
+        if self.best_to_keep is not None and metric is None:
+            raise ConfigError("best_to_keep= needs best_metric= and best_mode=")
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no rule lets a step go."""
+        rules = (self.max_to_keep, self.best_to_keep, self.keep_younger_than)
+        return all(one is None for one in rules)
 
     def unneeded(
         self, committed: Collection[int], scores: Mapping[int, float] | None = None
     ) -> list[int]:
-        """The steps that may be deleted, oldest first.
+        """The steps that may be deleted, oldest first, unless they are too young.
 
         Args:
             committed: The steps whose checkpoints are committed.
-            scores: The scores of the steps that have one; None if steps are not scored. A step
-                without a score, or with NaN, is worse than all that have one.
+            scores: The scores of those that have one; NaN is none.
         """
-        if self.max_to_keep is None or not committed:
+        if self.keeps_all or not committed:
             return []
         newest_first = sorted(committed, reverse=True)
-        newest = newest_first[0]
-        if scores is not None:
-            newest_first.sort(key=lambda step: self._badness(scores.get(step)))
-        kept = {newest, *newest_first[: self.max_to_keep]}
+        kept = {*newest_first[: self.max_to_keep or 1]}
+        if self.best_to_keep is not None:
+            usable = _usable(scores or {})
+            kept.update(step for step in committed if step not in usable)
+            ranked = [step for step in newest_first if step in usable]
+            ranked.sort(key=lambda step: self._badness(usable[step]))
+            kept.update(ranked[: self.best_to_keep])
         if self.keep_period is not None:
             kept.update(step for step in committed if step % self.keep_period == 0)
         return sorted(set(committed) - kept)
 
     def best(self, scores: Mapping[int, float]) -> int | None:
         """The step with the best score, the newest of equal ones; None if no step has a score."""
-        usable = [step for step, score in scores.items() if not math.isnan(score)]
-        if not usable:
-            return None
-        return min(usable, key=lambda step: (self._badness(scores[step]), -step))
+        usable = _usable(scores)
+        return min(usable, key=lambda step: (self._badness(usable[step]), -step), default=None)
 
-    def _badness(self, score: float | None) -> tuple[bool, float]:
-        if score is None or math.isnan(score):
-            return True, 0.0
-        return False, score if self.best_mode == "min" else -score
+    def _badness(self, score: float) -> float:
+        return -score if self.best_mode == "max" else score
+
+
+_MODES = ("min", "max", None)
+
+
+def _usable(scores: Mapping[int, float]) -> dict[int, float]:
+    return {step: score for step, score in scores.items() if not math.isnan(score)}
