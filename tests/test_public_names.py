@@ -128,6 +128,7 @@ PUBLIC = {
         "adopt",
         "detach",
         "find_leftovers",
+        "prune",
     },
     "cloudckpt.hf": {"Exported", "SafetensorsWriter", "export_checkpoint", "load", "save"},
     "cloudckpt.files": {"FileContent", "FileData", "load_file", "save_file"},
