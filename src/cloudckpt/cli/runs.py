@@ -258,7 +258,8 @@ def prune(
     """
     from cloudckpt.runs import pruning
 
-    if max_to_keep is best_to_keep is keep_younger_than is None and not abandoned:
+    rules: tuple[object, ...] = (max_to_keep, best_to_keep, keep_younger_than)
+    if all(one is None for one in rules) and not abandoned:
         raise typer.BadParameter(
             "say what to keep: --max-to-keep, --best-to-keep or --keep-younger-than"
         )
