@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from itertools import islice
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 
-__all__ = ["ReadLater", "SavedPlaces", "inventory_behind", "lazy_metadata", "save_id_of"]
+__all__ = ["ReadLater", "inventory_behind", "lazy_metadata", "save_id_of"]
 
 _AT_ONCE = 1 << 14  # rows
 
@@ -27,7 +27,7 @@ def lazy_metadata(inventory: Inventory, attempt: str) -> Metadata:
     metadata: Any = Metadata(state_dict_metadata={})
     metadata.state_dict_metadata = _Described(inventory)
     metadata.planner_data = None if inventory.paths is None else dict(inventory.paths)
-    metadata.storage_data = SavedPlaces(inventory)
+    metadata.storage_data = _Places(inventory)
     metadata.storage_meta = StorageMeta(save_id=save_id_of(attempt))
     metadata.version = CURRENT_DCP_VERSION
     return metadata  # type: ignore[no-any-return]
@@ -39,12 +39,47 @@ def inventory_behind(metadata: Metadata) -> Inventory | None:
     return described.inventory if isinstance(described, _Described) else None
 
 
-class ReadLater(Mapping[Any, Any]):
-    """A mapping that is fetched on first access; it defines its own comparison."""
+class Lazy(Mapping[Any, Any]):
+    """A mapping in metadata that is made on access. Pickles as a dict; printing makes nothing."""
+
+    def __eq__(self, other: object) -> bool:
+        if ReadLater in (type(self), type(other)):
+            return self is other
+        return super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self.items()),)
 
 
-class _Described(Mapping[str, Any]):
-    """``state_dict_metadata``; keeps what it has made. Pickles as a dict."""
+class ReadLater(Lazy):
+    """One that is read on first access.
+
+    It is equal to itself only: a rank must not wait for a store, or fail, to compare what it has.
+
+    Args:
+        read: Reads it; it is called again if it fails.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[Any, Any]]) -> None:
+        self._read = read
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._read()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+
+class _Described(Lazy):
+    """``state_dict_metadata``; keeps what it has made."""
 
     def __init__(self, inventory: Inventory) -> None:
         self.inventory = inventory
@@ -64,20 +99,9 @@ class _Described(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.inventory.entries)
 
-    def __eq__(self, other: object) -> bool:
-        return NotImplemented if isinstance(other, ReadLater) else super().__eq__(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(dict(self.items()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self.items()),)
-
-
-class SavedPlaces(Mapping[MetadataIndex, StorageInfo]):
-    """``storage_data``: an item's location, by torch's index. Pickles as a dict.
+class _Places(Lazy):
+    """``storage_data``: an item's location, by torch's index.
 
     Attributes:
         inventory: The inventory with these locations.
@@ -113,20 +137,9 @@ class SavedPlaces(Mapping[MetadataIndex, StorageInfo]):
     def __len__(self) -> int:
         return len(self.inventory.extents)
 
-    def __eq__(self, other: object) -> bool:
-        return NotImplemented if isinstance(other, ReadLater) else super().__eq__(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(dict(self.items()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self.items()),)
-
 
 class _Values(ValuesView[StorageInfo]):
-    _mapping: SavedPlaces
+    _mapping: _Places
 
     def __iter__(self) -> Iterator[StorageInfo]:
         inventory = self._mapping.inventory
@@ -136,7 +149,7 @@ class _Values(ValuesView[StorageInfo]):
 
 
 class _Items(ItemsView[MetadataIndex, StorageInfo]):
-    _mapping: SavedPlaces
+    _mapping: _Places
 
     def __iter__(self) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
         return zip(self._mapping, self._mapping.values(), strict=True)

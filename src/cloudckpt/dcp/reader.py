@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import uuid
@@ -18,10 +19,12 @@ from torch.futures import Future
 
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, read_commit
 from cloudckpt.checkpoint.inventory import Inventory
+from cloudckpt.checkpoint.lazy import ReadLater, save_id_of
 from cloudckpt.checkpoint.model_folder import KeyMapping, ModelFolder, ModelPlaces
 from cloudckpt.checkpoint.objects import METADATA, PART, beneath, is_file
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.loading import Load
@@ -42,7 +45,7 @@ from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store, retry
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["CloudStorageReader", "OurReader"]
+__all__ = ["CloudStorageReader", "OurReader", "committed_metadata"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -420,3 +423,37 @@ def _named(error: Exception, uri: str) -> CloudCheckpointError:
         uri=uri,
         cause=error,
     )
+
+
+def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Metadata:
+    """The metadata of a save that another rank has committed, read on first access.
+
+    Most callers drop what ``save`` returns, so the metadata are not sent to all ranks. On first
+    access its mappings raise CheckpointReplacedError if another save has replaced it, or what
+    reading metadata raises.
+
+    Args:
+        uri: Where the save was committed.
+        config: The options.
+        attempt: The random name of the save.
+    """
+    wanted = save_id_of(attempt)
+
+    @functools.cache
+    def read() -> Metadata:
+        found = CloudStorageReader(uri, config=config).read_metadata()
+        save_id = getattr(found.storage_meta, "save_id", None)
+        if save_id != wanted:
+            raise CheckpointReplacedError(
+                "replaced by another save before its metadata was read",
+                saves=(wanted, save_id),
+                uri=str(uri),
+            )
+        return found
+
+    metadata: Any = Metadata(ReadLater(lambda: read().state_dict_metadata))  # type: ignore[arg-type]
+    metadata.planner_data = ReadLater(lambda: read().planner_data or {})
+    metadata.storage_data = ReadLater(lambda: read().storage_data or {})
+    metadata.storage_meta = StorageMeta(checkpoint_id=str(uri), save_id=wanted)
+    metadata.version = CURRENT_DCP_VERSION
+    return metadata  # type: ignore[no-any-return]

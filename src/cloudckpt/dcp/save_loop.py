@@ -46,7 +46,6 @@ from cloudckpt.checkpoint.torch_private import Collectives
 from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp import incremental, plan_cache
-from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.copies import (
     Copies,
     Described,
@@ -68,6 +67,7 @@ from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.outline import PLAIN, Outline
 from cloudckpt.dcp.plan_cache import KnownPlan, OfAllRanks
 from cloudckpt.dcp.planners import CloudSavePlanner, lost_by_flattening
+from cloudckpt.dcp.reader import committed_metadata
 from cloudckpt.dcp.saving import CachedLayout, expected_size
 from cloudckpt.dcp.torch_log import logged_by_torch
 from cloudckpt.dcp.writer import CloudStorageWriter, committing

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
 from cloudckpt.checkpoint.written import Written
-from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.failures import is_of_group, portable_errors
 from cloudckpt.dcp.incremental import Contents, agree_on_base, remember
 from cloudckpt.dcp.planners import keep_containers, lost_by_flattening
+from cloudckpt.dcp.reader import committed_metadata
 from cloudckpt.dcp.torch_log import logged_by_torch
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, committing
 from cloudckpt.errors import CommitUnknownError
