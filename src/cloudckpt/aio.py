@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from cloudckpt import files
@@ -23,7 +24,7 @@ from cloudckpt.runs.catalog import CheckpointSummary, Run, newest_step, summarie
 from cloudckpt.runs.contents import CheckpointContents
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 from cloudckpt.runs.verifying import Verified
-from cloudckpt.runs.watching import Polls
+from cloudckpt.runs.watching import Watch
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -78,16 +79,16 @@ def watch(
     Between polls, and while the caller is busy with a checkpoint, no thread waits. Leaving the
     loop, or being cancelled, ends the watch.
     """
-    return _found(Polls(Run(run, step_name=step_name, config=config), interval, start))
+    return _found(Watch(Run(run, step_name=step_name, config=config), interval, start))
 
 
-async def _found(polls: Polls) -> AsyncIterator[CheckpointSummary]:
+async def _found(watch: Watch) -> AsyncIterator[CheckpointSummary]:
     while True:
-        found = await _asked(polls.run.view, polls.first)
-        while found is not None:
-            yield found
-            found = await _asked(polls.run.view, polls.next)
-        await asyncio.sleep(polls.pause())
+        for step in await _asked(watch.run.view, watch.due):
+            found = await _asked(watch.run.view, partial(watch.look, step=step))
+            if found is not None:
+                yield found
+        await asyncio.sleep(watch.pause())
 
 
 async def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents:

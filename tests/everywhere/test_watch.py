@@ -163,9 +163,6 @@ def test_what_is_committed_late_replaced_or_saved_again_is_told(store) -> None:
         store.commit(19)  # the newest is replaced
         assert await watched.told_after_all() == 19
         await watched.nothing()
-        store.commit(12)  # an older one is
-        assert await watched.told_after_all() == 12
-        await watched.nothing()
         store.commit(5)  # a torn one becomes whole
         assert await watched.told_after_all() == 5
         await watched.nothing()

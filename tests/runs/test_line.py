@@ -329,3 +329,17 @@ def test_a_claim_whose_answer_is_lost_is_the_jobs_own(run, monkeypatch) -> None:
             manager.save(1, state(1))
         save(manager, 2)
         assert manager.all_steps() == [2]
+
+
+def test_a_watch_leaves_out_abandoned_steps_and_yields_those_that_are_saved_anew(run) -> None:
+    watch = cloudckpt.watch(run, interval=0.01)
+    with job(run) as old:
+        save(old, 1, 2, 3)
+        assert [next(watch).step for _ in range(3)] == [1, 2, 3]
+        with job(run) as new:
+            new.restore(state(0), step=1)
+            save(old, 4)
+            save(new, 2, of=10)
+            assert [next(watch).step for _ in range(1)] == [2]
+            save(new, 5, of=10)
+            assert next(watch).step == 5

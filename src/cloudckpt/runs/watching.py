@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator
 from typing import Literal
 
 from cloudckpt.checkpoint.objects import find_commit
 from cloudckpt.config import Config, whole_number
 from cloudckpt.errors import ConfigError
-from cloudckpt.runs.catalog import CheckpointSummary, Run, newest_of, steps_of, summary
+from cloudckpt.runs.catalog import (
+    CheckpointSummary,
+    Run,
+    history_of,
+    newest_of,
+    owner_of,
+    steps_of,
+    summary,
+)
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import URILike
 
-__all__ = ["Polls", "watch"]
-
-_AGAIN = 3  # older steps that a poll checks again, besides the newest
+__all__ = ["Watch", "watch"]
 
 
 def watch(
@@ -42,14 +46,15 @@ def watch(
 
     - A run that does not exist yet has no checkpoints; a bucket that does not exist is an error.
     - A checkpoint that was deleted before its turn is left out.
-    - A checkpoint that was replaced, or deleted and saved again, is yielded again: at the next poll
-      if it is the newest, otherwise when its turn comes, since a poll checks three of the older
-      ones again. The same goes for a step that is committed later than a higher one, as after a
-      return to an older step.
+    - A checkpoint that is not of the training that the run's next job restores is left out, as it
+      is by :func:`cloudckpt.latest`.
+    - A checkpoint that was deleted and saved again is yielded again, as is the newest if it was
+      replaced. When another job claims the run, all steps are compared again: those that it saves
+      anew, after a return to an older step, are yielded again.
     - Clocks do not matter: versions are compared, not times.
 
-    A poll takes one request per thousand folders of the run, one for each new folder, and at most
-    four to check older steps again. They are retried as ``config.retry`` says; an error that
+    A poll takes one request per thousand folders of the run, one for its claim, and three for each
+    step that is new or not committed. They are retried as ``config.retry`` says; an error that
     remains is raised, and ends the watch. The wait between polls is a sleep in the caller's thread:
     leave the loop, or press Ctrl-C, to end the watch. :func:`cloudckpt.aio.watch` is the same for
     an event loop.
@@ -66,20 +71,19 @@ def watch(
         ConfigError: If an option is invalid.
         StoreError: If the store refuses or stays unreachable.
     """
-    return _found(Polls(Run(run, step_name=step_name, config=config), interval, start))
+    return _found(Watch(Run(run, step_name=step_name, config=config), interval, start))
 
 
-def _found(polls: Polls) -> Iterator[CheckpointSummary]:
+def _found(watch: Watch) -> Iterator[CheckpointSummary]:
     while True:
-        found = polls.first(polls.run.view)
-        while found is not None:
-            yield found
-            found = polls.next(polls.run.view)
-        time.sleep(polls.pause())
+        for step in watch.due(watch.run.view):
+            if (found := watch.look(watch.run.view, step)) is not None:
+                yield found
+        time.sleep(watch.pause())
 
 
-class Polls:
-    """The polls of a watch: what it has yielded so far, and what it checks next."""
+class Watch:
+    """What a watch has yielded so far, and what it checks next."""
 
     def __init__(self, run: Run, interval: float, start: int | Literal["latest"]) -> None:
         """Arguments and errors are those of :func:`watch`."""
@@ -92,56 +96,51 @@ class Polls:
             raise ConfigError(
                 f"start={start!r}: give a step, a whole number from 0 on, or 'latest'"
             )
-        self.run = run
-        self._interval = interval
-        self._start = first
-        self._told: dict[int, str] = {}  # the version of each step's commit object
-        self._due: deque[int] = deque()
-        self._turn = -1  # the older step that was checked again last
+        self.run, self._interval, self._start = run, interval, first
+        self._known: dict[int, str] = {}  # by step, the version; empty if it is abandoned
+        self._claim: str | None = None  # its version at the last poll
         self._began: float | None = None  # the last poll, by time.monotonic
 
-    def first(self, view: View) -> CheckpointSummary | None:
-        """Lists the steps; returns the first checkpoint to yield."""
-        began = time.monotonic()
-        steps = self._steps(view)
-        self._began = began
+    def due(self, view: View) -> list[int]:
+        """Lists the steps; returns those to look at now, oldest first."""
+        is_first, self._began = self._began is None, time.monotonic()
+        # the first listing logs it if folders exist but none has a step's name
+        folders = self.run.root.key("")
+        steps = (
+            steps_of(view, self.run) if is_first else self.run.steps_among(view.folders(folders))
+        )
         if self._start == "latest":
             self._start = newest_of(view, self.run, steps) or 0
-        self._due.extend(self._worth_a_look([s for s in steps if s >= self._start]))
-        return self.next(view)
+        owner = owner_of(view, self.run)
+        claim, before = None if owner is None else owner.version, self._claim
+        self._claim = claim
+        if claim != before:
+            self._known = {step: one for step, one in self._known.items() if one}
+        self._known = {step: self._known[step] for step in steps if step in self._known}
+        newest = max((step for step, version in self._known.items() if version), default=None)
+        due = [
+            step
+            for step in steps
+            if step >= self._start
+            and (step not in self._known or step == newest or claim != before)
+        ]
+        abandoned = history_of(view, self.run, due).abandoned
+        self._known.update(dict.fromkeys(abandoned, ""))
+        return [step for step in due if step not in abandoned]
 
-    def next(self, view: View) -> CheckpointSummary | None:
-        """The next checkpoint of this poll to yield."""
-        while self._due:
-            step = self._due.popleft()
-            commit = find_commit(view.look, self.run.uri(step))
-            if commit is None:
-                self._told.pop(step, None)
-            elif self._told.get(step) != commit.version:
-                found = summary(view, self.run, self.run.names.name(step))
-                if found is not None and found.is_committed:
-                    self._told[step] = commit.version
-                    return found
+    def look(self, view: View, step: int) -> CheckpointSummary | None:
+        """The checkpoint of a step, if it is there and was not yielded before."""
+        commit = find_commit(view.look, self.run.uri(step))
+        if commit is None:
+            self._known.pop(step, None)
+        elif self._known.get(step) != commit.version:
+            found = summary(view, self.run, self.run.names.name(step))
+            if found is not None and found.is_committed:
+                self._known[step] = commit.version
+                return found
         return None
 
     def pause(self) -> float:
         """Seconds until the next poll is due."""
         assert self._began is not None
         return max(0.0, self._began + self._interval - time.monotonic())
-
-    def _steps(self, view: View) -> list[int]:
-        if self._began is not None:
-            return self.run.steps_among(view.folders(self.run.root.key("")))
-        return steps_of(view, self.run)  # logs it if folders exist but none has a step's name
-
-    def _worth_a_look(self, steps: list[int]) -> list[int]:
-        """The steps above all those yielded, the newest of the others, and some older ones."""
-        self._told = {step: self._told[step] for step in steps if step in self._told}
-        known = bisect_right(steps, max(self._told, default=-1))
-        older, newest, new = steps[: known - 1], steps[known - 1 : known], steps[known:]
-        if not known:
-            return new
-        turn = bisect_right(older, self._turn)
-        again = (older[turn:] + older[:turn])[:_AGAIN]
-        self._turn = again[-1] if again else -1
-        return sorted(again) + newest + new
