@@ -38,7 +38,7 @@ OF_TORCH := tests/dcp/test_interoperability.py tests/dcp/test_tensor_kinds.py \
 	tests/dcp/test_tensor_protocol.py tests/dcp/test_global_plan.py tests/dcp/test_outline.py \
 	tests/dcp/test_options.py tests/dcp/test_install.py tests/checkpoint/test_index.py \
 	tests/checkpoint/test_metadata.py tests/checkpoint/test_torch_private.py \
-	tests/background/test_saver.py tests/runs/test_manager.py tests/cli/test_looking.py \
+	tests/background/test_saver.py tests/runs/test_manager.py tests/cli/test_commands.py \
 	tests/cli/test_converting.py tests/torch_files/test_format_utils.py \
 	tests/torch_files/test_experimental.py
 
@@ -63,7 +63,7 @@ test: $(VENV)/.test
 
 # for the inner loop, less than 90 seconds on two cores: what is decided without ranks and processes,
 # and one save to a server; `make test` before a commit
-FAST := tests/checkpoint tests/transfer tests/cli/test_looking.py tests/cli/test_runs.py \
+FAST := tests/checkpoint tests/transfer tests/cli/test_commands.py \
 	tests/runs/test_steps.py $(patsubst %,tests/stores/test_%.py,azure certainty gcs local registry s3 wire) \
 	$(patsubst %,tests/test_%.py,checksum ci config errors gc_pause imports public_names smoke uri waiting)
 

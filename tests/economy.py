@@ -32,7 +32,7 @@ _LONG = (
     "doctor/test_examination.py",
     "background/test_trainers.py",
     "background/test_process.py",
-    "cli/test_moving.py",
+    "cli/test_ranks.py",
     "faults/test_load.py",
     "runs/test_adopting.py",
 )
