@@ -22,7 +22,6 @@ from cloudckpt.dcp.content import Content
 from cloudckpt.dcp.failures import is_of_group
 from cloudckpt.dcp.load_loop import load_together
 from cloudckpt.dcp.meeting import (
-    PLAN_EACH_TIME,
     Meeting,
     RankStatus,
     break_off,
@@ -33,9 +32,9 @@ from cloudckpt.dcp.planners import CloudSavePlanner, PartialPlanner
 from cloudckpt.dcp.reader import CloudStorageReader, OurReader
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.dcp.save_loop import SaveLoop
-from cloudckpt.dcp.save_steps import clean_up_after, save_by_steps
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import (
+    CommitUnknownError,
     ConfigError,
     InvalidURIError,
     KeyCollisionError,
@@ -220,25 +219,22 @@ def save_prepared(
         made.writer.begin(commits=meeting.rank == 0)
         return made
 
-    def begin() -> tuple[OurWriter, SavePlanner, dict[str, Any], SaveLoop | None]:
+    def begin() -> tuple[OurWriter, SavePlanner, SaveLoop]:
         made, content = _prepare_with_content(
             prepare_to_write, lambda: content_of(state_dict, meeting.rank)
         )
         planner = made.planner or CloudSavePlanner()
         state = content.for_planner(planner)
-        loop = SaveLoop.of(state, made.writer, planner, meeting.group)
-        return made.writer, planner, state, loop
+        loop = SaveLoop(state, made.writer, planner, meeting.group)
+        return made.writer, planner, loop
 
-    def status(begun: tuple[OurWriter, SavePlanner, dict[str, Any], SaveLoop | None]) -> RankStatus:
-        writer, planner, _, loop = begun
-        own = _status_of_save(writer, planner)
-        return own if loop is None else own._replace(plan=loop.plan)
+    def status(begun: tuple[OurWriter, SavePlanner, SaveLoop]) -> RankStatus:
+        writer, planner, loop = begun
+        return _status_of_save(writer, planner)._replace(plan=loop.plan)
 
-    (writer, planner, state, loop), plan = meeting.begin_planned(begin, status)
+    (writer, _, loop), plan = meeting.begin_planned(begin, status)
     try:
-        if loop is not None and plan != PLAN_EACH_TIME:
-            return loop.run(plan)
-        return save_by_steps(state, writer, planner, meeting.group)
+        return loop.run(plan)
     except (CheckpointException, RuntimeError, ValueError) as exc:
         if is_of_group(exc):
             break_off(meeting.group)
@@ -416,11 +412,40 @@ def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
     )
 
 
+def _clean_up_after(exc: BaseException, writer: OurWriter) -> bool | None:
+    """Deletes what this rank has written in a failed save, if there was certainly no commit.
+
+    The committing rank knows; for another rank this is certain if every rank's failure says so.
+    After an interrupt or an uncertain commit the checkpoint may be or become visible.
+
+    Args:
+        exc: What the save raised.
+        writer: Its writer.
+
+    Returns:
+        Whether the save is committed nevertheless, if the ranks have lost each other; None if
+        unknown, or if they have not.
+    """
+    if not isinstance(writer, CloudStorageWriter):
+        writer.discard()
+        return None
+    committed = writer.look_whether_committed() if is_of_group(exc) else None
+    certain = writer.committed is False
+    if isinstance(exc, CheckpointException) and not writer.commits:
+        certain = all(
+            isinstance(error, Exception) and not isinstance(error, CommitUnknownError)
+            for error, _ in exc.failures.values()
+        )
+    if certain:
+        writer.discard()
+    return committed
+
+
 def _clean_up_and_translate(
     exc: CheckpointException | RuntimeError | ValueError, writer: OurWriter, rank: int
 ) -> BaseException:
     """Cleans up after a failed save; returns the error that a user can act on."""
-    committed, uri = clean_up_after(exc, writer), writer.checkpoint_id
+    committed, uri = _clean_up_after(exc, writer), writer.checkpoint_id
     if is_of_group(exc):
         lost = _DESTROYED if isinstance(exc, ValueError) else _LOST
         message = f"{lost}; {_WHAT_IS_COMMITTED[committed]}"

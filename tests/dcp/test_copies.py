@@ -165,7 +165,7 @@ def test_equal_values_are_never_called_different(ranks, local):
 
 
 def _plain_on_one(place: Place) -> list[str]:
-    """A tensor on one rank, and one that is replicated on the others: torch plans these."""
+    """A tensor on one rank, and one that is replicated on the others."""
     copies._told.clear()
     rank, whole = dist.get_rank(), torch.ones(4)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -177,7 +177,7 @@ def _plain_on_one(place: Place) -> list[str]:
     return found
 
 
-def test_copies_are_compared_where_torch_makes_the_plan(ranks, local):
+def test_a_plain_tensor_is_compared_with_a_replica_of_a_dtensor(ranks, local):
     first, second = ranks(2, _plain_on_one, local)
     assert "w: rank 0" in first[0]
     assert second == []

@@ -320,9 +320,9 @@ class World:
                 Metadata({f"v{rank}": BytesStorageMetadata() for rank in range(RANKS)}),
                 [[MetadataIndex(f"v{rank}")] for rank in range(RANKS)],
                 store.capabilities.checksum,
+                str(uri),
             ),
             written,
-            store.capabilities.checksum,
             attempt=attempt,
             uri=str(uri),
         )

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorStorageMetadata,
 )
 
 from cloudckpt.checkpoint.columns import column_of, unfilled
@@ -27,16 +26,15 @@ from cloudckpt.checkpoint.from_torch import (
     inventory_of_metadata,
 )
 from cloudckpt.checkpoint.inventory import Inventory
-from cloudckpt.checkpoint.lazy import lazy_metadata, save_id_of
+from cloudckpt.checkpoint.lazy import lazy_metadata
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pickled import metadata_pickle
 from cloudckpt.checkpoint.record import Record, bound
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from cloudckpt.checkpoint.trailer import with_trailer
 from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import ChecksumAlgorithm
-from cloudckpt.errors import DifferentCheckpointsError, IncompleteSaveError
+from cloudckpt.errors import DifferentCheckpointsError, IncompleteSaveError, UnsupportedValueError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.uri import CheckpointURI
 
@@ -49,7 +47,7 @@ class Draft:
     Attributes:
         attempt: The random name of the save.
         objects: Its data objects.
-        inventory: What it holds; None if only the pickle can say so.
+        inventory: What it holds; None of a copy of what another package has written.
         metadata: torch's metadata for it.
     """
 
@@ -74,7 +72,6 @@ class Draft:
         cls,
         planned: Planned,
         written: Sequence[Written],
-        checksum: ChecksumAlgorithm,
         *,
         attempt: str,
         uri: str,
@@ -84,7 +81,6 @@ class Draft:
         Args:
             planned: What all ranks were to write.
             written: By rank, what it wrote.
-            checksum: The algorithm of the store.
             attempt: The random name of the save: sixteen hexadecimal digits.
             uri: The checkpoint.
 
@@ -107,13 +103,6 @@ class Draft:
         structure = planned.structure
         if structure is None:
             structure = Structure.merged([one.structure for one in written], uri)
-        if planned.inventory is None:
-            metadata = planned.metadata
-            metadata.storage_data = places = _places(planned.indices, written)
-            _check_complete(metadata, places, uri)
-            metadata.storage_meta = StorageMeta(save_id=save_id_of(attempt))
-            metadata.version = CURRENT_DCP_VERSION
-            return cls._by_pickle(attempt, objects, metadata, checksum, structure)
         try:
             inventory = dataclasses.replace(
                 planned.inventory,
@@ -127,34 +116,24 @@ class Draft:
                 f"a rank has written other objects than it says: {exc}; nothing was committed",
                 uri=uri,
             ) from exc
-        return cls.from_inventory(inventory, attempt)
+        return cls.from_inventory(inventory, attempt, uri)
 
     @classmethod
-    def from_inventory(cls, inventory: Inventory, attempt: str) -> Draft:
-        """The draft of an inventory, by pickle only if the format has no room for all of it."""
+    def from_inventory(cls, inventory: Inventory, attempt: str, uri: str | None = None) -> Draft:
+        """The draft of an inventory.
+
+        Raises:
+            UnsupportedValueError: If the format has no room for it.
+        """
         metadata, objects = lazy_metadata(inventory, attempt), inventory.objects
         try:
             pickled = metadata_pickle(inventory, attempt)
             record = Record.of(inventory, attempt).to_bytes(bound(len(pickled)))
-        except (KeyError, ValueError):
-            structure = inventory.structure
-            return cls._by_pickle(attempt, objects, metadata, inventory.checksum, structure)
+        except (KeyError, ValueError) as exc:
+            raise UnsupportedValueError(
+                f"the state dict can't be described in the format of checkpoints: {exc}", uri=uri
+            ) from exc
         return cls(attempt, objects, metadata, inventory, pickled, record)
-
-    @classmethod
-    def _by_pickle(
-        cls,
-        attempt: str,
-        objects: Sequence[WrittenObject],
-        metadata: Metadata,
-        checksum: ChecksumAlgorithm,
-        structure: Structure,
-    ) -> Draft:
-        """The draft of metadata that columns can't express, or not within the format's limits."""
-        with paused_gc():
-            pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
-        record = Record(attempt, objects, checksum, structure).to_bytes(bound(len(pickled)))
-        return cls(attempt, objects, metadata, None, pickled, record)
 
     @classmethod
     def of_copy(
@@ -167,8 +146,8 @@ class Draft:
             objects: The copies of its data objects, by their original names.
             attempt: The random name of the copy.
         """
-        renamed = [objects[one.name] for one in source.objects]
         if source.inventory is not None:
+            renamed = [objects[one.name] for one in source.objects]
             return cls.from_inventory(
                 dataclasses.replace(source.inventory, objects=renamed), attempt
             )
@@ -181,10 +160,6 @@ class Draft:
         metadata.storage_meta = dataclasses.replace(
             source.metadata.storage_meta or StorageMeta(), checkpoint_id=None, load_id=None
         )
-        if source.record is not None:
-            metadata.storage_meta.save_id = save_id_of(attempt)
-            of_ours = source.record
-            return cls._by_pickle(attempt, renamed, metadata, of_ours.checksum, of_ours.structure)
         pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
         return cls(attempt, list(objects.values()), metadata, None, pickled, b"")
 
@@ -201,20 +176,16 @@ class Planned:
 
     Attributes:
         counts: By rank, the number of items in its plan.
-        inventory: All of it, without locations; None if columns can't express it.
+        inventory: All of it, without locations.
         rows: By rank, the rows of the items in its plan.
         structure: What flattening has lost of the state dicts of all ranks; None if each rank
             reports it with what it has written.
-        metadata: torch's, where there is no inventory.
-        indices: By rank, the indices of the items in its plan, in that case.
     """
 
     counts: tuple[int, ...]
-    inventory: Inventory | None
+    inventory: Inventory
     rows: tuple[torch.Tensor, ...] = ()
     structure: Structure | None = None
-    metadata: Metadata = field(default_factory=lambda: Metadata({}))
-    indices: Sequence[Sequence[MetadataIndex]] = ()
 
     @classmethod
     def of(
@@ -222,6 +193,7 @@ class Planned:
         metadata: Metadata,
         indices: Sequence[Sequence[MetadataIndex]],
         checksum: ChecksumAlgorithm,
+        uri: str,
     ) -> Planned:
         """The plan of a planner that makes torch's metadata.
 
@@ -229,6 +201,11 @@ class Planned:
             metadata: The planner's metadata.
             indices: By rank, the indices of the items in its plan, in the plan's order.
             checksum: The algorithm of the store.
+            uri: The checkpoint, for messages.
+
+        Raises:
+            IncompleteSaveError: If no rank writes an item that the metadata promise.
+            UnsupportedValueError: If it is no metadata as torch's planners make it.
         """
         counts = tuple(map(len, indices))
         try:
@@ -236,25 +213,38 @@ class Planned:
                 inventory = inventory_of_metadata(metadata, checksum)
                 check_chunks(inventory)
                 rows = tuple(map(inventory.rows, indices))
-            _check_rows(inventory, rows)
-        except NotInColumnsError:
-            return cls(counts, None, metadata=metadata, indices=indices)
+        except NotInColumnsError as exc:
+            raise UnsupportedValueError(
+                f"the planner's plan can't be written in the format of checkpoints: {exc}", uri=uri
+            ) from exc
+        _check_rows(inventory, rows, uri)
         return cls(counts, inventory, rows)
 
 
-def _check_rows(inventory: Inventory, rows: Sequence[torch.Tensor]) -> None:
-    """Checks that the ranks write everything in the inventory, and nothing else.
+def _check_rows(inventory: Inventory, rows: Sequence[torch.Tensor], uri: str) -> None:
+    """Checks that the ranks write everything in the inventory, each chunk once, and nothing else.
 
     Raises:
-        NotInColumnsError: If they don't, or two chunks are the same part of a tensor.
+        IncompleteSaveError: If they don't.
     """
     is_written = torch.zeros(inventory.count, dtype=torch.bool, device="cpu")
-    for of_rank in rows:
+    for rank, of_rank in enumerate(rows):
         if bool((of_rank < 0).any()):
-            raise NotInColumnsError("an item that the metadata do not have")
+            raise IncompleteSaveError(
+                f"rank {rank} has written an item that the planner's metadata do not have; nothing "
+                "was committed",
+                uri=uri,
+            )
         is_written[of_rank] = True
-    if not bool(is_written.all()):
-        raise NotInColumnsError("two chunks with one place, or one that nobody will write")
+    missing = (~is_written).nonzero().view(-1)
+    if missing.numel():
+        name = inventory.name_of(int(missing[0]))
+        raise IncompleteSaveError(
+            f"a part of {name} was planned, but no rank has written it, or it was planned twice; "
+            "nothing was committed",
+            uri=uri,
+            item=name,
+        )
 
 
 def _objects_of(written: Sequence[Written]) -> tuple[list[WrittenObject], list[torch.Tensor]]:
@@ -294,18 +284,6 @@ def _extents(
     return Extents(*columns)
 
 
-def _places(
-    indices: Sequence[Sequence[MetadataIndex]], written: Sequence[Written]
-) -> dict[MetadataIndex, StorageInfo]:
-    places: dict[MetadataIndex, StorageInfo] = {}
-    for of_rank, one in zip(indices, written, strict=True):
-        names = [found.name for found in one.objects]
-        rows = zip(*(column.tolist() for column in one.extents.columns), strict=True)
-        for index, (number, offset, length) in zip(of_rank, rows, strict=True):
-            places[index] = StorageInfo(names[number], offset, length)
-    return places
-
-
 def _check_location(written: Sequence[Written], uri: str) -> None:
     """Checks that all ranks have written to the committing rank's location."""
     for rank, one in enumerate(written):
@@ -315,22 +293,3 @@ def _check_location(written: Sequence[Written], uri: str) -> None:
                 "checkpoint_id on all ranks, for example by a broadcast of it",
                 uri=uri,
             )
-
-
-def _check_complete(
-    metadata: Metadata, written: dict[MetadataIndex, StorageInfo], uri: str
-) -> None:
-    """Checks that every item that a reader may ask for was written."""
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            wanted = [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
-        else:
-            wanted = [MetadataIndex(fqn)]
-        for index in wanted:
-            if index not in written:
-                raise IncompleteSaveError(
-                    f"{fqn} (offsets {index.offset}) was planned, but no rank has written it; "
-                    "nothing was committed",
-                    uri=uri,
-                    item=fqn,
-                )

@@ -30,7 +30,7 @@ from cloudckpt.checkpoint.likeness import digest_of_all
 from cloudckpt.dcp.outline import PLAIN
 from cloudckpt.errors import KeyCollisionError
 
-__all__ = ["Copies", "Described", "Shared", "groups_of_plans", "refuse_or_tell", "shared_of_ranks"]
+__all__ = ["Copies", "Described", "Shared", "refuse_or_tell", "shared_of_ranks"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -99,20 +99,6 @@ def shared_of_ranks(
 def _weights(count: int) -> list[int]:
     others = [secrets.randbits(64) for _ in range(count - 1)]
     return [-sum(others) & _ALL, *others]
-
-
-def groups_of_plans(
-    plans: Sequence[SavePlan],
-) -> tuple[list[list[int]], list[tuple[int, ...]], list[int]]:
-    """The first three arguments of :func:`shared_of_ranks`, of plans that columns can't express."""
-    by_index: dict[MetadataIndex, dict[int, int]] = {}  # the hint does not count
-    starts = [0]
-    for rank, plan in enumerate(plans):
-        for number, item in enumerate(plan.items, starts[-1]):
-            by_index.setdefault(item.index, {}).setdefault(rank, number)
-        starts.append(starts[-1] + len(plan.items))
-    several = [of_ranks for of_ranks in by_index.values() if len(of_ranks) > 1]
-    return [[*one.values()] for one in several], [(*one,) for one in several], starts
 
 
 class Described(NamedTuple):

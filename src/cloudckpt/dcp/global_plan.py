@@ -13,22 +13,18 @@ import io
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     Metadata,
-    MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    TensorWriteData,
     WriteItem,
-    WriteItemType,
 )
 
 from cloudckpt.checkpoint.columns import (
@@ -50,9 +46,10 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp.copies import Shared, shared_of_ranks
 from cloudckpt.errors import KeyCollisionError
 
-__all__ = ["Part", "plan_of", "plan_together", "record_of", "refuse_contradictions"]
+__all__ = ["Part", "plan_together", "record_of"]
 
 _END = 1 << 63
+_INVALID = "Failed to validate global plan"  # as torch's planner begins its message
 
 
 @dataclass(frozen=True)
@@ -99,16 +96,12 @@ def plan_together(
         What is to be written, by rank its part of it, and by rank what others have, too.
 
     Raises:
-        NotInColumnsError: If the plans contradict each other; torch then decides.
+        KeyCollisionError: If ranks have different things under one name.
         ValueError: If the chunks of a tensor overlap or don't fill it, as torch's planner says it.
     """
-    items = _Items(records)
+    items = _Items(records, uri)
     kept = items.kept(to_lowest_rank)
     inventory, rows, hints = items.ordered(kept)
-    try:
-        inventory.check_chunks()
-    except ValueError as exc:
-        raise NotInColumnsError(str(exc)) from exc
     _validate(inventory, len(records))
     parts, of_ranks = [], []
     bounds = torch.searchsorted(kept, column_of(items.starts))
@@ -126,84 +119,38 @@ class _Name(NamedTuple):
 
     Attributes:
         shape: Of the tensor; None if it is a value.
-        properties: What tells its properties from others.
+        dtype: Its element type.
         is_whole: Whether no two ranks may write parts of it.
         weight: What torch counts for it when it divides work: the bytes of the whole tensor.
     """
 
     shape: tuple[int, ...] | None
-    properties: tuple[Any, ...] | None
+    dtype: torch.dtype | None
     is_whole: bool
     weight: int
+
+    def __str__(self) -> str:
+        if self.shape is None:
+            return "a value that is no tensor"
+        return f"a tensor of {self.dtype} and shape {self.shape}"
 
 
 _VALUE = _Name(None, None, False, 1)
 
 
-def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm) -> bytes | None:
+def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm) -> bytes:
     """What a rank is to write, as the bytes of a record without locations.
 
-    None if columns can't express it. Takes the arguments of :func:`inventory_of_plan`.
-    """
-    try:
-        inventory, whole = inventory_of_plan(plan, structure, checksum)
-        return Record.of(inventory, whole=whole).to_bytes()
-    except (NotInColumnsError, KeyError, ValueError):
-        return None
-
-
-def plan_of(record: Record) -> SavePlan:
-    """A rank's plan in the form that torch's planner takes."""
-    inventory, items, whole = record.inventory, list[WriteItem](), set(record.whole)
-    assert inventory is not None
-    for number, (name, entry) in enumerate(inventory.entries.items()):
-        if entry.shape is None:
-            items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
-            continue
-        kind = WriteItemType.TENSOR if number in whole else WriteItemType.SHARD
-        described = inventory.metadata_of(name)
-        assert isinstance(described, TensorStorageMetadata)
-        for chunk in described.chunks:
-            data = TensorWriteData(chunk, described.properties, described.size)
-            items.append(WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data))
-    return SavePlan(items, planner_data=inventory.paths)
-
-
-def refuse_contradictions(plans: Sequence[SavePlan], uri: str) -> None:
-    """Refuses different values of ranks under one name: torch would save just one of them.
+    Takes the arguments of :func:`inventory_of_plan`.
 
     Raises:
-        KeyCollisionError: If ranks have tensors of different shapes or types, or one has a tensor
-            and another does not; or if what they have stands in different places.
+        NotInColumnsError: If columns can't express it.
     """
-    known: dict[str, tuple[int, str]] = {}
-    places: dict[str, tuple[int, Any]] = {}
-    for rank, plan in enumerate(plans):
-        paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-        for name, path in paths.items():
-            other, first = places.setdefault(name, (rank, path))
-            if first != path:
-                raise KeyCollisionError(
-                    f"{name} is state_dict{shown(first)} on rank {other} and state_dict"
-                    f"{shown(path)} on rank {rank}, of which only one would be saved: rename one "
-                    "of them",
-                    uri=uri,
-                    item=name,
-                )
-        for item in plan.items:
-            name, data = item.index.fqn, item.tensor_data
-            said = "a value that is no tensor"
-            if data is not None:
-                said = f"a tensor of {data.properties.dtype} and shape {tuple(data.size)}"
-            other, before = known.setdefault(name, (rank, said))
-            if before != said:
-                raise KeyCollisionError(
-                    f"{name} is {before} on rank {other} and {said} on rank {rank}, of which only "
-                    "one would be saved. What belongs to a rank needs a name of its own, for "
-                    f"example {{f'{name}.{{rank}}': ...}}; the parts of one tensor are a DTensor",
-                    uri=uri,
-                    item=name,
-                )
+    inventory, whole = inventory_of_plan(plan, structure, checksum)
+    try:
+        return Record.of(inventory, whole=whole).to_bytes()
+    except (KeyError, ValueError) as exc:
+        raise NotInColumnsError(str(exc)) from exc
 
 
 class _Items:
@@ -215,26 +162,29 @@ class _Items:
         ranks_of_groups: The ranks that have them.
     """
 
-    def __init__(self, records: Sequence[Record]) -> None:
+    def __init__(self, records: Sequence[Record], uri: str) -> None:
         self.starts = [0]
+        self._uri = uri
         self.groups: list[list[int]] = []
         self.ranks_of_groups: list[tuple[int, ...]] = []
         self._checksum = records[0].checksum
         self._names: list[tuple[str, _Name]] = []
+        self._properties_of: list[tuple[Any, ...] | None] = []  # by name, what tells them apart
+        self._first_ranks: list[int] = []  # by name
         self._numbers: dict[str, int] = {}
         self._properties: dict[tuple[Any, ...], TensorProperties] = {}
-        self._paths: list[Paths] = []
+        self._paths: list[tuple[int, Paths]] = []
         of_items: list[torch.Tensor] = []
         chunks: dict[int, list[tuple[torch.Tensor, Chunks]]] = {}
         known: dict[int, torch.Tensor] = {}  # ranks of most jobs have the same names
-        for record in records:
+        for rank, record in enumerate(records):
             inventory = record.inventory
-            if inventory is None or inventory.paths is None:
-                raise NotInColumnsError("a plan without names or paths")
+            assert inventory is not None
             names = known.get(id(inventory.entries))
             if names is None:
-                names = known[id(inventory.entries)] = self._named(inventory, record.whole)
-            self._paths.append(inventory.paths)
+                names = self._named(inventory, record.whole, rank)
+                known[id(inventory.entries)] = names
+            self._paths.append((rank, inventory.paths or {}))
             of_items.append(names)
             for dims, of_dims in inventory.chunks.items():
                 chunks.setdefault(dims, []).append((of_dims.rows + self.starts[-1], of_dims))
@@ -249,7 +199,7 @@ class _Items:
             for dims, parts in sorted(chunks.items())
         }
 
-    def _named(self, inventory: Inventory, whole: Sequence[int]) -> torch.Tensor:
+    def _named(self, inventory: Inventory, whole: Sequence[int], rank: int) -> torch.Tensor:
         """The number of the name of each item of a rank."""
         kinds = [
             (one.__getstate__(), one.dtype.itemsize)  # type: ignore[no-untyped-call]
@@ -259,16 +209,29 @@ class _Items:
             self._properties.setdefault(key, one)
         names, known, alone, numbers = self._names, self._numbers, set(whole), list[int]()
         for place, (name, entry) in enumerate(inventory.entries.items()):
-            said = _VALUE
+            said, key = _VALUE, None
             if entry.shape is not None:
                 key, itemsize = kinds[entry.properties]
                 nbytes = math.prod(entry.shape) * itemsize
-                said = _Name(entry.shape, key, place in alone, nbytes or 1)
+                dtype = inventory.properties[entry.properties].dtype
+                said = _Name(entry.shape, dtype, place in alone, nbytes or 1)
             number = known.setdefault(name, len(known))
             if number == len(names):
                 names.append((name, said))
-            elif names[number][1] != said:
-                raise NotInColumnsError("ranks have different things of one name")
+                self._properties_of.append(key)
+                self._first_ranks.append(rank)
+            elif names[number][1][:2] == said[:2]:
+                if said.is_whole:  # here; on the other rank it may be a part that is all of it
+                    names[number] = (name, said)
+            else:
+                raise KeyCollisionError(
+                    f"{name} is {names[number][1]} on rank {self._first_ranks[number]} and {said} "
+                    f"on rank {rank}, of which only one would be saved. What belongs to a rank "
+                    "needs a name of its own: wrap it in cloudckpt.per_rank(...); the parts of one "
+                    "tensor are a DTensor",
+                    uri=self._uri,
+                    item=name,
+                )
             numbers.append(number)
         counts = column_of([entry.count for entry in inventory.entries.values()])
         return repeated(column_of(numbers), counts)
@@ -285,7 +248,7 @@ class _Items:
         self.groups, self.ranks_of_groups = groups, of_groups
         for group, ranks in zip(groups, of_groups, strict=True):
             if len(set(ranks)) != len(ranks):
-                raise NotInColumnsError("a rank has an item twice")
+                raise self._invalid(int(self._of_items[group[0]]), "a rank has a part of it twice")
             keeps[column_of(group)] = False
         if to_lowest_rank:
             keeps[column_of([group[0] for group in groups])] = True
@@ -312,9 +275,17 @@ class _Items:
         for of_dims in self._chunks.values():
             is_value[of_dims.rows] = False
             keys = [self._of_items[of_dims.rows], *of_dims.offsets.unbind(1)]
-            yield from _groups(of_dims.rows, keys, of_dims.sizes.unbind(1))
+            for group, is_same in _groups(of_dims.rows, keys, of_dims.sizes.unbind(1)):
+                if not is_same:
+                    name = int(self._of_items[group[0]])
+                    raise self._invalid(name, "two parts begin at one place and differ in size")
+                yield group
         values = is_value.nonzero().view(-1)
-        yield from _groups(values, [self._of_items[values]])
+        for group, _ in _groups(values, [self._of_items[values]]):
+            yield group
+
+    def _invalid(self, name: int, why: str) -> ValueError:
+        return ValueError(f"{_INVALID}: key:{self._names[name][0]} {why}")
 
     def ordered(self, kept: torch.Tensor) -> tuple[Inventory, torch.Tensor, torch.Tensor]:
         """What is written, in torch's order: names by first occurrence, their chunks by rank.
@@ -347,13 +318,14 @@ class _Items:
             if not count:
                 continue  # no rank has a part of it
             if count > 1 and (said.is_whole or said.shape is None):
-                raise NotInColumnsError("ranks have several parts of a whole")
-            if said.shape is None or said.properties is None:
+                raise self._invalid(number, "ranks have different parts of what is whole")
+            key = self._properties_of[number]
+            if said.shape is None or key is None:
                 entries[name] = Entry(start, count, None, 0, 0)
                 continue
             dims = len(said.shape)
             place = taken.get(dims, 0)
-            entries[name] = Entry(start, count, said.shape, properties[said.properties], place)
+            entries[name] = Entry(start, count, said.shape, properties[key], place)
             taken[dims] = place + count
         inventory = Inventory(
             entries,
@@ -362,7 +334,7 @@ class _Items:
             Extents.none(),
             (),
             self._checksum,
-            _merged(self._paths),
+            _merged(self._paths, self._uri),
         )
         return inventory, rows, rows - starts[of_kept]
 
@@ -379,11 +351,10 @@ class _Items:
 
 def _groups(
     items: torch.Tensor, keys: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()
-) -> Iterator[list[int]]:
-    """Those of ``items`` whose keys are the same, if they are several; ascending.
+) -> Iterator[tuple[list[int], bool]]:
+    """Those of ``items`` whose keys are the same, if they are several, in ascending order.
 
-    Raises:
-        NotInColumnsError: If the other columns of such are not the same, too.
+    With each group: whether all groups have the same in the other columns, too.
     """
     if items.numel() < 2:
         return
@@ -395,29 +366,41 @@ def _groups(
         same &= key[order].diff() == 0
     if not bool(same.any()):
         return
-    if any(bool((other[order].diff() != 0)[same].any()) for other in others):
-        raise NotInColumnsError("two parts of one place, and of two sizes")
+    unlike = torch.zeros_like(same)
+    for other in others:
+        unlike |= (other[order].diff() != 0) & same
     numbers, starts = items[order].tolist(), [0, *((~same).nonzero().view(-1) + 1).tolist()]
     for start, stop in itertools.pairwise([*starts, len(numbers)]):
         if stop - start > 1:
-            yield numbers[start:stop]
+            yield numbers[start:stop], not bool(unlike[start : stop - 1].any())
 
 
-def _merged(paths: Sequence[Paths]) -> Paths:
+def _merged(paths: Sequence[tuple[int, Paths]], uri: str) -> Paths:
     """All paths, as a ``ChainMap`` has them: in the order of the last rank's.
 
+    Args:
+        paths: With the rank that has them.
+        uri: The checkpoint, for messages.
+
     Raises:
-        NotInColumnsError: If ranks have different paths of one name.
+        KeyCollisionError: If ranks have different paths of one name.
     """
-    distinct = list({id(one): one for one in paths}.values())
-    from_behind = {id(one): one for one in reversed(paths)}.values()
+    distinct = {id(one): (rank, one) for rank, one in reversed(paths)}.values()  # of lowest ranks
     made: dict[str, tuple[str | int, ...]] = {}
-    for one in from_behind:
+    for _, one in distinct:
         made.update(one)
-    for one in reversed(distinct):
-        made.update(one)
-    if not all(one.items() <= made.items() for one in distinct):
-        raise NotInColumnsError("ranks have different places of one name")
+    for first, one in reversed(distinct):
+        for name, path in one.items() if not one.items() <= made.items() else ():
+            if path != made[name]:
+                rank = next(rank for rank, other in paths if other.get(name) == made[name])
+                low, high = sorted(((first, path), (rank, made[name])))
+                raise KeyCollisionError(
+                    f"{name} is state_dict{shown(low[1])} on rank {low[0]} and state_dict"
+                    f"{shown(high[1])} on rank {high[0]}, of which only one would be saved: rename "
+                    "one of them",
+                    uri=uri,
+                    item=name,
+                )
     return made
 
 
@@ -435,7 +418,7 @@ def _validate(inventory: Inventory, ranks: int) -> None:
     if errors := validate_global_plan([SavePlan([])] * ranks, metadata):
         summary = "; ".join(errors)
         summary = summary if len(summary) <= 500 else f"{summary[:500]}... (truncated)"
-        raise ValueError(f"Failed to validate global plan: {summary}")
+        raise ValueError(f"{_INVALID}: {summary}")
 
 
 def _doubtful(inventory: Inventory, ranks: int) -> Iterator[str]:

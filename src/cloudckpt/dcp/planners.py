@@ -123,10 +123,6 @@ class CloudSavePlanner(DefaultSavePlanner):
         with paused_gc():
             return super().create_global_plan(all_plans)
 
-    def forget_others(self) -> None:
-        """Drops the plans of all ranks and what was made of them, once they have been passed on."""
-        self.global_plan, self.metadata = [], Metadata({})
-
 
 def keep_containers(planner: DefaultSavePlanner, state_dict: Mapping[str, Any]) -> None:
     """Lets a planner that does not flatten save containers as they are.

@@ -1,4 +1,4 @@
-"""Saves of several ranks, planned once and then repeated by the same plan.
+"""The steps of a save: plan, send, commit; planned once, and then repeated by the same plan.
 
 It takes the same steps as torch's saver, with the same planner and in the same order: each rank
 plans, the coordinator gathers the plans and hands out each rank's part, each rank writes, and the
@@ -20,6 +20,7 @@ What this rules out:
 from __future__ import annotations
 
 import functools
+import inspect
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.base import Base
@@ -42,7 +43,7 @@ from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Heads, Record
 from cloudckpt.checkpoint.shard import SmallForm
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.torch_private import Collectives
+from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
 from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp import incremental, plan_cache
@@ -50,33 +51,27 @@ from cloudckpt.dcp.copies import (
     Copies,
     Described,
     Shared,
-    groups_of_plans,
     refuse_or_tell,
-    shared_of_ranks,
 )
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.global_plan import (
     Part,
-    plan_of,
     plan_together,
     record_of,
-    refuse_contradictions,
 )
 from cloudckpt.dcp.incremental import Contents
-from cloudckpt.dcp.meeting import PLAN_ANEW
+from cloudckpt.dcp.meeting import PLAN_ANEW, PLAN_EACH_TIME
 from cloudckpt.dcp.outline import PLAIN, Outline
 from cloudckpt.dcp.plan_cache import KnownPlan, OfAllRanks
-from cloudckpt.dcp.planners import CloudSavePlanner, lost_by_flattening
+from cloudckpt.dcp.planners import CloudSavePlanner, keep_containers, lost_by_flattening
 from cloudckpt.dcp.reader import committed_metadata
 from cloudckpt.dcp.saving import CachedLayout, expected_size
 from cloudckpt.dcp.torch_log import logged_by_torch
-from cloudckpt.dcp.writer import CloudStorageWriter, committing
-from cloudckpt.errors import IncompleteSaveError
+from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, committing
+from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError, UnsupportedValueError
 from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["SaveLoop"]
-
-_AS_TORCH = (DefaultSavePlanner.create_global_plan, CloudSavePlanner.create_global_plan)
 
 Report = tuple[bytes, Written, int]
 """A rank's report after writing: the digest of its plan, what it has written, and the number by
@@ -84,10 +79,9 @@ which its copies of what others have, too, are compared with theirs (see ``copie
 
 
 class Committed(NamedTuple):
-    """The coordinator's report after the commit: the save, and whether its plan is kept."""
+    """The coordinator's report after the commit: the save."""
 
     attempt: str
-    can_be_filled: bool
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,6 @@ class _Planned:
         step: This rank's part.
         number: Its number.
         structure: What flattening has lost of this rank's state dict.
-        is_known: Whether the coordinator knows that structure, too.
         copies: What this rank has in common with others.
         of_all: On the coordinator, what all ranks will write.
     """
@@ -106,7 +99,6 @@ class _Planned:
     step: SavePlan
     number: int
     structure: Structure
-    is_known: bool
     copies: Copies
     of_all: Planned | None
 
@@ -121,9 +113,8 @@ class SaveLoop:
     def __init__(
         self,
         state_dict: dict[str, Any],
-        writer: CloudStorageWriter,
-        planner: DefaultSavePlanner,
-        flags: tuple[Any, ...],
+        writer: OurWriter,
+        planner: SavePlanner,
         group: dist.ProcessGroup | None,
     ) -> None:
         """
@@ -131,52 +122,45 @@ class SaveLoop:
             state_dict: What to save.
             writer: Writes the checkpoint.
             planner: Plans the save, if no plan is kept.
-            flags: The planner's behaviour, see ``plan_cache``.
             group: The ranks; None if this process is alone.
 
         Raises:
             CheckpointExistsError: On the coordinator, if a checkpoint exists that must not be
                 overwritten.
         """
-        self._state_dict, self._writer, self._planner = state_dict, writer, planner
-        self._group = group
+        self._state_dict, self._group = state_dict, group
         self._ranks = Collectives(group, group is not None, 0)
         writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
+        # a custom planner or writer gets every call that torch would make
+        self._given = writer, planner
+        self._known: KnownPlan | None = None
+        flags = plan_cache.flags_of(planner)
+        if flags is None or type(writer) is not CloudStorageWriter:
+            self.plan = PLAN_EACH_TIME
+            return
+        self._writer, self._planner = writer, cast(DefaultSavePlanner, planner)
         if writer.waits_before_sending:
             writer.wait_for_baseline()
         # the checksum stands in the commit object
         self._flags = (*flags, writer.checksum.name, writer.config.replicas)
         with paused_gc():
             self._outline = Outline.of(state_dict)
-        self._known: KnownPlan | None = None
         if self._outline is not None:
             self._known = plan_cache.find(group, self._flags, self._outline)
         self._record: bytes | None = None  # see KnownPlan
         self.plan = PLAN_ANEW if self._known is None else self._known.number
 
-    @classmethod
-    def of(
-        cls,
-        state_dict: dict[str, Any],
-        writer: StorageWriter,
-        planner: SavePlanner,
-        group: dist.ProcessGroup | None,
-    ) -> SaveLoop | None:
-        """The save; None for a custom writer or planner, whose saves must be planned each time."""
-        flags = plan_cache.flags_of(planner)
-        if flags is None or type(writer) is not CloudStorageWriter:
-            return None
-        return cls(state_dict, writer, cast(DefaultSavePlanner, planner), flags, group)
-
     def run(self, agreed: int) -> Metadata:
         """Saves; raises errors as torch's saver does.
 
         Args:
-            agreed: The number of the plan that all ranks have, or ``PLAN_ANEW``.
+            agreed: The number of the plan that all ranks have, or one of the two constants.
 
         Raises:
             CheckpointException: If ranks failed, with the failures of all.
         """
+        if agreed == PLAN_EACH_TIME:
+            return self._run_as_torch()
         if self._known is not None:
             plan_cache.drop(self._known)
         known = self._known if agreed != PLAN_ANEW else None
@@ -196,7 +180,7 @@ class SaveLoop:
             if planned is not None:
                 plan, cached = self._planner.finish_plan(planned.step), None
                 number, saves, structure = planned.number, 0, planned.structure
-                self._writer.note_structure(Structure() if planned.is_known else structure)
+                self._writer.note_structure(Structure())  # the coordinator knows it
             else:
                 entry = self._restore_plan()
                 plan, cached = entry.plan, self._cached_layout(entry)
@@ -225,10 +209,8 @@ class SaveLoop:
             with committing(self._writer):
                 draft = self._writer.finish_with(lambda: of_all.planned, written)
                 drafts.append(draft)
-                if draft.inventory is not None:
-                    kept = replace(of_all.planned, structure=draft.inventory.structure)
-                    mine[0] = replace(mine[0], of_all=replace(of_all, planned=kept))
-                return Committed(self._writer.attempt, draft.inventory is not None)
+                mine[0] = replace(mine[0], of_all=of_all)
+                return Committed(self._writer.attempt)
 
         @self._logged
         def describe_copies() -> list[Described]:
@@ -244,32 +226,104 @@ class SaveLoop:
         if committed is None:
             committed, unlike = self._ranks.all_reduce("compare", describe_copies, compare_copies)
             mine[0] = replace(mine[0], copies=mine[0].copies.without(unlike))
-        if self._outline is not None and committed.can_be_filled:
+        if self._outline is not None:
             plan_cache.remember(mine[0])
         incremental.remember(self._group, self._writer.uri, committed.attempt, sent[0])
         if drafts:
             return drafts[0].metadata
         return committed_metadata(self._writer.uri, self._writer.config, committed.attempt)
 
+    def _run_as_torch(self) -> Metadata:
+        """Saves by torch's steps with the calls that torch makes, for what may plan as it likes."""
+        writer, planner = self._given
+        ours = writer if isinstance(writer, CloudStorageWriter) else None
+        # a writer derived from ours may have a write_data of its own, which takes no base
+        may_refer = type(writer) is CloudStorageWriter and writer.is_incremental
+        made: list[Metadata] = []
+
+        @self._logged
+        def local_step() -> tuple[bool, bytes]:
+            told: dict[str, Any] = {
+                "state_dict": self._state_dict,
+                "is_coordinator": self._ranks.is_coordinator,
+            }
+            if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+                told["storage_meta"] = writer.storage_meta()
+            planner.set_up_planner(**told)
+            if type(planner) is DefaultSavePlanner:
+                keep_containers(planner, self._state_dict)
+            if ours is not None:
+                ours.note_structure(
+                    lost_by_flattening(self._state_dict, planner, ours.checkpoint_id)
+                )
+            return may_refer, pickle.dumps(writer.prepare_local_plan(planner.create_local_plan()))
+
+        @self._logged
+        def global_step(told: list[tuple[bool, bytes]]) -> list[tuple[bool, bytes]]:
+            with paused_gc():
+                plans = [pickle.loads(plan) for _, plan in told]  # noqa: S301 - of the ranks
+                plans, metadata = planner.create_global_plan(plans)
+                made.append(metadata)
+                are_incremental = all(one for one, _ in told)
+                return [
+                    (are_incremental, pickle.dumps(plan))
+                    for plan in writer.prepare_global_plan(plans)
+                ]
+
+        @self._logged
+        def write_data() -> list[WriteResult]:
+            own = planner.finish_plan(pickle.loads(plan))  # noqa: S301 - of the coordinator
+            if base is not None and ours is not None:
+                future = ours.write_data(own, planner, Contents(len(own.items), base))
+            else:
+                future = writer.write_data(own, planner)
+            future.wait()
+            results: list[WriteResult] = future.value()
+            written.extend(one.storage_data for one in results)
+            return results
+
+        @self._logged
+        def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
+            with committing(writer):
+                writer.finish(made[0], results)
+            return made[0] if ours is None else ours.attempt
+
+        written: list[Any] = []
+        base: Base | None = None
+        try:
+            is_incremental, plan = self._ranks.reduce_scatter("plan", local_step, global_step)
+            if is_incremental and ours is not None:
+                base = incremental.agree_on_base(
+                    self._ranks, self._group, ours, self._logged, is_planned=True
+                )
+            committed = self._ranks.all_reduce("write", write_data, finish_checkpoint)
+        except BaseException:
+            forget_plans(planner)
+            raise
+        if ours is None:
+            return cast(Metadata, committed)
+        for one in written:
+            if isinstance(one, Written):
+                incremental.remember(self._group, ours.uri, committed, one)
+        return made[0] if made else committed_metadata(ours.uri, ours.config, committed)
+
     def _logged(self, step: Callable[..., Any]) -> Any:
         """Wraps a step so that torch's logger records it as it does those of torch's saver."""
-        where = self._writer.checkpoint_id
+        where = self._given[0].checkpoint_id
         return logged_by_torch(checkpoint_id=where, group=self._group)(portable_errors(where)(step))
 
     def _planned(self) -> _Planned:
         """This rank's part of a new plan.
 
         Ranks send what they would write as columns, because the plans of a large job are millions
-        of objects; where columns can't express it they send torch's plan. That is pickled here, not
-        during the exchange, so that the garbage collector does not traverse it repeatedly.
+        of objects.
         """
         found: list[Planned] = []
         local: list[tuple[SavePlan, Structure]] = []
         uri = str(self._writer.uri)
-        alone = self._group is None
 
         @self._logged
-        def local_step() -> bytes | SavePlan:
+        def local_step() -> bytes:
             self._planner.set_up_planner(
                 self._state_dict, self._writer.storage_meta(), self._ranks.is_coordinator
             )
@@ -277,47 +331,45 @@ class SaveLoop:
             with paused_gc():
                 structure = lost_by_flattening(self._state_dict, self._planner, uri)
                 local.append((plan, structure))
-                told = record_of(plan, structure, self._writer.checksum)
-                if told is not None:
-                    return told
-                return plan if alone else pickle.dumps(plan)
+                try:
+                    return record_of(plan, structure, self._writer.checksum)
+                except NotInColumnsError as exc:
+                    raise UnsupportedValueError(
+                        f"the state dict can't be described in the format of checkpoints: {exc}",
+                        uri=uri,
+                    ) from exc
 
         @self._logged
-        def global_step(told: list[Any]) -> list[tuple[Any, int, Shared]]:
+        def global_step(told: list[bytes]) -> list[tuple[Part, int, Shared]]:
             number = plan_cache.new_number()
             with paused_gc():
-                planned, steps, shared = self._planned_together(told)
+                planned, parts, shared = self._planned_together(told)
                 found.append(planned)
                 if self._writer.config.replicas == "trust":
-                    shared = [Shared.nothing()] * len(steps)
-                return [
-                    (step if alone or isinstance(step, Part) else pickle.dumps(step), number, own)
-                    for step, own in zip(steps, shared, strict=True)
-                ]
+                    shared = [Shared.nothing()] * len(parts)
+                return [(part, number, own) for part, own in zip(parts, shared, strict=True)]
 
-        step, number, shared = self._ranks.reduce_scatter("plan", local_step, global_step)
+        part, number, shared = self._ranks.reduce_scatter("plan", local_step, global_step)
         plan, structure = local[0]
-        is_known = isinstance(step, Part)
         with paused_gc():
             copies = Copies.of(plan, shared, samples=self._writer.config.replicas != "refuse")
-            if isinstance(step, bytes):
-                step = pickle.loads(step)  # noqa: S301 - of the coordinator
-            plan = step.of(plan) if isinstance(step, Part) else step
-        return _Planned(plan, number, structure, is_known, copies, found[0] if found else None)
+            plan = part.of(plan)
+        return _Planned(plan, number, structure, copies, found[0] if found else None)
 
-    def _planned_together(
-        self, told: list[Any]
-    ) -> tuple[Planned, Sequence[Part | SavePlan], list[Shared]]:
+    def _planned_together(self, told: list[bytes]) -> tuple[Planned, list[Part], list[Shared]]:
         """What all ranks write, each rank's part, and what of it others have, too.
 
         Raises:
             IncompleteSaveError: If the ranks' parts of a tensor do not fill it.
-            KeyCollisionError: If ranks have different values under one name.
+            KeyCollisionError: If ranks have different things under one name.
         """
+        uri, known = str(self._writer.uri), Heads()
+        records = [Record.parse(one, uri, known=known) for one in told]
+        lowest = self._planner.dedup_save_to_lowest_rank
         try:
-            return self._joined(told)
+            return plan_together(records, to_lowest_rank=lowest, uri=uri)
         except ValueError as exc:
-            if "Failed to validate global plan" not in str(exc):
+            if isinstance(exc, CloudCheckpointError):
                 raise
             found = re.search(r"key:(\S+)", str(exc))
             raise IncompleteSaveError(
@@ -325,40 +377,10 @@ class SaveLoop:
                 "same keys on all ranks, for example those of torch.distributed.checkpoint."
                 "state_dict.get_model_state_dict(model), and nothing is saved behind an "
                 "`if rank == ...:`",
-                uri=str(self._writer.uri),
+                uri=uri,
                 item=None if found is None else found[1],
                 cause=exc,
             ) from exc
-
-    def _joined(self, told: list[Any]) -> tuple[Planned, Sequence[Part | SavePlan], list[Shared]]:
-        uri, checksum = str(self._writer.uri), self._writer.checksum
-        known: Heads = {}
-        by_rank = [self._parsed(one, known) for one in told]
-        records = [one for one in by_rank if isinstance(one, Record)]
-        if len(records) == len(by_rank):
-            lowest = self._planner.dedup_save_to_lowest_rank
-            try:
-                return plan_together(records, to_lowest_rank=lowest, uri=uri)
-            except NotInColumnsError:
-                pass
-        plans = [plan_of(one) if isinstance(one, Record) else one for one in by_rank]
-        if type(self._planner).create_global_plan in _AS_TORCH:
-            refuse_contradictions(plans, uri)
-        shared = shared_of_ranks(*groups_of_plans(plans))
-        plans, metadata = self._planner.create_global_plan(plans)
-        plans = self._writer.prepare_global_plan(plans)
-        planned = Planned.of(metadata, [[i.index for i in p.items] for p in plans], checksum)
-        if isinstance(self._planner, CloudSavePlanner):
-            self._planner.forget_others()
-        return planned, plans, shared
-
-    def _parsed(self, told: Any, known: Heads) -> Record | SavePlan:
-        """What a rank would write, from its report."""
-        if isinstance(told, SavePlan):
-            return told
-        if Record.is_one(told):
-            return Record.parse(told, str(self._writer.uri), known=known)
-        return cast(SavePlan, pickle.loads(told))  # noqa: S301 - of a rank
 
     def _left(
         self,
@@ -368,9 +390,8 @@ class SaveLoop:
         structure: Structure,
         extents: Extents,
         references: tuple[WrittenObject, ...],
-    ) -> Pending | None:
-        """What this rank's saving process records in the store if its trainer ends before the
-        commit; None if columns can't express it.
+    ) -> Pending:
+        """What this rank's saving process records in the store if its trainer ends.
 
         Args:
             number: The number of the plan.
@@ -382,9 +403,7 @@ class SaveLoop:
         """
         if self._record is None:
             with paused_gc():
-                self._record = record_of(plan, structure, self._writer.checksum) or b""
-        if not self._record:
-            return None
+                self._record = record_of(plan, structure, self._writer.checksum)
         writer, hook = self._writer, self._writer.commit_hook
         return Pending(
             save=f"{number:x}.{saves}",

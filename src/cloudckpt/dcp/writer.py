@@ -412,8 +412,9 @@ class CloudStorageWriter(OurWriter):
             CommitUnknownError: If the store's answers leave open whether the commit took place.
         """
         written = [of_rank[0].storage_data for of_rank in results if of_rank]
+        indices = [one.indices or () for one in written]
         draft = self.finish_with(
-            lambda: Planned.of(metadata, [one.indices for one in written], self.checksum), written
+            lambda: Planned.of(metadata, indices, self.checksum, str(self.uri)), written
         )
         metadata.storage_data = draft.metadata.storage_data
         metadata.storage_meta = draft.metadata.storage_meta
@@ -440,7 +441,7 @@ class CloudStorageWriter(OurWriter):
         timings = [one.timing for one in written if one.timing is not None]
         with portable_errors(uri):
             with paused_gc():  # the collector would traverse the plans of all ranks
-                draft = Draft.of(planned(), written, self.checksum, attempt=self.attempt, uri=uri)
+                draft = Draft.of(planned(), written, attempt=self.attempt, uri=uri)
             if draft.metadata.storage_meta is not None:  # what is stored may be copied elsewhere
                 draft.metadata.storage_meta.checkpoint_id = uri
             hook.before_commit(uri, draft.metadata)

@@ -259,11 +259,10 @@ class _Adoption:
             planned, _, _ = plan_together(records, to_lowest_rank=True, uri=uri)
             if planned.counts != tuple(len(one.extents) for one in written):
                 raise ValueError("two ranks have written the same")
-            checksum = records[0].checksum
             # the attempt names the mark that keeps the objects it refers to
             refers = any(found.folder for one in written for found in one.objects)
             attempt = by_rank[0].attempt if refers else random_suffix()
-            return Draft.of(planned, written, checksum, attempt=attempt, uri=uri)
+            return Draft.of(planned, written, attempt=attempt, uri=uri)
         except _SENSELESS as exc:
             raise self._incomplete(
                 f"what the ranks have left does not fit together: {exc}"
