@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorStorageMetadata,
 )
 
 from cloudckpt.checkpoint.columns import column_of, unfilled
@@ -238,9 +239,14 @@ def _check_rows(inventory: Inventory, rows: Sequence[torch.Tensor], uri: str) ->
         is_written[of_rank] = True
     missing = (~is_written).nonzero().view(-1)
     if missing.numel():
-        name = inventory.name_of(int(missing[0]))
+        row = int(missing[0])
+        name = inventory.name_of(row)
+        entry = inventory.metadata_of(name)
+        part = ""
+        if isinstance(entry, TensorStorageMetadata):
+            part = f" (offsets {entry.chunks[row - inventory.entries[name].first].offsets})"
         raise IncompleteSaveError(
-            f"a part of {name} was planned, but no rank has written it, or it was planned twice; "
+            f"{name}{part} was planned, but no rank has written it, or it was planned twice; "
             "nothing was committed",
             uri=uri,
             item=name,

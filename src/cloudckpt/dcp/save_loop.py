@@ -41,7 +41,7 @@ from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Heads, Record
-from cloudckpt.checkpoint.shard import SmallForm
+from cloudckpt.checkpoint.shard import SmallForm, check_supported
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
 from cloudckpt.checkpoint.written import Extents, Written
@@ -334,6 +334,9 @@ class SaveLoop:
                 try:
                     return record_of(plan, structure, self._writer.checksum)
                 except NotInColumnsError as exc:
+                    for name, value in self._planner.state_dict.items():
+                        if isinstance(value, torch.Tensor):
+                            check_supported(value, name)
                     raise UnsupportedValueError(
                         f"the state dict can't be described in the format of checkpoints: {exc}",
                         uri=uri,
