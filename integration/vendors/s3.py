@@ -110,7 +110,6 @@ def operations(folder: Path) -> Iterator[Operation]:
             "ServerSideEncryption": "aws:kms",
             "SSEKMSKeyId": "arn:aws:kms:eu-central-1:1:key/k",
             "StorageClass": "STANDARD_IA",
-            "ACL": "bucket-owner-full-control",
             "Tagging": "team=nlp+%26+more&run=%C3%BC%3D7",
         }
         yield from _all(name, client, store, new, {"RequestPayer": "requester"})
