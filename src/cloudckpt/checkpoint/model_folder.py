@@ -169,8 +169,10 @@ class ModelFolder:
                 )
                 at = offsets.get(entry.name, (0,) * len(entry.shape))
                 chunk = (at, StoredTensor(stored, entry.dtype, entry.shape))
-                for name in (entry.name, *aliases.get(entry.name, ())):
-                    chunks.setdefault(name, []).append(chunk)
+                chunks.setdefault(entry.name, []).append(chunk)
+                for alias in aliases.get(entry.name, ()):
+                    if alias not in names:  # else the index says where it is
+                        chunks.setdefault(alias, []).append(chunk)
         _check(chunks, names, str(uri))
         return chunks
 

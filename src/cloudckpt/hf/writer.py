@@ -301,11 +301,16 @@ def _tied(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor)
         assert item.tensor_data is not None
-        if tensor.numel() and tensor.layout == torch.strided and (of := memory_of(tensor)):
+        if not tensor.numel():
+            continue
+        is_usual = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        of = memory_of(tensor) if is_usual and tensor.layout == torch.strided else None
+        place: tuple[Any, ...] = (item.index.fqn,)  # tied to nothing
+        if of is not None:
             place = (of[0].data_ptr(), of[1:], tensor.dtype, tensor.shape, tensor.stride())
-            views = (tensor.is_neg(), tensor.is_conj())
-            described = (item.tensor_data.size, item.tensor_data.chunk.offsets)
-            memory.setdefault(item.index.fqn, []).append((place, views, described))
+            place += (tensor.is_neg(), tensor.is_conj())
+        described = (place, item.tensor_data.size, item.tensor_data.chunk.offsets)
+        memory.setdefault(item.index.fqn, []).append(described)
     first: dict[tuple[Any, ...], str] = {}
     return {
         name: first.setdefault(tuple(memory[name]), name) for name in sorted(memory, key=natural)
