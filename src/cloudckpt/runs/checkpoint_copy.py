@@ -35,7 +35,7 @@ from cloudckpt.errors import (
     PreconditionFailedError,
     ProcessGroupError,
 )
-from cloudckpt.runs.contents import CheckpointPart, parts
+from cloudckpt.runs.contents import ReadContent, read_content
 from cloudckpt.runs.verifying import find_damages, one_error
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
@@ -162,12 +162,12 @@ class _Plan:
 
     Attributes:
         shares: The data objects that each rank copies.
-        commits: The commit objects of the source, as they were read.
+        commit: The commit object of the source, as it was read; None if there is nothing to copy.
         is_there: Whether the target has the same checkpoint already.
     """
 
     shares: Sequence[Sequence[CopyTask]] = ()
-    commits: Sequence[ObjectInfo] = ()
+    commit: ObjectInfo | None = None
     is_there: bool = False
 
 
@@ -199,7 +199,7 @@ class CheckpointCopy:
         self._progress = progress
         self._is_of_a_run = is_of_a_run
         self._is_detached = source.uri == target.uri
-        self._commits: list[_Commit] = []  # on the first rank
+        self._made: _Commit | None = None  # on the first rank
 
     def run(self) -> Copied:
         """Copies it, unless the target already has it.
@@ -215,7 +215,7 @@ class CheckpointCopy:
             self._progress.total = sum(task.size for task in share)
         has_sent = False
         try:
-            by_store = self._meeting.begin(lambda: self._send(share, plan.commits))
+            by_store = self._meeting.begin(lambda: self._send(share, plan.commit))
             has_sent = True
             by_store = sum(self._meeting.gathered(by_store))
         except BaseException as error:
@@ -231,11 +231,11 @@ class CheckpointCopy:
     def _plan(self) -> _Plan:
         """Reads the source, and checks what is at the target."""
         source, target = self._source, self._target
-        found = list(parts(source.uri, source.config))
-        if self._is_of_a_run and _has_the_same(target, found, source):
+        part = read_content(source.uri, source.config)
+        if self._is_of_a_run and _has_the_same(target, part):
             return _Plan(is_there=True)
-        baselines = self._baselines(found)
-        objects = {one.source: one for part in found for one in self._objects(part)}
+        baseline = self._baseline(part)
+        objects = {one.source: one for one in self._objects(part)}
         attempt = random_suffix()
         shares = [
             [
@@ -249,24 +249,22 @@ class CheckpointCopy:
             for rank, share in enumerate(shares)
             for ordinal, task in enumerate(share)
         }
-        self._commits = []
-        for part, baseline in zip(found, baselines, strict=True):
-            known = {one.name: one for one in part.said.objects}
-            renamed: dict[str, WrittenObject] = {}
-            if self._is_detached:
-                renamed = {name: one for name, one in known.items() if not one.folder}
-            names = {source.uri.key(name): name for name in known}
-            for task in self._objects(part):
-                name = names.get(task.source, task.source.removeprefix(source.uri.key("")))
-                rank, ordinal = places[task.source]
-                record = known.get(name) or WrittenObject(0, 0, "", task.size, 0, 0, 0)
-                own = replace(record, rank=rank, ordinal=ordinal, attempt=attempt, folder="")
-                renamed[name] = own
-            draft = Draft.of_copy(part.said, renamed, attempt)
-            self._commits.append(_Commit(baseline, draft, part.said.notes, attempt))
-        return _Plan(shares, [part.commit for part in found])
+        known = {one.name: one for one in part.said.objects}
+        renamed: dict[str, WrittenObject] = {}
+        if self._is_detached:
+            renamed = {name: one for name, one in known.items() if not one.folder}
+        names = {source.uri.key(name): name for name in known}
+        for task in self._objects(part):
+            name = names.get(task.source, task.source.removeprefix(source.uri.key("")))
+            rank, ordinal = places[task.source]
+            record = known.get(name) or WrittenObject(0, 0, "", task.size, 0, 0, 0)
+            own = replace(record, rank=rank, ordinal=ordinal, attempt=attempt, folder="")
+            renamed[name] = own
+        draft = Draft.of_copy(part.said, renamed, attempt)
+        self._made = _Commit(baseline, draft, part.said.notes, attempt)
+        return _Plan(shares, part.commit)
 
-    def _baselines(self, found: Sequence[CheckpointPart]) -> list[Baseline]:
+    def _baseline(self, part: ReadContent) -> Baseline:
         """What is at the target now.
 
         Raises:
@@ -274,13 +272,11 @@ class CheckpointCopy:
         """
         uri, store, retrier = self._target.uri, self._target.store, self._target.retrier
         source = self._source.uri
-        names = [part.commit.key.removeprefix(source.key("")) for part in found]
-        begun = []
-        for name in names:
-            key = uri.key(name)
-            look = partial(retrier.call, partial(store.look, key))
-            begun.append(begin(look, key, uri.object(name), overwrite=True))
-        if not self._overwrite and any(baseline.version for baseline in begun):
+        name = part.commit.key.removeprefix(source.key(""))
+        key = uri.key(name)
+        look = partial(retrier.call, partial(store.look, key))
+        begun = begin(look, key, uri.object(name), overwrite=True)
+        if not self._overwrite and begun.version:
             raise CheckpointExistsError(
                 "a checkpoint already exists here: choose another location, or allow it to be "
                 "replaced (overwrite=True, --overwrite)",
@@ -288,7 +284,7 @@ class CheckpointCopy:
             )
         return begun
 
-    def _objects(self, part: CheckpointPart) -> list[CopyTask]:
+    def _objects(self, part: ReadContent) -> list[CopyTask]:
         """The data objects of the source, not yet named at the target."""
         uri, kind = self._source.uri, part.said.checksum
         if kind is not None:
@@ -312,7 +308,7 @@ class CheckpointCopy:
                 )
         return [CopyTask(info.key, "", info.size, info.checksum, kind) for info in infos]
 
-    def _send(self, share: Sequence[CopyTask], commits: Sequence[ObjectInfo]) -> int:
+    def _send(self, share: Sequence[CopyTask], commit: ObjectInfo | None) -> int:
         """Copies objects.
 
         Returns:
@@ -326,7 +322,7 @@ class CheckpointCopy:
             return self._sent(share)
         except CheckpointCorruptError as error:
             source = self._source
-            for commit in commits:
+            if commit is not None:
                 check_unchanged(source.store, commit, str(source.uri), source.config.retry, error)
             raise
 
@@ -385,8 +381,9 @@ class CheckpointCopy:
         source = self._source
         wanted = [
             Wanted(stored, 0, stored.nbytes, _Nothing(None), True)
-            for part in parts(source.uri, source.config)
-            for stored in part.sources(source.store, source.config)
+            for stored in read_content(source.uri, source.config).sources(
+                source.store, source.config
+            )
             if source.store.uri(stored.key) == error.uri
         ]
         if found := find_damages(source.store, source.uri, wanted, source.config):
@@ -396,30 +393,25 @@ class CheckpointCopy:
         """Makes the copy visible."""
         target = self._target
         own = {task.target.removeprefix(target.uri.key("")) for task in share}
-        written: list[_Commit] = []
+        commit = self._made
+        assert commit is not None
         try:
-            for commit in reversed(self._commits):
-                publish(
-                    target.store,
-                    target.uri,
-                    target.config,
-                    baseline=commit.baseline,
-                    attempt=random_suffix(),
-                    objects=commit.objects,
-                    own=own,
-                    kept=commit.kept,
-                    data=partial(commit.draft.data, commit.notes),
-                )
-                written.append(commit)
+            publish(
+                target.store,
+                target.uri,
+                target.config,
+                baseline=commit.baseline,
+                attempt=random_suffix(),
+                objects=commit.objects,
+                own=own,
+                kept=commit.kept,
+                data=partial(commit.draft.data, commit.notes),
+            )
         except CommitUnknownError:
             raise
         except Exception:  # the failed commit has deleted its own object
-            keys = [commit.baseline.key for commit in written]
-            keys += [
-                target.uri.key(one.name)
-                for each in self._commits
-                for one in each.objects
-                if one.name not in each.kept
+            keys = [
+                target.uri.key(one.name) for one in commit.objects if one.name not in commit.kept
             ]
             delete_quietly(
                 target.store, keys, target.config.retry, threads=target.config.requests_at_once
@@ -471,26 +463,23 @@ def divided(tasks: Sequence[CopyTask], ranks: int) -> list[list[CopyTask]]:
     return shares
 
 
-def _has_the_same(target: Place, found: Sequence[CheckpointPart], source: Place) -> bool:
+def _has_the_same(target: Place, ours: ReadContent) -> bool:
     """Whether the target already has a copy of a checkpoint, with equal checksums and notes.
 
     Content without checksums is not known to be the same.
     """
     try:
-        there = list(parts(target.uri, target.config))
-        if len(there) != len(found):
+        theirs = read_content(target.uri, target.config)
+        if not ours.has_checksums or not theirs.has_checksums:
             return False
-        for ours, theirs in zip(found, there, strict=True):
-            if not ours.has_checksums or not theirs.has_checksums:
-                return False
-            if ours.said.notes != theirs.said.notes or _content(ours) != _content(theirs):
-                return False
+        if ours.said.notes != theirs.said.notes or _content(ours) != _content(theirs):
+            return False
     except (CheckpointNotFoundError, CheckpointReplacedError):
         return False
     except CheckpointCorruptError as error:
         logger.warning("what is at the target of the copy is damaged: %s", error)
         return False
-    store, objects = target.store, [one for part in there for one in part.said.objects]
+    store, objects = target.store, theirs.said.objects
     sizes: dict[str, int] = {}
     for folder in {one.folder for one in objects}:  # of the checkpoint, and beside it
         place = target.uri.beside(folder) if folder else target.uri
@@ -499,7 +488,7 @@ def _has_the_same(target: Place, found: Sequence[CheckpointPart], source: Place)
     return all(sizes.get(target.uri.key(record.name)) == record.size for record in objects)
 
 
-def _content(part: CheckpointPart) -> object:
+def _content(part: ReadContent) -> object:
     """The content that two commit objects share if one is of a copy of the other."""
     objects = {one.name: (one.size, one.checksum) for one in part.said.objects}
     places = {

@@ -21,7 +21,7 @@ from cloudckpt.checkpoint.base import Digest
 from cloudckpt.checkpoint.columns import counted
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.runs.contents import CheckpointPart, StoredItem, parts
+from cloudckpt.runs.contents import ReadContent, StoredItem, read_content
 from cloudckpt.transfer.landing import StoredBytes
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.uri import CheckpointURI, URILike
@@ -108,8 +108,8 @@ def diff(
     """
     config = config_or_default(config)
     here, there = CheckpointURI.parse(first), CheckpointURI.parse(second)
-    first_parts, second_parts = list(parts(here, config)), list(parts(there, config))
-    ours, theirs = _entries(first_parts, pattern), _entries(second_parts, pattern)
+    before, after = read_content(here, config), read_content(there, config)
+    ours, theirs = _entries(before, pattern), _entries(after, pattern)
     items = {
         name: _compared(name, ours.get(name), theirs.get(name))
         for name in sorted(ours.keys() | theirs.keys())
@@ -133,7 +133,7 @@ def diff(
         first=str(here),
         second=str(there),
         items=tuple(items.values()),
-        empty_dicts=tuple(sorted(_empty_dicts(first_parts, second_parts, pattern))),
+        empty_dicts=tuple(sorted(_empty_dicts(before, after, pattern))),
     )
 
 
@@ -141,7 +141,7 @@ def diff(
 class _Entry:
     """An entry, and the commit object that names it."""
 
-    part: CheckpointPart
+    part: ReadContent
     name: str
 
     @property
@@ -203,10 +203,9 @@ def _boxes_of(tensor: TensorStorageMetadata) -> list[_Place]:
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
 
 
-def _entries(found: Sequence[CheckpointPart], pattern: str) -> dict[str, _Entry]:
+def _entries(part: ReadContent, pattern: str) -> dict[str, _Entry]:
     return {
         name: _Entry(part, name)
-        for part in found
         for name in part.metadata.state_dict_metadata
         if fnmatchcase(name, pattern)
     }
@@ -218,15 +217,12 @@ def _are_moved(one: _Entry, other: _Entry) -> bool:
     return one.path(restored=restored) != other.path(restored=restored)
 
 
-def _empty_dicts(
-    first: Sequence[CheckpointPart], second: Sequence[CheckpointPart], pattern: str
-) -> set[str]:
+def _empty_dicts(first: ReadContent, second: ReadContent, pattern: str) -> set[str]:
     """The empty dicts in only one of two checkpoints; none if one is another writer's."""
-    if any(part.said.record is None for part in (*first, *second)):
+    if first.said.record is None or second.said.record is None:
         return set()
     ours, theirs = (
-        {".".join(map(str, path)) for part in one for path in part.said.structure.empty}
-        for one in (first, second)
+        {".".join(map(str, path)) for path in one.said.structure.empty} for one in (first, second)
     )
     return {name for name in ours ^ theirs if fnmatchcase(name, pattern)}
 

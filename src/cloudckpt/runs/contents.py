@@ -23,7 +23,7 @@ from cloudckpt.transfer.landing import StoredBytes
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["CheckpointContents", "CheckpointPart", "StoredItem", "inspect", "parts"]
+__all__ = ["CheckpointContents", "ReadContent", "StoredItem", "inspect", "read_content"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,31 +84,21 @@ def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents
     """
     location = CheckpointURI.parse(uri)
     config = config_or_default(config)
-    items: dict[str, StoredItem] = {}
-    has_checksums = True
-    notes = Notes()
-    shared: dict[str, int] = {}
-    for part in parts(location, config):
-        has_checksums = has_checksums and part.has_checksums
-        if part.commit.key == location.key(METADATA):  # models have none
-            notes = Notes.from_json(
-                part.said.notes, open_store(location, config).uri(part.commit.key)
-            )
-        items |= {found.name: found for found in part.items()}
-        for folder, nbytes in part.shared().items():
-            shared[str(location.beside(folder))] = nbytes
+    read, notes = read_content(location, config), Notes()
+    if read.commit.key == location.key(METADATA):  # models have none
+        notes = Notes.from_json(read.said.notes, open_store(location, config).uri(read.commit.key))
     return CheckpointContents(
         uri=str(location),
-        items=tuple(items[name] for name in sorted(items)),
+        items=tuple(sorted(read.items(), key=lambda item: item.name)),
         notes=notes,
-        has_checksums=has_checksums,
-        shared=shared,
+        has_checksums=read.has_checksums,
+        shared={str(location.beside(folder)): size for folder, size in read.shared().items()},
     )
 
 
 @dataclass(frozen=True)
-class CheckpointPart:
-    """The part of a checkpoint that one commit object describes.
+class ReadContent:
+    """A checkpoint as its commit object describes it.
 
     Attributes:
         said: What the commit object says.
@@ -196,7 +186,7 @@ def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: int) 
     )
 
 
-def parts(uri: CheckpointURI, config: Config) -> Iterator[CheckpointPart]:
+def read_content(uri: CheckpointURI, config: Config) -> ReadContent:
     """The checkpoint, as its commit object describes it.
 
     Raises:
@@ -207,4 +197,4 @@ def parts(uri: CheckpointURI, config: Config) -> Iterator[CheckpointPart]:
     reader = CloudStorageReader(uri, config=config)
     metadata = reader.read_metadata()
     assert reader.commit is not None  # it has read the metadata
-    yield CheckpointPart(reader.commit, reader.places_in(metadata))
+    return ReadContent(reader.commit, reader.places_in(metadata))

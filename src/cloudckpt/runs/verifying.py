@@ -17,7 +17,7 @@ from cloudckpt.config import MIB, Config, config_or_default
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import CheckpointCorruptError, Damage, ObjectNotFoundError
-from cloudckpt.runs.contents import CheckpointPart, parts
+from cloudckpt.runs.contents import ReadContent, read_content
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import Sink, StoredBytes, Wanted
@@ -123,7 +123,7 @@ class _Content:
 
     @classmethod
     def of(cls, uri: CheckpointURI, config: Config) -> _Content:
-        (part,) = parts(uri, config)
+        part = read_content(uri, config)
         store, retrier = open_store(uri, config), Retrier(config.retry)
         damaged: list[CheckpointCorruptError] = []
         try:
@@ -156,7 +156,7 @@ class _Content:
 
 
 def _gone(
-    part: CheckpointPart, items: Sequence[StoredBytes], store: ObjectStore, retrier: Retrier
+    part: ReadContent, items: Sequence[StoredBytes], store: ObjectStore, retrier: Retrier
 ) -> Iterator[CheckpointCorruptError]:
     """Objects that are not there, and of which nothing is read: all their items are empty.
 
