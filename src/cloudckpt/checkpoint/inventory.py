@@ -14,6 +14,7 @@ import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -46,8 +47,7 @@ _END = 1 << 63
 _AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """The properties of a name.
 
     Attributes:
@@ -59,7 +59,7 @@ class Entry:
     """
 
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # and not what tuples have of this name
     shape: tuple[int, ...] | None
     properties: int
     place: int

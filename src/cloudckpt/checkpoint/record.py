@@ -423,6 +423,7 @@ def _entries(
     properties = [_properties(one) for one in document["kinds"]]
     known = len(properties)
     entries: dict[str, Entry] = {}
+    shapes: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}  # few are different
     places: dict[int, int] = {}
     row = 0
     for name, shape, kind, count in zip(
@@ -438,9 +439,11 @@ def _entries(
             continue
         if not 0 <= kind < known or not 0 <= count < _END:
             raise ValueError(f"{name[:200]} has chunks or properties that are not there")
-        _check_shape(shape, properties[kind].dtype.itemsize)
+        if (found := shapes.get(key := (kind, tuple(shape)))) is None:
+            _check_shape(shape, properties[kind].dtype.itemsize)
+            found = shapes[key] = key[1]
         place = places.get(len(shape), 0)
-        entries[name] = Entry(row, count, tuple(shape), kind, place)
+        entries[name] = Entry(row, count, found, kind, place)
         row += count
         places[len(shape)] = place + count
     if len(entries) != len(document["names"]):
@@ -467,11 +470,16 @@ def _paths(described: Any) -> Paths | None:
     for name, path in described:
         if type(name) is not str or type(path) is not list:
             raise ValueError("a path of no name")
-        for element in path:
-            if type(element) is not str and (type(element) is not int or not 0 <= element < _END):
-                raise ValueError("a path with an element that is neither key nor index")
+        if not set(map(type, path)) <= {str}:
+            _check_indices(path)
         paths[name] = tuple(path)
     return paths
+
+
+def _check_indices(path: list[Any]) -> None:
+    for element in path:
+        if type(element) is not str and (type(element) is not int or not 0 <= element < _END):
+            raise ValueError("a path with an element that is neither key nor index")
 
 
 def _no_number(text: str) -> float:

@@ -201,20 +201,22 @@ class _Items:
 
     def _named(self, inventory: Inventory, whole: Sequence[int], rank: int) -> torch.Tensor:
         """The number of the name of each item of a rank."""
-        kinds = [
-            (one.__getstate__(), one.dtype.itemsize)  # type: ignore[no-untyped-call]
+        kinds: list[tuple[Any, ...]] = [
+            one.__getstate__()  # type: ignore[no-untyped-call]
             for one in inventory.properties
         ]
-        for (key, _), one in zip(kinds, inventory.properties, strict=True):
+        for key, one in zip(kinds, inventory.properties, strict=True):
             self._properties.setdefault(key, one)
+        made: dict[Any, tuple[_Name, Any]] = {(None, 0, False): (_VALUE, None)}  # few are different
         names, known, alone, numbers = self._names, self._numbers, set(whole), list[int]()
         for place, (name, entry) in enumerate(inventory.entries.items()):
-            said, key = _VALUE, None
-            if entry.shape is not None:
-                key, itemsize = kinds[entry.properties]
-                nbytes = math.prod(entry.shape) * itemsize
+            like = entry.shape, entry.properties, place in alone
+            if (found := made.get(like)) is None:
                 dtype = inventory.properties[entry.properties].dtype
-                said = _Name(entry.shape, dtype, place in alone, nbytes or 1)
+                nbytes = math.prod(entry.shape or ()) * dtype.itemsize
+                one_like_it = _Name(entry.shape, dtype, place in alone, nbytes or 1)
+                found = made[like] = one_like_it, kinds[entry.properties]
+            said, key = found
             number = known.setdefault(name, len(known))
             if number == len(names):
                 names.append((name, said))
@@ -356,7 +358,7 @@ def _groups(
 
     With each group: whether all groups have the same in the other columns, too.
     """
-    if items.numel() < 2:
+    if items.numel() < 2 or int(keys[0].bincount().max()) < 2:
         return
     order = counted(0, items.numel())
     for key in reversed(keys):
@@ -389,6 +391,8 @@ def _merged(paths: Sequence[tuple[int, Paths]], uri: str) -> Paths:
     made: dict[str, tuple[str | int, ...]] = {}
     for _, one in distinct:
         made.update(one)
+    if len(made) == sum(len(one) for _, one in distinct):
+        return made  # no two ranks have the same name
     for first, one in reversed(distinct):
         for name, path in one.items() if not one.items() <= made.items() else ():
             if path != made[name]:
@@ -446,7 +450,8 @@ def _not_apart(names: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     Chunks are separated dimension by dimension: those whose ranges don't touch can't overlap. Grids
     of any number of dimensions separate completely.
     """
-    groups, left = names, counted(0, names.numel())
+    left = (names.bincount()[names] > 1).nonzero().view(-1)
+    groups = names[left]
     for _ in range(2):  # what was divided in a later dimension may come apart in an earlier one
         for begins, sizes in zip(chunks.offsets.unbind(1), chunks.sizes.unbind(1), strict=True):
             if left.numel() < 2:
