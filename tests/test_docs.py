@@ -186,7 +186,17 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-RUN = ("background", "conversion", "moving", "runs", "s3", "safetensors", "saving")
+RUN = (
+    "background",
+    "conversion",
+    "layers",
+    "moving",
+    "ranks",
+    "runs",
+    "s3",
+    "safetensors",
+    "saving",
+)
 RUN_ELSEWHERE = ("quickstart", "frameworks")  # above, and in integration/frameworks
 
 

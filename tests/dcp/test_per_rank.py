@@ -174,8 +174,12 @@ def test_a_value_of_each_rank_is_not_loaded_for_one_of_all(tmp_path):
     with pytest.raises(MissingKeyError, match="per_rank"):
         cloudckpt.load({"pos": 0}, checkpoint_id=tmp_path)
     cloudckpt.save({"pos": 3}, checkpoint_id=tmp_path)
+    own = cloudckpt.per_rank(0)
     with pytest.raises(MissingKeyError, match="per_rank"):
-        cloudckpt.load({"pos": cloudckpt.per_rank(0)}, checkpoint_id=tmp_path)
+        cloudckpt.load({"pos": own}, checkpoint_id=tmp_path)
+    report = cloudckpt.load({"pos": own}, checkpoint_id=tmp_path, strict=False)
+    assert (own.value, own.is_loaded, own.all) == (0, False, {})
+    assert {*report.missing, *report.left_alone} == {"pos.rank_0"}
 
 
 @pytest.mark.parametrize("value", [cloudckpt.per_rank(1), torch.nn.Linear(1, 1)], ids=str)

@@ -539,7 +539,7 @@ def test_a_best_metric_that_no_step_has_is_told_with_what_there_is(run, caplog) 
 
 
 def test_a_manager_takes_its_options_by_config(run) -> None:
-    config = Config(overwrite=False, verify=False)
+    config = Config(overwrite=False, verify=False, unloadable="warn")
     options = {"asynchronous": False, "preemption": Preemption(signals=()), "config": config}
     with CheckpointManager(run, max_to_keep=1, **options) as manager:
         opened: list[Config] = []

@@ -207,6 +207,7 @@ class Content:
         stored = _by_rank({own.path for own in self._own}, metadata, structure)
         for own in self._own:
             of_ranks = stored.get(own.path, {})
+            own.value.is_loaded = self._rank in of_ranks
             if not of_ranks:
                 continue  # as any other name that is missing
             asked = [self._rank] if of_ranks.keys() == {*range(ranks)} else sorted(of_ranks)
@@ -261,8 +262,9 @@ def _name(rank: int) -> str:
 def _take(value: PerRank[Any], loaded: Any, rank: int, inner: Content) -> None:
     """Puts what was loaded into a ``PerRank``."""
     loaded = loaded if isinstance(loaded, Mapping) else {}
-    value.is_loaded = _name(rank) in loaded
-    if value.is_loaded:
+    if not value.is_loaded:
+        loaded = {name: entry for name, entry in loaded.items() if name != _name(rank)}
+    else:
         value.value = inner.put(loaded)[_name(rank)]
     value.all = {
         int(found[1]): entry
