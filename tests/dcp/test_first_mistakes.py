@@ -231,7 +231,7 @@ def test_ranks_that_have_different_things_under_one_name_are_told(ranks, tmp_pat
     for error in ranks.errors(2, _save_unequal, tmp_path, kind):
         assert type(error) is KeyCollisionError
         assert "on rank 0 and a" in str(error)
-        assert "{f'w.{rank}': ...}" in str(error)
+        assert "cloudckpt.per_rank(" in str(error)
     assert not cloudckpt.exists(tmp_path)
 
 

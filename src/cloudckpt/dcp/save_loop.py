@@ -273,7 +273,7 @@ class SaveLoop:
         @self._logged
         def write_data() -> list[WriteResult]:
             own = planner.finish_plan(pickle.loads(plan))  # noqa: S301 - of the coordinator
-            if base is not None and ours is not None:
+            if is_incremental and ours is not None:  # the first has no base, but digests
                 future = ours.write_data(own, planner, Contents(len(own.items), base))
             else:
                 future = writer.write_data(own, planner)
