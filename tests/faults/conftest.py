@@ -12,7 +12,7 @@ import pytest
 import cloudckpt
 from authority import Authority
 from cloudckpt import Config
-from cloudckpt.stores.http import client as http
+from cloudckpt.stores.http import options as http
 from wire.proxy import FaultyProxy
 
 from .dialects import CREDENTIALS, Endpoint
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _completions_are_soon_given_up(monkeypatch) -> None:
     """A test of silence need not wait 15 times as long for the answer to a completion."""
-    monkeypatch.setattr(http, "_LONGER", 1)
+    monkeypatch.setattr(http, "LONGER", 1)
 
 
 # A store costs boto3 a fifth of a second: one bucket, one proxy and two configurations of each

@@ -326,8 +326,12 @@ def test_a_claim_in_the_middle_of_a_deletion_is_noticed(run, monkeypatch) -> Non
 
 @pytest.mark.parametrize(
     "kept",
-    [{"max_to_keep": 2}, {"best_to_keep": 2, "best_metric": "loss", "best_mode": "min"}],
-    ids=["newest", "best"],
+    [
+        {"max_to_keep": 2},
+        {"best_to_keep": 2, "best_metric": "loss", "best_mode": "min"},
+        {"max_to_keep": 2, "best_metric": "loss", "best_mode": "min"},
+    ],
+    ids=["newest", "best", "best-by-the-one-number"],
 )
 def test_steps_that_somebody_removes_are_not_counted(run, kept) -> None:
     losses = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.9, 5: 0.9}
@@ -335,9 +339,9 @@ def test_steps_that_somebody_removes_are_not_counted(run, kept) -> None:
         for step, loss in losses.items():
             manager.save(step, state(step), metrics={"loss": loss})
             manager.wait_until_finished()
-            if step == (1 if "best_to_keep" in kept else 4):
+            if step == (1 if "best_metric" in kept else 4):
                 cloudckpt.delete(manager.uri(step))
-        assert manager.all_steps() == ([2, 3, 5] if "best_to_keep" in kept else [3, 5])
+        assert manager.all_steps() == ([2, 3, 5] if "best_metric" in kept else [3, 5])
 
 
 def test_a_loop_that_ignores_what_was_restored_is_told_once_that_nothing_is_saved(

@@ -247,7 +247,7 @@ def prune(
     Args:
         call: As it was called.
         run: The folder of a run, e.g. s3://bucket/run.
-        max_to_keep: Keep so many of the newest.
+        max_to_keep: Keep so many of the newest; by a metric alone, so many of the best.
         best_to_keep: Keep so many of the best, and those without the metric.
         keep_younger_than: Keep those committed within this time, e.g. 2h.
         keep_period: Keep steps that this number divides, too.

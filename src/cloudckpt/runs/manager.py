@@ -98,7 +98,8 @@ class CheckpointManager(ClosedAtExit):
                 none, unless there is an interval in seconds.
             save_interval_seconds: :meth:`save` skips steps until so many seconds have passed on the
                 first rank since the save before; all ranks save at the same step.
-            max_to_keep: How many of the newest checkpoints to keep.
+            max_to_keep: How many of the newest checkpoints to keep; with ``best_metric`` and
+                without ``best_to_keep``, how many of the best beside the newest.
             best_to_keep: How many of the best to keep, and all that lack the metric.
             keep_younger_than: Keep checkpoints for so many seconds, by the store's clock.
             keep_period: Keep steps that this divides. What any of these four rules keeps stays;

@@ -97,7 +97,8 @@ class Retention:
     The newest is always kept. ``keep_period`` alone keeps all, as no rule at all does.
 
     Attributes:
-        max_to_keep: How many of the newest.
+        max_to_keep: How many of the newest; with ``best_metric`` and without ``best_to_keep``, of
+            the best.
         best_to_keep: How many of the best, and all that have no score.
         keep_younger_than: Those committed within so many seconds.
         keep_period: Those that this divides.
@@ -155,13 +156,16 @@ class Retention:
         if self.keeps_all or not committed:
             return []
         newest_first = sorted(committed, reverse=True)
-        kept = {*newest_first[: self.max_to_keep or 1]}
-        if self.best_to_keep is not None:
+        newest, best = self.max_to_keep or 1, self.best_to_keep
+        if best is None and self.best_metric is not None:
+            newest, best = 1, self.max_to_keep
+        kept = {*newest_first[:newest]}
+        if best is not None:
             usable = _usable(scores or {})
             kept.update(step for step in committed if step not in usable)
             ranked = [step for step in newest_first if step in usable]
             ranked.sort(key=lambda step: self._badness(usable[step]))
-            kept.update(ranked[: self.best_to_keep])
+            kept.update(ranked[:best])
         if self.keep_period is not None:
             kept.update(step for step in committed if step % self.keep_period == 0)
         return sorted(set(committed) - kept)
