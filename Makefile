@@ -138,6 +138,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python budget
 	@if command -v terraform >/dev/null; then terraform fmt -check -recursive terraform; else echo "terraform is not here: its format was not checked"; fi
 	@if command -v checkov >/dev/null; then checkov --directory terraform --quiet --compact --skip-download; else echo "checkov is not here: the policies were not scanned"; fi
 

@@ -308,7 +308,7 @@ def _placeholder(
     for name in names:
         entry = metadata.state_dict_metadata[name]
         if isinstance(entry, TensorStorageMetadata):
-            values[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            values[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
     depth = len(path)
     within = Structure(
         {at: keys for at, keys in structure.keys.items() if at[:depth] == path},

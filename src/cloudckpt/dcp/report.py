@@ -177,7 +177,7 @@ def _moved(items: Sequence[ReadItem], metadata: Metadata) -> set[str]:
             moved.add(name)
     for depth, (rows, lengths, names) in by_rank.items():
         if depth and inventory is not None:
-            sizes = inventory.chunks[depth].sizes[torch.tensor(rows)]
-            differs = (sizes != torch.tensor(lengths)).any(1).tolist()
+            sizes = inventory.chunks[depth].sizes[torch.tensor(rows, device="cpu")]
+            differs = (sizes != torch.tensor(lengths, device="cpu")).any(1).tolist()
             moved.update(name for name, moves in zip(names, differs, strict=True) if moves)
     return moved
