@@ -157,10 +157,6 @@ def test_the_quick_start_runs_as_it_stands_on_one_process_and_on_ranks(tmp_path)
         assert (ended.returncode, ended.stdout) == (0, printed), ended.stderr
 
 
-def test_the_readme_is_read_in_a_few_minutes():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
 def test_links_within_the_documentation_lead_somewhere():
     pages = [
         *ROOT.glob("*.md"),
