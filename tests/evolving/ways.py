@@ -108,12 +108,14 @@ class Ways:
         return self._made[key]
 
     def _manager(self, by: str, kind: str, place: Place) -> CheckpointManager:
-        return CheckpointManager(
+        manager = CheckpointManager(
             self._root.at(_run(by, place)).uri,
             max_to_keep=KEPT_STEPS,
             asynchronous=kind in _KINDS,
             checkpointer=_config(kind, place),
         )
+        manager.restore({})  # the job goes on with the line of the one before
+        return manager
 
 
 def _run(by: str, place: Place) -> str:
