@@ -191,13 +191,13 @@ class AzureStore(RestStore):
             **({"If-None-Match": "*"} if if_absent else {}),
         }
         with self._copying(source, found):
-            answer = self._copied(source, found, key, self.object_url(key), headers)
+            answer, crc = self._copied(source, found, key, self.object_url(key), headers)
             if (status := answer.get("x-ms-copy-status")) != "success":
                 raise ServerError(
                     f"the copy was not made at once: {told(str(status))}", uri=self.uri(key)
                 )
         made = self._made(key, found.size, answer.get("ETag"), attempt)
-        return replace(made, checksum=_crc64(answer))
+        return replace(made, checksum=crc)
 
     def copy_part(
         self,
@@ -214,8 +214,8 @@ class AzureStore(RestStore):
         url = self.object_url(upload.key, {"comp": "block", "blockid": tag})
         headers = {**self._scope, "x-ms-source-range": f"bytes={start}-{stop - 1}"}
         with self._copying(source, found):
-            answer = self._copied(source, found, upload.key, url, headers)
-        return Part(number, stop - start, tag, _crc64(answer))
+            _, crc = self._copied(source, found, upload.key, url, headers)
+        return Part(number, stop - start, tag, crc)
 
     def _copied(
         self,
@@ -224,8 +224,8 @@ class AzureStore(RestStore):
         key: str,
         url: str,
         headers: Mapping[str, str],
-    ) -> Mapping[str, str]:
-        """The headers of the answer to a copy."""
+    ) -> tuple[Mapping[str, str], int | None]:
+        """The headers of the answer to a copy, and the checksum in them."""
         origin, authorization = source._access.as_source(found.key)
         wanted = {
             **headers,
@@ -234,7 +234,7 @@ class AzureStore(RestStore):
             **_present({"x-ms-copy-source-authorization": authorization}),
         }
         with self.exchange("PUT", url, wanted, key=key, is_long=True) as reply:
-            return reply.headers
+            return reply.headers, _crc64(reply.headers)
 
     def abort_upload(self, upload: Upload) -> None:
         """Discards the blocks of a blob that was never completed, unless other uploads have some.
