@@ -208,10 +208,10 @@ class S3Store(RestStore):
             **({"If-None-Match": "*"} if if_absent else {}),
         }
         with self._copying(source, found):
-            made = self._copied(key, self.object_url(key), headers)
+            made, crc = self._copied(key, self.object_url(key), headers)
         info = self._made(key, found.size, text(made, "ETag"), attempt)
         is_of_whole = text(made, "ChecksumType") in ("", "FULL_OBJECT")
-        return replace(info, checksum=_crc32c(made) if is_of_whole else None)
+        return replace(info, checksum=crc if is_of_whole else None)
 
     def copy_part(
         self,
@@ -227,15 +227,16 @@ class S3Store(RestStore):
             headers["x-amz-copy-source-range"] = f"bytes={start}-{stop - 1}"
         url = self.object_url(upload.key, {"uploadId": upload.id, "partNumber": str(number)})
         with self._copying(source, found):
-            made = self._copied(upload.key, url, headers)
+            made, crc = self._copied(upload.key, url, headers)
             if not (tag := text(made, "ETag")):
                 raise ConnectionLostError("the answer has no ETag", uri=self.uri(upload.key))
-        return Part(number, stop - start, tag, _crc32c(made))
+        return Part(number, stop - start, tag, crc)
 
-    def _copied(self, key: str, url: str, headers: Mapping[str, str]) -> Element:
-        """What the answer says of a copy."""
+    def _copied(self, key: str, url: str, headers: Mapping[str, str]) -> tuple[Element, int | None]:
+        """What the answer says of a copy, and the checksum in it."""
         with self.exchange("PUT", url, headers, key=key, is_long=True) as reply:
-            return result_of(self, reply, "PUT", self.uri(key))
+            made = result_of(self, reply, "PUT", self.uri(key))
+            return made, _crc32c(made)
 
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)
