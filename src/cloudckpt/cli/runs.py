@@ -173,16 +173,16 @@ def best(
         mode: Whether its lowest or its highest value is the best.
         step_name: The name pattern of the run's checkpoints.
     """
+    from cloudckpt.runs.pruning import best_step
+
     folder = Run(run, step_name=step_name, config=call.config)
-    history = folder.history()
-    folder.log_unread(history.unread)
-    scores = history.scores(metric)
-    step = Retention(best_metric=metric, best_mode=mode).best(scores)
-    if step is None:
+    found = best_step(folder, Retention(best_metric=metric, best_mode=mode))
+    if found is None:
         what = f"there is no committed checkpoint with the metric {metric!r} in this run"
         raise CheckpointNotFoundError(what, uri=run)
-    found = str(folder.uri(step))
-    call.show([{"checkpoint": found}], {"uri": found, "step": step, metric: scores[step]})
+    step, score = found
+    uri = str(folder.uri(step))
+    call.show([{"checkpoint": uri}], {"uri": uri, "step": step, metric: score})
 
 
 @command(RUNS, writes=True)

@@ -263,7 +263,8 @@ class CheckpointManager(ClosedAtExit):
         """
         if self._retention.best_metric is None:
             raise ConfigError("best_step() needs best_metric=, the metric to compare")
-        return self._meeting.broadcast_from_first(lambda: best_step(self._run, self._retention))
+        found = self._meeting.broadcast_from_first(lambda: best_step(self._run, self._retention))
+        return None if found is None else found[0]
 
     @collective("CheckpointManager.metrics")
     def metrics(self, step: int) -> dict[str, float]:

@@ -91,10 +91,7 @@ def prune(
     )
     found = Run(run, step_name=step_name, config=config)
     history = found.history()
-    for error in history.unread.values():
-        if isinstance(error, StoreError):
-            raise error
-    found.log_unread(history.unread)
+    _log_damaged(found, history)
     if best_metric is not None:
         scores = history.scores(best_metric)
         if scores and all(map(math.isnan, scores.values())):
@@ -120,8 +117,8 @@ def prune(
     return [str(found.uri(step)) for step in steps]
 
 
-def best_step(run: Run, retention: Retention) -> int | None:
-    """The best step on the line of a run; None if none has the metric.
+def best_step(run: Run, retention: Retention) -> tuple[int, float] | None:
+    """The best step on the line of a run, and its score; None if none has the metric.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.
@@ -131,11 +128,18 @@ def best_step(run: Run, retention: Retention) -> int | None:
         history = history_of(run.view, run, steps)
         if run.steps() == steps:
             break  # otherwise some were deleted meanwhile, perhaps for newer ones
+    _log_damaged(run, history)
+    scores = history.scores(str(retention.best_metric))
+    step = retention.best(scores)
+    return None if step is None else (step, scores[step])
+
+
+def _log_damaged(run: Run, history: History) -> None:
+    """Logs which notes are damaged; raises the StoreError if some could not be asked for."""
     for error in history.unread.values():
         if isinstance(error, StoreError):
             raise error
     run.log_unread(history.unread)
-    return retention.best(history.scores(str(retention.best_metric)))
 
 
 def _unneeded(run: Run, history: History, retention: Retention) -> list[int]:

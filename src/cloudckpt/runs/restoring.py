@@ -221,13 +221,11 @@ def selected(state: dict[str, Any], keys: Collection[str], path: str = "") -> di
     found: dict[str, Any] = {}
     for key, value in state.items():
         name = f"{path}{key}"
-        if any(fnmatchcase(name, one) for one in keys):
+        is_nested = isinstance(value, dict)  # else it may be an object with a state_dict()
+        if any(fnmatchcase(name, one) for one in keys) or (f"{name}.*" in keys and not is_nested):
             found[key] = value
-        elif isinstance(value, dict):
-            if inner := selected(value, keys, f"{name}."):
-                found[key] = inner
-        elif any(one == f"{name}.*" for one in keys):  # an object with a state_dict()
-            found[key] = value
+        elif is_nested and (inner := selected(value, keys, f"{name}.")):
+            found[key] = inner
     return found
 
 

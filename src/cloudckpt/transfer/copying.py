@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -29,7 +29,6 @@ __all__ = [
     "MismatchError",
     "ObjectCopy",
     "copies_within",
-    "copy_objects",
     "copy_part_size",
     "relay",
 ]
@@ -99,33 +98,6 @@ def relay(
         StoreError: If a store refuses or stays unreachable.
     """
     _Copying(source, target, config, stats, moved, arrived).run(tasks)
-
-
-def copy_objects(
-    source: ObjectStore, target: ObjectStore, pairs: Iterable[tuple[str, str]], config: Config
-) -> None:
-    """Copies objects given their keys, by the store itself where it can; see :func:`relay`.
-
-    Args:
-        source: Where they are.
-        target: Where they are copied to; nobody else writes to these keys.
-        pairs: From where, and to where.
-        config: Options.
-
-    Raises:
-        CheckpointCorruptError: If an object is gone, or was replaced.
-        StoreError: If a store refuses or stays unreachable.
-    """
-    retrier, tasks = Retrier(config.retry), []
-    for key, copy in pairs:
-        found = retrier.call(partial(source.head, key))
-        within = found if copies_within(source, target, found.size) else None
-        kind = source.capabilities.checksum
-        tasks.append(CopyTask(key, copy, found.size, found.checksum, kind, within))
-    if tasks:
-        stats = TransferStats(target.uri(tasks[0].target))
-        nothing: Callable[[object], None] = lambda _: None  # noqa: E731
-        relay(source, target, tasks, config, stats, moved=nothing, arrived=nothing)
 
 
 def copies_within(source: ObjectStore, target: ObjectStore, size: int) -> bool:
