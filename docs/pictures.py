@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
-from emulators import DUMMY_AWS, free_port, moto_server
+from support.emulators import DUMMY_AWS, free_port, moto_server
 
 IMAGES = Path(__file__).parent / "images"
 RUN = "s3://bucket/run"

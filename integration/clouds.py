@@ -18,16 +18,16 @@ from azure.storage.blob import BlobServiceClient
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.config import MIB
 from cloudckpt.uri import CheckpointURI
-from emulators import (
+from gcs_front import GcsFront
+from looks import AzureLook, GCSLook, Look, S3Look
+from servers import REAL, chosen
+from support.emulators import (
     DUMMY_AWS,
     Azurite,
     azurite_server,
     gcs_emulator,
     moto_server,
 )
-from gcs_front import GcsFront
-from looks import AzureLook, GCSLook, Look, S3Look
-from servers import REAL, chosen
 
 __all__ = ["PART_SIZE", "Cloud", "Place", "clean_environment", "in_environment", "opened"]
 

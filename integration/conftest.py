@@ -13,11 +13,11 @@ from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from clouds import Cloud, Place, clean_environment, in_environment, opened
 from deselected import DESELECTED
-from economy import one_thread_of_torch, pytest_runtestloop  # noqa: F401 - a fixture, a hook
-from ranks import Ranks
 from servers import BY_CLOUD, REAL, chosen
+from support.economy import one_thread_of_torch, pytest_runtestloop  # noqa: F401 - a fixture, a hook
+from support.ranks import Ranks
 
-pytest.register_assert_rewrite("contract", "dcp.layouts", "dcp.values")
+pytest.register_assert_rewrite("support.contract", "dcp.layouts", "dcp.values")
 
 collect_ignore = ["frameworks"]  # which have an environment of their own
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 __all__ = ["DESELECTED"]
 
 _IGNORES_CONDITIONS = (
-    "it ignores all preconditions; on the stub of tests/stubs this is covered by "
+    "it ignores all preconditions; on the stub of tests/support/stubs this is covered by "
     "tests/stores/test_gcs_contract.py, and by tests/stores/test_gcs_save.py for checkpoints"
 )
 _KEEPS_METADATA = (
     "its copies have the metadata of the source, whatever the request says; on the stub of "
-    "tests/stubs this is covered by tests/stores/test_gcs_contract.py"
+    "tests/support/stubs this is covered by tests/stores/test_gcs_contract.py"
 )
 _ONE_OF_TWO_UPLOADS = (
     "Azure discards the blocks of the other upload when the first is completed: "

@@ -1,7 +1,7 @@
 """What emulators of Google's store lack, in front of one.
 
-Multipart uploads of the XML API are those of the project's stub (``tests/stubs``) until they are
-completed: then the object is written to the emulator, in one request. Content is given the
+Multipart uploads of the XML API are those of the project's stub (``tests/support/stubs``) until
+they are completed: then the object is written to the emulator, in one request. Content is given the
 generation of its object. All else is the emulator's own.
 """
 
@@ -14,10 +14,10 @@ from urllib.parse import quote, unquote, urlencode
 
 import urllib3
 
-from stubs import gcs_json, gcs_xml
-from stubs.gcs import GcsStub
-from stubs.gcs_answers import Answer, Call
-from stubs.gcs_state import Attributes, State, StoredObject
+from support.stubs import gcs_json, gcs_xml
+from support.stubs.gcs import GcsStub
+from support.stubs.gcs_answers import Answer, Call
+from support.stubs.gcs_state import Attributes, State, StoredObject
 
 __all__ = ["GcsFront"]
 

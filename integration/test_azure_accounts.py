@@ -11,7 +11,7 @@ from cloudckpt.checksum import CRC64NVME
 from cloudckpt.errors import StoreError
 from cloudckpt.stores.azure.store import AzureStore
 from dcp.values import assert_same, numbered
-from emulators import Azurite
+from support.emulators import Azurite
 
 pytestmark = [
     pytest.mark.only_on("azurite"),

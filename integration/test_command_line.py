@@ -16,8 +16,8 @@ import cloudckpt
 import cloudckpt.hf
 from cloudckpt.cli import main
 from clouds import Cloud, Place
-from forks import child
 from runs.orphans import job, settled
+from support.forks import child
 
 # What is typed, its exit code, and a pattern of what is printed. {run} has step-1, step-2 and what
 # a killed save has left; {local} is an empty folder of this machine.

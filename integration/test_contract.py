@@ -3,8 +3,8 @@
 import pytest
 
 from cloudckpt.errors import StoreError
-from contract import StoreContract, part_size, put_part
 from servers import chosen
+from support.contract import StoreContract, part_size, put_part
 
 
 class TestContract(StoreContract):

@@ -10,8 +10,8 @@ from cloudckpt.errors import ConfigError
 from cloudckpt.runs import find_leftovers
 from cloudckpt.transfer.retry import Retrier
 from dcp.values import assert_same, blank_like, numbered
-from emulators import gcs_emulator
 from gcs_front import GcsFront
+from support.emulators import gcs_emulator
 
 pytestmark = pytest.mark.only_on("gcp-storage-emulator")
 URI = "gs://alone/run/step-1"

@@ -14,7 +14,7 @@ from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import StoreError
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.gcs.store import GCSStore
-from emulators import DUMMY_AWS, moto_server
+from support.emulators import DUMMY_AWS, moto_server
 
 PART = 5 * 1024**2
 

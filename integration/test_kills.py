@@ -12,7 +12,7 @@ import pytest
 import cloudckpt
 from cloudckpt.errors import CheckpointNotFoundError
 from clouds import PART_SIZE
-from forks import context
+from support.forks import context
 from victims import REFUSED, of_step, run
 
 NBYTES = 2 * PART_SIZE + 1000  # of each rank: three parts

@@ -11,15 +11,15 @@ from hypothesis import HealthCheck, settings
 from cloudckpt import Config, RetryPolicy, S3Options
 from cloudckpt.transfer import parts
 from dcp.places import boto_client
-from economy import (  # noqa: F401 - fixtures, a hook
+from support.economy import (  # noqa: F401 - fixtures, a hook
     cheap_sessions_of_boto,
     memory_is_given_back,
     one_thread_of_torch,
     pytest_collection_modifyitems,
     pytest_runtestloop,
 )
-from emulators import DUMMY_AWS, moto_server
-from ranks import Ranks
+from support.emulators import DUMMY_AWS, moto_server
+from support.ranks import Ranks
 
 collect_ignore = ["soak"]  # unless it is named
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import cloudckpt
-from forks import child
+from support.forks import child
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from emulators import DUMMY_AWS, moto_server
 from launched import launched
 from results import Job
+from support.emulators import DUMMY_AWS, moto_server
 
 HERE = Path(__file__).parent
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import cloudckpt
-from identities import identities
+from support.identities import identities
 
 FRAMEWORKS = {
     "accelerate": ["accelerate.accelerator", "accelerate.checkpointing", "accelerate.tracking"],

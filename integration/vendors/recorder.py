@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from authority import Authority
-from wire.request import read_chunks
+from support.authority import Authority
+from support.wire.request import read_chunks
 
 __all__ = ["Answer", "Answering", "Recorded", "Recorder", "recording"]
 

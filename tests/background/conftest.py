@@ -8,7 +8,7 @@ import pytest
 from cloudckpt.checkpointer import Stager
 from dcp.conftest import local, places, s3  # noqa: F401 - fixtures
 from dcp.places import Place
-from wire.proxy import FaultyProxy
+from support.wire.proxy import FaultyProxy
 
 from .saves import Gate
 

@@ -41,7 +41,7 @@ from cloudckpt.errors import (
 from cloudckpt.hf import SafetensorsWriter
 from dcp.values import assert_same, blank_like, numbered
 from faults.states import BIG, SMALL, filled
-from wire.faults import Call, s3_error
+from support.wire.faults import Call, s3_error
 
 from .saves import PATIENCE, Refusing, begin, step_at
 from .waiting import eventually, is_running, open_files

@@ -18,7 +18,7 @@ from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.errors import RanksFailedError, SaveInProgressError
 from cloudckpt.runs import Preemption
 from cloudckpt.waiting import Waiting
-from wire.faults import s3_error
+from support.wire.faults import s3_error
 
 from .saves import PATIENCE, Gate, begin, step_at
 

@@ -13,8 +13,8 @@ import pytest
 import cloudckpt
 from cloudckpt.checkpoint.objects import is_pending_name
 from faults.states import SMALL
-from forks import child
-from wire.faults import Call
+from support.forks import child
+from support.wire.faults import Call
 
 from .jobs import save_and_stand_still
 from .saves import PATIENCE, step_at

@@ -28,8 +28,8 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.transfer.retry import Retrier
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 KEY = "run/.metadata"
 OURS, THEIRS, OLD = b"our metadata", b"their metadata", b"the metadata before"

@@ -13,7 +13,7 @@ from cloudckpt.checkpoint.archives import StoredTensor, locate
 from cloudckpt.checksum import CRC32C
 from cloudckpt.transfer.landing import StoredBytes
 from cloudckpt.transfer.stats import TransferStats
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 
 class Storage:

@@ -27,7 +27,7 @@ from cloudckpt.checkpoint import foreign as module
 from cloudckpt.checkpoint.foreign import load_metadata
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
-from commit_objects import framed
+from support.commit_objects import framed
 
 URI = "s3://bucket/run/.metadata"
 REFUSED = (UntrustedPickleError, CheckpointCorruptError)

@@ -24,8 +24,8 @@ from cloudckpt.errors import (
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
-from commit_objects import framed
-from memory_store import MemoryStore
+from support.commit_objects import framed
+from support.memory_store import MemoryStore
 
 RETRIER = Retrier(Config().retry)
 METADATA = Metadata({})

@@ -17,8 +17,8 @@ from cloudckpt.errors import (
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 FEW, MANY = 20, 300
 

@@ -19,7 +19,7 @@ from cloudckpt.cli import output
 from cloudckpt.cli.app import app
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores import registry
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 OF_RUNS = ["ls", "latest", "prune --max-to-keep 1 --yes", "sweep --yes"]
 OF_CHECKPOINTS = ["inspect", "verify", "diff", "cp", "rm --yes"]

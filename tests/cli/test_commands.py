@@ -14,7 +14,7 @@ import cloudckpt
 from cloudckpt import Config
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo, once
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 STEP_4 = "PATH/run/step-4"
 SHOWN = {

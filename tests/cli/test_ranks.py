@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import cloudckpt
 from cli.test_commands import flip
-from emulators import free_port
+from support.emulators import free_port
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import (
 
 import cloudckpt
 from cloudckpt.errors import InstallError
-from identities import identities
+from support.identities import identities
 
 from .stock import FsspecReader, FsspecWriter
 from .values import assert_same, numbered

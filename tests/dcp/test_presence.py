@@ -23,8 +23,8 @@ from cloudckpt.errors import (
 from cloudckpt.format_utils import dcp_to_torch_save
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
-from emulators import free_port
-from faulty_store import FaultyStore
+from support.emulators import free_port
+from support.faulty_store import FaultyStore
 
 from .places import Place
 

@@ -13,7 +13,7 @@ from cloudckpt import S3Options
 from cloudckpt.errors import DifferentCheckpointsError
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
-from emulators import moto_server
+from support.emulators import moto_server
 
 from .layouts import Layout, spread
 from .places import Place

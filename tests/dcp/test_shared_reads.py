@@ -16,7 +16,7 @@ from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.stores.base import Regions
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
-from ranks import RanksDiedError
+from support.ranks import RanksDiedError
 
 MIB = 1024**2
 

@@ -10,18 +10,18 @@ import time
 
 import pytest
 
-from authority import Authority
 from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options, sweep
 from cloudckpt.doctor import Finding, examine, surroundings, trials
 from cloudckpt.errors import AccessDeniedError, ConfigError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.s3.store import S3Store
-from emulators import free_port
-from forwarding import forward_proxy
-from memory_store import MemoryStore
-from stubs.gcs import GcsStub
-from wire.faults import Reset, Stall, StripHeaders, s3_error
-from wire.proxy import FaultyProxy
+from support.authority import Authority
+from support.emulators import free_port
+from support.forwarding import forward_proxy
+from support.memory_store import MemoryStore
+from support.stubs.gcs import GcsStub
+from support.wire.faults import Reset, Stall, StripHeaders, s3_error
+from support.wire.proxy import FaultyProxy
 
 MIB = 1024 * 1024
 DENIED = s3_error(403, "AccessDenied")

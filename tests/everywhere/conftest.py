@@ -11,7 +11,7 @@ from cloudckpt import Config, RetryPolicy
 from faults.dialects import CREDENTIALS, Endpoint, vendor_options
 from faults.places import Place as Server
 from faults.places import azure_place, google_place, s3_place
-from wire.proxy import FaultyProxy
+from support.wire.proxy import FaultyProxy
 
 RETRY = RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0)
 CLOUDS = ("s3", "google", pytest.param("azure", marks=pytest.mark.azurite))

@@ -32,12 +32,12 @@ from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo, Retry, once
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI
-from emulators import free_port
 from faults.refusals import GATEWAYS, Refusal, internal_error, slow_down
-from forks import child
-from memory_store import MemoryStore
-from wire.faults import Reset, Respond, Stall, Truncate
-from wire.hop import Fault, Hop
+from support.emulators import free_port
+from support.forks import child
+from support.memory_store import MemoryStore
+from support.wire.faults import Reset, Respond, Stall, Truncate
+from support.wire.hop import Fault, Hop
 
 from .conftest import RETRY, Place, on
 

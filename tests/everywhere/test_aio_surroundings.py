@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from authority import Authority
 from cloudckpt import S3Options, aio
 from cloudckpt.errors import CredentialsError, TLSError
 from cloudckpt.stores import registry
 from faults.refusals import Refusal
-from forwarding import ForwardProxy
-from wire.faults import Stall
-from wire.proxy import FaultyProxy
+from support.authority import Authority
+from support.forwarding import ForwardProxy
+from support.wire.faults import Stall
+from support.wire.proxy import FaultyProxy
 
 from .conftest import on
 from .test_aio import _nothing_stays_open, commit  # noqa: F401 - a fixture

@@ -24,8 +24,8 @@ from cloudckpt.errors import (
 )
 from cloudckpt.files import load_file, save_file
 from cloudckpt.stores import registry
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 from .conftest import RETRY, on
 

@@ -15,8 +15,8 @@ from cloudckpt import Config, aio
 from cloudckpt.errors import BucketNotFoundError, ConfigError, ConnectionLostError, InvalidURIError
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import once
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 from .conftest import RETRY
 from .test_aio import _nothing_stays_open  # noqa: F401 - a fixture

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcp.places import Place
-from ranks import Ranks, RanksDiedError, RanksTimeoutError
+from support.ranks import Ranks, RanksDiedError, RanksTimeoutError
 
 from .cases import Case
 from .running import Finding, Model, run_segment

@@ -22,8 +22,8 @@ from botocore.exceptions import ClientError
 
 from cloudckpt import S3Options
 from dcp.places import Place
-from wire.faults import s3_error
-from wire.proxy import FaultyProxy
+from support.wire.faults import s3_error
+from support.wire.proxy import FaultyProxy
 
 from . import values
 from .aftermath import Aftermath

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import cloudckpt
-from authority import Authority
 from cloudckpt import Config
 from cloudckpt.stores.http import options as http
-from wire.proxy import FaultyProxy
+from support.authority import Authority
+from support.wire.proxy import FaultyProxy
 
 from .dialects import CREDENTIALS, Endpoint
 from .places import Folder, Place, azure_place, google_place, s3_place

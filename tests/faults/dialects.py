@@ -9,7 +9,7 @@ Operations and troubles are called the same in all of them, see ``wire.naming`` 
 from typing import Any, NamedTuple
 
 from cloudckpt import AzureOptions, GCSOptions, S3Options
-from emulators import Azurite
+from support.emulators import Azurite
 
 AZURITE = Azurite(url="")
 

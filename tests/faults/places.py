@@ -12,11 +12,11 @@ from azure.storage.blob import ContainerClient
 from cloudckpt.checkpoint.committed import Fetched, object_names
 from cloudckpt.stores.base import ObjectInfo
 from dcp.places import boto_client
-from emulators import azurite_server
-from stubs.gcs import GcsStub
-from stubs.gcs_state import Attributes
-from wire.naming import Naming, azure_naming, google_naming, s3_naming
-from wire.proxy import FaultyProxy
+from support.emulators import azurite_server
+from support.stubs.gcs import GcsStub
+from support.stubs.gcs_state import Attributes
+from support.wire.naming import Naming, azure_naming, google_naming, s3_naming
+from support.wire.proxy import FaultyProxy
 
 BUCKET = "faults"
 AZURITE = os.environ.get(

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from stubs.gcs_answers import RefusalError
-from wire.hop import Answer, Fault, Hop
-from wire.naming import Naming, azure_naming, google_naming, s3_naming
-from wire.request import Headers, Request
+from support.stubs.gcs_answers import RefusalError
+from support.wire.hop import Answer, Fault, Hop
+from support.wire.naming import Naming, azure_naming, google_naming, s3_naming
+from support.wire.request import Headers, Request
 
 # trouble -> HTTP status and code
 S3 = {

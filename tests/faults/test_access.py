@@ -21,7 +21,7 @@ from cloudckpt.errors import (
     StorageFullError,
     WrongRegionError,
 )
-from wire.faults import Reset
+from support.wire.faults import Reset
 
 from .dialects import AZURITE
 from .places import BUCKET

@@ -10,10 +10,10 @@ import pytest
 
 import cloudckpt
 from cloudckpt.errors import CheckpointConflictError, CheckpointExistsError, ConfigError
-from forks import child
-from wire.faults import Call, Reset, StripHeaders, StripQuery
-from wire.hop import Fault, Hop
-from wire.request import Request
+from support.forks import child
+from support.wire.faults import Call, Reset, StripHeaders, StripQuery
+from support.wire.hop import Fault, Hop
+from support.wire.request import Request
 
 from . import jobs
 from .refusals import Refusal, slow_down

@@ -19,13 +19,13 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
-from emulators import free_port
-from wire.faults import (
+from support.emulators import free_port
+from support.wire.faults import (
     Call,
     Reset,
     Respond,
 )
-from wire.hop import Answer
+from support.wire.hop import Answer
 
 from .refusals import (
     GATEWAYS,

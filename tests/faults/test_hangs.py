@@ -28,9 +28,9 @@ from cloudckpt.errors import (
 from cloudckpt.torch_files.torch_file import write_torch_file
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.uri import CheckpointURI
-from forks import child
-from wire.faults import Call, Corrupt, Drip, Stall
-from wire.hop import Fault, Hop
+from support.forks import child
+from support.wire.faults import Call, Corrupt, Drip, Stall
+from support.wire.hop import Fault, Hop
 
 from . import jobs
 from .conftest import busy_threads

@@ -16,8 +16,8 @@ import pytest
 
 import cloudckpt
 from cloudckpt.errors import CheckpointNotFoundError
-from forks import child
-from wire.faults import Call, Stall
+from support.forks import child
+from support.wire.faults import Call, Stall
 
 from . import jobs
 from .selection import everywhere

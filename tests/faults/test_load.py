@@ -22,9 +22,9 @@ from cloudckpt.errors import (
     StoreError,
     ThrottledError,
 )
-from emulators import free_port
-from wire.faults import Corrupt, Delay, Drip, Reset, Stall, Truncate
-from wire.hop import Hop
+from support.emulators import free_port
+from support.wire.faults import Corrupt, Delay, Drip, Reset, Stall, Truncate
+from support.wire.hop import Hop
 
 from .dialects import Endpoint
 from .refusals import Refusal, denied, internal_error, slow_down, too_many_requests

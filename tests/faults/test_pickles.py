@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 import cloudckpt
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
-from commit_objects import framed
+from support.commit_objects import framed
 
 
 class Exploit:

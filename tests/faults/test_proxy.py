@@ -11,7 +11,7 @@ import botocore.config
 import botocore.exceptions
 import pytest
 
-from wire.faults import (
+from support.wire.faults import (
     Call,
     Corrupt,
     CorruptUpload,
@@ -28,8 +28,8 @@ from wire.faults import (
     slow_down,
     too_many_requests,
 )
-from wire.hop import Answer
-from wire.proxy import FaultyProxy
+from support.wire.hop import Answer
+from support.wire.proxy import FaultyProxy
 
 from .places import Folder, S3Bucket
 

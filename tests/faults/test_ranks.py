@@ -10,9 +10,9 @@ import pytest
 
 import cloudckpt
 from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
-from forks import child
-from wire.faults import Call, Reset
-from wire.hop import Fault, Hop
+from support.forks import child
+from support.wire.faults import Call, Reset
+from support.wire.hop import Fault, Hop
 
 from . import jobs
 from .refusals import GATEWAYS, AnswerFirst, denied, internal_error, slow_down

@@ -10,12 +10,12 @@ import pytest
 from botocore.config import Config as BotoConfig
 
 import cloudckpt
-from authority import Authority
 from cloudckpt.errors import ConnectionLostError, TLSError
 from cloudckpt.stores.s3 import access as s3_access
-from forwarding import forward_proxy
-from wire.faults import Stall
-from wire.proxy import FaultyProxy
+from support.authority import Authority
+from support.forwarding import forward_proxy
+from support.wire.faults import Stall
+from support.wire.proxy import FaultyProxy
 
 from .dialects import Endpoint
 from .states import BIG, filled, impatient, load_step, silence

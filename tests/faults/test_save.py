@@ -14,8 +14,8 @@ from cloudckpt.errors import (
     ServerError,
     ThrottledError,
 )
-from emulators import free_port
-from wire.faults import (
+from support.emulators import free_port
+from support.wire.faults import (
     Call,
     CorruptUpload,
     Delay,

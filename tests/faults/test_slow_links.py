@@ -5,7 +5,7 @@ import pytest
 import cloudckpt
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.errors import ConnectionLostError
-from wire.faults import Drip, Throttle
+from support.wire.faults import Drip, Throttle
 
 from .selection import on
 from .states import filled, impatient, load_step, silence

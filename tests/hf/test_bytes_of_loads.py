@@ -7,7 +7,7 @@ import cloudckpt.hf
 from cloudckpt.stores import registry
 from dcp.layouts import LAYOUTS, spread
 from dcp.values import assert_same, numbered
-from faulty_store import FaultyStore
+from support.faulty_store import FaultyStore
 
 
 class Counting(FaultyStore):

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import cloudckpt.hf
-import memory_store
 from background.waiting import eventually
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE
@@ -28,9 +27,10 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores import registry
 from cloudckpt.transfer import retry
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
 from runs.interleavings import Actor, KilledError
+from support import memory_store
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 

@@ -16,7 +16,7 @@ from cloudckpt.hf.layout import Chunk, TensorPlan, plan_files
 from cloudckpt.hf.parts import Extent, cut_into_parts, elements_needed, plan_work
 from cloudckpt.hf.writer import bytes_of_size
 from cloudckpt.transfer.memory import narrow
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 
 def _whole(shape, dtype=torch.float32):

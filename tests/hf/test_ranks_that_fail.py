@@ -15,8 +15,8 @@ from cloudckpt.hf.writer import SafetensorsWriter
 from cloudckpt.stores import registry
 from dcp.layouts import LAYOUTS, spread
 from dcp.values import numbered
-from faulty_store import FaultyStore
-from forks import child
+from support.faulty_store import FaultyStore
+from support.forks import child
 
 OLD = {"old": torch.ones(3)}
 

@@ -24,8 +24,8 @@ from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
 from cloudckpt.integrations.torch_checkpointing.written import is_tensor_memory
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.uri import CheckpointURI
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 JOB, OTHER = "a" * 16, "b" * 16
 CONFIG = Config(

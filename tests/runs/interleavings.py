@@ -21,7 +21,6 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-import memory_store
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint import baseline
 from cloudckpt.checkpoint.base import Base
@@ -68,7 +67,8 @@ from cloudckpt.stores.base import ObjectInfo, once
 from cloudckpt.transfer import retry
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
-from memory_store import MemoryStore
+from support import memory_store
+from support.memory_store import MemoryStore
 
 HOUR = 3600.0
 _ALONE = 1000  # the number of one beside whom there is nobody

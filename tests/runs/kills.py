@@ -13,8 +13,8 @@ import torch
 
 import cloudckpt
 from background.waiting import eventually, processes_of
-from forks import together
 from runs.jobs import expected_steps, train, trained
+from support.forks import together
 
 __all__ = ["trained_through_kills"]
 

@@ -20,7 +20,7 @@ from cloudckpt import CheckpointManager, Config
 from cloudckpt.background.process import _Worker
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.runs import Preemption
-from forks import together
+from support.forks import together
 
 __all__ = ["Killing", "job", "settled", "values_at"]
 

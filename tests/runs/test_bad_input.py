@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import cloudckpt
-import memory_store
 from cloudckpt import CheckpointManager, Config
 from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.errors import (
@@ -26,9 +25,10 @@ from cloudckpt.errors import (
     InvalidURIError,
 )
 from cloudckpt.runs import Preemption, prune, sweeping
-from memory_store import MemoryStore
-from wire.faults import s3_error
-from wire.proxy import FaultyProxy
+from support import memory_store
+from support.memory_store import MemoryStore
+from support.wire.faults import s3_error
+from support.wire.proxy import FaultyProxy
 
 DENIED = s3_error(403, "AccessDenied")
 

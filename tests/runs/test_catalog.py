@@ -15,7 +15,7 @@ from cloudckpt.runs.catalog import latest, list_checkpoints
 from cloudckpt.runs.copying import copy
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import once
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 CONFIG = Config(retry=RetryPolicy(attempts=3, base=0.0, cap=0.0))
 

@@ -18,7 +18,7 @@ from cloudckpt.errors import (
 from cloudckpt.runs.deleting import delete
 from cloudckpt.stores import local, registry
 from cloudckpt.uri import CheckpointURI
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 CONFIG = Config(retry=RetryPolicy(attempts=3, base=0.0, cap=0.0))
 

@@ -39,8 +39,8 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.copying import Copied, copy
 from cloudckpt.stores import registry
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 CONFIG = Config(connections=4, retry=RetryPolicy(attempts=3, base=0.0, cap=0.0))
 NOTES = Notes(step=7, metrics={"loss": 0.5}, user={"by": "Ä"})

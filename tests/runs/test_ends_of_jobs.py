@@ -15,8 +15,8 @@ import torch
 
 import cloudckpt
 from background.waiting import eventually, is_running, processes_of
-from forks import child
 from runs.jobs import train_until_told
+from support.forks import child
 
 TESTS = str(Path(__file__).parents[1])
 

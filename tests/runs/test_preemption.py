@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cloudckpt.errors import ConfigError
 from cloudckpt.runs import preemption
 from cloudckpt.runs.preemption import Agreement, Preemption
-from forks import child
+from support.forks import child
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from cloudckpt.runs.sweeping import Sweep, find_leftovers, sweep
 from cloudckpt.stores import registry
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 OLD = "__0_0.0123456789abcdef.distcp"
 

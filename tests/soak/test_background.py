@@ -21,10 +21,10 @@ from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.errors import SaveProcessError
 from dcp.places import Place
 from faults.states import BIG
-from forks import child
-from wire.faults import Call
-from wire.proxy import FaultyProxy
-from wire.request import Request
+from support.forks import child
+from support.wire.faults import Call
+from support.wire.proxy import FaultyProxy
+from support.wire.request import Request
 
 pytestmark = pytest.mark.parametrize("dialect", ["plain s3"], indirect=True)
 lanes = pytest.mark.parametrize("lane", range(2))  # each with a chance of its own

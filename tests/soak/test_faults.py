@@ -8,7 +8,7 @@ import cloudckpt
 from cloudckpt.errors import CheckpointCorruptError, CloudCheckpointError, CommitUnknownError
 from faults import test_load, test_save
 from faults.states import BIG, SMALL, filled, load_step
-from wire.faults import Corrupt
+from support.wire.faults import Corrupt
 
 DIALECTS = ["s3", "plain s3", "google", "azure"]
 pytestmark = pytest.mark.parametrize("dialect", DIALECTS, indirect=True)

@@ -2,15 +2,11 @@
 
 import logging
 import resource
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "stores"))
-
-from dialects import DIALECTS
-from odd_answers import ask, odd_server
+from support.dialects import DIALECTS
+from support.odd_answers import ask, odd_server
 
 MOST_MEMORY = 256  # MiB beyond what the first answers take
 

@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
-from dialects import AZURE_KEY
 
-from authority import usage
 from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
 from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.gcs.store import GCSStore
 from cloudckpt.stores.s3.store import S3Store
 from cloudckpt.uri import CheckpointURI
+from support.authority import usage
+from support.dialects import AZURE_KEY
 
-pytest.register_assert_rewrite("contract")
+pytest.register_assert_rewrite("support.contract")
 
 CHUNK = 1 << 20
 

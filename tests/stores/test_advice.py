@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-from dialects import error_xml
 
 import cloudckpt
 from cloudckpt import AzureOptions, Config, RetryPolicy
@@ -23,6 +22,7 @@ from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.rest import Request
 from cloudckpt.transfer.retry import Retrier
+from support.dialects import error_xml
 
 PATIENT = RetryPolicy(base=0.01, cap=0.05, deadline=20.0)
 

@@ -16,7 +16,6 @@ import time
 import xml.etree.ElementTree as ElementTree
 from urllib.parse import unquote, urlsplit
 
-import dialects
 import pytest
 import torch
 from azure.core.credentials import AccessTokenInfo
@@ -25,7 +24,6 @@ from azure.core.pipeline import PipelineContext, PipelineRequest
 from azure.core.pipeline.transport import HttpRequest
 from azure.identity import DefaultAzureCredential
 from azure.storage.blob._shared.authentication import SharedKeyCredentialPolicy
-from dialects import AZURE, AZURE_KEY, CREATED, KEYS, answers_of, get_range, page, put, query_of
 
 import cloudckpt
 from cloudckpt import AzureOptions, CloudStorageWriter, Config
@@ -52,6 +50,18 @@ from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.base import Part, Upload
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
+from support import dialects
+from support.dialects import (
+    AZURE,
+    AZURE_KEY,
+    CREATED,
+    KEYS,
+    answers_of,
+    get_range,
+    page,
+    put,
+    query_of,
+)
 
 pytestmark = pytest.mark.usefixtures("azure_key")
 

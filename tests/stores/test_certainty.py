@@ -13,9 +13,9 @@ from cloudckpt.stores.gcs import errors as gcs_errors
 from cloudckpt.stores.s3 import errors as s3_errors
 from cloudckpt.stores.s3.access import BucketAccess
 from cloudckpt.stores.s3.store import S3Store
-from emulators import free_port
-from wire.faults import Reset
-from wire.proxy import FaultyProxy
+from support.emulators import free_port
+from support.wire.faults import Reset
+from support.wire.proxy import FaultyProxy
 
 HTML = b"<html><head><title>Access Denied</title></head><body><h1>Denied</h1></body></html>"
 

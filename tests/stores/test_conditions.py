@@ -1,12 +1,12 @@
 """Conditions are tried at every endpoint whose vendor does not document them."""
 
 import pytest
-from dialects import resource
 
 from cloudckpt.checkpoint.commit import conditions_work
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import ConfigError
 from cloudckpt.transfer.retry import Retrier
+from support.dialects import resource
 
 
 @pytest.fixture(params=["other", "minio", "aws", "r2", "azure", "google"])

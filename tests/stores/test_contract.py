@@ -11,10 +11,10 @@ import pytest
 from cloudckpt import Config, S3Options
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.s3.store import S3Store
-from contract import StoreContract
-from emulators import PAGE
-from faulty_store import FaultyStore
-from memory_store import MemoryObject, MemoryStore
+from support.contract import StoreContract
+from support.emulators import PAGE
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryObject, MemoryStore
 
 
 class TestMemory(StoreContract):

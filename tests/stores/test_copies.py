@@ -9,7 +9,6 @@ import re
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from dialects import error_xml, query_of, xml_of
 
 from cloudckpt import AzureOptions, Config, GCSOptions
 from cloudckpt.checksum import CRC32C, CRC64NVME, to_base64
@@ -26,8 +25,9 @@ from cloudckpt.errors import (
 from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.base import ObjectInfo, Upload
 from cloudckpt.stores.gcs.store import GCSStore
-from contract.data import put, some_bytes
-from stubs.gcs import GcsStub
+from support.contract.data import put, some_bytes
+from support.dialects import error_xml, query_of, xml_of
+from support.stubs.gcs import GcsStub
 
 FOUND = ObjectInfo("run/a b", 100, '"etag"')
 CRC = to_base64(CRC32C.of(b"x"))

@@ -18,7 +18,6 @@ import uuid
 import boto3
 import pytest
 import torch
-from dialects import AZURE_KEY, at_once, error_xml
 
 import cloudckpt
 from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
@@ -38,7 +37,8 @@ from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.redaction import conceal, masked, raise_alone
 from cloudckpt.stores.s3.store import S3Store
-from emulators import moto_server
+from support.dialects import AZURE_KEY, at_once, error_xml
+from support.emulators import moto_server
 
 SECRET = "S3cr3t+Value/of=this-Test"
 ONE_TRY = RetryPolicy(attempts=1, base=0.0, cap=0.0)

@@ -5,11 +5,11 @@ import threading
 import time
 
 import pytest
-from dialects import DIALECTS
 
 from cloudckpt.config import MIB
 from cloudckpt.errors import ThrottledError
 from cloudckpt.stores import rest
+from support.dialects import DIALECTS
 
 BODY = bytes(range(256)) * (4 * MIB // 256)
 BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n"

@@ -9,22 +9,6 @@ import json
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from dialects import (
-    CRC,
-    GOOGLE,
-    HASH,
-    KEYS,
-    NAMESPACE,
-    VERSION,
-    answers_of,
-    error_json,
-    inserted,
-    one_stub,  # noqa: F401 - a fixture
-    put,
-    query_of,
-    resource,
-    xml_of,
-)
 
 from cloudckpt import Config, GCSOptions, RetryPolicy
 from cloudckpt.checksum import CRC32C, to_base64
@@ -48,6 +32,22 @@ from cloudckpt.stores.base import ObjectInfo, Part
 from cloudckpt.stores.gcs.errors import from_answer
 from cloudckpt.stores.gcs.store import GCSStore
 from cloudckpt.transfer.retry import Retrier
+from support.dialects import (
+    CRC,
+    GOOGLE,
+    HASH,
+    KEYS,
+    NAMESPACE,
+    VERSION,
+    answers_of,
+    error_json,
+    inserted,
+    one_stub,  # noqa: F401 - a fixture
+    put,
+    query_of,
+    resource,
+    xml_of,
+)
 
 UPLOAD, VERBS, call = GOOGLE.upload, GOOGLE.verbs, GOOGLE.call
 

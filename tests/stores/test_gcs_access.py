@@ -12,7 +12,6 @@ import google.auth.exceptions
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from dialects import GOOGLE, at_once, error_json
 from google.auth.compute_engine import _metadata
 
 from cloudckpt import Config, GCSOptions
@@ -26,6 +25,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.gcs import access as gcs_access
 from cloudckpt.stores.gcs.store import GCSStore
+from support.dialects import GOOGLE, at_once, error_json
 
 VERBS, call = GOOGLE.verbs, GOOGLE.call
 

@@ -8,9 +8,9 @@ from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import AccessDeniedError, BucketNotFoundError
 from cloudckpt.stores.gcs.store import GCSStore
-from contract import StoreContract, put_part
-from stubs.gcs import GcsStub
-from stubs.gcs_state import Attributes
+from support.contract import StoreContract, put_part
+from support.stubs.gcs import GcsStub
+from support.stubs.gcs_state import Attributes
 
 
 @pytest.fixture(scope="module")

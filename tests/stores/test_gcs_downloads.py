@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from dialects import get_range, put
 
 import cloudckpt
 from cloudckpt import Config, GCSOptions, RetryPolicy
@@ -15,6 +14,7 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
 )
+from support.dialects import get_range, put
 
 PAGE = b"<!DOCTYPE html><title>404</title>Cannot GET /download"
 NO_OBJECT = b"No such object: bucket/run/object"

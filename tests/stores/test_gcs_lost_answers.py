@@ -24,11 +24,11 @@ from cloudckpt.stores.gcs.store import GCSStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from dcp.values import assert_same, blank_like, numbered
-from stubs import gcs_answers as answers
-from stubs.gcs import GcsStub
-from stubs.gcs_answers import RefusalError
-from stubs.gcs_multipart import related
-from stubs.gcs_state import Attributes
+from support.stubs import gcs_answers as answers
+from support.stubs.gcs import GcsStub
+from support.stubs.gcs_answers import RefusalError
+from support.stubs.gcs_multipart import related
+from support.stubs.gcs_state import Attributes
 
 URI = "gs://bucket/run/step-1"
 STATE = {"large": numbered(11 * 2**17 - 5, dtype=torch.int64), "small": numbered(7, 5)}

@@ -13,9 +13,9 @@ from cloudckpt.errors import CheckpointConflictError, InvalidRequestError
 from cloudckpt.stores.gcs.store import GCSStore
 from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.values import assert_same, blank_like, numbered
-from stubs.gcs import GcsStub
-from stubs.gcs_answers import RefusalError
-from stubs.gcs_state import Attributes
+from support.stubs.gcs import GcsStub
+from support.stubs.gcs_answers import RefusalError
+from support.stubs.gcs_state import Attributes
 
 URI = "gs://bucket/run/step-1"
 PART = 5 * 1024**2

@@ -34,7 +34,7 @@ from cloudckpt.stores.http import native_tls as long_reads
 from cloudckpt.stores.http import stalls as watch
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.options import HttpOptions
-from emulators import free_port
+from support.emulators import free_port
 
 MIB = 1024 * 1024
 STEP = MIB

@@ -6,11 +6,11 @@ import logging
 import time
 
 import pytest
-from dialects import error_xml
 
 from cloudckpt import RetryPolicy
 from cloudckpt.errors import ClockError, CredentialsError, ExpiredCredentialsError
 from cloudckpt.transfer.retry import Retrier
+from support.dialects import error_xml
 
 PATIENT = RetryPolicy(base=0.01, cap=0.05, deadline=20.0)
 LATE = 4  # refusals before the new credentials come

@@ -20,18 +20,18 @@ from pathlib import Path
 
 import pytest
 
-from authority import Authority
 from cloudckpt.errors import ConnectionLostError, TLSError
 from cloudckpt.stores.http import bodies
 from cloudckpt.stores.http import native_tls as long_reads
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.options import HttpOptions
-from forwarding import forward_proxy
+from support.authority import Authority
+from support.forwarding import forward_proxy
 
 MIB = 1024 * 1024
 STEP = MIB
 BODY = random.Random(0).randbytes(3 * STEP + 12_345)
-NOISE = Path(__file__).parents[1] / "stubs" / "noise.py"
+NOISE = Path(__file__).parents[1] / "support" / "stubs" / "noise.py"
 ROUNDS = os.environ.get("CLOUDCKPT_TEST_NOISE", "150")
 NATIVE = long_reads.obstacle() is None
 BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])

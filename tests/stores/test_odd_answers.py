@@ -3,10 +3,11 @@
 import random
 
 import pytest
-from dialects import DIALECTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from odd_answers import ask, odd_server
+
+from support.dialects import DIALECTS
+from support.odd_answers import ask, odd_server
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from cloudckpt.stores import registry
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 MEMORY = CheckpointURI.parse("memory://registry/run")
 

@@ -19,17 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
-from dialects import (
-    CRC,
-    KEYS,
-    S3,
-    answers_of,
-    error_xml,
-    get_range,
-    one_stub,  # noqa: F401 - a fixture
-    put,
-    xml_of,
-)
 
 from cloudckpt import Config, RetryPolicy, S3Options
 from cloudckpt.checksum import CRC32C
@@ -55,6 +44,17 @@ from cloudckpt.stores.base import Part
 from cloudckpt.stores.s3.access import BucketAccess
 from cloudckpt.stores.s3.store import S3Store
 from cloudckpt.transfer.retry import Retrier
+from support.dialects import (
+    CRC,
+    KEYS,
+    S3,
+    answers_of,
+    error_xml,
+    get_range,
+    one_stub,  # noqa: F401 - a fixture
+    put,
+    xml_of,
+)
 
 UPLOAD, VERBS, call = S3.upload, S3.verbs, S3.call
 

@@ -10,7 +10,6 @@ import botocore.exceptions
 import botocore.session
 import botocore.utils
 import pytest
-from dialects import error_xml, put
 
 from cloudckpt import Config, RetryPolicy, S3Options
 from cloudckpt.errors import (
@@ -22,8 +21,9 @@ from cloudckpt.errors import (
 from cloudckpt.stores.s3 import access as s3_access
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.uri import CheckpointURI
-from emulators import free_port
-from stubs.aws_services import AwsServices
+from support.dialects import error_xml, put
+from support.emulators import free_port
+from support.stubs.aws_services import AwsServices
 
 PATIENT = RetryPolicy(attempts=10, base=0.0, cap=0.0, deadline=60.0)
 

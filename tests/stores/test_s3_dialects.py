@@ -14,7 +14,6 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from dialects import error_xml, get_range, put
 
 import cloudckpt
 from cloudckpt import Config, RetryPolicy, S3Options
@@ -38,7 +37,8 @@ from cloudckpt.stores.s3 import store as s3
 from cloudckpt.stores.s3.dialects import AWS, DIALECTS, EXPRESS, dialect_of
 from cloudckpt.stores.s3.redirects import Redirects
 from cloudckpt.uri import CheckpointURI
-from stubs.s3_vendors import STUBS, HuggingFaceStub
+from support.dialects import error_xml, get_range, put
+from support.stubs.s3_vendors import STUBS, HuggingFaceStub
 
 EXPRESS_BUCKET = "fast--usw2-az1--x-s3"
 

@@ -9,13 +9,13 @@ from urllib.parse import urlsplit
 
 import botocore.credentials
 import pytest
-from dialects import put
 
 from cloudckpt import Config, S3Options
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import ConfigError, StoreError
 from cloudckpt.stores.s3.store import S3Store
-from stubs.aws_services import AwsServices
+from support.dialects import put
+from support.stubs.aws_services import AwsServices
 
 KEYS = {"AWS_ACCESS_KEY_ID": "ENVKEY", "AWS_SECRET_ACCESS_KEY": "env-secret"}
 

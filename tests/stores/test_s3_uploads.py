@@ -11,7 +11,6 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
-from dialects import error_xml, xml_of
 
 import cloudckpt
 from cloudckpt import Config, RetryPolicy, S3Options
@@ -31,9 +30,10 @@ from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.s3.dialects import AWS, DIALECTS
 from cloudckpt.stores.s3.store import S3Store
 from cloudckpt.torch_files.written_file import WrittenFile
-from contract.data import put, put_part, some_bytes
-from wire.faults import Reset, s3_error
-from wire.proxy import FaultyProxy
+from support.contract.data import put, put_part, some_bytes
+from support.dialects import error_xml, xml_of
+from support.wire.faults import Reset, s3_error
+from support.wire.proxy import FaultyProxy
 
 KEY = "run/object"
 PIECES = (b"first part", b"the last part")

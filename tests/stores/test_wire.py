@@ -5,18 +5,6 @@ import itertools
 import time
 
 import pytest
-from dialects import (
-    AZURE,
-    DIALECTS,
-    GOOGLE,
-    error_json,
-    error_xml,
-    inserted,
-    one_stub,  # noqa: F401 - a fixture
-    page,
-    resource,
-    xml_of,
-)
 
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
@@ -29,7 +17,19 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Part
 from cloudckpt.transfer.retry import Retrier
-from emulators import free_port
+from support.dialects import (
+    AZURE,
+    DIALECTS,
+    GOOGLE,
+    error_json,
+    error_xml,
+    inserted,
+    one_stub,  # noqa: F401 - a fixture
+    page,
+    resource,
+    xml_of,
+)
+from support.emulators import free_port
 
 
 @pytest.fixture(scope="module", params=DIALECTS)

@@ -24,13 +24,13 @@ from cloudckpt.errors import InvalidRequestError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
-from contract.data import put, put_part
-from emulators import azurite_server
-from stubs.gcs import GcsStub
-from wire.faults import Reset, Respond
-from wire.hop import Answer, Fault
-from wire.proxy import FaultyProxy
-from wire.request import Request
+from support.contract.data import put, put_part
+from support.emulators import azurite_server
+from support.stubs.gcs import GcsStub
+from support.wire.faults import Reset, Respond
+from support.wire.hop import Answer, Fault
+from support.wire.proxy import FaultyProxy
+from support.wire.request import Request
 
 TERRAFORM = Path(__file__).parents[2] / "terraform"
 MIB = 1024 * 1024

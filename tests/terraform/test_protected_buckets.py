@@ -17,8 +17,8 @@ from cloudckpt import Config, RetryPolicy, S3Options
 from cloudckpt.config import MIB
 from cloudckpt.doctor import examine
 from cloudckpt.errors import AccessDeniedError, CheckpointCorruptError
-from wire.faults import Reset, s3_error
-from wire.proxy import FaultyProxy
+from support.wire.faults import Reset, s3_error
+from support.wire.proxy import FaultyProxy
 
 AWS = Config(
     connections=4,

@@ -30,7 +30,7 @@ from cloudckpt.torch_files import object_file
 from cloudckpt.uri import CheckpointURI
 from dcp.places import Place
 from dcp.values import assert_same, blank_like, numbered
-from faulty_store import FaultyStore
+from support.faulty_store import FaultyStore
 
 try:
     from torch.distributed.checkpoint._experimental import (

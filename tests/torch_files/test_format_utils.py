@@ -51,7 +51,7 @@ from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.places import Place
 from dcp.test_memory import _forget_peak, _status
 from dcp.values import assert_same, blank_like, numbered
-from faulty_store import FaultyStore
+from support.faulty_store import FaultyStore
 
 MIB = 1024 * 1024
 

@@ -23,8 +23,8 @@ from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 KEY = "run/model.pt"
 CONFIG = Config(

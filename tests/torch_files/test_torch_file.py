@@ -20,7 +20,7 @@ from cloudckpt.transfer import stats as stats_module
 from cloudckpt.transfer.landing import copy_into
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
-from faulty_store import FaultyStore
+from support.faulty_store import FaultyStore
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 PART, BLOCK, KEY = 1000, 256, "run/object"
 

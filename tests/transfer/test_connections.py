@@ -10,7 +10,7 @@ from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError
 from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.lanes import FIRST
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 MB = 1_000_000
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")

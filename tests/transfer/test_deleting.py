@@ -16,8 +16,8 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.transfer.deleting import delete_each, delete_quietly
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 KEYS = [f"run/{number:02}" for number in range(20)]
 AT_ONCE = RetryPolicy(attempts=3, base=0.0, cap=0.0)

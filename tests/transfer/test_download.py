@@ -30,8 +30,8 @@ from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, StoredBytes, Wanted
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 KIB = 1024
 BLOCK = 1000

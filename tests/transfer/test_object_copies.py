@@ -20,9 +20,9 @@ from cloudckpt.transfer.copying import ObjectCopy, copies_within, copy_part_size
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
-from contract.data import put
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.contract.data import put
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 PART = 1000
 AT_ONCE = RetryPolicy(attempts=6, base=0.0, cap=0.0)

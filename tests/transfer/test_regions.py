@@ -12,7 +12,7 @@ from cloudckpt.errors import ConfigError
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import Regions
 from cloudckpt.transfer.regions import check_regions
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 GIB = 1024 * MIB
 

@@ -19,7 +19,7 @@ from cloudckpt.transfer.download import Download, segments_for
 from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, Wanted
 from cloudckpt.transfer.sharing import Ring, digests, plan_shares, ring_allgather, shared_requests
 from cloudckpt.transfer.stats import TransferStats
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 KIB = 1024
 BLOCK = 64 * KIB

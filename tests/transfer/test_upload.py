@@ -29,8 +29,8 @@ from cloudckpt.transfer.parts import PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload, put_whole
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 PART = 1000
 KEY = "run/object"

@@ -15,8 +15,8 @@ from cloudckpt.errors import (
 from cloudckpt.stores import registry
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI
-from faulty_store import FaultyStore
-from memory_store import MemoryStore
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from wire.request import Headers, Request, read_chunks, read_exactly
+from support.wire.request import Headers, Request, read_chunks, read_exactly
 
 __all__ = ["Answer", "Exchange", "Fault", "Hop"]
 

@@ -14,7 +14,7 @@ import botocore.session
 import pytest
 import torch
 
-import memory_store
+from support import memory_store
 
 __all__ = [
     "cheap_sessions_of_boto",

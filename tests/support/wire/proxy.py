@@ -2,8 +2,8 @@
 
 It stands between a client and an emulator, and does to chosen requests what a fault says::
 
-    from wire.proxy import FaultyProxy
-    from wire.faults import Reset, slow_down
+    from support.wire.proxy import FaultyProxy
+    from support.wire.faults import Reset, slow_down
 
     with FaultyProxy("http://127.0.0.1:5000") as proxy:
         proxy.inject(Reset("answer"), operation="UploadPart", times=2)
@@ -36,9 +36,9 @@ from types import TracebackType
 from typing import BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
-from wire.hop import Exchange, Fault, Hop
-from wire.naming import Naming, s3_naming
-from wire.request import Request, read_head
+from support.wire.hop import Exchange, Fault, Hop
+from support.wire.naming import Naming, s3_naming
+from support.wire.request import Request, read_head
 
 __all__ = ["FaultyProxy", "Rule"]
 

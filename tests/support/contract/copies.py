@@ -6,7 +6,7 @@ import pytest
 
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
-from contract.data import Hooks, checksum, part_size, put, put_part, some_bytes
+from support.contract.data import Hooks, checksum, part_size, put, put_part, some_bytes
 
 __all__ = ["CopyContract"]
 

@@ -15,7 +15,7 @@ from cloudckpt.errors import (
     RangeNotSatisfiableError,
 )
 from cloudckpt.stores.base import ObjectStore
-from contract.data import (
+from support.contract.data import (
     SEVERAL_STEPS,
     Hooks,
     checksum,

@@ -207,7 +207,7 @@ def _find_azurite() -> str:
     given = os.environ.get("CLOUDCKPT_TEST_AZURITE")
     if given:
         return given
-    clone = Path(__file__).parents[1] / "integration" / "node_modules" / ".bin" / "azurite-blob"
+    clone = Path(__file__).parents[2] / "integration" / "node_modules" / ".bin" / "azurite-blob"
     found = str(clone) if clone.exists() else shutil.which("azurite-blob")
     if found is None:
         raise RuntimeError(

@@ -1,9 +1,9 @@
 """The contract of a store, as a class of tests that every store passes."""
 
-from contract.copies import CopyContract
-from contract.data import part_size, put_part
-from contract.objects import ReadingContract, WritingContract
-from contract.uploads import CommonContract, UploadContract
+from support.contract.copies import CopyContract
+from support.contract.data import part_size, put_part
+from support.contract.objects import ReadingContract, WritingContract
+from support.contract.uploads import CommonContract, UploadContract
 
 __all__ = ["StoreContract", "part_size", "put_part"]
 
@@ -30,6 +30,6 @@ class StoreContract(WritingContract, UploadContract, CopyContract, ReadingContra
 
     Each test needs an empty place beneath ``prefix``. A store must take parts of
     ``capabilities.min_part_size`` bytes, or of 64 KiB if that is more. For failures that show what
-    was compared, call ``pytest.register_assert_rewrite("contract")`` in a
+    was compared, call ``pytest.register_assert_rewrite("support.contract")`` in a
     ``conftest.py``.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 from urllib.parse import parse_qsl, urlsplit
 
-from wire.naming import Naming, s3_naming
+from support.wire.naming import Naming, s3_naming
 
 __all__ = ["Headers", "Request", "read_chunks", "read_exactly", "read_head"]
 

@@ -11,7 +11,7 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.base import ObjectStore, Progress
-from contract.data import (
+from support.contract.data import (
     SEVERAL_STEPS,
     Hooks,
     checksum,

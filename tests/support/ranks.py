@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from emulators import free_port
-from forks import context
+from support.emulators import free_port
+from support.forks import context
 
 __all__ = ["Outcome", "Ranks", "RanksDiedError", "RanksTimeoutError"]
 

@@ -8,7 +8,7 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 from google.cloud.storage import transfer_manager
 
-from .gcs import GcsStub
+from support.stubs.gcs import GcsStub
 
 MIB = 1024 * 1024
 KEY = "a b/ü+"

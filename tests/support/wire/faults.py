@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from wire.hop import Answer, Fault, Hop
-from wire.request import Headers, Request
+from support.wire.hop import Answer, Fault, Hop
+from support.wire.request import Headers, Request
 
 __all__ = [
     "Call",

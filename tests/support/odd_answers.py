@@ -6,10 +6,9 @@ import socketserver
 import threading
 import time
 
-from dialects import DIALECTS, VERSION
-
 from cloudckpt.errors import StoreError
 from cloudckpt.stores.base import ObjectInfo, Part
+from support.dialects import DIALECTS, VERSION
 
 ETAG = '"tag"'
 _NUMBERS = [
