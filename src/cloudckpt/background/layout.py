@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.background.arena import Memory
-from cloudckpt.checkpoint.structure import KeyNames
 from cloudckpt.checkpoint.torch_private import PLANS_ITSELF, declare_as
 from cloudckpt.errors import StagingError
 from cloudckpt.transfer.boxes import aligned
@@ -31,10 +29,11 @@ from cloudckpt.transfer.memory import (
 __all__ = ["Layout", "Region"]
 
 _WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
-_DICTS = frozenset((dict, Counter, OrderedDict, defaultdict))
-_ATOMIC = frozenset(
-    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_ATOMIC = frozenset((type(None), bool, int, float, complex, str, bytes))
+_READ_NO_PARTS = {DTensor, AsyncCollectiveTensor}
+
+_Path = tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -89,19 +88,6 @@ def _flat(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, end: in
 
 
 @dataclass
-class _Wrapped:
-    """The contents of a wrapper such as DTensor.
-
-    Attributes:
-        parts: By name: tensors and other things, such as a DTensor's mesh.
-        context: What else is needed to rebuild the wrapper.
-    """
-
-    parts: dict[str, Any]
-    context: Any
-
-
-@dataclass
 class Layout:
     """The plan of a staged copy.
 
@@ -119,13 +105,18 @@ class Layout:
     # by the id of a value, which is kept alive: otherwise a later value might get the same id
     _seen: dict[int, Any] = field(default_factory=dict)
     _planned: dict[int, torch.Tensor] = field(default_factory=dict)
-    _wrapped: dict[int, _Wrapped] = field(default_factory=dict)
+    _others: list[tuple[torch.Tensor, _Path]] = field(default_factory=list)
+    _parts: dict[int, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # of wrappers
 
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> Layout:
-        """Plans the copy of a state dict."""
+        """Plans the copy of a state dict.
+
+        Raises:
+            StagingError: If a tensor has nothing that can be copied.
+        """
         layout = cls()
-        layout._walk(state_dict)
+        layout._walk(state_dict, ())
         place = 0
         for region in layout.regions:
             region.first -= region.first % region.grain
@@ -134,32 +125,34 @@ class Layout:
         layout.size = place
         return layout
 
-    def _walk(self, value: Any) -> None:
-        """Finds the tensors that have bytes in memory."""
-        if type(value) in _ATOMIC or id(value) in self._seen:
+    def _walk(self, value: Any, path: _Path) -> None:
+        """Finds the tensors in dicts, lists and tuples."""
+        if id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             if not (_is_bytes(value) and self._add(value)):
-                self._unwrap(value)
-        elif isinstance(value, Mapping):
-            for entry in value.values():
-                self._walk(entry)
-        elif isinstance(value, (list, tuple)):
-            for entry in value:
-                self._walk(entry)
+                self._add_other(value, path)
+        elif isinstance(value, (Mapping, list, tuple)):
+            for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+                if type(entry) not in _ATOMIC:
+                    self._walk(entry, (*path, key))
 
-    def _unwrap(self, tensor: Any) -> None:
+    def _add_other(self, tensor: Any, path: _Path) -> None:
+        """Notes a tensor that is no plain memory, and plans the copy of its parts if it has any."""
+        self._others.append((tensor, path))
         traceable: bool = is_traceable_wrapper_subclass(tensor)
         if not traceable:
+            if why := _why_not_copied(tensor):
+                raise StagingError(why, item=_text(path))
             return
         settled(tensor)
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
-        self._wrapped[id(tensor)] = _Wrapped(parts, context)
+        self._parts[id(tensor)] = parts, context
         for part in parts.values():
-            if isinstance(part, torch.Tensor):
-                self._walk(part)
+            if isinstance(part, torch.Tensor):  # DTensor's mesh is not
+                self._walk(part, path)
 
     def _add(self, tensor: torch.Tensor) -> bool:
         """Plans the copy of a tensor; returns whether it has memory to copy."""
@@ -191,15 +184,13 @@ class Layout:
     @property
     def is_read_when_rebuilt(self) -> bool:
         """Whether a wrapper other than torch's own may read its parts when it is rebuilt."""
-        kinds: set[type] = {type(self._seen[key]) for key in self._wrapped}
-        return not kinds <= {DTensor, AsyncCollectiveTensor}
+        return not {type(self._seen[key]) for key in self._parts} <= _READ_NO_PARTS
 
-    def rebuild(self, state_dict: dict[str, Any], *, flattens: bool = True) -> dict[str, Any]:
-        """Rebuilds the state dict as an independent structure, with tensors on the copied regions.
+    def rebuild(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies the state dict deeply, with tensors on the copied regions.
 
         Args:
             state_dict: The original.
-            flattens: Whether its containers will be flattened, so that their classes don't count.
 
         Raises:
             StagingError: If a value can't be copied.
@@ -208,7 +199,9 @@ class Layout:
             key: _of_kind(self._staged(shown), self._seen[key])
             for key, shown in self._planned.items()
         }
-        return _Copier(memo, self._seen, self._wrapped).state(state_dict, flattens=flattens)
+        for tensor, path in self._others:
+            self._copy_other(tensor, memo, path)
+        return cast(dict[str, Any], _copied(state_dict, memo, ()))
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy of a planned tensor."""
@@ -224,8 +217,25 @@ class Layout:
         assert region.copy is not None
         return made.set_(region.copy, offset, tensor.size(), tensor.stride())
 
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    def _copy_other(self, tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.Tensor:
+        """The copy of a tensor that is no plain memory; it is added to ``memo``."""
+        made: torch.Tensor | None = memo.get(id(tensor))
+        if made is not None:
+            return made
+        if id(tensor) in self._parts:
+            parts, context = self._parts[id(tensor)]
+            inner = {
+                name: self._copy_other(part, memo, path) if isinstance(part, torch.Tensor) else part
+                for name, part in parts.items()
+            }
+            kind: Any = type(tensor)  # mypy knows no class that is a tensor and a wrapper
+            made = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        else:
+            made = _own_copy(tensor, memo, path)
+        assert made is not None
+        declare_as(made, tensor)
+        memo[id(tensor)] = made
+        return made
 
 
 def _of_kind(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
@@ -239,7 +249,7 @@ def _of_kind(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has bytes in memory; others are copied separately, or refused later."""
+    """Whether a tensor has bytes in memory; others are copied separately, or refused."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout == torch.strided
@@ -249,112 +259,27 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
     )
 
 
-def _lost_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether its storage was freed or shrunk; a copy would contain arbitrary memory."""
-    try:
-        return tensor.layout == torch.strided and not tensor.is_meta and not has_memory(tensor)
-    except RuntimeError:  # of a subclass without a storage
-        return False
+def _why_not_copied(tensor: torch.Tensor) -> str:
+    """Why a copy would not be what the tensor is; empty if it can be copied."""
+    if not PLANS_ITSELF.isdisjoint(vars(tensor)):
+        return (
+            "a tensor plans its items by functions that are attributes of it, and a copy would "
+            "keep those of the original; save it with cloudckpt.save"
+        )
+    with contextlib.suppress(RuntimeError):  # of a subclass without a storage
+        if tensor.layout == torch.strided and not tensor.is_meta and not has_memory(tensor):
+            return (
+                "the memory of a tensor was freed or shrunk, so that there is nothing to copy; "
+                "gather it again before the save, or leave it out of the state dict"
+            )
+    return ""
 
 
-class _Copier:
-    """Copies what is around the tensors: containers as torch flattens them, all else by deepcopy.
-
-    An object in two places stays one object, and a staged tensor is found wherever it is.
-    """
-
-    def __init__(
-        self, memo: dict[int, Any], seen: dict[int, Any], wrapped: dict[int, _Wrapped]
-    ) -> None:
-        """
-        Args:
-            memo: As of ``copy.deepcopy``: the staged tensors, by the ids of the originals.
-            seen: The originals, by their ids.
-            wrapped: The contents of those that are wrappers, by their ids.
-        """
-        self._memo, self._wrapped = memo, wrapped
-        self._flattened: dict[int, tuple[Any, Any]] = {}  # by id: a container, and its copy
-        self._is_flattened = KeyNames({}).is_walked
-        for number in wrapped:
-            with contextlib.suppress(StagingError):  # it is raised again where it has a name
-                self._tensor(seen[number])
-
-    def state(self, state_dict: dict[str, Any], *, flattens: bool) -> dict[str, Any]:
-        """The copy of a whole state dict."""
-        if flattens:
-            return cast(dict[str, Any], self._value(state_dict))
-        return {key: self._named(key, self._leaf, value) for key, value in state_dict.items()}
-
-    def _value(self, value: Any) -> Any:
-        if type(value) in _ATOMIC:
-            return value
-        if (made := self._memo.get(id(value))) is not None:
-            return made
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if id(value) in self._flattened:
-            return self._flattened[id(value)][1]
-        if not self._is_flattened(value):
-            return self._leaf(value)
-        if isinstance(value, Mapping):
-            kind: Any = type(value)
-            made = kind.copy(value) if kind in _DICTS else {}
-            self._flattened[id(value)] = value, made
-            for key, entry in value.items():
-                made[key] = self._named(key, self._value, entry)
-        else:
-            made = []
-            self._flattened[id(value)] = value, made
-            made.extend(map(self._value, value))
-        return made
-
-    def _named(self, key: Any, copied: Callable[[Any], Any], value: Any) -> Any:
-        try:
-            return copied(value)
-        except StagingError as error:
-            error.item = str(key) if error.item is None else f"{key}.{error.item}"
-            raise
-
-    def _leaf(self, value: Any) -> Any:
-        return _deep_copy(value, self._memo)
-
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of a tensor that is no plain memory."""
-        made: torch.Tensor | None = self._memo.get(id(tensor))
-        if made is not None:
-            return made
-        wrapped = self._wrapped.get(id(tensor))
-        if wrapped is None:
-            if not PLANS_ITSELF.isdisjoint(vars(tensor)):
-                raise StagingError(
-                    "a tensor plans its items by functions that are attributes of it, and a copy "
-                    "would keep those of the original; save it with cloudckpt.save"
-                )
-            if _lost_its_memory(tensor):
-                raise StagingError(
-                    "the memory of a tensor was freed or shrunk, so that there is nothing to copy; "
-                    "gather it again before the save, or leave it out of the state dict"
-                )
-            made = _own_copy(tensor, self._memo)
-        else:
-            inner = {  # DTensor's mesh is not a tensor, and is kept as it is
-                name: self._tensor(part) if isinstance(part, torch.Tensor) else part
-                for name, part in wrapped.parts.items()
-            }
-            kind: Any = type(tensor)  # mypy knows no class that is a tensor and a wrapper
-            made = kind.__tensor_unflatten__(inner, wrapped.context, tensor.size(), tensor.stride())
-        assert made is not None
-        declare_as(made, tensor)
-        self._memo[id(tensor)] = made
-        self._memo.setdefault(id(self._memo), []).append(tensor)  # as deepcopy keeps its originals
-        return made
-
-
-def _own_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.Tensor:
     """A copy beside the arena; torch itself copies no subclass that lacks a ``new_empty``."""
     alone = tensor if tensor.is_leaf else tensor.detach()
     try:
-        made: torch.Tensor = _deep_copy(alone, memo)
+        made: torch.Tensor = _copied(alone, memo, path)
     except StagingError:
         if tensor.layout != torch.strided or not has_memory(tensor):
             raise
@@ -362,19 +287,48 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return made.requires_grad_() if tensor.requires_grad else made
 
 
-def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+def _copied(value: Any, memo: dict[int, Any], path: _Path) -> Any:
+    """A deep copy that contains the tensors of ``memo``.
+
+    What ``copy.deepcopy`` can't copy, such as a mapping proxy or a tensor amid a graph within an
+    object, is copied entry by entry or by a pickle.
+
+    Raises:
+        StagingError: If neither works.
+    """
     known = len(memo)
     try:
         return copy.deepcopy(value, memo)
     except Exception as exc:
         for key in list(memo)[known:]:  # half of what has failed
             del memo[key]
+        if isinstance(value, dict):
+            made = _shallow(value)
+            for key, entry in value.items():
+                made[key] = _copied(entry, memo, (*path, key))
+            return made
+        if type(value) is list:
+            return [_copied(entry, memo, (*path, index)) for index, entry in enumerate(value)]
         with contextlib.suppress(Exception):  # torch copies no tensor amid a graph, but saves it
             torch.save(value, saved := io.BytesIO())
             saved.seek(0)
             return torch.load(saved, weights_only=False)
+        if isinstance(value, Mapping):
+            return {key: _copied(entry, memo, (*path, key)) for key, entry in value.items()}
         raise StagingError(
             f"a value of type {type(value).__name__} can't be copied, and an asynchronous save "
             "needs a copy; leave it out of the state dict",
+            item=_text(path),
             cause=exc,
         ) from exc
+
+
+def _shallow(value: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy with the same entries, of the same class where that can be copied."""
+    with contextlib.suppress(Exception):  # of classes whose keys are attributes, too
+        return copy.copy(value)
+    return {}
+
+
+def _text(path: _Path) -> str:
+    return ".".join(map(str, path))

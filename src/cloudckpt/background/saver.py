@@ -387,10 +387,7 @@ class AsyncSaver:
         """Copies a state, or begins to."""
         if stager is None:
             assert self._own_stager is not None
-            flattens = getattr(save.planner, "flatten_state_dict", True)
-            save.copy, copied = self._own_stager.begin(
-                state, self._options.patience, flattens=flattens
-            )
+            save.copy, copied = self._own_stager.begin(state, self._options.patience)
             copied.result()
             save.staged.set_result(None)
             return

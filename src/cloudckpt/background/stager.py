@@ -178,14 +178,13 @@ class Stager(AsyncStager):
         return done
 
     def begin(
-        self, state_dict: dict[str, Any], patience: float, *, flattens: bool = True
+        self, state_dict: dict[str, Any], patience: float
     ) -> tuple[StagedState, Future[None]]:
         """Begins a copy, which is complete when the future is done.
 
         Args:
             state_dict: What to copy.
             patience: Seconds to wait for the end of the copy before; 0 for not at all.
-            flattens: Whether its containers will be flattened, so that their classes don't count.
         """
         if self._closed:
             raise ClosedError("the stager was closed")
@@ -196,10 +195,10 @@ class Stager(AsyncStager):
             )
         # copies made in inference mode could not be read outside it
         with torch.inference_mode(False), torch.no_grad():
-            return self._begin(state_dict, patience, flattens)
+            return self._begin(state_dict, patience)
 
     def _begin(
-        self, state_dict: dict[str, Any], patience: float, flattens: bool
+        self, state_dict: dict[str, Any], patience: float
     ) -> tuple[StagedState, Future[None]]:
         with paused_gc():
             layout = Layout.of(state_dict)
@@ -222,7 +221,7 @@ class Stager(AsyncStager):
             if layout.is_read_when_rebuilt:
                 copied.result()
             with paused_gc():
-                content = layout.rebuild(state_dict, flattens=flattens)
+                content = layout.rebuild(state_dict)
         except BaseException:
             for stream in self._streams.values():
                 stream.synchronize()  # an accelerator may still be copying into the buffer
