@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import traceback
 from collections.abc import Iterator
-from types import FrameType, FunctionType, TracebackType
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -68,16 +68,20 @@ def is_of_group(exc: BaseException) -> bool:
         return True
     if not isinstance(exc, (RuntimeError, ValueError)):
         return False
-    traceback = exc.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    if traceback is None:
-        return False
-    return traceback.tb_frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
+    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
+    names = [frame.f_globals.get("__name__") for frame in frames[-1:]]
+    return names == ["torch.distributed.distributed_c10d"]
+
+
+class _TracebackError(Exception):
+    """What the tracebacks of an error have said, for whoever prints it."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 def release_frames(error: BaseException, *, apart_from: BaseException | None = None) -> None:
-    """Replaces an error's traceback by one with the same lines that holds no variables.
+    """Replaces an error's traceback by its text, which holds no variables.
 
     Otherwise keeping the error would keep the staged copy. ``traceback.clear_frames`` is not
     enough: it leaves what closures hold, and the calling frames.
@@ -86,40 +90,20 @@ def release_frames(error: BaseException, *, apart_from: BaseException | None = N
         error: The error; those that it was raised from, or that torch gathered, are looked at, too.
         apart_from: One of those, at which to stop: it, and what it was raised from, is others'.
     """
+    text = "".join(traceback.format_exception(error))
     pending: list[BaseException | None] = [error]
     seen = {id(None), id(apart_from)}
+    last: BaseException | None = None
     while pending:
-        one = pending.pop()
+        one = pending.pop(0)
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        one.__traceback__ = _without_frames(one.__traceback__)
+        one.__traceback__ = None
         pending += [one.__cause__, one.__context__]
         if isinstance(one, CheckpointException):
             pending += [failure for failure, _ in one.failures.values()]
-
-
-def _without_frames(traceback: TracebackType | None) -> TracebackType | None:
-    entries = []
-    while traceback is not None:
-        entries.append((traceback.tb_frame, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    made: TracebackType | None = None
-    for frame, line in reversed(entries):
-        made = TracebackType(made, _empty(frame), -1, line)
-    return made
-
-
-def _nothing() -> Iterator[None]:
-    yield
-
-
-def _empty(frame: FrameType) -> FrameType:
-    """A frame with another frame's name, but without variables or a caller."""
-    code = _nothing.__code__.replace(
-        co_filename=frame.f_code.co_filename,
-        co_name=frame.f_code.co_name,
-        co_firstlineno=frame.f_code.co_firstlineno,
-    )
-    made: FrameType = FunctionType(code, {"__name__": frame.f_globals.get("__name__")})().gi_frame
-    return made
+        if one.__cause__ is None:
+            last = one
+    if last is not None:
+        last.__cause__ = _TracebackError(text)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -194,19 +195,12 @@ class _Load:
             )
             status = status._replace(failure=status.difference(first, meeting.rank))
 
-        def local_plan() -> LoadPlan:
-            if status.failure is not None:
-                raise status.failure
-            return self._local_plan(terms)
-
-        plan: LoadPlan | None = None
-        if terms.gathers:
-            plan = meeting.handed_out(local_plan, self._global_plan, uri=self._uri)
+        plan = self._planned_together(status, terms) if terms.gathers else None
         fetch: Callable[[SharedReads | None], None] | None = None
         wishes: _Wishes | None = None
         if terms.begins and status.failure is None:
             try:
-                own = local_plan() if plan is None else plan
+                own = self._local_plan(terms) if plan is None else plan
                 fetch, segments = self._prepared(own, until_the_end)
                 if terms.shares != "off":
                     wishes = _Wishes(segments, SharedReads.offer(segments, terms.shares))
@@ -254,8 +248,22 @@ class _Load:
         plan = planner.create_local_plan()
         return reader.prepare_local_plan(plan) if terms.gathers else plan
 
-    def _global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
+    def _planned_together(self, status: RankStatus, terms: _Terms) -> LoadPlan:
+        """This rank's part of a plan that the first rank makes of those of all."""
+        local: bytes | None = None
+        if status.failure is None:
+            try:
+                local = pickle.dumps(self._local_plan(terms))
+            except BaseException as error:  # noqa: BLE001 - told to all ranks
+                status = status._replace(failure=error)
+        consensus = self._meeting.exchange(status, local)
+        consensus.raise_on_all_ranks()
+
+        def global_plan() -> list[LoadPlan]:
+            plans = [pickle.loads(plan) for plan in consensus.values]  # noqa: S301 - of the ranks
+            return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
+
+        return self._meeting.broadcast_from_first(global_plan)[self._meeting.rank]
 
     def _prepared(
         self, plan: LoadPlan, until_the_end: contextlib.ExitStack

@@ -21,12 +21,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt._version import __version__
-from cloudckpt.checkpoint.torch_private import Collectives, device_for_collectives
+from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.dcp.arrivals import all_expected
-from cloudckpt.dcp.failures import portable, portable_errors
+from cloudckpt.dcp.failures import portable
 from cloudckpt.dcp.gloo_threads import let_finish
 from cloudckpt.errors import (
     CloudCheckpointError,
@@ -49,7 +48,6 @@ __all__ = [
 
 logger = logging.getLogger("cloudckpt")
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 if sys.version_info < (3, 14):
@@ -345,31 +343,6 @@ class Meeting:
             device = torch.device(device_for_collectives(self.group))
             dist.broadcast_object_list(told, group=self.group, group_src=0, device=device)
         return told[0]
-
-    def handed_out(
-        self, make: Callable[[], T], share: Callable[[list[T]], list[S]], *, uri: str | None
-    ) -> S:
-        """Gathers values on the first rank, which makes a result for each; a collective call.
-
-        Args:
-            make: Called on all ranks.
-            share: Called on the first rank with all these values; makes one result for each rank.
-            uri: The checkpoint, for messages.
-
-        Raises:
-            CloudCheckpointError: What one of the two functions has raised, on all ranks.
-            RanksFailedError: If ranks have raised different errors, or errors from outside
-                cloudckpt.
-            ProcessGroupError: If the ranks lost each other.
-        """
-        with self._together(None, has_begun=False):
-            ranks, told = Collectives(self.group, self.group is not None, 0), portable_errors(uri)
-            try:
-                return ranks.reduce_scatter("plan", told(make), told(share))
-            except CheckpointException as exc:
-                failed = exc
-        failures = {rank: error for rank, (error, _) in failed.failures.items()}
-        raise one_error(failures, self.rank, "before it began", uri) from failed
 
     def gathered(self, value: T) -> list[T]:
         """Returns the values of all ranks, by rank; a collective call.
