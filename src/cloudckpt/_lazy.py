@@ -14,7 +14,7 @@ __all__ = ["imported_later"]
 def imported_later(
     package: str, names: Mapping[str, str], modules: Iterable[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The functions ``__getattr__`` and ``__dir__`` of a package.
+    """The functions ``__getattr__`` and ``__dir__`` of a package, which lists public names only.
 
     Args:
         package: Its name.
@@ -34,4 +34,4 @@ def imported_later(
             found = getattr(import_module(f"{package}.{homes[name]}"), name)
         return content.setdefault(name, found)
 
-    return get, lambda: sorted({*content, *homes, *known})
+    return get, lambda: sorted({*content["__all__"], *known})

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.arrivals import collective
@@ -73,6 +74,7 @@ _WHAT_IS_COMMITTED = {
 }
 
 
+@suggesting
 def save(
     state_dict: dict[str, Any],
     *,
@@ -126,6 +128,7 @@ def save(
     return save_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
 
 
+@suggesting
 def load(
     state_dict: dict[str, Any],
     *,

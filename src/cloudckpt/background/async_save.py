@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from cloudckpt._arguments import suggesting
 from cloudckpt.api import our_writer, writer_for
 from cloudckpt.background.groups import exists
 from cloudckpt.background.save import SaveFuture
@@ -33,6 +34,7 @@ _closing: list[AsyncSaver] = []
 
 
 @collective("cloudckpt.async_save")
+@suggesting
 def async_save(
     state_dict: dict[str, Any],
     *,

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, read_commit
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import ReadLater, save_id_of
@@ -75,6 +76,7 @@ class CloudStorageReader(OurReader):
         report: What the last load did.
     """
 
+    @suggesting
     def __init__(
         self,
         checkpoint_id: URILike,

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.baseline import Baseline, Beginning, begin, now
 from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.committed import fetch, object_names
@@ -130,6 +131,7 @@ class CloudStorageWriter(OurWriter):
             commit, after an uncertain commit, and where another rank commits.
     """
 
+    @suggesting
     def __init__(
         self,
         checkpoint_id: URILike,

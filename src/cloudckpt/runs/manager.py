@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from cloudckpt._arguments import suggesting
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.checkpoint.notes import Notes, metrics_of
 from cloudckpt.checkpointer import (
@@ -67,6 +68,7 @@ class CheckpointManager(ClosedAtExit):
     """
 
     @collective("CheckpointManager()")
+    @suggesting
     def __init__(
         self,
         run: URILike,
