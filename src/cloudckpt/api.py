@@ -29,7 +29,7 @@ from cloudckpt.dcp.meeting import (
     check_together,
     one_error,
 )
-from cloudckpt.dcp.planners import CloudSavePlanner, PartialPlanner
+from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader, OurReader
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.dcp.save_loop import SaveLoop
@@ -182,7 +182,7 @@ def load(
             return ToLoad(reader, planner)
         if planner is not None:
             raise ConfigError("strict=False is for the planner that load makes; leave planner= out")
-        return ToLoad(reader, PartialPlanner(getattr(reader, "checkpoint_id", "")))
+        return ToLoad(reader, CloudLoadPlanner(getattr(reader, "checkpoint_id", ""), strict=False))
 
     return load_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
 

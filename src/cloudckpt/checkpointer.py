@@ -29,7 +29,6 @@ from cloudckpt.dcp.planners import (
     CloudLoadPlanner,
     CloudSavePlanner,
     EverythingPlanner,
-    PartialPlanner,
 )
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.report import LoadReport
@@ -204,8 +203,7 @@ class Checkpointer(ClosedAtExit):
             if state_dict is not None:
                 if default_map_location is not None:
                     raise ConfigError("default_map_location= is for loading without a state_dict")
-                planner = CloudLoadPlanner(where) if strict else PartialPlanner(where)
-                return api.ToLoad(reader, planner)
+                return api.ToLoad(reader, CloudLoadPlanner(where, strict=strict))
             if strict:
                 raise ConfigError("strict=True needs a state_dict whose keys to check")
             everything.append((reader, EverythingPlanner(where, default_map_location)))

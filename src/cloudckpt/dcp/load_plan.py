@@ -21,16 +21,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.columns import column_of
+from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_metadata
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import inventory_behind
 from cloudckpt.checkpoint.shard import check_placements
-from cloudckpt.checkpoint.torch_private import create_chunk_list, whole_shape
+from cloudckpt.checkpoint.torch_private import create_chunk_list
+from cloudckpt.checksum import CRC32C
 from cloudckpt.dcp.outline import PLAIN
-from cloudckpt.errors import CheckpointCorruptError, UnsupportedTensorError
+from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UnsupportedTensorError
 
 __all__ = [
     "check_types",
     "check_whole",
+    "inventory_of",
     "plan_reads",
     "saved_types",
     "tell_replaced",
@@ -44,32 +47,42 @@ _FEW = 16
 _NOTHING = torch.Size([0])
 
 
-def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory, *, strict: bool) -> LoadPlan:
-    """Plans as torch's ``create_default_local_load_plan`` does.
-
-    Args:
-        state_dict: What to load, by flat names.
-        inventory: What the checkpoint has.
-        strict: Whether each name must be in the checkpoint; otherwise missing ones are left out.
+def inventory_of(metadata: Metadata, uri: str) -> Inventory:
+    """What the checkpoint has, as columns.
 
     Raises:
-        RuntimeError: If a name is missing.
-        ValueError: If a tensor's shape differs from the checkpoint's, or the checkpoint has a
-            tensor where the state dict has none.
+        CheckpointError: If the metadata have what columns can't express: another package's classes.
+    """
+    if (inventory := inventory_behind(metadata)) is not None:
+        return inventory
+    try:
+        # what else they have is its planner's
+        return inventory_of_metadata(Metadata(metadata.state_dict_metadata), CRC32C)
+    except NotInColumnsError as exc:
+        raise CheckpointError(
+            f"its metadata can't be read as those of torch: {exc}. Load it by the classes of the "
+            "package that has saved it, then save it again",
+            uri=uri,
+            cause=exc,
+        ) from exc
+
+
+def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory) -> LoadPlan:
+    """Plans as torch's ``create_default_local_load_plan`` does, for what the checkpoint has.
+
+    Args:
+        state_dict: What to load, by flat names; tensors of the checkpoint's shapes.
+        inventory: What the checkpoint has.
+
+    Raises:
+        ValueError: If the checkpoint has a tensor where the state dict has none.
         UnsupportedTensorError: If a tensor has a partial placement.
     """
     items: list[ReadItem] = []
     for name, value in state_dict.items():
         entry = inventory.entries.get(name)
         if entry is None:
-            if strict:
-                raise RuntimeError(f"Missing key in checkpoint state_dict: {name}.")
             continue
-        has_size = entry.shape is not None and hasattr(value, "size")
-        if has_size and (shape := whole_shape(value)) != entry.shape:
-            raise ValueError(
-                f"Size mismatch between saved {entry.shape} and current: {shape} for {name}"
-            )
         if isinstance(value, DTensor):
             check_placements(value, name)
             if value.device_mesh.get_coordinate() is None:

@@ -19,7 +19,7 @@ from cloudckpt.checkpoint.shard import travels_as_bytes
 from cloudckpt.checkpoint.torch_private import ExtensionRegistry, StreamTransformExtension
 from cloudckpt.checkpoint.values import check_trusted, load_item, load_tensor
 from cloudckpt.config import Config
-from cloudckpt.dcp.planners import KeepingKeysPlanner
+from cloudckpt.dcp.planners import CloudLoadPlanner
 from cloudckpt.dcp.sharing import SharedReads
 from cloudckpt.errors import CheckpointCorruptError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.gc_pause import paused_gc
@@ -165,8 +165,8 @@ class Load:
             data = _untransformed(place, sink.data)
             planner, name = self._planner, place.whole.item
             if not self._trust_pickle and isinstance(planner, DefaultLoadPlanner):
-                if type(planner).load_bytes is KeepingKeysPlanner.load_bytes:
-                    assert isinstance(planner, KeepingKeysPlanner)
+                if type(planner).load_bytes is CloudLoadPlanner.load_bytes:
+                    assert isinstance(planner, CloudLoadPlanner)
                     where = planner.map_location
                     planner.put(item, load_item(data, name, self._uri, map_location=where))
                     return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,21 +24,19 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cloudckpt.checkpoint.inventory import Inventory
-from cloudckpt.checkpoint.lazy import inventory_behind
+from cloudckpt.checkpoint.inventory import Entry, Inventory
 from cloudckpt.checkpoint.shard import check_placements, check_shards, check_supported
 from cloudckpt.checkpoint.structure import KeyNames, Structure, containers, find_collision
 from cloudckpt.checkpoint.torch_private import (
-    ShardedTensor,
     create_chunk_list,
     flatten_sharded_tensors,
     flatten_state_dict,
     init_state_dict,
-    traverse_state_dict,
     whole_shape,
 )
 from cloudckpt.dcp.load_plan import (
     check_types,
+    inventory_of,
     plan_reads,
     saved_types,
     tell_replaced,
@@ -51,8 +50,6 @@ __all__ = [
     "CloudSavePlanner",
     "DynamicMetaLoadPlanner",
     "EverythingPlanner",
-    "KeepingKeysPlanner",
-    "PartialPlanner",
     "keep_containers",
     "lost_by_flattening",
 ]
@@ -127,42 +124,57 @@ class CloudSavePlanner(DefaultSavePlanner):
 def keep_containers(planner: DefaultSavePlanner, state_dict: Mapping[str, Any]) -> None:
     """Lets a planner that does not flatten save containers as they are.
 
-    torch rebuilds them to flatten sharded tensors within: keys become strings, of two with the same
-    string one is lost, and so is what is empty. It stays so for those with sharded tensors.
+    torch rebuilds them: keys become strings, of two with the same string one is lost, and so is
+    what is empty.
     """
     if planner.flatten_state_dict or not planner.flatten_sharded_tensors:
         return
     rebuilt, planner.state_dict = planner.state_dict, {}
     for key, value in state_dict.items():
-        is_container = isinstance(value, (Mapping, list))
-        if is_container and not _has_sharded_tensors(value):
+        if isinstance(value, (Mapping, list)):
             planner.state_dict[key] = value
         elif str(key) in rebuilt:  # a rank may have no shard of a tensor
             planner.state_dict[str(key)] = rebuilt[str(key)]
 
 
-def _has_sharded_tensors(container: Any) -> bool:
-    found: list[bool] = []
-    traverse_state_dict(
-        {"": container}, lambda path, value: found.append(isinstance(value, ShardedTensor))
-    )
-    return any(found)
+class CloudLoadPlanner(DefaultLoadPlanner):
+    """Plans as torch does, says which keys are missing or misshapen, and keeps the keys.
 
+    torch stores what is loaded under the strings in its paths: next to an integer key, a string key
+    appears with the new value, and the integer key keeps the old value. It takes an empty dict in a
+    list for a value that is missing in the checkpoint. Without ``flatten_state_dict`` it stores
+    values in a copy, which nobody gets, and which lacks what is empty.
 
-class KeepingKeysPlanner(DefaultLoadPlanner):
-    """Stores loaded values under the state dict's own keys.
-
-    torch stores them under the strings in its paths: next to an integer key, a string key appears
-    with the new value, and the integer key keeps the old value. It takes an empty dict in a list
-    for a value that is missing in the checkpoint. Without ``flatten_state_dict`` it stores them in
-    a copy, which nobody gets, and which lacks what is empty.
+    Args:
+        uri: The checkpoint, for messages.
+        strict: Whether all keys must be in the checkpoint and fit; otherwise what fits is loaded,
+            and the rest keeps its values.
+        tells: Whether what may not be meant is logged, such as converted tensors.
 
     Attributes:
         map_location: Device of tensors that are nested in other values; None: the one they were
             saved from.
+        left_alone: What keeps its value though the checkpoint has something there, and why.
     """
 
     map_location: str | torch.device | None = None
+
+    def __init__(self, uri: str, *, strict: bool = True, tells: bool = True) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self._uri = uri
+        self._strict = strict
+        self.tells = tells
+        self._whole: dict[str, list[str]] = {}  # by what is loaded: the missing keys that it is for
+        self.left_alone: dict[str, str] = {}
+
+    @classmethod
+    def like(cls, planner: DefaultLoadPlanner, uri: str) -> CloudLoadPlanner:
+        """With the flags of a planner of torch's."""
+        made = cls(uri)
+        made.flatten_state_dict = planner.flatten_state_dict
+        made.flatten_sharded_tensors = planner.flatten_sharded_tensors
+        made.allow_partial_load = planner.allow_partial_load
+        return made
 
     def set_up_planner(
         self,
@@ -176,9 +188,8 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
             UnsupportedTensorError: If a tensor has no memory and torch can't allocate it.
             UnsupportedValueError: If a container contains itself.
         """
-        if dist.is_available() and dist.is_initialized():  # torch allocates meta tensors then
-            containers(state_dict)
-        else:
+        containers(state_dict)
+        if not (dist.is_available() and dist.is_initialized()):  # else torch allocates meta tensors
             _refuse_meta(state_dict)
         # torch's own also makes None of each value that is neither a number nor a string
         self.original_state_dict = _ready_to_load(state_dict)
@@ -196,12 +207,55 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
                 if not isinstance(value, torch.Tensor):  # a rank may have no shard of a tensor
                     self.state_dict[name] = value
 
+    def create_local_plan(self) -> LoadPlan:
+        """As torch's.
+
+        Raises:
+            MissingKeyError: If the state dict has keys that the checkpoint lacks.
+            ShapeMismatchError: If a tensor's shape differs from the checkpoint's, or the checkpoint
+                has a tensor where the state dict has none.
+            UnsupportedTensorError: If a tensor's element type can't hold what was saved, or it
+                declares invalid shards.
+        """
+        assert self.metadata is not None
+        inventory = inventory_of(self.metadata, self._uri)
+        for name, value in self.state_dict.items():
+            check_shards(value, name)
+        self._take_lengths(inventory)
+        left: list[str] = []
+        self.left_alone = {}
+        if self.flatten_state_dict:
+            self.left_alone = self._empty(inventory)
+            left = self._take_whole(inventory)
+        missing = [name for name in self.state_dict if name not in inventory.entries]
+        if missing and not self.allow_partial_load:
+            raise self._missing(missing)
+        self._leave_unfit(inventory)
+        with paused_gc():
+            plan = plan_reads(self.state_dict, inventory)
+        logs = self.tells and self.is_coordinator
+        check_types(self.state_dict, saved_types(self.metadata), self._uri, logs=logs)
+        if logs:
+            tell_replaced(self.state_dict, self.metadata, self._uri, left)
+        return plan
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.put(read_item, torch.load(value, map_location=self.map_location, weights_only=False))
 
     def put(self, read_item: ReadItem, value: Any) -> None:
-        """Stores a value in the state dict."""
-        self._store(read_item.dest_index.fqn, value)
+        """Stores a value; one that is no container does not stand for the missing keys of one.
+
+        Raises:
+            MissingKeyError: If keys are missing, since the checkpoint has such a value there.
+        """
+        missing = self._whole.get(read_item.dest_index.fqn)
+        if not missing or isinstance(value, (Mapping, list, tuple)):
+            self._store(read_item.dest_index.fqn, value)
+        elif not self.allow_partial_load:
+            raise self._missing(missing)
+        else:
+            why = f"the checkpoint has a {type(value).__name__} in place of what it is in"
+            self.left_alone.update(dict.fromkeys(missing, why))
 
     def _store(self, name: str, value: Any) -> None:
         if not self.flatten_state_dict:
@@ -212,6 +266,96 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
         for depth, element in enumerate(path[:-1]):
             container = container[names.name(path[:depth], element)]
         container[names.name(path[:-1], path[-1])] = value
+
+    def _empty(self, inventory: Inventory) -> dict[str, str]:
+        """Dicts that are empty in the state dict, and not in the checkpoint; and what that has."""
+        names = {".".join(map(str, path)) for path in self._names.empty}
+        counts: Counter[str] = Counter()
+        for parts in (name.split(".") for name in inventory.entries) if names else ():
+            above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
+            counts.update(above & names)
+        return {
+            name: f"empty in the state dict, with {count} entries in the checkpoint"
+            for name, count in counts.items()
+        }
+
+    def _take_lengths(self, inventory: Inventory) -> None:
+        """Makes room for what has another length each time: the bytes of an ``_extra_state``."""
+        for name, value in self.state_dict.items():
+            if not (isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"):
+                continue
+            entry = inventory.entries.get(name)
+            is_bytes = type(value) is torch.Tensor and value.dtype is torch.uint8
+            if not is_bytes or entry is None or entry.shape is None:
+                continue
+            if value.dim() == len(entry.shape) == 1 and tuple(value.shape) != entry.shape:
+                made = torch.empty(entry.shape, dtype=torch.uint8, device=value.device)
+                self.state_dict[name] = made
+                self._store(name, made)
+
+    def _take_whole(self, inventory: Inventory) -> list[str]:
+        """Asks for dicts and lists as values where they were saved as such, without flattening.
+
+        Dicts that are empty in the state dict stay so where one was saved: another rank may have
+        saved a value there.
+
+        Returns:
+            The tensors in whose place they are loaded.
+        """
+        assert self.metadata is not None
+        paths = self.metadata.planner_data
+        stored = paths if isinstance(paths, Mapping) else {}
+        entries, saved_empty = inventory.entries, inventory.structure.empty
+        missing = [self.mappings[name] for name in self.state_dict if name not in entries]
+        self._whole = {}
+        left: list[str] = []
+        empty = [path for path in self._names.empty if path not in saved_empty]
+        for path in (*missing, *empty):
+            for depth in range(1, len(path) + 1):
+                whole = ".".join(map(str, path[:depth]))
+                if (
+                    whole in entries
+                    and entries[whole].shape is None
+                    and stored.get(whole, (whole,)) == path[:depth]  # a key may have dots
+                    and self.mappings.get(whole, path[:depth]) == path[:depth]
+                ):
+                    name = ".".join(map(str, path))
+                    if path not in self._names.empty:
+                        self._whole.setdefault(whole, []).append(name)
+                        if isinstance(self.state_dict.pop(name), torch.Tensor):
+                            left.append(name)
+                    self.state_dict[whole], self.mappings[whole] = None, path[:depth]
+                    break
+        return left
+
+    def _leave_unfit(self, inventory: Inventory) -> None:
+        """Raises if a value can't take what was saved, or else leaves it as it is.
+
+        Raises:
+            ShapeMismatchError: If it is strict; a type that does not fit is found later.
+        """
+        for name, value in [*self.state_dict.items()]:
+            entry = inventory.entries.get(name)
+            if entry is None or entry.shape is None:
+                continue
+            if why := _why_not(value, entry):
+                if self._strict:
+                    raise ShapeMismatchError(f"{name} is {why}", uri=self._uri, item=name)
+            elif not self._strict:
+                why = _why_not_held(value, inventory.properties[entry.properties].dtype)
+            if why:
+                self.left_alone[name] = why
+                del self.state_dict[name]
+
+    def _missing(self, names: Sequence[str]) -> MissingKeyError:
+        assert self.metadata is not None
+        count = "1 key is" if len(names) == 1 else f"{len(names)} keys are"
+        return MissingKeyError(
+            f"{count} not in the checkpoint, the first: {list(names[:5])}"
+            f"{advice(names[0], self.metadata.state_dict_metadata)}",
+            uri=self._uri,
+            item=names[0],
+        )
 
 
 def _ready_to_load(value: Any) -> Any:
@@ -237,235 +381,29 @@ def _refuse_meta(state_dict: dict[str, Any]) -> None:
     Raises:
         UnsupportedTensorError: Names the first one.
     """
-    if not any(
-        isinstance(value, torch.Tensor) and value.is_meta
-        for container in containers(state_dict)
-        for value in (container.values() if isinstance(container, Mapping) else container)
-    ):
-        return
-    values = flatten_state_dict(state_dict)[0].items()
-    name = next((name for name, value in values if getattr(value, "is_meta", False)), "a value")
-    raise UnsupportedTensorError(
-        f"{name} is a meta tensor in the state dict, which has no memory to load into: call "
-        "model.to_empty(device=...) before you take the model's state dict",
-        item=name,
-    )
+    for name, value in flatten_state_dict(state_dict)[0].items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise UnsupportedTensorError(
+                f"{name} is a meta tensor in the state dict, which has no memory to load into: "
+                "call model.to_empty(device=...) before you take the model's state dict",
+                item=name,
+            )
 
 
 _META = torch.device("meta")
 
 
-class CloudLoadPlanner(KeepingKeysPlanner):
-    """Plans as torch does, and says which keys are missing or misshapen.
-
-    Args:
-        uri: The checkpoint, for messages.
-        tells: Whether what may not be meant is logged, such as converted tensors.
-
-    Attributes:
-        left_alone: What keeps its value though the checkpoint has something there, and why.
-    """
-
-    def __init__(self, uri: str, *, tells: bool = True) -> None:
-        super().__init__()
-        self._uri = uri
-        self.tells = tells
-        self._whole: dict[str, list[str]] = {}  # by what is loaded: the missing keys that it is for
-        self.left_alone: dict[str, str] = {}
-
-    @classmethod
-    def like(cls, planner: DefaultLoadPlanner, uri: str) -> CloudLoadPlanner:
-        """With the flags of a planner of torch's."""
-        made = cls(uri)
-        made.flatten_state_dict = planner.flatten_state_dict
-        made.flatten_sharded_tensors = planner.flatten_sharded_tensors
-        made.allow_partial_load = planner.allow_partial_load
-        return made
-
-    def create_local_plan(self) -> LoadPlan:
-        """As torch's.
-
-        Raises:
-            MissingKeyError: If the state dict has keys that the checkpoint lacks.
-            ShapeMismatchError: If a tensor's shape differs from the checkpoint's, or the checkpoint
-                has a tensor where the state dict has none.
-            UnsupportedTensorError: If a tensor's element type can't hold what was saved, or it
-                declares invalid shards.
-        """
-        assert self.metadata is not None
-        inventory = inventory_behind(self.metadata)
-        left: list[str] = []
-        for name, value in self.state_dict.items():
-            check_shards(value, name)
-        self.left_alone = self._empty(self.metadata) if self.flatten_state_dict else {}
-        self._take_lengths()
-        try:
-            with paused_gc():
-                if inventory is None:
-                    plan = super().create_local_plan()
-                else:
-                    left = self._take_whole(inventory) if self.flatten_state_dict else []
-                    strict = not self.allow_partial_load
-                    plan = plan_reads(self.state_dict, inventory, strict=strict)
-        except (RuntimeError, TypeError, ValueError) as exc:
-            self._explain(exc)
-            raise
-        dtype_of = saved_types(self.metadata)
-        logs = self.tells and self.is_coordinator
-        check_types(self.state_dict, dtype_of, self._uri, logs=logs)
-        if logs:
-            tell_replaced(self.state_dict, self.metadata, self._uri, left)
-        return plan
-
-    def put(self, read_item: ReadItem, value: Any) -> None:
-        """Stores a value; one that is no container does not stand for the missing keys of one.
-
-        Raises:
-            MissingKeyError: If keys are missing, since the checkpoint has such a value there.
-        """
-        missing = self._whole.get(read_item.dest_index.fqn)
-        if not missing or isinstance(value, (Mapping, list, tuple)):
-            super().put(read_item, value)
-        elif not self.allow_partial_load:
-            raise self._missing(missing)
-        else:
-            why = f"the checkpoint has a {type(value).__name__} in place of what it is in"
-            self.left_alone.update(dict.fromkeys(missing, why))
-
-    def _empty(self, metadata: Metadata) -> dict[str, str]:
-        """Dicts that are empty in the state dict, and not in the checkpoint; and what that has."""
-        names = {".".join(map(str, path)) for path in self._names.empty}
-        counts = dict.fromkeys(names, 0)
-        if not names:
-            return {}
-        for name in metadata.state_dict_metadata:
-            parts = name.split(".")
-            for depth in range(1, len(parts)):
-                if (above := ".".join(parts[:depth])) in counts:
-                    counts[above] += 1
-        return {
-            name: f"empty in the state dict, with {count} entries in the checkpoint"
-            for name, count in counts.items()
-            if count
-        }
-
-    def _take_lengths(self) -> None:
-        """Makes room for what has another length each time: the bytes of an ``_extra_state``."""
-        assert self.metadata is not None
-        for name, value in self.state_dict.items():
-            if not (isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"):
-                continue
-            is_bytes = type(value) is torch.Tensor and value.dtype is torch.uint8
-            stored = self.metadata.state_dict_metadata.get(name)
-            if not is_bytes or not isinstance(stored, TensorStorageMetadata):
-                continue
-            if value.dim() == len(stored.size) == 1 and value.shape != stored.size:
-                made = torch.empty(stored.size, dtype=torch.uint8, device=value.device)
-                self.state_dict[name] = made
-                self._store(name, made)
-
-    def _take_whole(self, inventory: Inventory) -> list[str]:
-        """Asks for dicts and lists as values where they were saved as such, without flattening.
-
-        Dicts that are empty in the state dict stay so where one was saved: another rank may have
-        saved a value there.
-
-        Returns:
-            The tensors in whose place they are loaded.
-        """
-        assert self.metadata is not None
-        stored = self.metadata.planner_data or {}
-        entries, saved_empty = inventory.entries, inventory.structure.empty
-        missing = [self.mappings[name] for name in self.state_dict if name not in entries]
-        self._whole = {}
-        left: list[str] = []
-        empty = [path for path in self._names.empty if path not in saved_empty]
-        for path in (*missing, *empty):
-            for depth in range(1, len(path) + 1):
-                whole = ".".join(map(str, path[:depth]))
-                if (
-                    whole in entries
-                    and entries[whole].shape is None
-                    and stored.get(whole, (whole,)) == path[:depth]  # a key may have dots
-                    and self.mappings.get(whole, path[:depth]) == path[:depth]
-                ):
-                    name = ".".join(map(str, path))
-                    if path not in self._names.empty:
-                        self._whole.setdefault(whole, []).append(name)
-                        if isinstance(self.state_dict.pop(name), torch.Tensor):
-                            left.append(name)
-                    self.state_dict[whole], self.mappings[whole] = None, path[:depth]
-                    break
-        return left
-
-    def _explain(self, exc: Exception) -> None:
-        assert self.metadata is not None
-        stored = self.metadata.state_dict_metadata
-        missing = [fqn for fqn in self.state_dict if fqn not in stored]
-        if missing and not self.allow_partial_load:
-            raise self._missing(missing) from exc
-        for fqn, value in self.state_dict.items():
-            entry = stored.get(fqn)
-            if not isinstance(entry, TensorStorageMetadata):
-                continue
-            if type(value).__module__ in _NO_TENSORS:
-                raise ShapeMismatchError(
-                    f"{fqn} is a tensor of shape {tuple(entry.size)} in the checkpoint, and none "
-                    "in the state dict: put a tensor there",
-                    uri=self._uri,
-                    item=fqn,
-                ) from exc
-            if hasattr(value, "size"):
-                wanted = whole_shape(value)
-                if wanted != tuple(entry.size):
-                    raise ShapeMismatchError(
-                        f"{fqn} has shape {tuple(entry.size)} in the checkpoint and {wanted} in "
-                        "the state dict",
-                        uri=self._uri,
-                        item=fqn,
-                    ) from exc
-
-    def _missing(self, names: Sequence[str]) -> MissingKeyError:
-        assert self.metadata is not None
-        count = "1 key is" if len(names) == 1 else f"{len(names)} keys are"
-        return MissingKeyError(
-            f"{count} not in the checkpoint, the first: {list(names[:5])}"
-            f"{advice(names[0], self.metadata.state_dict_metadata)}",
-            uri=self._uri,
-            item=names[0],
-        )
-
-
-class PartialPlanner(CloudLoadPlanner):
-    """Loads what the checkpoint has and fits; the rest keeps its values, which it records."""
-
-    def __init__(self, uri: str) -> None:
-        super().__init__(uri)
-        self.allow_partial_load = True
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        stored = self.metadata.state_dict_metadata
-        unfit: dict[str, str] = {}
-        self._take_lengths()
-        for name, value in self.state_dict.items():
-            entry = stored.get(name)
-            if isinstance(entry, TensorStorageMetadata) and (why := _why_not(value, entry)):
-                unfit[name] = why
-        for name in unfit:
-            del self.state_dict[name]
-        plan = super().create_local_plan()
-        self.left_alone.update(unfit)
-        return plan
-
-
-def _why_not(value: Any, stored: TensorStorageMetadata) -> str:
+def _why_not(value: Any, entry: Entry) -> str:
     """Why a tensor that was saved can't be loaded into a value; empty if it can."""
     if type(value).__module__ in _NO_TENSORS:
-        return "a tensor in the checkpoint, and none in the state dict"
-    saved, dtype = stored.properties.dtype, getattr(value, "dtype", None)
-    if hasattr(value, "size") and (shape := whole_shape(value)) != tuple(stored.size):
-        return f"of shape {tuple(stored.size)} in the checkpoint and {shape} in the state dict"
+        return f"a tensor of shape {entry.shape} in the checkpoint, and none in the state dict"
+    if hasattr(value, "size") and (shape := whole_shape(value)) != entry.shape:
+        return f"of shape {entry.shape} in the checkpoint and {shape} in the state dict"
+    return ""
+
+
+def _why_not_held(value: Any, saved: torch.dtype) -> str:
+    dtype = getattr(value, "dtype", None)
     if isinstance(dtype, torch.dtype) and not torch.can_cast(saved, dtype):
         return f"{saved} in the checkpoint, which {dtype} can't hold"
     return ""
@@ -512,11 +450,18 @@ class EverythingPlanner(CloudLoadPlanner):
             return structure.nested(self.state_dict, self.metadata.planner_data or {}, self._uri)
 
 
-class DynamicMetaLoadPlanner(KeepingKeysPlanner, TorchDynamicMetaLoadPlanner):
+class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
     """torch's planner for sources without metadata, extended to values other than tensors.
 
     The state dict alone determines what is loaded and how it is sharded.
     """
+
+    def __init__(
+        self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True
+    ) -> None:
+        super().__init__("")
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
 
     def set_up_planner(
         self,
@@ -559,15 +504,6 @@ def lost_by_flattening(state_dict: dict[str, Any], planner: object, uri: str) ->
         return Structure()
     with paused_gc():
         structure = Structure.of(state_dict, uri)
-        if structure and not _flattens(planner, state_dict):
+        if structure and flatten_state_dict(state_dict)[1] != planner.mappings:
             return Structure()
     return structure
-
-
-def _flattens(planner: DefaultSavePlanner, state_dict: dict[str, Any]) -> bool:
-    """Whether the planner saves this state dict itself, not one derived from it."""
-    paths: list[Any] = []
-    traverse_state_dict(state_dict, lambda path, value: paths.append(path))
-    return len(paths) == len(planner.mappings) and all(
-        planner.mappings.get(".".join(map(str, path))) == path for path in paths
-    )

@@ -10,7 +10,7 @@ from cloudckpt.api import ToLoad, load_prepared
 from cloudckpt.checkpoint.model_folder import KeyMapping
 from cloudckpt.config import Config
 from cloudckpt.dcp.arrivals import collective
-from cloudckpt.dcp.planners import CloudLoadPlanner, PartialPlanner
+from cloudckpt.dcp.planners import CloudLoadPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.uri import URILike
@@ -63,7 +63,6 @@ def load(
 
     def prepare() -> ToLoad:
         reader = CloudStorageReader(uri, config=config, key_mapping=key_mapping)
-        planner = CloudLoadPlanner if strict else PartialPlanner
-        return ToLoad(reader, planner(reader.checkpoint_id))
+        return ToLoad(reader, CloudLoadPlanner(reader.checkpoint_id, strict=strict))
 
     return load_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
