@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .states import State
-from .values import Shown
 
 __all__ = ["ALONE", "ALWAYS", "CHECKS", "IN_PROCESS", "THEN", "WAYS"]
 __all__ += ["Case", "Fault", "Save", "Segment"]
@@ -48,8 +47,8 @@ THEN = ("copied", "copied by other tools", "deleted", "swept", "run copied", "ru
 copied, the next process group goes on with the copy."""
 
 
-@dataclass(frozen=True, repr=False)
-class Fault(Shown):
+@dataclass(frozen=True)
+class Fault:
     """What is wrong in a save.
 
     Attributes:
@@ -64,8 +63,8 @@ class Fault(Shown):
     skip: int = 0
 
 
-@dataclass(frozen=True, repr=False)
-class Save(Shown):
+@dataclass(frozen=True)
+class Save:
     """A save, and how it is looked at.
 
     Attributes:
@@ -91,16 +90,16 @@ class Save(Shown):
     then: str = ""
 
 
-@dataclass(frozen=True, repr=False)
-class Segment(Shown):
+@dataclass(frozen=True)
+class Segment:
     """What one process group saves."""
 
     world: int
     saves: list[Save]
 
 
-@dataclass(frozen=True, repr=False)
-class Case(Shown):
+@dataclass(frozen=True)
+class Case:
     """A case.
 
     Attributes:

@@ -1,12 +1,13 @@
-"""Cases as chance draws them: what trainers save, how it changes, and at what sizes."""
+"""Cases as hypothesis draws them: what trainers save, how it changes, and at what sizes."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from hypothesis import strategies as st
 
 from .cases import ALWAYS, CHECKS, IN_PROCESS, THEN, WAYS, Case, Fault, Save, Segment
 from .limits import ALIGNED, BLOCK, LARGEST, PACKED, RUN, SLAB, pickled_around
@@ -26,7 +27,7 @@ from .values import (
     Tied,
 )
 
-__all__ = ["drawn"]
+__all__ = ["cases"]
 
 _DTYPES = (
     "float32", "float32", "bfloat16", "float16", "float64", "int64", "int8", "uint8", "bool",
@@ -37,66 +38,61 @@ _PLAIN = (
     b"bytes", None, True, (), (1, 2), (1, (2, "x")), [], [1, 2, 3], [[]], ["a", None], {"a": 1},
     {"a": {"b": (1,)}}, {},
 )  # fmt: skip
-_KEYS: tuple[Any, ...] = (
-    "a",
-    "b",
-    "weight",
-    "bias",
-    "ü",
-    "a b",
-    "x" * 200,
-    0,
-    1,
-    17,
-    -1,
-    2.5,
-    -0.0,
-    True,
-    None,
-    b"b",
-)
+_KEYS = (
+    "a", "b", "weight", "bias", "ü", "a b", "x" * 200, 0, 1, 17, -1, 2.5, -0.0, True, None, b"b",
+)  # fmt: skip
 _OVER = 700 * 1024  # bytes that fit into what a tight store takes
-_MEAN_CHANGES = (0, 1, 1, 1, 2, 2, 3, 5)
 
 
-def drawn(
-    seed: str, *, stores: Sequence[str] = ("local",), worlds: Sequence[int] = (1, 2, 2, 3)
+@st.composite
+def cases(
+    draw: Callable[..., Any],
+    *,
+    stores: Sequence[str] = ("local",),
+    worlds: Sequence[int] = (1, 2, 2, 3),
 ) -> Case:
-    """The case of a seed.
+    """Cases; what is drawn first is the simplest, which is what they are shrunk to.
 
     Args:
-        seed: What it follows from.
         stores: Of which one is drawn.
         worlds: The numbers of ranks.
     """
-    return _Drawing(random.Random(seed), stores, worlds).case()
+    return _Drawing(draw, stores, worlds).case()
 
 
 class _Drawing:
-    def __init__(self, rng: random.Random, stores: Sequence[str], worlds: Sequence[int]) -> None:
-        self.rng = rng
-        self._store = rng.choice(stores)
+    def __init__(
+        self, draw: Callable[..., Any], stores: Sequence[str], worlds: Sequence[int]
+    ) -> None:
+        self._draw = draw
+        self._store = self._one(stores)
         self._worlds = worlds
-        self._tight = self._store == "local" and rng.random() < 0.2
-        self._large = not self._tight and rng.random() < 0.1
-        self._small = rng.random() < 0.4  # one object each, until values grow
-        self._background = rng.random() < 0.3  # what ranks keep for that takes time to begin
-        self._incremental = rng.random() < 0.35
+        self._tight = self._store == "local" and self._chance(20)
+        self._large = not self._tight and self._chance(10)
+        self._small = not self._chance(60)  # one object each, until values grow
+        self._background = self._chance(30)  # what ranks keep for that takes time to begin
+        self._incremental = self._chance(35)
         self.world = 1
 
+    def _one(self, options: Sequence[Any]) -> Any:
+        return self._draw(st.sampled_from(list(options)))
+
+    def _chance(self, percent: int) -> bool:
+        """Whether something holds; it is shrunk to False."""
+        return bool(self._draw(st.integers(0, 99)) >= 100 - percent)
+
     def case(self) -> Case:
-        rng, segments = self.rng, []
+        segments: list[Segment] = []
         state: dict[Any, Any] | None = None
-        for _ in range(rng.choice((1, 1, 2))):
-            self.world = rng.choice(self._worlds)
-            state = state or self._trainer()
-            way = self._way()
-            saves = []
-            for number in range(rng.choice((2, 3, 4, 5, 8))):
+        for _ in range(self._one((1, 1, 2))):
+            self.world = self._one(self._worlds)
+            state = self._trainer() if state is None else state
+            way, saves = self._way(), list[Save]()
+            for number in range(self._one((2, 3, 4, 5, 8))):
                 if number:
-                    for _ in range(rng.choice(_MEAN_CHANGES)):
+                    for _ in range(self._one((0, 1, 1, 1, 2, 2, 3, 5))):
                         self._change(state)
-                if rng.random() < 0.3:
+                if self._chance(30):
                     way = self._way()
                 saves.append(self._save(_possible(state), way))
             segments.append(Segment(self.world, saves))
@@ -106,149 +102,134 @@ class _Drawing:
         ways = IN_PROCESS if self._tight or not self._background else WAYS
         if self._store == "local":  # a file URI is left to torch's own writers
             ways = tuple(way for way in ways if way != "dcp.save of a URI")
-        return self.rng.choice((*ways, "save", "save", "save"))
+        return self._one(("save", "save", "save", *ways))
 
     def _save(self, state: dict[Any, Any], way: str) -> Save:
-        rng = self.rng
         fault = None
-        if rng.random() < 0.12:
+        if self._chance(12):
             kinds = ("unpicklable", "disk" if self._store == "local" else "refused")
-            fault = Fault(rng.choice(kinds), rng.randrange(self.world), rng.choice((0, 0, 1, 2, 3)))
-        others = [kind for kind in CHECKS if kind not in ALWAYS]
-        if self._tight:  # the files of conversions are not
-            others.remove("convert")
-        later = fault is None and rng.random() < 0.2
-        is_followed = fault is None and not later and rng.random() < 0.2
+            fault = Fault(
+                self._one(kinds), self._one(range(self.world)), self._one((0, 0, 1, 2, 3))
+            )
+        # the files of conversions are not tight
+        others = [kind for kind in CHECKS if kind not in (*ALWAYS, *["convert"] * self._tight)]
+        some = st.lists(st.sampled_from(others), min_size=1, max_size=3, unique=True)
+        later = fault is None and self._chance(20)
+        is_followed = fault is None and not later and self._chance(20)
         return Save(
             state,
             by=way,
-            to=rng.choice("aaab"),
-            overwrite=way.endswith("manager") or rng.random() > 0.05,
+            to=self._one("aaab"),
+            overwrite=way.endswith("manager") or not self._chance(5),
             fault=fault,
-            checks=(*ALWAYS, *rng.sample(others, rng.choice((1, 2, 3)))),
+            checks=(*ALWAYS, *self._draw(some)),
             later=later,
-            incremental=self._incremental and rng.random() < 0.85,
-            then=rng.choice(THEN) if is_followed else "",
+            incremental=self._incremental and self._chance(85),
+            then=self._one(THEN) if is_followed else "",
         )
 
     # ---- states
 
     def _trainer(self) -> dict[Any, Any]:
         """What most trainers have."""
-        rng = self.rng
-        layers = range(rng.choice((0, 1, 2, 3)))
-        placed = rng.choice(("", *PLACEMENTS))
-        model = {f"layers.{n}": {"w": self._tensor(placed), "b": self._tensor()} for n in layers}
-        model = {name.replace(".", "_"): value for name, value in model.items()}
-        optimizer = {
-            "state": {n: {"step": Tensor(()), "exp_avg": self._tensor(placed)} for n in layers},
-            "param_groups": [{"lr": Plain(0.1), "betas": Plain((0.9, 0.99)), "params": Plain([0])}],
-        }
+        layers = range(self._one((0, 1, 2, 3)))
+        placed = self._one(("", *PLACEMENTS))
+        model = {f"layers_{n}": {"w": self._tensor(placed), "b": self._tensor()} for n in layers}
         state: dict[Any, Any] = {
-            "model": Component(model) if rng.random() < 0.3 else model,
-            "optimizer": optimizer,
+            "model": Component(model) if self._chance(30) else model,
+            "optimizer": {
+                "state": {n: {"step": Tensor(()), "exp_avg": self._tensor(placed)} for n in layers},
+                "param_groups": [
+                    {"lr": Plain(0.1), "betas": Plain((0.9, 0.99)), "params": Plain([0])}
+                ],
+            },
             "step": Plain(1),
             "history": Numbers(10) if self._small else self._value(),
         }
         for rank in range(self.world):
-            for name in rng.choice(((), ("a",), ("a", "b"))):
-                leaf = rng.choice((self._tensor(""), Plain(1))) if self._small else self._leaf()
+            for name in self._one(((), ("a",), ("a", "b"))):
+                leaf = self._one((Plain(1), self._tensor(""))) if self._small else self._leaf()
                 state[f"{name}{rank}"] = Own((rank,), leaf)
-        for name in rng.sample(list(state), rng.randrange(len(state))):
-            if rng.random() < 0.5:
-                del state[name]
-        state.setdefault("step", Plain(1))
-        return state
+        return {key: value for key, value in state.items() if key == "step" or self._chance(75)}
 
     def _leaf(self) -> Any:
-        return self._tensor() if self.rng.random() < 0.5 else self._value()
+        return self._tensor() if self._chance(50) else self._value()
 
     def _tensor(self, placed: str | None = None) -> Tensor:
-        rng = self.rng
-        dtype = rng.choice(_DTYPES)
-        placed = rng.choice(("", "", "", *PLACEMENTS)) if placed is None else placed
+        dtype = self._one(_DTYPES)
+        placed = self._one(("", "", "", *PLACEMENTS)) if placed is None else placed
         forms = ["", "turned", "spaced", "inside", "negated"] if placed else list(FORMS)
-        form = rng.choice(("", "", "", *forms))
-        frozen = self._incremental and rng.random() < 0.6
+        form = self._one(("", "", "", *forms))
+        frozen = self._incremental and self._chance(60)
         return Tensor(self._shape(dtype), dtype, form, placed, frozen)
 
     def _shape(self, dtype: str) -> tuple[int, ...]:
-        rng = self.rng
-        itemsize = Tensor((1,), dtype).nbytes
-        if rng.random() < 0.1:
-            return rng.choice(((), (0,), (1,), (0, 3), (1, 1), (3, 0, 2)))
-        count = max(1, self._nbytes() // itemsize)
-        if rng.random() < 0.5:
+        if self._chance(10):
+            return self._one(((), (0,), (1,), (0, 3), (1, 1), (3, 0, 2)))
+        count = max(1, self._nbytes() // Tensor((1,), dtype).nbytes)
+        rows, inner = self._one((1, 2, 3, 4, 5, 7)), self._one(((), (), (), (2,), (2, 3)))
+        if not self._chance(50):
             return (count,)
-        rows = rng.choice((1, 2, 3, 4, 5, 7))
-        if rng.random() < 0.2:
-            return rows, 2, max(1, count // rows // 2)
-        if rng.random() < 0.1:
-            return rows, 2, max(1, count // rows // 6), 3
-        return rows, max(1, count // rows)
+        return (rows, *inner, max(1, count // rows // (2 * len(inner) or 1)))
 
     def _nbytes(self) -> int:
-        rng = self.rng
         if self._small:
-            return rng.choice((4, 12, ALIGNED, 400))
-        near = rng.choice((-8, 0, 0, 8))
-        if self._large and rng.random() < 0.15:
-            return rng.choice((SLAB, SLAB + 64 * 1024, LARGEST, 64 * BLOCK + 100)) + near
-        if self._tight and rng.random() < 0.3:
-            return rng.randrange(PACKED, _OVER // 2)
-        if rng.random() < 0.3:
-            return rng.choice((PACKED, PACKED, 2 * PACKED, 4 * BLOCK)) + near
-        return rng.choice((4, 12, ALIGNED, ALIGNED + 4, 400, 4096, 20_000))
+            return self._one((4, 12, ALIGNED, 400))
+        near = self._one((0, 0, -8, 8))
+        if self._large and self._chance(15):
+            return self._one((SLAB, SLAB + 64 * 1024, LARGEST, 64 * BLOCK + 100)) + near
+        if self._tight and self._chance(30):
+            return self._draw(st.integers(PACKED, _OVER // 2))
+        if self._chance(30):
+            return self._one((PACKED, PACKED, 2 * PACKED, 4 * BLOCK)) + near
+        return self._one((4, 12, ALIGNED, ALIGNED + 4, 400, 4096, 20_000))
 
-    def _value(self) -> Any:
-        rng = self.rng
-        if rng.random() < 0.35:
-            return Plain(rng.choice(_PLAIN))
+    def _value(self, *, grows: bool = False) -> Any:
+        """A value; ``grows``: of a kind that changes from save to save."""
         few, crossing = pickled_around(4096), pickled_around(PACKED)
-        kind = rng.random()
-        if kind < 0.5:
-            return Numbers(
-                rng.choice((0, 1, 10, 100, 1000, PACKED // 9 - 300, PACKED // 8, 20_000))
-            )
-        if kind < 0.75:
-            size = rng.choice((0, 10, few, crossing)) + rng.choice((-1, 0, 0, 1))
-            if rng.random() < 0.3:
-                size = rng.choice((2 * PACKED, 4 * BLOCK + 1))
-            return Text(max(0, size), rng.random() < 0.7)
-        if kind < 0.85:
-            return Numpy(
-                rng.choice((None, (3,), (2, 5), (PACKED // 8,))), rng.choice(("float64", "int32"))
-            )
-        if kind < 0.95:
-            return Random(rng.choice(list(RANDOM)))
-        if kind < 0.97:
-            return Tied(rng.choice((3, 100, 1000, PACKED // 4, PACKED)))
-        return Many(rng.choice((RUN - 1, RUN, RUN + 1, 3)), rng.random() < 0.2)
+        kinds = ["plain"] * 7 + ["numbers"] * 7 + ["text"] * 3 + ["numpy"] * 2
+        kind = self._one(kinds if grows else [*kinds, "random", "tied", "many"])
+        if kind == "plain":
+            return Plain(self._one(_PLAIN))
+        if kind == "numbers":
+            sizes = (0, 1, 10, 100, 1000, PACKED // 9 - 300, PACKED // 8, 20_000)
+            return Numbers(self._one(sizes))
+        if kind == "text":
+            size = self._one((0, 10, few, crossing, 2 * PACKED, 4 * BLOCK + 1))
+            return Text(max(0, size + self._one((0, 0, 1, -1))), self._chance(70))
+        if kind == "numpy":
+            shapes = (None, (3,), (2, 5), (PACKED // 8,))
+            return Numpy(self._one(shapes), self._one(("float64", "int32")))
+        if kind == "random":
+            return Random(self._one(list(RANDOM)))
+        if kind == "tied":
+            return Tied(self._one((3, 100, 1000, PACKED // 4, PACKED)))
+        return Many(self._one((3, RUN - 1, RUN, RUN + 1)), self._chance(20))
 
     # ---- changes
 
     def _change(self, state: dict[Any, Any]) -> None:
-        rng = self.rng
-        entries, kind = _entries(state), rng.random()
+        entries = _entries(state)
         leaves = [one for one in entries if not isinstance(_inner(*one), (dict, list, Component))]
-        container, key = rng.choice(leaves if kind < 0.6 and leaves else entries)
+        kind = self._one(
+            ["grow"] * 12 + ["replace"] * 2 + ["add"] * 2 + ["remove"] * 2 + ["own", "move"]
+        )
+        container, key = self._one(leaves if kind == "grow" and leaves else entries)
         value, inner = container[key], _inner(container, key)
-        if kind < 0.6:  # the structure stays as it is
+        is_dict = isinstance(container, dict)
+        if kind == "grow":  # the structure stays as it is
             self._put(container, key, value, self._grown(inner))
-        elif kind < 0.68:
+        elif kind == "replace":
             self._put(container, key, value, self._leaf())
-        elif kind < 0.76:
-            self._add(container)
-        elif kind < 0.85 and key != "step":
-            if isinstance(container, dict) or len(container) > 1:
-                del container[key]
-        elif kind < 0.92 and isinstance(container, dict) and key != "step":
-            some = rng.sample(range(self.world), rng.randrange(1, self.world + 1))
-            container[key] = inner if isinstance(value, Own) else Own(tuple(sorted(some)), inner)
-        elif isinstance(container, dict):
+        elif kind == "add":
+            self._add(self._one((container, state)))
+        elif kind == "move" and is_dict:
             container[key] = container.pop(key)
-        if kind > 0.98:
-            self._add(state)
+        elif kind == "remove" and key != "step" and (is_dict or len(container) > 1):
+            del container[key]
+        elif kind == "own" and key != "step" and is_dict:
+            some = self._draw(st.sets(st.integers(0, self.world - 1), min_size=1))
+            container[key] = inner if isinstance(value, Own) else Own(tuple(sorted(some)), inner)
 
     def _put(self, container: Any, key: Any, value: Any, inner: Any) -> None:
         container[key] = Own(value.ranks, inner) if isinstance(value, Own) else inner
@@ -257,40 +238,31 @@ class _Drawing:
         """The same kind of value with another content, mostly of another size."""
         if isinstance(value, (dict, list, Component)):
             return value
-        if isinstance(value, Tensor):
-            if self.rng.random() < 0.5:
-                return value  # another step, another content
-            other = self._tensor(value.placed)
-            return (
-                other
-                if self.rng.random() < 0.3
-                else dataclasses.replace(value, shape=self._shape(value.dtype))
-            )
-        other = self._value()
-        while isinstance(other, (Many, Tied)) or (
-            isinstance(other, Random) and other.kind != "python"
-        ):
-            other = self._value()
-        return other
+        if not isinstance(value, Tensor):
+            return self._value(grows=True)
+        kind = self._one(("same", "same", "same", "shape", "shape", "other"))
+        if kind == "other":
+            return self._tensor(value.placed)
+        if kind == "shape":
+            return dataclasses.replace(value, shape=self._shape(value.dtype))
+        return value  # another step, another content
 
     def _add(self, container: Any) -> None:
-        rng = self.rng
-        value: Any = self._leaf()
-        kind = rng.random()
-        if kind < 0.1:
-            value = {}
-        elif kind < 0.2:
-            value = rng.choice((dict, OrderedDict))({rng.choice(_KEYS): self._leaf()})
-        elif kind < 0.3:
-            value = [self._leaf() for _ in range(rng.choice((0, 1, 2)))]
+        kind = self._one(["leaf"] * 7 + ["empty", "dict", "list"])
+        value: Any = {}
+        if kind == "leaf":
+            value = self._leaf()
+        elif kind == "dict":
+            value = self._one((dict, OrderedDict))({self._one(_KEYS): self._leaf()})
+        elif kind == "list":
+            value = [self._leaf() for _ in range(self._one((0, 1, 2)))]
         if isinstance(container, list):
             container.append(value)
             return
-        if rng.random() < 0.2:
-            value = Own((rng.randrange(self.world),), value)
-        texts = {str(key) for key in container}
-        key = rng.choice(_KEYS)
-        if str(key) not in texts:
+        if self._chance(20):
+            value = Own((self._one(range(self.world)),), value)
+        key = self._one(_KEYS)
+        if str(key) not in {str(known) for known in container}:
             container[key] = value
 
 
@@ -315,25 +287,11 @@ def _inner(container: Any, key: Any) -> Any:
     return value.of if isinstance(value, Own) else value
 
 
-def _entries(state: dict[Any, Any]) -> list[tuple[Any, Any]]:
+def _entries(value: Any) -> list[tuple[Any, Any]]:
     """All entries, as a container and a key in it."""
-    found: list[tuple[Any, Any]] = []
-
-    def walk(value: Any) -> None:
-        if isinstance(value, Own):
-            value = value.of
-        if isinstance(value, Component):
-            value = value.content
-        keys = (
-            value
-            if isinstance(value, dict)
-            else range(len(value))
-            if isinstance(value, list)
-            else ()
-        )
-        for key in keys:
-            found.append((value, key))
-            walk(value[key])
-
-    walk(state)
-    return found
+    value = value.of if isinstance(value, Own) else value
+    value = value.content if isinstance(value, Component) else value
+    if not isinstance(value, (dict, list)):
+        return []
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    return [(value, key) for key in keys] + [one for key in keys for one in _entries(value[key])]

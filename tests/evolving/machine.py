@@ -1,37 +1,23 @@
-"""Carries out cases, and makes those small at which something is found."""
+"""Carries out cases, and has hypothesis draw them."""
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 
 from dcp.places import Place
 from support.ranks import Ranks, RanksDiedError, RanksTimeoutError
 
 from .cases import Case
 from .running import Finding, Model, run_segment
-from .shrinking import smaller
 
-__all__ = ["Found", "carry_out", "found_in", "shrunk"]
+__all__ = ["carry_out", "check_drawn"]
 
 _DEADLINE = 150.0  # seconds that the saves of a process group may take
-
-
-@dataclass(frozen=True)
-class Found:
-    """A case, and what is found at it."""
-
-    case: Case
-    findings: list[Finding]
-
-    def __str__(self) -> str:
-        told = "\n".join(
-            f"  after save {one.step}, {one.what}: {one.kind}: {one.text[:600]}"
-            for one in self.findings
-        )
-        return f"\n{told}\nat\n{self.case!r}"
+QUICK = (Phase.generate,)
+THOROUGH = (Phase.reuse, Phase.generate, Phase.shrink)
 
 
 def carry_out(case: Case, ranks: Ranks, place: Place) -> list[Finding]:
@@ -56,27 +42,41 @@ def carry_out(case: Case, ranks: Ranks, place: Place) -> list[Finding]:
     return []
 
 
-def found_in(case: Case, ranks: Ranks, new_place: Callable[[str], Place]) -> Found | None:
-    """What a case shows; None if all is well."""
-    findings = carry_out(case, ranks, new_place(case.store))
-    return Found(case, findings) if findings else None
+def check_drawn(
+    drawn: SearchStrategy[Case],
+    ranks: Ranks,
+    new_place: Callable[[str], Place],
+    *,
+    number: int,
+    examples: int,
+    phases: tuple[Phase, ...] = THOROUGH,
+) -> int:
+    """Carries out cases as hypothesis draws them; one that shows something is made small.
 
+    Args:
+        drawn: The cases.
+        ranks: Carry them out.
+        new_place: Where they save, by the kind of store.
+        number: The seed.
+        examples: How many cases.
+        phases: Of hypothesis.
 
-def shrunk(
-    found: Found, ranks: Ranks, new_place: Callable[[str], Place], *, seconds: float = 120.0
-) -> Found:
-    """A smaller case that shows the same: what can be left out, is, as far as the time allows."""
-    end, at, was_smaller = time.monotonic() + seconds, 0, False
-    while time.monotonic() < end:
-        case = next(itertools.islice(smaller(found.case), at, None), None)
-        if case is None:
-            if not was_smaller:
-                break
-            at, was_smaller = 0, False  # what could not be left out before may be now
-            continue
-        again = found_in(case, ranks, new_place)
-        if again is not None and again.findings[0].is_like(found.findings[0]):
-            found, was_smaller = again, True
-        else:
-            at += 1
-    return found
+    Returns:
+        How many saves there were.
+
+    Raises:
+        AssertionError: With what was found; hypothesis adds the case, as code that makes it.
+    """
+    saves = 0
+
+    @seed(number)
+    @settings(max_examples=examples, phases=phases, suppress_health_check=list(HealthCheck))
+    @given(drawn)
+    def all_is_well(case: Case) -> None:
+        nonlocal saves
+        saves += len(case.saves)
+        findings = carry_out(case, ranks, new_place(case.store))
+        assert not findings, "\n".join(map(str, findings))[:3000]
+
+    all_is_well()
+    return saves

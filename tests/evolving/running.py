@@ -56,10 +56,6 @@ class Finding:
     kind: str
     text: str
 
-    def is_like(self, other: Finding) -> bool:
-        """Whether it may have the same cause."""
-        return (self.what, self.kind) == (other.what, other.kind)
-
 
 @dataclass(frozen=True)
 class Known:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
-from .values import Here, Own, Shown
+from .values import Here, Own
 
 __all__ = ["Component", "State", "component_of", "difference", "flat", "made", "scribble"]
 
@@ -18,7 +18,7 @@ State = Mapping[Any, Any]
 """A state dict: keys as they are, and behind them dicts, lists, and descriptions of values."""
 
 
-class Component(Shown):
+class Component:
     """An object with a state dict, as a model: it stands at the top of a state dict."""
 
     def __init__(self, content: Any) -> None:

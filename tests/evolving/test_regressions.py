@@ -4,8 +4,7 @@ import pytest
 
 from .cases import CHECKS, Case, Fault, Save, Segment
 from .machine import carry_out
-from .states import Component
-from .values import Many, Numbers, Own, Plain, Tensor, Text
+from .values import Numbers, Own, Plain, Tensor, Text
 
 _TWO = {"a0": Own((0,), Tensor((100,))), "a1": Own((1,), Tensor((100,)))}
 _THREE = {"a": Plain(0), "b": Plain(0), "c": Plain(0)}
@@ -76,11 +75,3 @@ def test_what_was_found_once_is_not_there_any_more(name, ranks, places):
     case = CASES[name]
     assert {save.checks for save in case.saves} == {CHECKS}
     assert carry_out(case, ranks, places(case.store)) == []
-
-
-def test_the_text_of_a_case_makes_it_again():
-    state = {"a": Component({1: [Tensor((2, 3), "int8", "turned")]}), "b": Own((0,), Many(3))}
-    saves = [Save(state, by="dcp.save", to="b", later=True), Save(state, fault=Fault("disk", 1))]
-    case = Case([Segment(2, saves)], store="s3", tight=True)
-    names = [Case, Component, Fault, Many, Own, Save, Segment, Tensor]
-    assert eval(repr(case), {each.__name__: each for each in names}) == case

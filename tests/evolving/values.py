@@ -19,21 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 __all__ = ["FORMS", "PLACEMENTS", "RANDOM", "Here", "Many", "Numbers", "Numpy", "Own", "Plain"]
-__all__ += ["Random", "Shown", "Tensor", "Text", "Tied"]
-
-
-class Shown:
-    """Shows a dataclass as code that makes it, without what is as it always is."""
-
-    def __repr__(self) -> str:
-        told = []
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.default is dataclasses.MISSING:
-                told.append(repr(value))
-            elif value != field.default:
-                told.append(f"{field.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(told)})"
+__all__ += ["Random", "Tensor", "Text", "Tied"]
 
 
 @dataclass(frozen=True)
@@ -142,8 +128,8 @@ def forget_meshes() -> None:
     _mesh.cache_clear()
 
 
-@dataclass(frozen=True, repr=False)
-class Tensor(Shown):
+@dataclass(frozen=True)
+class Tensor:
     """A tensor, whose bytes follow from its name and the save.
 
     Attributes:
@@ -248,8 +234,8 @@ def _noise(seed: int, nbytes: int) -> torch.Tensor:
     return made.repeat(-(-nbytes // period))[:nbytes] if nbytes > period else made
 
 
-@dataclass(frozen=True, repr=False)
-class Plain(Shown):
+@dataclass(frozen=True)
+class Plain:
     """A value as it is."""
 
     value: Any = None
@@ -262,8 +248,8 @@ def _blank(value: Any) -> Any:
     return {key: _blank(entry) for key, entry in value.items()} if isinstance(value, dict) else None
 
 
-@dataclass(frozen=True, repr=False)
-class Numbers(Shown):
+@dataclass(frozen=True)
+class Numbers:
     """A list of floats, such as the losses so far."""
 
     count: int
@@ -272,8 +258,8 @@ class Numbers(Shown):
         return None if here.blank else [here.step + n / 7 for n in range(self.count)]
 
 
-@dataclass(frozen=True, repr=False)
-class Text(Shown):
+@dataclass(frozen=True)
+class Text:
     """A number of letters, or of bytes."""
 
     count: int
@@ -284,8 +270,8 @@ class Text(Shown):
         return None if here.blank else text.encode() if self.as_bytes else text
 
 
-@dataclass(frozen=True, repr=False)
-class Numpy(Shown):
+@dataclass(frozen=True)
+class Numpy:
     """A value of numpy's: an array, or of no shape a scalar."""
 
     shape: tuple[int, ...] | None = None
@@ -307,8 +293,8 @@ RANDOM: Mapping[str, Callable[[int], Any]] = {
 """States of generators of random numbers."""
 
 
-@dataclass(frozen=True, repr=False)
-class Random(Shown):
+@dataclass(frozen=True)
+class Random:
     """The state of a generator of random numbers."""
 
     kind: str
@@ -320,8 +306,8 @@ class Random(Shown):
         return torch.zeros_like(made) if isinstance(made, torch.Tensor) else None
 
 
-@dataclass(frozen=True, repr=False)
-class Many(Shown):
+@dataclass(frozen=True)
+class Many:
     """A dict of small tensors, or of small values."""
 
     count: int
@@ -332,8 +318,8 @@ class Many(Shown):
         return {f"{n:04}": one.made(f"{name}.{n}", here) for n in range(self.count)}
 
 
-@dataclass(frozen=True, repr=False)
-class Tied(Shown):
+@dataclass(frozen=True)
+class Tied:
     """A dict of tensors that share memory, as tied weights do."""
 
     count: int
@@ -344,8 +330,8 @@ class Tied(Shown):
         return {"all": base, "again": base, "half": base[self.count // 2 :], "columns": rows[:, 1]}
 
 
-@dataclass(frozen=True, repr=False)
-class Own(Shown):
+@dataclass(frozen=True)
+class Own:
     """What only some ranks have: an entry of a dict that the others lack."""
 
     ranks: tuple[int, ...]

@@ -35,7 +35,7 @@ __all__ = [
     "store",
 ]
 
-_LAST_ROUND = 300.0  # seconds that a test may take beyond its share
+_LAST_ROUND = 600.0  # seconds that a test may take beyond its share: hypothesis shrinks for 300
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
