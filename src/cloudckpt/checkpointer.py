@@ -172,6 +172,7 @@ class Checkpointer(ClosedAtExit):
         *,
         default_map_location: str | torch.device | None = None,
         strict: bool = False,
+        leave_misfits: bool = False,
     ) -> dict[str, Any]:
         """Loads a checkpoint, on all ranks; sharded tensors are resharded.
 
@@ -181,14 +182,18 @@ class Checkpointer(ClosedAtExit):
                 loads everything in the checkpoint, as whole tensors on every rank.
             default_map_location: The device of tensors that are created here, without
                 ``state_dict``.
-            strict: Whether each key of ``state_dict`` must be in the checkpoint and fit; if not,
-                what fits is loaded, and :attr:`load_report` names the rest, which keeps its values.
+            strict: Whether each key of ``state_dict`` must be in the checkpoint; if not,
+                :attr:`load_report` names those that are missing, which keep their values.
+            leave_misfits: Without ``strict``, whether a tensor that has another shape than in the
+                checkpoint keeps its values and is reported, too; as in torch, it is an error
+                otherwise.
 
         Returns:
             The state dict.
 
         Raises:
             MissingKeyError: If ``strict`` and keys are missing; the message names them.
+            ShapeMismatchError: If a tensor has another shape than in the checkpoint.
             CheckpointNotFoundError: If there is no committed checkpoint.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
@@ -203,7 +208,9 @@ class Checkpointer(ClosedAtExit):
             if state_dict is not None:
                 if default_map_location is not None:
                     raise ConfigError("default_map_location= is for loading without a state_dict")
-                return api.ToLoad(reader, CloudLoadPlanner(where, strict=strict))
+                planner = CloudLoadPlanner(where, strict=not leave_misfits or strict)
+                planner.allow_partial_load = not strict
+                return api.ToLoad(reader, planner)
             if strict:
                 raise ConfigError("strict=True needs a state_dict whose keys to check")
             everything.append((reader, EverythingPlanner(where, default_map_location)))

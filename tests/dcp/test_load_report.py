@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt.checkpointer import make_sync_checkpointer
-from cloudckpt.errors import ConfigError, MissingKeyError
+from cloudckpt.errors import ConfigError, MissingKeyError, ShapeMismatchError
 
 from .places import Place
 
@@ -29,7 +29,7 @@ def _load(road: str, uri: str, state: dict, *, strict: bool = False):
         return cloudckpt.hf.load(state, uri, no_dist=True, strict=strict)
     if road == "checkpointer":
         with make_sync_checkpointer() as checkpointer:
-            checkpointer.load(uri, state, strict=strict)
+            checkpointer.load(uri, state, strict=strict, leave_misfits=not strict)
             return checkpointer.load_report
     with cloudckpt.CheckpointManager(uri.removesuffix("/step-7"), read_only=True) as manager:
         assert manager.restore(state, strict=strict) == 7
@@ -156,3 +156,14 @@ def _resharded(place: Place) -> dict[str, str]:
 
 def test_a_tensor_that_is_sharded_in_another_way_is_named(ranks, local):
     assert [{*converted} for converted in ranks(2, _resharded, local)] == [{"s"}] * 2
+
+
+def test_a_checkpointer_refuses_another_shape_unless_told_to_leave_it_as_torch_does(tmp_path):
+    uri = _saved(tmp_path / "step-7", {"head": torch.ones(3)})
+    state = {"head": torch.zeros(4), "new": torch.zeros(1)}
+    with make_sync_checkpointer() as checkpointer:
+        with pytest.raises(ShapeMismatchError) as caught:
+            checkpointer.load(uri, state)
+        assert caught.value.item == "head"
+        checkpointer.load(uri, {"new": state["new"]})
+        assert checkpointer.load_report.missing == ("new",)

@@ -646,7 +646,7 @@ class CheckpointManager(ClosedAtExit):
         if verify:
             config, group = self._run.config, self._meeting.group
             verify_checkpoint(uri, config=config, process_group=group)
-        self._checkpointer.load(uri, part, strict=strict)
+        self._checkpointer.load(uri, part, strict=strict, leave_misfits=not strict)
         if part is not state:
             put_back(state, part)
 
