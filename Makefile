@@ -51,7 +51,7 @@ WORKER := PYTHONHASHSEED=$(HASHSEED) MALLOC_ARENA_MAX=2 PYTHONDONTWRITEBYTECODE=
 
 COMPOSE := docker compose --file integration/compose.yaml
 
-.PHONY: demo test test-fast test-azurite build docs evolve soak test-versions integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
+.PHONY: demo test test-fast test-azurite build docs evolve fuzz soak test-versions integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo $(if $(URI),--uri $(URI)) $(ARGS)
@@ -82,6 +82,10 @@ AS_LONG = --seconds $(SECONDS) --seed $(SEED) -n $(WORKERS) --maxschedchunk 1 \
 # states that change from save to save, drawn anew at each run
 evolve: $(VENV)/.test
 	$(WORKER) $(BIN)/python -m pytest tests/soak/test_evolving.py $(AS_LONG)
+
+# answers that no store gives
+fuzz: $(VENV)/.test
+	$(WORKER) $(BIN)/python -m pytest tests/soak/test_odd_answers.py $(AS_LONG)
 
 soak: $(VENV)/.test integration/node_modules/.stamp
 	$(WORKER) $(BIN)/python -m pytest tests/soak $(AS_LONG)

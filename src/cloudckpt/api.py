@@ -111,7 +111,8 @@ def save(
 
     Raises:
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
-        ConfigError: If the arguments contradict each other, or the writer is not ours.
+        ConfigError: If the arguments contradict each other, or the writer is not ours; or if the
+            location is the folder of a run, which is never a checkpoint, too.
         CheckpointConflictError: If another writer committed first.
         CommitUnknownError: If the store itself did not say whether it carried out the commit;
             nothing is deleted then.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
@@ -25,6 +26,8 @@ from cloudckpt.errors import (
     UnsupportedValueError,
 )
 from cloudckpt.files import save_file
+
+from .places import Place
 
 WITH_OPTIONS = {
     "save": lambda place, **given: cloudckpt.save({}, checkpoint_id=place, **given),
@@ -269,3 +272,48 @@ def test_a_tensor_with_a_partial_placement_is_named(ranks, tmp_path, act):
         assert type(error) is UnsupportedTensorError
         assert error.item == "a.grad"
         assert "redistribute it" in str(error)
+
+
+def _in_background(kind):
+    def save(place: Place) -> None:
+        where = {"checkpoint_id": place.uri, "config": place.config}
+        cloudckpt.async_save(_STATE, **where, async_checkpointer_type=kind).result(60)
+
+    return save
+
+
+_STATE = {"w": torch.ones(2)}
+_INTO = {
+    "save": lambda place: cloudckpt.save(_STATE, checkpoint_id=place.uri, config=place.config),
+    "torch": lambda place: dcp.save(_STATE, storage_writer=place.writer()),
+    "THREAD": _in_background(AsyncCheckpointerType.THREAD),
+    "PROCESS": _in_background(AsyncCheckpointerType.PROCESS),
+    "hf": lambda place: cloudckpt.hf.save(_STATE, place.uri, config=place.config),
+}
+
+
+def _save_into_run(place: Place, road: str) -> bool:
+    try:
+        _INTO[road](place)
+    except (ConfigError, CheckpointException) as error:
+        return "folder of a run" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("of", ["manager", "stock torch"])
+@pytest.mark.parametrize("road", _INTO)
+def test_the_folder_of_a_run_becomes_no_checkpoint(ranks, local, road, of):
+    if of == "manager":
+        with cloudckpt.CheckpointManager(local.uri, step_name="at-{step}") as manager:
+            manager.save(1, _STATE)
+    else:
+        dcp.save(_STATE, checkpoint_id=f"{local.path}/step-10", no_dist=True)
+    before = local.names()
+    assert ranks(2, _save_into_run, local, road) == [True, True]
+    assert local.names() == before
+
+
+def test_a_step_has_folders_of_any_name_beneath(local):
+    for name in ("step-1/optimizer", "step-1", "step-1/step-2", "step-1"):
+        _INTO["save"](local.at(name))
+    assert cloudckpt.exists(local.at("step-1").uri)

@@ -92,6 +92,23 @@ def names_or_none(files: FileFolders, key: str) -> list[str] | None:
         return None
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("of_run", ["step-7/.metadata", ".cloudckpt-job.json", None])
+def test_the_folder_of_a_run_is_never_committed_as_one_of_files(store, of_run, in_place) -> None:
+    save(folders(store), "jobs/run/step-8", 8)
+    if of_run is not None:
+        store.put(f"jobs/run/{of_run}", [memoryview(b"{}")], checksum=0)
+    writer = folders(store, is_published=in_place)
+    with pytest.raises(FileExistsError):
+        if in_place:
+            write(writer, "jobs/run", 9)
+            writer.publish("jobs/run")
+        else:
+            save(writer, "jobs/run", 9)
+    assert f"jobs/run/{MANIFEST}" not in [info.key for info in store.list("jobs/")]
+    assert state_of(store, "jobs/run/step-8") == 8
+
+
 def test_a_folder_is_there_when_it_is_renamed_and_not_before(store) -> None:
     writer = folders(store)
     write(writer, "run/tmp_step-7", 7)

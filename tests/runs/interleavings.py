@@ -32,6 +32,7 @@ from cloudckpt.checkpoint.from_torch import inventory_of_plan
 from cloudckpt.checkpoint.index import index_bytes
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import (
+    CLAIM,
     METADATA,
     ObjectRecord,
     WrittenObject,
@@ -58,7 +59,6 @@ from cloudckpt.runs.catalog import Run, newest_step, owner_of
 from cloudckpt.runs.claim import ClaimHook
 from cloudckpt.runs.copying import copy
 from cloudckpt.runs.deleting import delete
-from cloudckpt.runs.line import CLAIM
 from cloudckpt.runs.pruning import Pruner, prune
 from cloudckpt.runs.steps import Retention
 from cloudckpt.runs.sweeping import find_leftovers, sweep

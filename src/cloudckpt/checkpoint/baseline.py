@@ -15,16 +15,29 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from cloudckpt.checkpoint.objects import CLAIM, is_step_name
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointExistsError,
+    ConfigError,
     IncompleteSaveError,
     ObjectNotFoundError,
+    StoreError,
 )
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.transfer.view import View
+from cloudckpt.uri import CheckpointURI
 
-__all__ = ["LONGEST_SAVE", "Baseline", "Beginning", "begin", "conflict", "now"]
+__all__ = [
+    "LONGEST_SAVE",
+    "Baseline",
+    "Beginning",
+    "begin",
+    "conflict",
+    "error_of_run",
+    "now",
+    "refuse_run",
+]
 
 T = TypeVar("T")
 
@@ -122,6 +135,46 @@ def begin(
             uri=uri,
         )
     return Baseline(key, version, began)
+
+
+def refuse_run(view: View) -> None:
+    """Refuses the folder of a run as the place of a new checkpoint: a folder is never both.
+
+    A run has a claim, or folders that are named as steps. One listing of one page tells, and none
+    is needed for a folder that is itself named as a step. Where it fails, as without the permission
+    to list, the folder passes: no save fails for want of it.
+
+    Args:
+        view: Its location is where nothing is yet.
+
+    Raises:
+        ConfigError: If it is the folder of a run.
+    """
+    location, below = view.location, view.location.key("")
+    if is_step_name(location.folder):
+        return
+    try:
+        level = view.level(below)
+    except StoreError:
+        return
+    names = [one if isinstance(one, str) else one.key.removeprefix(below) for one in level]
+    step = next((name for name in names if is_step_name(name)), None)
+    if step is not None or CLAIM in names:
+        raise error_of_run(location, None if step is None else f"{location}/{step}")
+
+
+def error_of_run(location: CheckpointURI, within: str | None) -> ConfigError:
+    """The error of what would make the folder of a run a checkpoint, too.
+
+    Args:
+        location: The folder.
+        within: A step in it, if one is known.
+    """
+    return ConfigError(
+        f"this is the folder of a run{'' if within is None else f', with {within} in it'}, and "
+        f"a folder is never a run and a checkpoint: name a folder in it, such as {location}/step-1",
+        uri=str(location),
+    )
 
 
 class Beginning(Generic[T]):

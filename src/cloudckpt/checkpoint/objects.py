@@ -25,6 +25,7 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [
+    "CLAIM",
     "METADATA",
     "RECORD",
     "OF_RANKS",
@@ -43,6 +44,7 @@ __all__ = [
     "is_file",
     "is_keep_name",
     "is_pending_name",
+    "is_step_name",
     "look_for",
     "natural_order",
     "pack_objects",
@@ -57,6 +59,9 @@ logger = logging.getLogger("cloudckpt")
 
 METADATA = ".metadata"
 """The object whose presence makes a checkpoint, by torch's name for it."""
+
+CLAIM = ".cloudckpt-job.json"
+"""The object beneath the folder of a run that names the job that claimed it last."""
 
 OF_RANKS = "__"
 """Prefix of the names of all objects that single ranks write."""
@@ -82,6 +87,14 @@ _PENDING = re.compile(r"__\d+\.[0-9a-f]{16}\.pending")
 def is_pending_name(name: str) -> bool:
     """Whether a name is one of :func:`pending_name`."""
     return _PENDING.fullmatch(name) is not None
+
+
+_STEP = re.compile(r"step-(0|[1-9]\d{0,17})", re.ASCII)
+
+
+def is_step_name(name: str) -> bool:
+    """Whether a folder is named as the steps of runs are, unless a run has names of its own."""
+    return _STEP.fullmatch(name) is not None
 
 
 def rank_of(name: str) -> int:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from cloudckpt._arguments import suggesting
-from cloudckpt.checkpoint.baseline import Baseline, Beginning, begin, now
+from cloudckpt.checkpoint.baseline import Baseline, Beginning, begin, now, refuse_run
 from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.committed import fetch, object_names
 from cloudckpt.checkpoint.draft import Draft, Planned
@@ -247,10 +247,15 @@ class CloudStorageWriter(OurWriter):
             key, began = self.uri.key(METADATA), now()
             view, overwrite = View(self.uri, self.config), self.config.overwrite
             look = functools.partial(view.look, key)
-            where = self.uri.object(METADATA)
-            self._baseline = Beginning(
-                view, lambda: begin(look, key, where, overwrite=overwrite, began=began)
-            )
+            where, hook = self.uri.object(METADATA), self.commit_hook
+
+            def ask() -> Baseline:
+                found = begin(look, key, where, overwrite=overwrite, began=began)
+                if found.version is None and not (hook and hook.claimed_by):  # a step of its run
+                    refuse_run(view)
+                return found
+
+            self._baseline = Beginning(view, ask)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Waits until it is known which checkpoint exists already, before anything is sent.

@@ -58,6 +58,7 @@ def save(
     Raises:
         CheckpointExistsError: If there is a model and ``overwrite`` is off.
         CheckpointConflictError: If another writer wrote there meanwhile.
+        ConfigError: If it is the folder of a run, which is never a model, too.
         UnsupportedTensorError: If a value is not a tensor, or of a type that the format lacks.
         IncompleteSaveError: If the ranks that save have only parts of a tensor.
         CommitUnknownError: If the store did not say whether it carried out the last step.

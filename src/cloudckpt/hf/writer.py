@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from cloudckpt.checkpoint.baseline import Beginning
+from cloudckpt.checkpoint.baseline import Beginning, refuse_run
 from cloudckpt.checkpoint.safetensors import SUFFIX, type_name
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.config import Config, config_or_default, whole_number
@@ -178,7 +177,13 @@ class SafetensorsWriter(OurWriter):
     def begin(self, *, commits: bool) -> None:
         if commits and self._there is None:
             view = View(self.uri, self.config)
-            self._there = Beginning(view, partial(look_for_older, view))
+
+            def ask() -> dict[str, ObjectInfo]:
+                if not (found := look_for_older(view)):
+                    refuse_run(view)
+                return found
+
+            self._there = Beginning(view, ask)
 
     def storage_meta(self) -> None:
         """Does nothing: a model has no torch metadata."""

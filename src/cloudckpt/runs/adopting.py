@@ -28,6 +28,7 @@ from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checkpoint.draft import Draft
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.objects import (
+    CLAIM,
     METADATA,
     OF_RANKS,
     WrittenObject,
@@ -52,7 +53,7 @@ from cloudckpt.errors import (
     ObjectTooLargeError,
 )
 from cloudckpt.runs.catalog import check_is_no_run
-from cloudckpt.runs.line import CLAIM, Owner
+from cloudckpt.runs.line import Owner
 from cloudckpt.runs.sweeping import clock_of
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings

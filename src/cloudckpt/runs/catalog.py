@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+from cloudckpt.checkpoint.baseline import error_of_run
 from cloudckpt.checkpoint.notes import Notes, read_notes
 from cloudckpt.checkpoint.objects import (
+    CLAIM,
     KEPT_FOR,
     METADATA,
     OF_RANKS,
@@ -30,7 +32,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.runs.line import CLAIM, Line, Owner
+from cloudckpt.runs.line import Line, Owner
 from cloudckpt.runs.steps import DEFAULT_PATTERN, StepNames
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier, open_store
@@ -273,12 +275,7 @@ def check_is_no_run(location: CheckpointURI, config: Config) -> None:
         return
     within = next((one for one, is_there in zip(folders, found, strict=True) if is_there), None)
     if within is not None or any(_name(one, below) == CLAIM for one in level):
-        raise ConfigError(
-            f"this is the folder of a run{'' if within is None else f', with {within} in it'}, and "
-            f"a folder is never a run and a checkpoint: name a folder in it, such as "
-            f"{location}/{DEFAULT_PATTERN.format(step=1)}",
-            uri=str(location),
-        )
+        raise error_of_run(location, None if within is None else str(within))
 
 
 def summaries(view: View, run: Run) -> list[CheckpointSummary]:

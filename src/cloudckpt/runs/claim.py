@@ -33,7 +33,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.checkpoint.commit import conditions_work
-from cloudckpt.checkpoint.objects import trial_name
+from cloudckpt.checkpoint.objects import CLAIM, trial_name
 from cloudckpt.config import Config
 from cloudckpt.dcp.writer import CommitHook
 from cloudckpt.errors import (
@@ -42,7 +42,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
-from cloudckpt.runs.line import CLAIM, Owner
+from cloudckpt.runs.line import Owner
 from cloudckpt.stores.base import random_suffix
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.upload import creates_only, put_whole

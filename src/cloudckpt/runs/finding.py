@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 
-from cloudckpt.checkpoint.objects import METADATA, is_drawn_name
+from cloudckpt.checkpoint.objects import CLAIM, METADATA, is_drawn_name
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import CheckpointNotFoundError, InvalidURIError
 from cloudckpt.runs.catalog import Run, is_ours, objects_of_ours
-from cloudckpt.runs.line import CLAIM
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.transfer.deleting import abort_each, delete_all

@@ -38,10 +38,7 @@ from cloudckpt.runs.steps import HIGHEST_STEP
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.retry import Retrier
 
-__all__ = ["CLAIM", "Line", "Owner"]
-
-CLAIM = ".cloudckpt-job.json"
-"""The object beneath the folder of a run that names the job that claimed it last."""
+__all__ = ["Line", "Owner"]
 
 
 @dataclass(frozen=True)
