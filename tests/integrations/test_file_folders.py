@@ -5,6 +5,7 @@ import io
 import itertools
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -99,12 +100,13 @@ def test_the_folder_of_a_run_is_never_committed_as_one_of_files(store, of_run, i
     if of_run is not None:
         store.put(f"jobs/run/{of_run}", [memoryview(b"{}")], checksum=0)
     writer = folders(store, is_published=in_place)
+    if in_place:
+        write(writer, "jobs/run", 9)
+    commit = (
+        partial(writer.publish, "jobs/run") if in_place else partial(save, writer, "jobs/run", 9)
+    )
     with pytest.raises(FileExistsError):
-        if in_place:
-            write(writer, "jobs/run", 9)
-            writer.publish("jobs/run")
-        else:
-            save(writer, "jobs/run", 9)
+        commit()
     assert f"jobs/run/{MANIFEST}" not in [info.key for info in store.list("jobs/")]
     assert state_of(store, "jobs/run/step-8") == 8
 
