@@ -8,7 +8,6 @@ import shutil
 import uuid
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.config import MIB
-from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointConflictError,
@@ -558,11 +556,6 @@ def test_of_a_run_that_is_deleted_meanwhile_nothing_is_said_to_be_copied(cloud) 
     assert cloud.keys("there") == []
 
 
-def _save_together(uri: str) -> None:
-    state = {f"{name}-of-{dist.get_rank()}": torch.ones(50_000) for name in "abc"}
-    cloudckpt.save(state, checkpoint_id=uri)
-
-
 def _copy(source: str, target: str, forbidden: str | None = None) -> int:
     """What this rank has copied of it."""
     done = [0]
@@ -577,51 +570,25 @@ def _copy(source: str, target: str, forbidden: str | None = None) -> int:
     return max(done)
 
 
-def test_ranks_divide_the_objects(ranks, tmp_path) -> None:
-    ranks(2, _save_together, str(tmp_path / "a"))
-    nbytes = ranks(2, _copy, str(tmp_path / "a"), str(tmp_path / "b"))
+def test_ranks_divide_the_checkpoints_of_a_run(ranks, run, tmp_path) -> None:
+    nbytes = ranks(2, _copy, str(run), str(tmp_path / "b"))
     assert all(nbytes)
-    assert sum(nbytes) == sum(path.stat().st_size for path in (tmp_path / "a").glob("*.distcp"))
-    assert cloudckpt.verify(tmp_path / "b").items == 6
+    assert copied_names(tmp_path / "b") == ["step-1", "step-3", "step-4", "the best, ü"]
+    assert cloudckpt.verify(tmp_path / "b" / "step-4").items == 1
+    alone = ranks(2, _copy, str(run / "step-4"), str(tmp_path / "one"))
+    assert alone[0] > alone[1] == 0
+    assert cloudckpt.verify(tmp_path / "one").items == 1
 
 
-def test_what_fails_on_one_rank_is_told_to_all_and_leaves_nothing(ranks, tmp_path) -> None:
-    ranks(2, _save_together, str(tmp_path / "a"))
-    for path in (tmp_path / "a").glob("__1_*.distcp"):
+def test_what_fails_on_one_rank_is_told_to_all(ranks, run, tmp_path) -> None:
+    for path in (run / "step-3").glob("__0_*.distcp"):
         path.unlink()
-    errors = ranks.errors(2, _copy, str(tmp_path / "a"), str(tmp_path / "b"))
+    errors = ranks.errors(2, _copy, str(run), str(tmp_path / "b"))
     assert [type(error) for error in errors] == [CheckpointCorruptError] * 2
-    assert not list((tmp_path / "b").glob("*"))
+    assert copied_names(tmp_path / "b") == ["step-1", "step-4", "the best, ü"]
 
 
-def _copy_interrupted(source: str, target: str) -> None:
-    """Rank 1 is interrupted when it has told rank 0 that it has sent everything."""
-    gathered = Meeting.gathered
-
-    def interrupted(meeting, value):
-        gathered(meeting, value)
-        raise KeyboardInterrupt
-
-    if dist.get_rank() == 0:
-        copy(source, target, process_group=dist.group.WORLD)
-        return
-    with mock.patch.object(Meeting, "gathered", interrupted), pytest.raises(KeyboardInterrupt):
-        copy(source, target, process_group=dist.group.WORLD)
-    Meeting(dist.group.WORLD).broadcast_from_first(lambda: None)  # rank 0 waits for it
-
-
-def test_a_rank_that_is_interrupted_when_another_may_commit_deletes_nothing(
-    ranks, tmp_path
-) -> None:
-    ranks(2, _save_together, str(tmp_path / "a"))
-    ranks(2, _copy_interrupted, str(tmp_path / "a"), str(tmp_path / "b"))
-    assert cloudckpt.verify(tmp_path / "b").items == 6
-
-
-def test_ranks_that_mean_different_places_commit_nothing(ranks, tmp_path) -> None:
-    ranks(2, _save_together, str(tmp_path / "a"))
-    errors = ranks.errors(
-        2, _copy, str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "elsewhere")
-    )
+def test_ranks_that_mean_different_places_copy_nothing(ranks, run, tmp_path) -> None:
+    errors = ranks.errors(2, _copy, str(run), str(tmp_path / "b"), str(tmp_path / "elsewhere"))
     assert [type(error) for error in errors] == [DifferentCheckpointsError] * 2
-    assert not cloudckpt.exists(tmp_path / "b")
+    assert not (tmp_path / "b").exists()

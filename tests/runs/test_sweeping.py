@@ -17,7 +17,7 @@ import cloudckpt
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint import baseline
 from cloudckpt.errors import AccessDeniedError, ConnectionLostError, IncompleteSaveError
-from cloudckpt.runs.sweeping import Sweep, find_leftovers, sweep
+from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores import registry
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
@@ -223,12 +223,11 @@ def test_what_was_found_is_deleted_and_nothing_that_is_new_or_no_longer_left_ove
     parsed = CheckpointURI.parse(uri)
     store = open_store(parsed, config)
     store.create_upload(parsed.key(f"step-2/{OLD}"), 5 * 1024**2)
-    asked = Sweep(uri, older_than=-10, config=config)
+    asked = find_leftovers(uri, older_than=-10, config=config)
     put(uri, config, f"step-2/{other}")  # left over since
     store.create_upload(parsed.key(f"step-2/{other}"), 5 * 1024**2)
     put(uri, config, "step-3/.metadata")  # nobody knows what this names
-    asked.narrow()
-    done = asked.carried_out()
+    done = sweep(uri, older_than=-10, only=asked, config=config)
     assert (done.objects, done.uploads) == ((f"{uri}/step-2/{OLD}",), (f"{uri}/step-2/{OLD}",))
     assert done.unread == (f"{uri}/step-3/.metadata",)
     left = {info.key for info in store.list(parsed.key("step-"))} - {"run/step-1/.metadata"}

@@ -11,23 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 
 import cloudckpt
 from cloudckpt import Config
 from cloudckpt.checkpoint import shard
 from cloudckpt.checkpoint.envelope import Envelope, envelope
-from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ObjectNotFoundError,
 )
-from cloudckpt.runs import verifying
 from cloudckpt.runs.contents import inspect
-from cloudckpt.runs.verifying import Verified, cut, verify
-from cloudckpt.transfer.landing import StoredBytes
+from cloudckpt.runs.verifying import Verified, verify
 
 STATE = {
     "model": {
@@ -254,30 +249,7 @@ def test_without_a_checkpoint_there_is_nothing_to_verify(tmp_path) -> None:
         verify(tmp_path / "step-7")
 
 
-@given(
-    sizes=st.lists(st.integers(0, 5000), max_size=12),
-    block=st.integers(1, 300),
-    lot=st.integers(1, 4000),
-)
-def test_lots_hold_all_blocks_once_and_are_of_about_the_size(sizes, block, lot) -> None:
-    sources = [
-        StoredBytes("key", at * 10_000, size, Blocks(CRC32C, block, ()), None, str(at))
-        for at, size in enumerate(sizes)
-    ]
-    lots = list(cut(sources, lot))
-    ranges = [one for each in lots for one in each]
-    for source in sources:
-        of_it = [(start, stop) for other, start, stop in ranges if other is source]
-        ends = [0, *(stop for _, stop in of_it)]
-        assert [start for start, _ in of_it] == ends[:-1]
-        assert ends[-1] == source.nbytes
-        assert all(start % block == 0 and start < stop for start, stop in of_it)
-    bytes_of_lots = [sum(stop - start for _, start, stop in each) for each in lots]
-    assert all(lot <= nbytes < lot + block for nbytes in bytes_of_lots[:-1])
-
-
 def _verify(uri: str) -> tuple[int, Verified]:
-    verifying._SMALLEST_LOT = 1 << 20
     done = [0]
     found = verify(
         uri, process_group=dist.group.WORLD, progress=lambda moved, total: done.append(moved)
@@ -285,24 +257,24 @@ def _verify(uri: str) -> tuple[int, Verified]:
     return max(done), found
 
 
-def test_ranks_divide_the_bytes(ranks, tmp_path) -> None:
-    state = {name: torch.arange(1_000_000.0) for name in "abc"}
-    cloudckpt.save(state, checkpoint_id=tmp_path)
+def _save_parts(uri: str) -> None:
+    cloudckpt.save({f"of-{dist.get_rank()}": torch.arange(1_000_000.0)}, checkpoint_id=uri)
+
+
+def test_ranks_divide_the_objects(ranks, tmp_path) -> None:
+    ranks(2, _save_parts, str(tmp_path))
     (one, found), (other, again) = ranks(2, _verify, str(tmp_path))
-    assert found == again == Verified(items=3, nbytes=12_000_000, has_checksums=True)
-    assert 12_000_000 <= one + other < 12_100_000
-    assert min(one, other) > 4_000_000
+    assert found == again == Verified(items=2, nbytes=8_000_000, has_checksums=True)
+    assert 8_000_000 <= one + other < 8_100_000
+    assert min(one, other) >= 4_000_000
 
 
 def test_what_each_rank_finds_damaged_is_told_to_all(ranks, tmp_path) -> None:
-    state = {name: torch.arange(1_000_000.0) for name in "abc"}
-    cloudckpt.save(state, checkpoint_id=tmp_path)
-    [data] = tmp_path.glob("__0_0.*.distcp")
-    content = bytearray(data.read_bytes())
-    for at in range(500_000, len(content), 1_500_000):
-        content[at] ^= 1
-    data.write_bytes(content)
+    ranks(2, _save_parts, str(tmp_path))
+    for data in tmp_path.glob("*.distcp"):
+        for at in (500_000, 2_000_000):
+            flip(data, at)
     errors = ranks.errors(2, _verify, str(tmp_path))
     assert [type(error) for error in errors] == [CheckpointCorruptError] * 2
-    assert len(errors[0].damages) == 8
+    assert len(errors[0].damages) == 4
     assert errors[0].damages == errors[1].damages

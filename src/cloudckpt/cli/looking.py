@@ -77,7 +77,7 @@ def _print_notes(found: "CheckpointContents", items: "tuple[StoredItem, ...]") -
 
 @command(CHECKPOINTS)
 def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
-    """Show how two checkpoints differ: in names, nesting, shapes, types and, by checksums, content.
+    """Show how two checkpoints differ: in names, shapes, types and, by checksums, content.
 
     The exit code is 1 if they differ, and more if that can't be told: 2 if checksums don't tell, or
     for a failure, 3 if one is not there, 4 if one is damaged.
@@ -103,8 +103,6 @@ def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
         for item in found.items
         if item.verdict != "same"
     ]
-    empty = dict.fromkeys(["first", "second", "differing"])
-    rows += [{"verdict": "empty", "name": name, **empty} for name in found.empty_dicts]
     call.show(rows, {**dataclasses.asdict(found), "are_same": found.are_same}, _STYLES)
     counts = Counter[str](item.verdict for item in found.items)
     if call.has_reader:

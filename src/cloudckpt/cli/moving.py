@@ -59,7 +59,7 @@ def cp(
 
     It is compared with its checksums on the way, and becomes visible when all of it is there. A
     checkpoint that is copied to a run goes beneath it. Started by torchrun, the ranks divide the
-    work.
+    checkpoints of a run.
 
     Args:
         call: As it was called.
@@ -95,28 +95,22 @@ def cp(
 
 
 @command(CHECKPOINTS, writes=True)
-def unshare(call: Call, checkpoint: str, *, ranks: bool | None = None) -> None:
+def unshare(call: Call, checkpoint: str) -> None:
     """Make a checkpoint self-contained that shares bytes with others of its run.
 
-    What it shares is copied into its own folder. Started by torchrun, the ranks divide the work.
+    What it shares is copied into its own folder.
 
     Args:
         call: As it was called.
         checkpoint: The checkpoint, e.g. s3://bucket/run/step-1000.
-        ranks: Share the work with the other ranks of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-            [default: if torchrun has started the command]
     """
     if call.dry_run:
         shared = sum(cloudckpt.inspect(checkpoint, config=call.config).shared.values())
         row = {"nbytes": Size(shared), "checkpoint": checkpoint}
         call.done([row], row)
         return
-    with together(ranks) as joined:
-        with progress_bar("copying", shown=joined.speaks and call.talks) as progress:
-            copied = cloudckpt.runs.detach(
-                checkpoint, config=call.config, process_group=joined.group, progress=progress
-            )
-        if joined.speaks:
-            state = "unshared" if copied.checkpoints else "already self-contained"
-            row = {"state": state, "nbytes": Size(copied.nbytes), "checkpoint": checkpoint}
-            call.done([row], row)
+    with progress_bar("copying", shown=call.talks) as progress:
+        copied = cloudckpt.runs.detach(checkpoint, config=call.config, progress=progress)
+    state = "unshared" if copied.checkpoints else "already self-contained"
+    row = {"state": state, "nbytes": Size(copied.nbytes), "checkpoint": checkpoint}
+    call.done([row], row)

@@ -14,10 +14,9 @@ import cloudckpt
 from cloudckpt.cli.app import say
 from cloudckpt.cli.call import RUNS, Call, command, seconds
 from cloudckpt.cli.output import Moment, Size, safe
-from cloudckpt.config import config_or_default
-from cloudckpt.errors import CheckpointNotFoundError, ConfigError
+from cloudckpt.errors import CheckpointNotFoundError
 from cloudckpt.runs import CheckpointSummary, finding
-from cloudckpt.runs.catalog import Run, check_is_no_run, newest_of, summary
+from cloudckpt.runs.catalog import Run, newest_of, summary
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.uri import CheckpointURI
 
@@ -39,13 +38,9 @@ def ls(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) ->
             name, of checkpoints, too.
         step_name: The name pattern of the run's checkpoints.
     """
-    uris = _matching(call, locations)
-    if uris == locations and len(uris) == 1:
-        found = cloudckpt.list_checkpoints(uris[0], step_name=step_name, config=call.config)
-    else:
-        found = _checkpoints_among(call, uris, step_name)
+    found = _checkpoints(call, locations, step_name)
     if not found:
-        _show_runs(call, uris, step_name)
+        _show_runs(call, locations, step_name)
         return
     rows: list[dict[str, object]] = [
         {
@@ -59,8 +54,27 @@ def ls(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) ->
         for one in found
     ]
     if not any(one.is_abandoned for one in found):  # else it matters whose each of them is
-        rows = [{name: one for name, one in row.items() if name != "job"} for row in rows]
+        for row in rows:
+            del row["job"]
     call.show(rows, [dataclasses.asdict(one) for one in found], _YELLOW)
+
+
+def _checkpoints(call: Call, locations: Sequence[str], step_name: str) -> list[CheckpointSummary]:
+    """The checkpoints of one run, or those among several locations."""
+    uris = [uri for one in locations for uri in finding.matching(one, call.config)]
+    if uris == locations and len(uris) == 1:
+        return cloudckpt.list_checkpoints(uris[0], step_name=step_name, config=call.config)
+    wanted = [one for one in map(CheckpointURI.parse, uris) if _is_checkpoint(call, one)]
+    return [
+        one
+        for run in dict.fromkeys(one.parent for one in wanted)
+        for one in cloudckpt.list_checkpoints(run, step_name=step_name, config=call.config)
+        if one.uri in map(str, wanted)
+    ]
+
+
+def _is_checkpoint(call: Call, uri: CheckpointURI) -> bool:
+    return finding.is_checkpoint(Run(uri.parent, config=call.config).view, uri)
 
 
 def _state(one: CheckpointSummary) -> str:
@@ -71,48 +85,34 @@ def _state(one: CheckpointSummary) -> str:
     return "kept" if one.is_referred_to else "incomplete"
 
 
-def _matching(call: Call, locations: Sequence[str]) -> list[str]:
-    return [uri for one in locations for uri in finding.matching(one, call.config)]
-
-
-def _checkpoints_among(call: Call, uris: Sequence[str], step_name: str) -> list[CheckpointSummary]:
-    locations = [CheckpointURI.parse(uri) for uri in uris]
-    runs = {one.parent: Run(one.parent, config=call.config).view for one in locations}
-    wanted = [one for one in locations if finding.is_checkpoint(runs[one.parent], one)]
-    names = {str(one) for one in wanted}
-    return [
-        one
-        for run in dict.fromkeys(one.parent for one in wanted)
-        for one in cloudckpt.list_checkpoints(run, step_name=step_name, config=call.config)
-        if one.uri in names
-    ]
-
-
-def _show_runs(call: Call, uris: Sequence[str], step_name: str) -> None:
+def _show_runs(call: Call, locations: Sequence[str], step_name: str) -> None:
     rows = []
-    for run in _runs_beneath(call, uris, step_name):
-        steps = run.steps_among(run.view.folders(run.root.key("")))
+    for run in _runs_beneath(call, locations, step_name):
+        steps = run.steps()
         newest = newest_of(run.view, run, steps)
         last = None if newest is None else summary(run.view, run, run.names.name(newest))
         age = None if last is None or last.modified is None else Moment(last.modified)
         rows.append({"latest": newest, "steps": len(steps), "age": age, "run": str(run.root)})
     call.show(rows)
-    _refuse_none(rows, uris)
+    _refuse_none(rows, locations)
 
 
-def _runs_beneath(call: Call, uris: Sequence[str], step_name: str = DEFAULT_PATTERN) -> list[Run]:
+def _runs_beneath(
+    call: Call, locations: Sequence[str], step_name: str = DEFAULT_PATTERN
+) -> list[Run]:
     found = [
         run
-        for uri in uris
+        for location in locations
+        for uri in finding.matching(location, call.config)
         for run in finding.runs_beneath(uri, step_name=step_name, config=call.config)
     ]
     return list({run.root: run for run in found}.values())
 
 
-def _refuse_none(found: Sequence[object], uris: Sequence[str]) -> None:
+def _refuse_none(found: Sequence[object], locations: Sequence[str]) -> None:
     if not found:
         what = "there are no checkpoints here, nor in folders beneath"
-        raise CheckpointNotFoundError(what, uri=", ".join(uris))
+        raise CheckpointNotFoundError(what, uri=", ".join(locations))
 
 
 @command(RUNS)
@@ -125,7 +125,7 @@ def du(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) ->
         step_name: The name pattern of the runs' checkpoints.
     """
     rows = []
-    for run in _runs_beneath(call, uris := _matching(call, locations), step_name):
+    for run in _runs_beneath(call, locations, step_name):
         found = cloudckpt.list_checkpoints(run.root, step_name=step_name, config=call.config)
         rows.append(
             {
@@ -137,7 +137,7 @@ def du(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) ->
             }
         )
     call.show(rows)
-    _refuse_none(rows, uris)
+    _refuse_none(rows, locations)
 
 
 @command(RUNS)
@@ -199,7 +199,6 @@ def recover(call: Call, checkpoint: str, *, wait: str = "60s") -> None:
     state = "committed"
     if call.dry_run:
         uri = CheckpointURI.parse(checkpoint)
-        check_is_no_run(uri, config_or_default(call.config))
         run = Run(uri.parent, config=call.config)
         found = summary(run.view, run, uri.folder)
         _refuse_none([found] if found else [], [checkpoint])
@@ -221,11 +220,11 @@ def rm(call: Call, locations: list[str], *, recursive: bool = False) -> None:
             left in them. No job may be saving there.
     """
     runs, alone = list[Run](), list[str]()
-    for uri in _matching(call, locations):
+    for uri in [uri for one in locations for uri in finding.matching(one, call.config)]:
         found = _runs_beneath(call, [uri]) if recursive else []
         runs += found
         alone += [] if found else [uri]
-    _delete(call, alone, [finding.RunFiles(run) for run in runs])
+    _delete(call, alone, runs)
 
 
 @command(RUNS, writes=True, asks=True)
@@ -281,21 +280,25 @@ def prune(
     _delete(call, unneeded)
 
 
-def _delete(call: Call, uris: Sequence[str], runs: Sequence[finding.RunFiles] = ()) -> None:
+def _delete(call: Call, uris: Sequence[str], runs: Sequence[Run] = ()) -> None:
     """Deletes checkpoints and whole runs once that is confirmed.
 
     Raises:
         CheckpointNotFoundError: At the end, for the first that is not there; it stops no other.
     """
-    inside = [uri for run in runs for uri in run.checkpoints]
-    every, nbytes = [*inside, *uris], sum(run.nbytes for run in runs)
+    from cloudckpt.runs.deleting import delete_run
+
+    inside = [
+        one for run in runs for one in cloudckpt.list_checkpoints(run.root, config=call.config)
+    ]
+    every = [*(one.uri for one in inside), *uris]
     if every and not call.dry_run:
-        whole = f" (whole runs, {as_size(nbytes)})" if runs else ""
+        whole = f" (whole runs, {as_size(sum(one.nbytes for one in inside))})" if runs else ""
         ends = safe(every[0]) if len(every) == 1 else f"{safe(every[0])} to {safe(every[-1])}"
         call.confirm(f"Delete {len(every)} checkpoints{whole}: {ends}?")
         for run in runs:
-            run.delete()
-    deleted, missing = [*inside], list[CheckpointNotFoundError]()
+            delete_run(run.root, config=call.config)
+    deleted, missing = [one.uri for one in inside], list[CheckpointNotFoundError]()
     remove = partial(cloudckpt.inspect if call.dry_run else cloudckpt.delete, config=call.config)
     try:
         for uri in uris:
@@ -311,13 +314,7 @@ def _delete(call: Call, uris: Sequence[str], runs: Sequence[finding.RunFiles] = 
     for other in missing[1:]:
         say(other)
     if missing:
-        with_hint = missing[0]
-        try:
-            location = CheckpointURI.parse(str(with_hint.uri))
-            check_is_no_run(location, config_or_default(call.config))
-        except ConfigError:
-            with_hint.message = "this is a run, not a checkpoint: --recursive deletes all of it"
-        raise with_hint
+        raise missing[0]
 
 
 @command(RUNS, writes=True, asks=True)
@@ -329,18 +326,16 @@ def sweep(call: Call, run: str, *, older_than: str = "24h") -> None:
         run: The folder of a run, e.g. s3://bucket/run.
         older_than: Their minimum age; less than a day only if no job is saving there.
     """
-    from cloudckpt.runs.sweeping import Sweep
+    from cloudckpt.runs import sweeping
 
-    sweep = Sweep(run, older_than=seconds(older_than), config=call.config)
-    found = sweep.found()
+    age = seconds(older_than)
+    found = sweeping.find_leftovers(run, older_than=age, config=call.config)
     for uri in found.unread:
         say(f"{uri} can't be read, so everything beside it stays")
     if not call.dry_run and (found.objects or found.uploads):
         objects = f"{len(found.objects)} objects ({as_size(found.nbytes)})"
         call.confirm(f"Delete {objects} and {len(found.uploads)} uploads in {safe(run)}?")
-        if not call.yes:  # that has taken a while
-            sweep.narrow()
-        found = sweep.carried_out()
+        found = sweeping.sweep(run, older_than=age, only=found, config=call.config)
     verbs = ("would delete", "would abort") if call.dry_run else ("deleted", "aborted")
     kinds = zip(verbs, (found.objects, found.uploads), strict=True)
     rows = [{"action": verb, "object": uri} for verb, uris in kinds for uri in uris]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,7 +20,6 @@ from cloudckpt.checkpoint.objects import (
     data_name,
 )
 from cloudckpt.config import Config
-from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
@@ -33,10 +30,9 @@ from cloudckpt.errors import (
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
-    ProcessGroupError,
 )
 from cloudckpt.runs.contents import ReadContent, read_content
-from cloudckpt.runs.verifying import find_damages, one_error
+from cloudckpt.runs.verifying import Progress, find_damages, one_error
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.copying import CopyTask, MismatchError, copies_within, relay
@@ -47,7 +43,7 @@ from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["CheckpointCopy", "Copied", "Place", "Progress", "divided"]
+__all__ = ["Copied", "Place", "copy_checkpoint"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -134,43 +130,6 @@ class Place:
         return [info for info in found.values() if info is not None]
 
 
-class Progress:
-    """Adds up what threads have copied.
-
-    Attributes:
-        total: The bytes to be copied in all.
-    """
-
-    def __init__(self, tell: Callable[[int, int], None]) -> None:
-        self.total = 0
-        self._tell = tell
-        self._lock = threading.Lock()
-        self._done = 0
-
-    def add(self, count: int) -> None:
-        """Counts bytes, and reports the sum so far."""
-        with self._lock:
-            self._done += count
-            self.total = max(self.total, self._done)
-            done, total = self._done, self.total
-        self._tell(done, total)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What the first rank broadcasts to the others.
-
-    Attributes:
-        shares: The data objects that each rank copies.
-        commit: The commit object of the source, as it was read; None if there is nothing to copy.
-        is_there: Whether the target has the same checkpoint already.
-    """
-
-    shares: Sequence[Sequence[CopyTask]] = ()
-    commit: ObjectInfo | None = None
-    is_there: bool = False
-
-
 class _Nothing(Sink):
     """Discards bytes that are read only to verify them."""
 
@@ -178,138 +137,136 @@ class _Nothing(Sink):
         pass
 
 
-class CheckpointCopy:
-    """The copy of one checkpoint; all ranks make the same calls."""
+def copy_checkpoint(
+    source: Place, target: Place, progress: Progress, *, is_of_a_run: bool = False
+) -> Copied:
+    """Copies one checkpoint; to its own location, so that it refers to no other one any more.
 
-    def __init__(
-        self,
-        source: Place,
-        target: Place,
-        meeting: Meeting,
-        overwrite: bool,
-        progress: Progress,
-        *,
-        is_of_a_run: bool = False,
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._meeting = meeting
-        self._rank, self._world = meeting.rank, meeting.size
-        self._overwrite = overwrite
-        self._progress = progress
-        self._is_of_a_run = is_of_a_run
-        self._is_detached = source.uri == target.uri
-        self._made: _Commit | None = None  # on the first rank
+    Args:
+        source: Where it is.
+        target: Where the copy is to be; its options say whether it may replace what is there.
+        progress: What counts the bytes.
+        is_of_a_run: Whether what the target has already is left out, and others count the bytes.
 
-    def run(self) -> Copied:
-        """Copies it, unless the target already has it.
+    Raises:
+        CheckpointReplacedError: If the source was replaced meanwhile; this can be called again.
+        CloudCheckpointError: As :func:`cloudckpt.copy`.
+    """
+    part = read_content(source.uri, source.config)
+    if is_of_a_run and _has_the_same(target, part):
+        return Copied(already_there=1)
+    baseline, attempt = _baseline(part, source, target), random_suffix()
+    objects = {one.source: one for one in _objects(part, source, target)}
+    tasks = [
+        replace(one, target=target.uri.key(data_name(0, ordinal, attempt)))
+        for ordinal, one in enumerate(objects.values())
+    ]
+    draft = Draft.of_copy(part.said, _renamed(part, source, tasks, attempt), attempt)
+    if not is_of_a_run:
+        progress.total = sum(task.size for task in tasks)
+    try:
+        by_store = _Sending(source, target, progress).run(tasks, part)
+    except BaseException:
+        _discard(tasks, target)
+        raise
+    written = {task.target.removeprefix(target.uri.key("")) for task in tasks}
+    try:
+        publish(
+            target.store,
+            target.uri,
+            target.config,
+            baseline=baseline,
+            attempt=random_suffix(),
+            objects=[ObjectRecord(one.name, one.size, one.checksum) for one in draft.objects],
+            own=written,
+            kept={one.name for one in draft.objects} - written,
+            data=partial(draft.data, part.said.notes),
+        )
+    except CommitUnknownError:
+        raise
+    except Exception:  # the failed commit has deleted its own object
+        _discard(tasks, target)
+        raise
+    finally:
+        forget_listings()
+    nbytes = sum(task.size for task in tasks)
+    return Copied(checkpoints=1, objects=len(tasks), nbytes=nbytes, by_store=by_store)
 
-        Raises:
-            CheckpointReplacedError: If the source was replaced meanwhile; this can be called again.
-        """
-        plan = self._meeting.broadcast_from_first(self._plan)
-        if plan.is_there:
-            return Copied(already_there=1)
-        share = plan.shares[self._rank]
-        if not self._is_of_a_run:
-            self._progress.total = sum(task.size for task in share)
-        has_sent = False
-        try:
-            by_store = self._meeting.begin(lambda: self._send(share, plan.commit))
-            has_sent = True
-            by_store = sum(self._meeting.gathered(by_store))
-        except BaseException as error:
-            # the first rank commits once it has heard of all; others can't know whether it has
-            if self._rank == 0 or not (has_sent or isinstance(error, ProcessGroupError)):
-                self._discard(share)
-            raise
-        self._meeting.broadcast_from_first(lambda: self._commit(share))
-        tasks = [task for share in plan.shares for task in share]
-        nbytes = sum(task.size for task in tasks)
-        return Copied(checkpoints=1, objects=len(tasks), nbytes=nbytes, by_store=by_store)
 
-    def _plan(self) -> _Plan:
-        """Reads the source, and checks what is at the target."""
-        source, target = self._source, self._target
-        part = read_content(source.uri, source.config)
-        if self._is_of_a_run and _has_the_same(target, part):
-            return _Plan(is_there=True)
-        baseline = self._baseline(part)
-        objects = {one.source: one for one in self._objects(part)}
-        attempt = random_suffix()
-        shares = [
-            [
-                replace(one, target=target.uri.key(data_name(rank, ordinal, attempt)))
-                for ordinal, one in enumerate(share)
-            ]
-            for rank, share in enumerate(divided(list(objects.values()), self._world))
+def _renamed(
+    part: ReadContent, source: Place, tasks: Sequence[CopyTask], attempt: str
+) -> dict[str, WrittenObject]:
+    """The objects of the copy, by the names that they have in the source."""
+    known = {one.name: one for one in part.said.objects}
+    names = {source.uri.key(name): name for name in known}
+    renamed = dict(known)  # what is not copied stays as it is
+    for ordinal, task in enumerate(tasks):
+        name = names.get(task.source, task.source.removeprefix(source.uri.key("")))
+        record = known.get(name) or WrittenObject(0, 0, "", task.size, 0, 0, 0)
+        renamed[name] = replace(record, rank=0, ordinal=ordinal, attempt=attempt, folder="")
+    return renamed
+
+
+def _baseline(part: ReadContent, source: Place, target: Place) -> Baseline:
+    """What is at the target now.
+
+    Raises:
+        CheckpointExistsError: If there is a checkpoint that must not be replaced.
+    """
+    uri, store = target.uri, target.store
+    name = part.commit.key.removeprefix(source.uri.key(""))
+    key = uri.key(name)
+    look = partial(target.retrier.call, partial(store.look, key))
+    begun = begin(look, key, uri.object(name), overwrite=True)
+    if begun.version and not target.config.overwrite and source.uri != uri:
+        raise CheckpointExistsError(
+            "a checkpoint already exists here: choose another location, or allow it to be "
+            "replaced (overwrite=True, --overwrite)",
+            uri=str(uri),
+        )
+    return begun
+
+
+def _objects(part: ReadContent, source: Place, target: Place) -> list[CopyTask]:
+    """The data objects of the source that the target lacks, not yet named there."""
+    uri, kind = source.uri, part.said.checksum
+    if kind is not None:
+        return [
+            CopyTask(uri.key(one.name), "", one.size, one.checksum, kind)
+            for one in part.said.objects
+            if one.folder or uri != target.uri
         ]
-        places = {
-            task.source: (rank, ordinal)
-            for rank, share in enumerate(shares)
-            for ordinal, task in enumerate(share)
-        }
-        known = {one.name: one for one in part.said.objects}
-        renamed: dict[str, WrittenObject] = {}
-        if self._is_detached:
-            renamed = {name: one for name, one in known.items() if not one.folder}
-        names = {source.uri.key(name): name for name in known}
-        for task in self._objects(part):
-            name = names.get(task.source, task.source.removeprefix(source.uri.key("")))
-            rank, ordinal = places[task.source]
-            record = known.get(name) or WrittenObject(0, 0, "", task.size, 0, 0, 0)
-            own = replace(record, rank=rank, ordinal=ordinal, attempt=attempt, folder="")
-            renamed[name] = own
-        draft = Draft.of_copy(part.said, renamed, attempt)
-        self._made = _Commit(baseline, draft, part.said.notes, attempt)
-        return _Plan(shares, part.commit)
-
-    def _baseline(self, part: ReadContent) -> Baseline:
-        """What is at the target now.
-
-        Raises:
-            CheckpointExistsError: If there is a checkpoint that must not be replaced.
-        """
-        uri, store, retrier = self._target.uri, self._target.store, self._target.retrier
-        source = self._source.uri
-        name = part.commit.key.removeprefix(source.key(""))
-        key = uri.key(name)
-        look = partial(retrier.call, partial(store.look, key))
-        begun = begin(look, key, uri.object(name), overwrite=True)
-        if not self._overwrite and begun.version:
-            raise CheckpointExistsError(
-                "a checkpoint already exists here: choose another location, or allow it to be "
-                "replaced (overwrite=True, --overwrite)",
-                uri=str(uri),
+    needed: dict[str, int] = {}  # by key, the bytes that must be there
+    for entry in (part.metadata.storage_data or {}).values():
+        key = uri.key(checked(entry.relative_path, str(uri)))
+        needed[key] = max(needed.get(key, 0), entry.offset + entry.length)
+    kind = source.store.capabilities.checksum
+    infos = source.heads(list(needed))
+    for info in infos:
+        if info.size < needed[info.key]:
+            raise CheckpointCorruptError(
+                f"an object has {info.size} bytes, and the checkpoint needs the first "
+                f"{needed[info.key]}: it was cut off",
+                uri=source.store.uri(info.key),
             )
-        return begun
+    return [CopyTask(info.key, "", info.size, info.checksum, kind) for info in infos]
 
-    def _objects(self, part: ReadContent) -> list[CopyTask]:
-        """The data objects of the source, not yet named at the target."""
-        uri, kind = self._source.uri, part.said.checksum
-        if kind is not None:
-            return [
-                CopyTask(uri.key(one.name), "", one.size, one.checksum, kind)
-                for one in part.said.objects
-                if one.folder or not self._is_detached
-            ]
-        needed: dict[str, int] = {}  # by key, the bytes that must be there
-        for entry in (part.metadata.storage_data or {}).values():
-            key = uri.key(checked(entry.relative_path, str(uri)))
-            needed[key] = max(needed.get(key, 0), entry.offset + entry.length)
-        kind = self._source.store.capabilities.checksum
-        infos = self._source.heads(list(needed))
-        for info in infos:
-            if info.size < needed[info.key]:
-                raise CheckpointCorruptError(
-                    f"an object has {info.size} bytes, and the checkpoint needs the first "
-                    f"{needed[info.key]}: it was cut off",
-                    uri=self._source.store.uri(info.key),
-                )
-        return [CopyTask(info.key, "", info.size, info.checksum, kind) for info in infos]
 
-    def _send(self, share: Sequence[CopyTask], commit: ObjectInfo | None) -> int:
-        """Copies objects.
+def _discard(tasks: Sequence[CopyTask], target: Place) -> None:
+    keys, config = [task.target for task in tasks], target.config
+    delete_quietly(target.store, keys, config.retry, threads=config.requests_at_once)
+
+
+@dataclass(frozen=True)
+class _Sending:
+    """Moves the bytes of the objects of one checkpoint."""
+
+    source: Place
+    target: Place
+    progress: Progress
+
+    def run(self, tasks: Sequence[CopyTask], part: ReadContent) -> int:
+        """Copies objects; those damaged in transit are copied once more.
 
         Returns:
             The bytes that the store copied itself.
@@ -319,16 +276,14 @@ class CheckpointCopy:
             CheckpointCorruptError: If it is damaged.
         """
         try:
-            return self._sent(share)
+            return self._sent(tasks)
         except CheckpointCorruptError as error:
-            source = self._source
-            if commit is not None:
-                check_unchanged(source.store, commit, str(source.uri), source.config.retry, error)
+            source = self.source
+            check_unchanged(source.store, part.commit, str(source.uri), source.config.retry, error)
             raise
 
-    def _sent(self, share: Sequence[CopyTask]) -> int:
-        """Copies objects; those damaged in transit are copied once more."""
-        left = {task.target: task for task in self._by_store(share)}
+    def _sent(self, tasks: Sequence[CopyTask]) -> int:
+        left = {task.target: task for task in self._by_store(tasks)}
         by_store = 0
 
         def arrived(task: CopyTask) -> None:
@@ -336,17 +291,17 @@ class CheckpointCopy:
             del left[task.target]
             by_store += task.size if task.found is not None else 0
 
-        stats = TransferStats(str(self._target.uri), self._rank)
+        stats = TransferStats(str(self.target.uri))
         tries = 0
         while True:
             try:
                 relay(
-                    self._source.store,
-                    self._target.store,
+                    self.source.store,
+                    self.target.store,
                     list(left.values()),
-                    self._target.config,
+                    self.target.config,
                     stats,
-                    moved=self._progress.add,
+                    moved=self.progress.add,
                     arrived=arrived,
                 )
                 return by_store
@@ -361,24 +316,23 @@ class CheckpointCopy:
                 if tries == 2:
                     raise
 
-    def _by_store(self, share: Sequence[CopyTask]) -> list[CopyTask]:
+    def _by_store(self, tasks: Sequence[CopyTask]) -> list[CopyTask]:
         """The objects, with the source's information on those that the target can copy itself.
 
         Local files are streamed: nothing would show whether they were copied unchanged.
         """
-        source, target = self._source, self._target
+        source, target = self.source, self.target
         within = [
-            task
-            for task in share
+            task.source
+            for task in tasks
             if source.uri.scheme != "file" and copies_within(source.store, target.store, task.size)
         ]
-        infos = source.heads([task.source for task in within])
-        found = {info.key: info for info in infos}
-        return [replace(task, found=found.get(task.source)) for task in share]
+        found = {info.key: info for info in source.heads(within)}
+        return [replace(task, found=found.get(task.source)) for task in tasks]
 
     def _look_for_damages(self, error: MismatchError) -> None:
         """Finds out which blocks of an object are damaged, if any."""
-        source = self._source
+        source = self.source
         wanted = [
             Wanted(stored, 0, stored.nbytes, _Nothing(None), True)
             for stored in read_content(source.uri, source.config).sources(
@@ -388,79 +342,6 @@ class CheckpointCopy:
         ]
         if found := find_damages(source.store, source.uri, wanted, source.config):
             raise one_error(found) from error
-
-    def _commit(self, share: Sequence[CopyTask]) -> None:
-        """Makes the copy visible."""
-        target = self._target
-        own = {task.target.removeprefix(target.uri.key("")) for task in share}
-        commit = self._made
-        assert commit is not None
-        try:
-            publish(
-                target.store,
-                target.uri,
-                target.config,
-                baseline=commit.baseline,
-                attempt=random_suffix(),
-                objects=commit.objects,
-                own=own,
-                kept=commit.kept,
-                data=partial(commit.draft.data, commit.notes),
-            )
-        except CommitUnknownError:
-            raise
-        except Exception:  # the failed commit has deleted its own object
-            keys = [
-                target.uri.key(one.name) for one in commit.objects if one.name not in commit.kept
-            ]
-            delete_quietly(
-                target.store, keys, target.config.retry, threads=target.config.requests_at_once
-            )
-            raise
-        finally:
-            forget_listings()
-
-    def _discard(self, share: Sequence[CopyTask]) -> None:
-        keys, config = [task.target for task in share], self._target.config
-        delete_quietly(self._target.store, keys, config.retry, threads=config.requests_at_once)
-
-
-@dataclass(frozen=True)
-class _Commit:
-    """A commit object of the copy, and what it names.
-
-    Attributes:
-        baseline: What is at its location now.
-        draft: What it will hold.
-        notes: The notes, as they are stored.
-        attempt: The random name of the copy, part of the names of all that it has written.
-    """
-
-    baseline: Baseline
-    draft: Draft
-    notes: bytes
-    attempt: str
-
-    @property
-    def kept(self) -> frozenset[str]:
-        """The names of objects that existed before."""
-        return frozenset(one.name for one in self.draft.objects if one.attempt != self.attempt)
-
-    @property
-    def objects(self) -> list[ObjectRecord]:
-        """The data objects."""
-        return [ObjectRecord(one.name, one.size, one.checksum) for one in self.draft.objects]
-
-
-def divided(tasks: Sequence[CopyTask], ranks: int) -> list[list[CopyTask]]:
-    """A share of the objects for each rank, of about equal bytes; the same on every call."""
-    shares: list[list[CopyTask]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]
-    for task in sorted(tasks, key=lambda one: (-one.size, one.source)):
-        nbytes, rank = heapq.heappop(loads)
-        shares[rank].append(task)
-        heapq.heappush(loads, (nbytes + task.size, rank))
-    return shares
 
 
 def _has_the_same(target: Place, ours: ReadContent) -> bool:

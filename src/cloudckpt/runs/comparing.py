@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from cloudckpt.checkpoint.base import Digest
 from cloudckpt.checkpoint.columns import counted
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
@@ -31,7 +30,11 @@ __all__ = ["ComparedItem", "Comparison", "diff"]
 _Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a chunk in its tensor."""
 
-Verdict = Literal["same", "changed", "reshaped", "moved", "removed", "added", "unknown"]
+_Content = dict[tuple[object, ...], tuple[object, int]]
+"""By the position of each chunk and the kind of its mark, the mark that equal bytes share, and how
+many bytes there are."""
+
+Verdict = Literal["same", "changed", "reshaped", "removed", "added", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +44,11 @@ class ComparedItem:
     Attributes:
         name: Its fully qualified name.
         verdict: ``same``; ``changed``: other content; ``reshaped``: another shape or element type,
-            or a tensor in only one of them; ``moved``: the same, but under keys of another type, or
-            in a list in only one of them; ``removed`` and ``added``: only in the first, or only in
-            the second; ``unknown``: their checksums can't be compared.
+            or a tensor in only one of them; ``removed`` and ``added``: only in the first, or only
+            in the second; ``unknown``: their checksums can't be compared.
         first: The entry in the first checkpoint, if it is there.
         second: The entry in the second checkpoint, if it is there.
-        differing: For ``changed``: the bytes of the chunks whose digests differ, or of the blocks
-            whose checksums do; None if unknown.
+        differing: For ``changed``: the bytes of the chunks that differ; None if unknown.
     """
 
     name: str
@@ -65,19 +66,17 @@ class Comparison:
         first: The location of the first.
         second: The location of the second.
         items: The entries of both, by name.
-        empty_dicts: The empty dicts in only one of them, by name.
     """
 
     first: str
     second: str
     items: tuple[ComparedItem, ...]
-    empty_dicts: tuple[str, ...] = ()
 
     @property
     def are_same(self) -> bool | None:
         """Whether all entries are the same; None if their checksums don't tell."""
         verdicts = {item.verdict for item in self.items}
-        if verdicts <= {"same", "unknown"} and not self.empty_dicts:
+        if verdicts <= {"same", "unknown"}:
             return None if "unknown" in verdicts else True
         return False
 
@@ -126,15 +125,7 @@ def diff(
     for name, one, other in unknown:
         verdict, differing = _by_checksums(one, other)
         items[name] = dataclasses.replace(items[name], verdict=verdict, differing=differing)
-    for name, item in items.items():
-        if item.verdict == "same" and _are_moved(ours[name], theirs[name]):
-            items[name] = dataclasses.replace(item, verdict="moved")
-    return Comparison(
-        first=str(here),
-        second=str(there),
-        items=tuple(items.values()),
-        empty_dicts=tuple(sorted(_empty_dicts(before, after, pattern))),
-    )
+    return Comparison(first=str(here), second=str(there), items=tuple(items.values()))
 
 
 @dataclass(frozen=True)
@@ -165,9 +156,9 @@ class _Entry:
         ]
         return dict(zip(_boxes_of(tensor), self.part.places.wholes(indices), strict=True))
 
-    def digests(self) -> dict[_Place, tuple[Digest, int]] | None:
-        """Digest and bytes of each chunk, by its position; None if digests were not stored."""
-        inventory = self.part.said.inventory
+    def digests(self) -> _Content | None:
+        """The digests of its chunks; None if none were stored."""
+        inventory, tensor = self.part.said.inventory, self.tensor
         if inventory is None or not inventory.extents.has_digests:
             return None
         known = inventory.entries[self.name]
@@ -175,28 +166,22 @@ class _Entry:
         _, _, lengths, highs, lows = (
             one.tolist() for one in inventory.extents.at(rows).all_columns
         )
-        digests = list(zip(highs, lows, strict=True))
-        tensor = self.tensor
-        if tensor is None:
-            return {((), ()): (digests[0], lengths[0])}
-        return {
-            place: (digest, math.prod(place[1]) * tensor.properties.dtype.itemsize)
-            for place, digest in zip(_boxes_of(tensor), digests, strict=True)
-        }
+        places = [((), ())] if tensor is None else _boxes_of(tensor)
+        if tensor is not None:
+            itemsize = tensor.properties.dtype.itemsize
+            lengths = [math.prod(sizes) * itemsize for _, sizes in places]
+        marks = zip(zip(highs, lows, strict=True), lengths, strict=True)
+        return dict(zip(places, marks, strict=True))
 
-    def path(self, *, restored: bool) -> list[tuple[type, str]]:
-        """Its keys in the nested state dict, where 0 is not "0", nor an entry of a list.
-
-        Args:
-            restored: Whether keys are those of the state dict; torch's paths have them as strings.
-        """
-        paths, keys = self.part.metadata.planner_data, self.part.said.structure.keys
-        found = paths.get(self.name) if isinstance(paths, Mapping) else None
-        path = found if isinstance(found, tuple) else (self.name,)
-        return [
-            (type(one), repr(keys.get(path[:depth], {}).get(one, one) if restored else one))
-            for depth, one in enumerate(path)
-        ]
+    def checksums(self) -> _Content | None:
+        """The checksums of its chunks; None if it has none."""
+        found: _Content = {}
+        for place, source in self.chunks().items():
+            if source.blocks is None:
+                return None
+            mark = source.nbytes, _checksum(source)
+            found[(place, source.blocks.algorithm)] = mark, source.nbytes
+        return found
 
 
 def _boxes_of(tensor: TensorStorageMetadata) -> list[_Place]:
@@ -209,22 +194,6 @@ def _entries(part: ReadContent, pattern: str) -> dict[str, _Entry]:
         for name in part.metadata.state_dict_metadata
         if fnmatchcase(name, pattern)
     }
-
-
-def _are_moved(one: _Entry, other: _Entry) -> bool:
-    """Whether state dicts that are loaded from both have an entry in different places."""
-    restored = one.part.said.record is not None and other.part.said.record is not None
-    return one.path(restored=restored) != other.path(restored=restored)
-
-
-def _empty_dicts(first: ReadContent, second: ReadContent, pattern: str) -> set[str]:
-    """The empty dicts in only one of two checkpoints; none if one is another writer's."""
-    if first.said.record is None or second.said.record is None:
-        return set()
-    ours, theirs = (
-        {".".join(map(str, path)) for path in one.said.structure.empty} for one in (first, second)
-    )
-    return {name for name in ours ^ theirs if fnmatchcase(name, pattern)}
 
 
 def _read_indexes(entries: Sequence[_Entry], uri: CheckpointURI, config: Config) -> None:
@@ -244,53 +213,28 @@ def _compared(name: str, one: _Entry | None, other: _Entry | None) -> ComparedIt
     elif (first.shape, first.dtype) != (second.shape, second.dtype):
         verdict = "reshaped"
     else:
-        verdict, differing = _by_digests(one, other)
+        verdict, differing = _verdict(one.digests(), other.digests())
     return ComparedItem(name=name, verdict=verdict, first=first, second=second, differing=differing)
 
 
-def _by_digests(one: _Entry, other: _Entry) -> tuple[Verdict, int | None]:
-    ours, theirs = one.digests(), other.digests()
-    if ours is None or theirs is None or ours.keys() != theirs.keys():
-        return "unknown", None
-    differing = [
-        max(ours[place][1], theirs[place][1])
-        for place in ours
-        if ours[place][0] != theirs[place][0]
-    ]
-    return ("changed", sum(differing)) if differing else ("same", None)
-
-
 def _by_checksums(one: _Entry, other: _Entry) -> tuple[Verdict, int | None]:
-    ours, theirs = one.chunks(), other.chunks()
-    if ours.keys() == theirs.keys():
-        found = [_differing(ours[place], theirs[place]) for place in ours]
-        if None not in found:
-            differing = sum(count or 0 for count in found)
-            return ("changed", differing) if differing else ("same", None)
-        return "unknown", None
-    joined = _joined(one, ours), _joined(other, theirs)
-    if None in joined or joined[0][0] is not joined[1][0]:  # type: ignore[index]
-        return "unknown", None
+    verdict, differing = _verdict(one.checksums(), other.checksums())
+    joined = _joined(one), _joined(other)
+    if verdict != "unknown" or None in joined or joined[0][0] is not joined[1][0]:  # type: ignore[index]
+        return verdict, differing
     return ("same" if joined[0] == joined[1] else "changed"), None
 
 
-def _differing(one: StoredBytes, other: StoredBytes) -> int | None:
-    """The bytes of the blocks that differ; None if their checksums can't be compared."""
-    ours, theirs = one.blocks, other.blocks
-    if ours is None or theirs is None or ours.algorithm is not theirs.algorithm:
-        return None
-    if one.nbytes != other.nbytes:
-        return max(one.nbytes, other.nbytes)
-    if ours.size != theirs.size:
-        return 0 if _checksum(one) == _checksum(other) else one.nbytes
-    if ours.checksums == theirs.checksums:
-        return 0
-    pairs = zip(ours.checksums, theirs.checksums, strict=True)
-    return sum(
-        min(ours.size, one.nbytes - number * ours.size)
-        for number, (mine, its) in enumerate(pairs)
-        if mine != its
-    )
+def _verdict(ours: _Content | None, theirs: _Content | None) -> tuple[Verdict, int | None]:
+    """What marks of equal chunks tell, and how many bytes differ."""
+    if ours is None or theirs is None or ours.keys() != theirs.keys():
+        return "unknown", None
+    differing = [
+        max(nbytes, theirs[place][1])
+        for place, (mark, nbytes) in ours.items()
+        if mark != theirs[place][0]
+    ]
+    return ("changed", sum(differing)) if differing else ("same", None)
 
 
 def _checksum(source: StoredBytes) -> int:
@@ -303,16 +247,14 @@ def _checksum(source: StoredBytes) -> int:
     return blocks.algorithm.combine(zip(blocks.checksums, lengths, strict=True))
 
 
-def _joined(
-    entry: _Entry, chunks: dict[_Place, StoredBytes]
-) -> tuple[ChecksumAlgorithm, int] | None:
+def _joined(entry: _Entry) -> tuple[ChecksumAlgorithm, int] | None:
     """The checksum of a whole tensor, if its chunks are rows of it that follow one another."""
     tensor = entry.tensor
     if tensor is None:
         return None
     shape, itemsize = tuple(tensor.size), tensor.properties.dtype.itemsize
     algorithm, total, row = None, 0, 0
-    for (offsets, sizes), source in sorted(chunks.items(), key=lambda pair: pair[0]):
+    for (offsets, sizes), source in sorted(entry.chunks().items(), key=lambda pair: pair[0]):
         is_next = offsets == (row, *([0] * (len(shape) - 1))) and sizes[1:] == shape[1:]
         is_raw = source.nbytes == math.prod(sizes) * itemsize
         if not shape or not is_next or not is_raw or source.blocks is None:

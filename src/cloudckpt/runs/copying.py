@@ -6,15 +6,15 @@ So two copies to one location, or a copy and a save, or a copy and a deletion of
 can't mix. If a copy kept the names of its source, a second copy to the same location would have to
 share the objects of the first, which may be deleting them at that moment.
 
-If the ranks of a group copy together, each takes part of the objects; the first rank reads the
-metadata of the source, and commits.
+If the ranks of a group copy a run together, each takes part of its checkpoints.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch.distributed as dist
 
@@ -30,11 +30,11 @@ from cloudckpt.errors import (
     ConfigError,
 )
 from cloudckpt.runs.catalog import list_checkpoints
-from cloudckpt.runs.checkpoint_copy import CheckpointCopy, Copied, Place, Progress
+from cloudckpt.runs.checkpoint_copy import Copied, Place, copy_checkpoint
 from cloudckpt.runs.claim import copy_claim
 from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.steps import DEFAULT_PATTERN
-from cloudckpt.runs.verifying import one_error
+from cloudckpt.runs.verifying import Progress, one_error
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.retry import retry_if_replaced
 from cloudckpt.uri import CheckpointURI, URILike
@@ -84,7 +84,8 @@ def copy(
         step_name: Of a run, copy only folders with such names, for example ``"step-{step}"``.
         config: Options.
         target_config: Options for the target, if they differ: its endpoint, for example.
-        process_group: Ranks that divide the objects among themselves, if all of them call this.
+        process_group: Ranks that divide the checkpoints of a run among themselves, if all of them
+            call this; a single checkpoint is copied by the first one.
         progress: Called with the bytes that this rank has copied so far and will copy in all, from
             any thread.
 
@@ -121,36 +122,50 @@ def copy(
     pairs = meeting.broadcast_from_first(lambda: _pairs(origin, goal, step_name))
     if isinstance(pairs, str):
         to = replace(goal, uri=checkpoint_location(CheckpointURI.parse(pairs)))
-        one = CheckpointCopy(origin, to, meeting, to.config.overwrite, done)
-        return retry_if_replaced(one.run)
+        return meeting.broadcast_from_first(
+            lambda: retry_if_replaced(partial(copy_checkpoint, origin, to, done))
+        )
     meeting.broadcast_from_first(
         lambda: copy_claim(origin.uri, origin.config, goal.uri, goal.config)
     )
-    done.total = sum(pair.nbytes for pair in pairs) // meeting.size
-    copied, damaged = Copied(), []
-    deleted: CheckpointNotFoundError | None = None
+    share = pairs[meeting.rank :: meeting.size]
+    copies = meeting.begin(lambda: _copies(origin, goal, share, done))
+    of_all = meeting.gathered(copies)
+    copied = sum((one.copied for one in of_all), Copied())
+    if damaged := [error for one in of_all for error in one.damaged]:
+        raise _of_a_run(damaged, copied)
+    deleted = [error for one in of_all for error in one.deleted]
+    if deleted and not copied.checkpoints + copied.already_there:
+        raise deleted[0]
+    return copied
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """What became of the checkpoints of a run."""
+
+    copied: Copied
+    damaged: list[CheckpointCorruptError]
+    deleted: list[CheckpointNotFoundError]
+
+
+def _copies(origin: Place, goal: Place, pairs: Sequence[_Pair], done: Progress) -> _Copies:
+    """Copies checkpoints of a run, one after the other."""
+    done.total = sum(pair.nbytes for pair in pairs)
+    copied, damaged, deleted = Copied(), list[CheckpointCorruptError](), []
     for pair in pairs:
-        one = CheckpointCopy(
-            replace(origin, uri=origin.uri.join(pair.folder)),
-            replace(goal, uri=checkpoint_location(goal.uri.join(pair.folder))),
-            meeting,
-            goal.config.overwrite,
-            done,
-            is_of_a_run=True,
-        )
+        source = replace(origin, uri=origin.uri.join(pair.folder))
+        target = replace(goal, uri=checkpoint_location(goal.uri.join(pair.folder)))
         try:
-            copied += retry_if_replaced(one.run)
+            copied += retry_if_replaced(
+                partial(copy_checkpoint, source, target, done, is_of_a_run=True)
+            )
         except CheckpointCorruptError as error:
             damaged.append(error)
-        except CheckpointNotFoundError as error:  # on all ranks alike: the first one has looked
-            deleted = error
-            if meeting.rank == 0:
-                logger.warning("a checkpoint was deleted while its run was copied: %s", error.uri)
-    if damaged:
-        raise _of_a_run(damaged, copied)
-    if deleted is not None and not copied.checkpoints + copied.already_there:
-        raise deleted
-    return copied
+        except CheckpointNotFoundError as error:
+            deleted.append(error)
+            logger.warning("a checkpoint was deleted while its run was copied: %s", error.uri)
+    return _Copies(copied, damaged, deleted)
 
 
 def planned(
@@ -192,7 +207,6 @@ def detach(
     checkpoint_id: URILike,
     *,
     config: Config | None = None,
-    process_group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Copied:
     """Makes a checkpoint that shares bytes with others beside it stand alone.
@@ -203,7 +217,6 @@ def detach(
     Args:
         checkpoint_id: ``s3://bucket/path`` or another location.
         config: Options.
-        process_group: Ranks that divide the objects among themselves, if all of them call this.
         progress: As of :func:`copy`.
 
     Raises:
@@ -212,16 +225,11 @@ def detach(
         CheckpointConflictError: If another writer has replaced it meanwhile.
         StoreError: If the store refuses or stays unreachable.
     """
-
-    def prepare() -> Place:
-        options = replace(config_or_default(config), verify=True)
-        return Place(CheckpointURI.parse(checkpoint_id), options)
-
-    meeting = Meeting(process_group)
-    place = meeting.begin(prepare, lambda one: RankStatus(location=f"the detachment of {one.uri}"))
-    if not meeting.broadcast_from_first(lambda: inspect(place.uri, config=place.config).shared):
+    options = replace(config_or_default(config), verify=True)
+    place = Place(CheckpointURI.parse(checkpoint_id), options)
+    if not inspect(place.uri, config=place.config).shared:
         return Copied(already_there=1)
-    return retry_if_replaced(CheckpointCopy(place, place, meeting, True, Progress(progress)).run)
+    return retry_if_replaced(partial(copy_checkpoint, place, place, Progress(progress)))
 
 
 @dataclass(frozen=True)

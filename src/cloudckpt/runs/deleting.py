@@ -9,7 +9,7 @@ from functools import partial
 
 from cloudckpt.checkpoint.commit import no_longer_needed, trusted
 from cloudckpt.checkpoint.committed import CommitObject, fetch
-from cloudckpt.checkpoint.objects import METADATA
+from cloudckpt.checkpoint.objects import CLAIM, METADATA
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import (
     CheckpointNotFoundError,
@@ -17,11 +17,14 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
+from cloudckpt.runs.catalog import list_checkpoints
+from cloudckpt.runs.line import CLAIM
+from cloudckpt.runs.sweeping import sweep
 from cloudckpt.transfer.deleting import delete_all
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["delete", "delete_at"]
+__all__ = ["delete", "delete_at", "delete_run"]
 
 
 def delete(uri: URILike, *, config: Config | None = None) -> None:
@@ -67,7 +70,7 @@ def delete_at(
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(
             "there is no committed checkpoint to delete; what an interrupted save has left there "
-            "is deleted by sweep",
+            "is deleted by sweep, and a whole run by cloudckpt rm --recursive",
             uri=str(location),
         ) from error
     gone = trusted(found, store.uri(commit))
@@ -99,6 +102,34 @@ def delete_at(
     if location.scheme == "file":
         for folder in {location.prefix, *map(os.path.dirname, keys)}:
             with contextlib.suppress(OSError):  # the folder holds other files
+                os.rmdir(folder)
+
+
+def delete_run(run: URILike, *, config: Config | None = None) -> None:
+    """Deletes all checkpoints of a run, what saves have left in it, and its claim.
+
+    No job may be saving there, nor beneath. What cloudckpt has not written stays, and so do
+    leftovers of torch's own writers.
+
+    Args:
+        run: The folder of the run.
+        config: Options.
+
+    Raises:
+        InvalidURIError: If it is not a valid location.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    location, config = CheckpointURI.parse(run), config_or_default(config)
+    found = list_checkpoints(location, config=config)
+    for uri in [one.uri for one in found if one.is_committed]:
+        with contextlib.suppress(CheckpointNotFoundError):  # somebody else has deleted it
+            delete(uri, config=config)
+    sweep(location, older_than=0, config=config)
+    store, claim = open_store(location, config), location.key(CLAIM)
+    delete_all(store, [claim], config.retry, threads=1, what="objects of a deleted run that are")
+    if location.scheme == "file":
+        for folder in [*(CheckpointURI.parse(one.uri).prefix for one in found), location.prefix]:
+            with contextlib.suppress(OSError):  # it holds other files
                 os.rmdir(folder)
 
 

@@ -1,28 +1,24 @@
-"""Runs in folders: found beneath a location or by a pattern, and deleted whole.
+"""Runs in folders: found beneath a location or by a pattern.
 
 A run is a folder with a checkpoint, or what a save has left of one, directly beneath it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 
-from cloudckpt.checkpoint.objects import CLAIM, METADATA, is_drawn_name
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import CheckpointNotFoundError, InvalidURIError
-from cloudckpt.runs.catalog import Run, is_ours, objects_of_ours
+from cloudckpt.runs.catalog import Run, is_ours
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 from cloudckpt.stores.base import ObjectInfo
-from cloudckpt.transfer.deleting import abort_each, delete_all
 from cloudckpt.transfer.view import AT_FIRST, View
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["RunFiles", "is_checkpoint", "matching", "runs_beneath"]
+__all__ = ["is_checkpoint", "matching", "runs_beneath"]
 
 _DEEPEST = 5  # levels of folders beneath a location in which runs are searched
 _STEPS_TRIED = 3  # of folders that are named like steps, to know whether cloudckpt wrote them
@@ -115,69 +111,3 @@ class _Folder:
 def is_checkpoint(view: View, uri: CheckpointURI) -> bool:
     """Whether a folder is that of a checkpoint, or of what a save has left of one."""
     return _Folder.of(view, uri).is_checkpoint
-
-
-class RunFiles:
-    """What cloudckpt and torch have written into the folder of a run.
-
-    Attributes:
-        checkpoints: The URIs of the folders that have any of it.
-        nbytes: The bytes of all objects.
-    """
-
-    def __init__(self, run: Run) -> None:
-        """Lists them.
-
-        Raises:
-            StoreError: If the store refuses or stays unreachable.
-        """
-        self._run, view, below = run, run.view, run.root.key("")
-        names = view.folders(below)
-        found = view.each(lambda name: objects_of_ours(view, f"{below}{name}/"), names)
-        self._objects = [info for objects in found for info in objects]
-        self.checkpoints = [
-            f"{run.root}/{name}" for name, objects in zip(names, found, strict=True) if objects
-        ]
-        self.nbytes = sum(info.size for info in self._objects)
-
-    def delete(self) -> None:
-        """Deletes them: all commit objects first, so that no half of a checkpoint is ever seen.
-
-        Files of other programs stay. No job may be saving there.
-
-        Raises:
-            StoreError: If something can't be deleted; of what is left, all of its kind were tried.
-        """
-        store, config, below = self._run.store, self._run.config, self._run.root.key("")
-        keys = [info.key for info in self._objects]
-        commits = [key for key in keys if key.endswith(f"/{METADATA}")]
-        for some in (commits, [*keys, *self._of_the_run()]):
-            delete_all(
-                store,
-                some,
-                config.retry,
-                threads=config.requests_at_once,
-                what="objects of a deleted run that are",
-            )
-        uploads = [
-            upload
-            for upload in store.list_uploads(below, self._run.retrier.call)
-            if upload.key.removeprefix(below).count("/") == 1
-            and (upload.is_ours or is_drawn_name(upload.key.rpartition("/")[2]))
-        ]
-        for error in abort_each(
-            store, uploads, config.retry, threads=config.requests_at_once
-        ).values():
-            raise error
-        if self._run.root.scheme == "file":
-            for folder in [*{os.path.dirname(key) for key in keys}, self._run.root.prefix]:
-                with contextlib.suppress(OSError):  # it holds other files
-                    os.rmdir(folder)
-
-    def _of_the_run(self) -> Iterator[str]:
-        """The claim, and what may be left of trials of the store."""
-        for info in self._run.view.level(self._run.root.key("")):
-            if isinstance(info, ObjectInfo):
-                name = info.key.rpartition("/")[2]
-                if name == CLAIM or is_drawn_name(name):
-                    yield info.key

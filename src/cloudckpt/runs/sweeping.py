@@ -50,7 +50,7 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["LEFTOVERS_AGE", "Leftovers", "Sweep", "clock_of", "find_leftovers", "sweep"]
+__all__ = ["LEFTOVERS_AGE", "Leftovers", "clock_of", "find_leftovers", "sweep"]
 
 LEFTOVERS_AGE = 2 * LONGEST_SAVE
 """Seconds after which an object that no checkpoint names is a leftover."""
@@ -88,33 +88,38 @@ def find_leftovers(
         InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
-    return Sweep(run, older_than=older_than, config=config).found()
+    return _Sweep(run, older_than=older_than, config=config).found()
 
 
 def sweep(
-    run: URILike, *, older_than: float = LEFTOVERS_AGE, config: Config | None = None
+    run: URILike,
+    *,
+    older_than: float = LEFTOVERS_AGE,
+    only: Leftovers | None = None,
+    config: Config | None = None,
 ) -> Leftovers:
     """Deletes what killed saves have left, and returns what was deleted.
 
     It never deletes what a checkpoint names, what a save may still commit, or what cloudckpt has
     not written: other files, uploads of other programs, and the objects of torch's own writers,
     whose names do not tell one save from another. Uploads of models and of single files also stay
-    in S3 and Google Cloud Storage: other programs use the same names. Arguments and errors are
-    those of :func:`find_leftovers`.
+    in S3 and Google Cloud Storage: other programs use the same names.
+
+    Args:
+        run: As of :func:`find_leftovers`.
+        older_than: See there.
+        only: What was found before, and shown to a user: nothing else is deleted.
+        config: Options.
 
     Raises:
+        InvalidURIError: If it is not a valid location.
         StoreError: If something can't be deleted; the rest is.
     """
-    return Sweep(run, older_than=older_than, config=config).carried_out()
+    return _Sweep(run, older_than=older_than, config=config).carried_out(only)
 
 
-class Sweep:
-    """The leftovers of a run as first listed, and the deletion of exactly these.
-
-    Between the two a user may be asked to confirm. What has become a leftover by then was not
-    shown, and what is no longer a leftover has become part of a checkpoint: call :meth:`narrow`
-    first.
-    """
+class _Sweep:
+    """The leftovers of a run, as listed, and their deletion."""
 
     def __init__(
         self, run: URILike, *, older_than: float = LEFTOVERS_AGE, config: Config | None = None
@@ -137,23 +142,16 @@ class Sweep:
             unread=tuple(self._unread),
         )
 
-    def narrow(self) -> None:
-        """Looks once more, and keeps only what is still a leftover.
-
-        Raises:
-            StoreError: If the store refuses or stays unreachable.
-        """
-        objects, uploads = set(self._objects), set(self._uploads)
-        self._look()
-        self._objects = [info for info in self._objects if info in objects]
-        self._uploads = [upload for upload in self._uploads if upload in uploads]
-
-    def carried_out(self) -> Leftovers:
-        """Deletes the leftovers.
+    def carried_out(self, only: Leftovers | None) -> Leftovers:
+        """Deletes the leftovers, or those of them that ``only`` names.
 
         Raises:
             StoreError: If something can't be deleted; the rest is.
         """
+        uri = self._run.store.uri
+        if only is not None:
+            self._objects = [one for one in self._objects if uri(one.key) in only.objects]
+            self._uploads = [one for one in self._uploads if uri(one.key) in only.uploads]
         store, config = self._run.store, self._run.config
         policy, threads = config.retry, config.requests_at_once
         keys = [info.key for info in self._objects]

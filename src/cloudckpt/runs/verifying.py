@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import heapq
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt.checksum import ChecksumAlgorithm
-from cloudckpt.config import MIB, Config, config_or_default
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import CheckpointCorruptError, Damage, ObjectNotFoundError
@@ -26,10 +26,7 @@ from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store, retry
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["Verified", "find_damages", "one_error", "verify"]
-
-_LOTS_EACH = 16  # per rank, so that all end at about the same time
-_SMALLEST_LOT, _LARGEST_LOT = 16 * MIB, 1024 * MIB
+__all__ = ["Progress", "Verified", "find_damages", "one_error", "verify"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +65,7 @@ def verify(
     Args:
         uri: ``s3://bucket/path`` or another location.
         config: Options.
-        process_group: Ranks that divide the bytes among themselves, if all of them call this.
+        process_group: Ranks that divide the objects among themselves, if all of them call this.
         progress: Called with the bytes that this rank has read so far and will read in all,
             envelopes included, from any thread.
 
@@ -91,12 +88,19 @@ def verify(
 
 @dataclass(frozen=True)
 class _Object:
-    """A data object, which is read whole: its bytes, their checksum, and the items in it."""
+    """A data object, which is read whole, and the items in it; or an item in another's object.
+
+    Attributes:
+        whole: The bytes.
+        algorithm: Of their checksum; None if only the blocks of the item have one, if at all.
+        checksum: That of all bytes.
+        items: What is in the object.
+    """
 
     whole: StoredBytes
-    algorithm: ChecksumAlgorithm
-    checksum: int
-    items: Sequence[StoredBytes]
+    algorithm: ChecksumAlgorithm | None = None
+    checksum: int = 0
+    items: Sequence[StoredBytes] = ()
 
 
 @dataclass(frozen=True)
@@ -104,20 +108,19 @@ class _Content:
     """What is to be read.
 
     Attributes:
-        objects: The checkpoint's own data objects, if they have checksums.
-        others: Items in other objects: those of other checkpoints, or of other writers.
+        objects: The checkpoint's own data objects, if they have checksums, and items in those of
+            other checkpoints or of other writers.
         items: The number of all items.
         nbytes: Their bytes.
-        commits: The commit objects that were read.
+        commit: The commit object that was read.
         has_checksums: Whether all of them have checksums.
         damaged: The damage found so far.
     """
 
     objects: Sequence[_Object]
-    others: Sequence[StoredBytes]
     items: int
     nbytes: int
-    commits: Sequence[ObjectInfo]
+    commit: ObjectInfo
     has_checksums: bool
     damaged: Sequence[CheckpointCorruptError]
 
@@ -143,16 +146,19 @@ class _Content:
                 assert part.said.checksum is not None
                 whole = StoredBytes(key, 0, one.size, None, one.size, f"a part of {one.name}")
                 objects.append(_Object(whole, part.said.checksum, one.checksum, own))
-        others = [item for of_object in by_key.values() for item in of_object]
+        objects += [_Object(item) for of_object in by_key.values() for item in of_object]
         nbytes = sum(item.nbytes for item in items)
-        commits = [part.commit]
-        return cls(objects, others, len(items), nbytes, commits, part.has_checksums, damaged)
+        return cls(objects, len(items), nbytes, part.commit, part.has_checksums, damaged)
 
-    @property
-    def sources(self) -> list[StoredBytes]:
-        """Everything to be read, in the order of the objects' bytes."""
-        sources = [*(one.whole for one in self.objects), *self.others]
-        return sorted(sources, key=lambda source: (source.key, source.offset))
+    def share(self, meeting: Meeting) -> list[_Object]:
+        """What a rank reads, of about as many bytes as each other, in the order of the bytes."""
+        shares: list[list[_Object]] = [[] for _ in range(meeting.size)]
+        loads = [(0, rank) for rank in range(meeting.size)]
+        for one in sorted(self.objects, key=lambda one: -one.whole.nbytes):
+            nbytes, rank = heapq.heappop(loads)
+            shares[rank].append(one)
+            heapq.heappush(loads, (nbytes + one.whole.nbytes, rank))
+        return sorted(shares[meeting.rank], key=lambda one: (one.whole.key, one.whole.offset))
 
 
 def _gone(
@@ -186,32 +192,36 @@ def _verify(
     progress: Callable[[int, int], None],
 ) -> Verified:
     content = meeting.broadcast_from_first(lambda: _Content.of(uri, config))
-    rank, ranks = meeting.rank, meeting.size
-    sources = content.sources
-    nbytes = sum(source.nbytes for source in sources)
-    size = min(max(nbytes // (_LOTS_EACH * ranks), _SMALLEST_LOT), _LARGEST_LOT)
-    mine = [each for lot in [*cut(sources, size)][rank::ranks] for each in lot]
-    seen = _Seen(sum(stop - start for _, start, stop in mine), progress)
-    algorithms = {one.whole.key: one.algorithm for one in content.objects}
-    sums: list[_Sum] = []
-    wanted = []
-    for source, start, stop in mine:
-        sink = _Read(source, start, algorithms.get(source.key), sums, seen)
-        wanted.append(Wanted(source, start, stop, sink, True))
-    store = open_store(uri, config)
-    found = meeting.begin(lambda: find_damages(store, uri, wanted, config))
-
-    def examine(sums_of_all: Sequence[Sequence[_Sum]]) -> None:
-        unlike = list(_unlike(content.objects, itertools.chain.from_iterable(sums_of_all)))
-        for one in unlike[rank::ranks]:
-            found.extend(_damages_of(one, store, uri, config))
-
-    meeting.begin(partial(examine, meeting.gathered(sums)))
+    found = meeting.begin(lambda: _damages(uri, config, content.share(meeting), progress))
     damaged = [*content.damaged, *(error for each in meeting.gathered(found) for error in each)]
     if damaged:
-        meeting.broadcast_from_first(lambda: _refuse_replaced(uri, config, content, damaged[0]))
+        meeting.broadcast_from_first(
+            lambda: check_unchanged(
+                open_store(uri, config), content.commit, str(uri), config.retry, damaged[0]
+            )
+        )
         raise one_error(damaged) from damaged[0].__cause__
     return Verified(items=content.items, nbytes=content.nbytes, has_checksums=content.has_checksums)
+
+
+def _damages(
+    uri: CheckpointURI,
+    config: Config,
+    share: Sequence[_Object],
+    progress: Callable[[int, int], None],
+) -> list[CheckpointCorruptError]:
+    """What is damaged in a rank's share."""
+    sums: list[_Sum] = []
+    seen = Progress(progress)
+    wanted = [
+        Wanted(one.whole, 0, one.whole.nbytes, _Read(one, sums, seen.add), True) for one in share
+    ]
+    seen.total = sum(one.whole.nbytes for one in share)
+    store = open_store(uri, config)
+    found = find_damages(store, uri, wanted, config)
+    for unlike in _unlike(share, sums):
+        found += _damages_of(unlike, store, uri, config)
+    return found
 
 
 _Sum = tuple[str, int, int, int]
@@ -221,32 +231,29 @@ _Sum = tuple[str, int, int, int]
 class _Read(Sink):
     """Keeps the checksums of what is read, and no bytes."""
 
-    __slots__ = ("_algorithm", "_key", "_seen", "_start", "_sums")
+    __slots__ = ("_algorithm", "_key", "_seen", "_sums")
 
     def __init__(
-        self,
-        source: StoredBytes,
-        start: int,
-        algorithm: ChecksumAlgorithm | None,
-        sums: list[_Sum],
-        seen: Callable[[int], None] = lambda count: None,
+        self, one: _Object, sums: list[_Sum], seen: Callable[[int], None] = lambda count: None
     ) -> None:
         """
         Args:
-            source: What is read.
-            start: From which byte of it on.
-            algorithm: Of the checksums; None if none are needed.
-            sums: What takes them.
+            one: What is read.
+            sums: What takes its checksums, if it has one.
             seen: Called with the number of bytes that have arrived, from any thread.
         """
         super().__init__(None)
-        self._key, self._start, self._algorithm = source.key, start, algorithm
-        self._sums, self._seen = sums, seen
+        self._key, self._algorithm, self._sums, self._seen = (
+            one.whole.key,
+            one.algorithm,
+            sums,
+            seen,
+        )
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
         if self._algorithm is not None:
             checksum = self._algorithm.of(bytes_of(data))
-            self._sums.append((self._key, self._start + start, data.numel(), checksum))
+            self._sums.append((self._key, start, data.numel(), checksum))
         self._seen(data.numel())
 
 
@@ -258,7 +265,7 @@ def _unlike(objects: Sequence[_Object], sums: Iterable[_Sum]) -> Iterator[_Objec
     for one in objects:
         pieces = by_key.get(one.whole.key, [])
         is_whole = sum(nbytes for _, nbytes in pieces) == one.whole.nbytes  # else it is reported
-        if is_whole and one.algorithm.combine(pieces) != one.checksum:
+        if one.algorithm and is_whole and one.algorithm.combine(pieces) != one.checksum:
             yield one
 
 
@@ -267,9 +274,8 @@ def _damages_of(
 ) -> list[CheckpointCorruptError]:
     """What is damaged in an object: items, or else what lies around them; read once more."""
     sums: list[_Sum] = []
-    items = [Wanted(item, 0, item.nbytes, _Read(item, 0, None, sums), True) for item in one.items]
-    sink = _Read(one.whole, 0, one.algorithm, sums)
-    whole = Wanted(one.whole, 0, one.whole.nbytes, sink, True)
+    items = [Wanted(item, 0, item.nbytes, _Read(_Object(item), sums), True) for item in one.items]
+    whole = Wanted(one.whole, 0, one.whole.nbytes, _Read(one, sums), True)
     found = find_damages(store, uri, items, config) or find_damages(store, uri, [whole], config)
     if found or not list(_unlike([one], sums)):
         return found
@@ -279,51 +285,26 @@ def _damages_of(
     return [CheckpointCorruptError(what, uri=where, item=one.whole.item, damages=[damage])]
 
 
-def _refuse_replaced(
-    uri: CheckpointURI, config: Config, content: _Content, error: CheckpointCorruptError
-) -> None:
-    """Raises CheckpointReplacedError if the checkpoint was replaced while it was read."""
-    for commit in content.commits:
-        check_unchanged(open_store(uri, config), commit, str(uri), config.retry, error)
+class Progress:
+    """Adds up the bytes that threads have read or copied.
 
-
-def cut(
-    sources: Sequence[StoredBytes], size: int
-) -> Iterator[Sequence[tuple[StoredBytes, int, int]]]:
-    """Divides items into lots of about ``size`` bytes: ranges of items, from one byte to another.
-
-    An item is cut only between its blocks, so that no block is read twice.
+    Attributes:
+        total: The bytes there are in all.
     """
-    lot: list[tuple[StoredBytes, int, int]] = []
-    room = size
-    for source in sources:
-        grain = source.blocks.size if source.blocks is not None else MIB
-        start = 0
-        while start < source.nbytes:
-            stop = min(start + max(room // grain, 1) * grain, source.nbytes)
-            lot.append((source, start, stop))
-            room -= stop - start
-            start = stop
-            if room <= 0:
-                yield lot
-                lot, room = [], size
-    if lot:
-        yield lot
 
-
-class _Seen:
-    """Counts the bytes that were read."""
-
-    def __init__(self, total: int, progress: Callable[[int, int], None]) -> None:
+    def __init__(self, tell: Callable[[int, int], None]) -> None:
+        self.total = 0
+        self._tell = tell
         self._lock = threading.Lock()
-        self._done, self._total = 0, total
-        self._progress = progress
+        self._done = 0
 
-    def __call__(self, count: int) -> None:
+    def add(self, count: int) -> None:
+        """Counts bytes, and reports the sum so far."""
         with self._lock:
             self._done += count
-            done = self._done
-        self._progress(done, self._total)
+            self.total = max(self.total, self._done)
+            done, total = self._done, self.total
+        self._tell(done, total)
 
 
 def find_damages(
