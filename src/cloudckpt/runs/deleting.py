@@ -18,7 +18,6 @@ from cloudckpt.errors import (
     PreconditionFailedError,
 )
 from cloudckpt.runs.catalog import list_checkpoints
-from cloudckpt.runs.line import CLAIM
 from cloudckpt.runs.sweeping import sweep
 from cloudckpt.transfer.deleting import delete_all
 from cloudckpt.transfer.retry import Retrier, open_store
