@@ -92,13 +92,19 @@ def test_a_save_is_skipped_while_another_is_under_way(local, gate):
     assert step_at(local) == 4
 
 
-def test_what_fails_in_the_background_is_logged_since_nobody_may_ask(local, caplog):
-    with saver() as one, caplog.at_level("ERROR", logger="cloudckpt"):
-        future = begin(one, 1, local, Refusing())
-        assert isinstance(future.exception(PATIENCE), RanksFailedError)
-    [record] = [record for record in caplog.records if record.name == "cloudckpt"]
-    assert f"the save to {local.uri} failed in the background" in record.getMessage()
-    assert "the dog ate it" in record.getMessage()
+def test_what_fails_in_the_background_is_said_once_in_the_log_and_in_the_traceback(local, caplog):
+    with saver() as one, caplog.at_level("DEBUG", logger="cloudckpt"):
+        error = begin(one, 1, local, Refusing()).exception(PATIENCE)
+        assert isinstance(error, RanksFailedError)
+    ours = [record for record in caplog.records if record.name == "cloudckpt"]
+    [record] = [record for record in ours if record.levelno == logging.ERROR]
+    assert record.getMessage().startswith(f"save to {local.uri} failed: ")
+    assert record.getMessage().count(local.uri) == 1
+    printed = "".join(traceback.format_exception(error))
+    assert printed.count(str(error)) == 1
+    assert "in resolve_data" in printed  # where the planner raised
+    assert "save_prepared" not in printed
+    assert any("save_prepared" in r.getMessage() for r in ours if r.levelno == logging.DEBUG)
 
 
 class Breaking(logging.Handler):
