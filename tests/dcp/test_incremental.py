@@ -22,7 +22,7 @@ import cloudckpt
 from cloudckpt import CloudStorageWriter
 from cloudckpt.checkpoint.base import VALUE, Base, digest_of_bytes, kind_of
 from cloudckpt.checkpoint.objects import is_keep_name
-from cloudckpt.checkpoint.written import Extents
+from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checksum import CRC32C, CRC64NVME
 from cloudckpt.dcp.incremental import Contents
 from cloudckpt.dcp.planners import CloudSavePlanner
@@ -577,7 +577,7 @@ def test_values_of_equal_bytes_and_another_type_or_shape_are_others() -> None:
 
 def test_equal_halves_of_digests_are_no_identity() -> None:
     columns = [torch.tensor(column) for column in ([0, 0], [0, 64], [10, 20], [7, 7], [1, 2])]
-    base = Base("a", (), Extents(*columns))
+    base = Base(Record(attempt="a", extents=Extents(*columns)))
     assert base.find((7, 2)).offset == 64
     assert base.find((7, 3)) is None
     assert base.find((2, 7)) is None
@@ -585,7 +585,7 @@ def test_equal_halves_of_digests_are_no_identity() -> None:
 
 def test_columns_may_be_those_of_a_table() -> None:
     table = torch.arange(20).view(4, 5)
-    base = Base("a", (), Extents(*table.unbind(1)))
+    base = Base(Record(attempt="a", extents=Extents(*table.unbind(1))))
     assert [base.find((row[3], row[4])) for row in table.tolist()] == [
         tuple(row[:3]) for row in table.tolist()
     ]

@@ -36,15 +36,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.base import Base
-from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
+from cloudckpt.checkpoint.manifest import Manifest, Planned
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.record import Heads, Record
+from cloudckpt.checkpoint.record import Extents, Heads, Record
 from cloudckpt.checkpoint.shard import SmallForm, check_supported
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
-from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp import incremental, plan_cache
 from cloudckpt.dcp.copies import (
@@ -73,7 +72,7 @@ from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["SaveLoop"]
 
-Report = tuple[bytes, Written, int]
+Report = tuple[bytes, Record, int]
 """A rank's report after writing: the digest of its plan, what it has written, and the number by
 which its copies of what others have, too, are compared with theirs (see ``copies``)."""
 
@@ -171,8 +170,8 @@ class SaveLoop:
                 self._ranks, self._group, self._writer, self._logged, is_planned=known is None
             )
         mine: list[KnownPlan] = []
-        drafts: list[Draft] = []
-        sent: list[Written] = []
+        manifests: list[Manifest] = []
+        sent: list[Record] = []
         reported: list[Report] = []
 
         @self._logged
@@ -207,8 +206,7 @@ class SaveLoop:
         def commit() -> Committed:
             of_all, written = self._of_all(reported, planned, known)
             with committing(self._writer):
-                draft = self._writer.finish_with(lambda: of_all.planned, written)
-                drafts.append(draft)
+                manifests.append(self._writer.finish_with(lambda: of_all.planned, written))
                 mine[0] = replace(mine[0], of_all=of_all)
                 return Committed(self._writer.attempt)
 
@@ -229,8 +227,8 @@ class SaveLoop:
         if self._outline is not None:
             plan_cache.remember(mine[0])
         incremental.remember(self._group, self._writer.uri, committed.attempt, sent[0])
-        if drafts:
-            return drafts[0].metadata
+        if manifests:
+            return manifests[0].metadata
         return committed_metadata(self._writer.uri, self._writer.config, committed.attempt)
 
     def _run_as_torch(self) -> Metadata:
@@ -279,7 +277,8 @@ class SaveLoop:
                 future = writer.write_data(own, planner)
             future.wait()
             results: list[WriteResult] = future.value()
-            written.extend(one.storage_data for one in results)
+            if ours is not None:
+                written.extend(one.storage_data[0] for one in results)
             return results
 
         @self._logged
@@ -288,7 +287,7 @@ class SaveLoop:
                 writer.finish(made[0], results)
             return made[0] if ours is None else ours.attempt
 
-        written: list[Any] = []
+        written: list[Record] = []
         base: Base | None = None
         try:
             is_incremental, plan = self._ranks.reduce_scatter("plan", local_step, global_step)
@@ -303,8 +302,7 @@ class SaveLoop:
         if ours is None:
             return cast(Metadata, committed)
         for one in written:
-            if isinstance(one, Written):
-                incremental.remember(self._group, ours.uri, committed, one)
+            incremental.remember(self._group, ours.uri, committed, one)
         return made[0] if made else committed_metadata(ours.uri, ours.config, committed)
 
     def _logged(self, step: Callable[..., Any]) -> Any:
@@ -414,9 +412,8 @@ class SaveLoop:
             ranks=1 if self._group is None else dist.get_world_size(self._group),
             job="" if hook is None else hook.claimed_by,
             attempt=writer.attempt,
-            record=self._record,
-            extents=extents.pack(),
-            columns=len(extents.all_columns),
+            plan=self._record,
+            record=Record(extents=extents).to_bytes(),
             notes=writer.noted,
             references=references,
             held=() if writer.hold is None else tuple(sorted(writer.hold.folders)),
@@ -475,7 +472,7 @@ class SaveLoop:
 
     def _of_all(
         self, reports: list[Report], planned: _Planned | None, known: KnownPlan | None
-    ) -> tuple[OfAllRanks, list[Written]]:
+    ) -> tuple[OfAllRanks, list[Record]]:
         """What all ranks were to write, and what each has written.
 
         Raises:
@@ -507,7 +504,7 @@ class SaveLoop:
         return replace(known.of_all, extents=_extents_of(written)), written
 
 
-def _extents_of(written: Sequence[Written]) -> tuple[Extents, ...]:
+def _extents_of(written: Sequence[Record]) -> tuple[Extents, ...]:
     return tuple(one.extents for one in written)
 
 

@@ -158,14 +158,12 @@ class _Entry:
 
     def digests(self) -> _Content | None:
         """The digests of its chunks; None if none were stored."""
-        inventory, tensor = self.part.said.inventory, self.tensor
-        if inventory is None or not inventory.extents.has_digests:
+        record, tensor = self.part.said.record, self.tensor
+        if record is None or record.table is None or not record.extents.has_digests:
             return None
-        known = inventory.entries[self.name]
+        known = record.table.entries[self.name]
         rows = counted(known.first, known.first + known.count)
-        _, _, lengths, highs, lows = (
-            one.tolist() for one in inventory.extents.at(rows).all_columns
-        )
+        _, _, lengths, highs, lows = (one.tolist() for one in record.extents.at(rows).all_columns)
         places = [((), ())] if tensor is None else _boxes_of(tensor)
         if tensor is not None:
             itemsize = tensor.properties.dtype.itemsize
