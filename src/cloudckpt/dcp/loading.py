@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from cloudckpt.checkpoint.archives import StoredTensor
@@ -131,7 +132,7 @@ class Load:
         opaque = travels_as_bytes(target)
         if not opaque:
             self._check_memory(item, target)
-        wanted = self._wanted[0] if opaque else self._round_for(target)
+        wanted = self._wanted[0] if opaque else self._round_for(target, item.dest_index)
         self._afterwards.append(lambda: self._planner.commit_tensor(item, target))
         source, dtype, config = stored.elements, stored.dtype, self._config
         limit = even_share(0, config.most_connections)
@@ -195,17 +196,17 @@ class Load:
         self._wanted[0].append(Wanted(source, 0, source.nbytes, sink, True))
         return sink
 
-    def _round_for(self, target: torch.Tensor) -> list[Wanted]:
-        """The round in which to fetch a target: after all others that share memory with it.
+    def _round_for(self, target: torch.Tensor, owner: MetadataIndex) -> list[Wanted]:
+        """The round in which to fetch a box: after all other tensors that share memory with it.
 
         The last of them counts, as with torch. Fetched in the same round, they would look damaged.
         """
-        overlapping = [n for n, claims in enumerate(self._claims) if claims.overlap(target)]
+        overlapping = [n for n, claims in enumerate(self._claims) if claims.overlap(target, owner)]
         number = overlapping[-1] + 1 if overlapping else 0
         if number == len(self._claims):
             self._claims.append(Claims())
             self._wanted.append([])
-        self._claims[number].add(target)
+        self._claims[number].add(target, owner)
         return self._wanted[number]
 
     def _check_memory(self, item: ReadItem, target: torch.Tensor) -> None:
