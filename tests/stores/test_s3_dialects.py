@@ -36,6 +36,7 @@ from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.s3 import store as s3
 from cloudckpt.stores.s3.dialects import AWS, DIALECTS, EXPRESS, dialect_of
 from cloudckpt.stores.s3.redirects import Redirects
+from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 from support.dialects import error_xml, get_range, put
 from support.stubs.s3_vendors import STUBS, HuggingFaceStub
@@ -602,3 +603,24 @@ def test_a_storage_bucket_by_its_own_scheme(stub_server, s3_url, s3_client, monk
         for _, request in stub.log:
             assert "/us-east-1/s3/aws4_request" in request.headers["Authorization"]
             assert request.headers["User-Agent"].startswith("cloudckpt/")  # botocore gets no 302
+
+
+def test_a_range_of_a_known_version_takes_two_requests(stub_server, s3_url, s3_client, open_s3):
+    bucket = f"b{uuid.uuid4().hex[:12]}"
+    s3_client.create_bucket(Bucket=bucket)
+    with stub_server() as server, stub_server() as cdn:
+        stub = HuggingFaceStub(server, s3_url, cdn)
+        store = open_s3(bucket, endpoint_url=f"{server.url}/me", dialect="huggingface")
+        s3_client.put_object(Bucket=bucket, Key="k", Body=b"first")
+        version, counts, part = store.head("k").version, [], memoryview(bytearray(3))
+        for _ in range(3):
+            before = len(stub.log) + len(stub.read)
+            assert store.get_range("k", 1, [part], if_version=version).version == version
+            assert bytes(part) == b"irs"
+            counts.append(len(stub.log) + len(stub.read) - before)
+        assert counts == [3, 2, 2]
+        s3_client.put_object(Bucket=bucket, Key="k", Body=b"other")
+        with pytest.raises(PreconditionFailedError):
+            Retrier(RetryPolicy(base=0.0, cap=0.1)).call(
+                lambda: store.get_range("k", 1, [part], if_version=version)
+            )

@@ -309,7 +309,8 @@ class Reply:
         left = self._raw.length  # None: unknown; 0 also after HEAD, and for answers without a body
         try:
             if left == 0:
-                self._raw.read()  # lets the response notice its end
+                with contextlib.suppress(*_BROKEN):
+                    self._raw.read()  # lets the response notice its end
             elif left is not None and left <= _MOST_ERROR_BYTES:
                 self.read()
         finally:

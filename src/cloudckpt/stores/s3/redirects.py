@@ -8,6 +8,7 @@ compared here.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import urljoin, urlsplit
 
@@ -37,6 +38,7 @@ _NOT_THERE = dict.fromkeys(
 )  # only the store itself can say that there is no such object
 
 
+_HASH = re.compile('"[0-9a-f]{32,128}"')  # of bytes: another ETag might be that of others, too
 _MOST_KNOWN = 10_000  # objects
 
 
@@ -119,6 +121,7 @@ class Redirects:
             raise refusal(answer.status, "", [], action, uri, answer.headers, own=_NOT_THERE)
         version, tag = known
         there = answer.headers.get("ETag", "")
+        there = there if _HASH.fullmatch(there) else ""
         if tag and there != tag:
             self._known.pop(key, None)
             raise ConnectionLostError("the object may have been replaced: it is read anew", uri=uri)
