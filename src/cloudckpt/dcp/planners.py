@@ -399,7 +399,8 @@ _META = torch.device("meta")
 def _why_not(value: Any, entry: Entry) -> str:
     """Why a tensor that was saved can't be loaded into a value; empty if it can."""
     if type(value).__module__ in _NO_TENSORS:
-        return f"a tensor of shape {entry.shape} in the checkpoint, and none in the state dict"
+        shape = entry.shape
+        return f"a tensor of shape {shape} in the checkpoint: put a tensor there to load it"
     if hasattr(value, "size") and (shape := whole_shape(value)) != entry.shape:
         return f"of shape {entry.shape} in the checkpoint and {shape} in the state dict"
     return ""
