@@ -6,11 +6,9 @@ import os
 import lightning.fabric as lightning
 import torch
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import TensorDataset
 
 import cloudckpt
 from cloudckpt.integrations import fabric as ours
-from lightning_job import Loader
 from results import tell
 
 
@@ -35,9 +33,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = fabric.setup_module(torch.nn.Linear(8, 4))
     optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), 1e-2))
-    own = cloudckpt.per_rank(None if told.load else {"drawn": torch.tensor(fabric.global_rank)})
-    loader = Loader(TensorDataset(torch.ones(4)))
-    state = {"model": model, "optimizer": optimizer, "step": 0, "own": own, "loader": loader}
+    state = {"model": model, "optimizer": optimizer, "step": 0}
     try:
         rest = fabric.load(told.load, state) if told.load else {}
     except cloudckpt.errors.CloudCheckpointError as error:
@@ -53,13 +49,7 @@ def main() -> None:
         state["step"] += 1
     if told.save:
         fabric.save(told.save, {**state, "name": "of this run"})
-    tell(
-        losses=losses,
-        step=state["step"],
-        rest=rest,
-        own=None if own.value is None else int(own.value["drawn"]),
-        position=loader.told,
-    )
+    tell(losses=losses, step=state["step"], rest=rest)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ After each rule all that can be asked of the run must be as the model says.
 from __future__ import annotations
 
 import math
-import shutil
 import tempfile
+import uuid
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import cloudckpt
-from cloudckpt import CheckpointManager
+from cloudckpt import CheckpointManager, Config
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.errors import (
     CheckpointConflictError,
@@ -29,6 +28,10 @@ from cloudckpt.errors import (
     CloudCheckpointError,
 )
 from cloudckpt.runs import Preemption, prune
+from cloudckpt.runs.contents import read_content
+from cloudckpt.runs.deleting import delete_run
+from cloudckpt.transfer.retry import open_store
+from cloudckpt.uri import CheckpointURI
 
 __all__ = ["Lines"]
 
@@ -43,7 +46,6 @@ class Commit:
     value: float
     loss: float
     parent: Commit | None
-    is_damaged: bool = False
     is_unread: bool = False
 
     def chain(self) -> list[Commit]:
@@ -87,7 +89,7 @@ class Job:
 
 
 def state(value: float) -> dict:
-    return {"w": torch.full((64,), float(value))}
+    return {"w": torch.full((64,), float(value)), "frozen": torch.arange(64.0)}
 
 
 def rules(keep: int | None, by_loss: bool) -> dict[str, Any]:
@@ -99,23 +101,43 @@ def rules(keep: int | None, by_loss: bool) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Run:
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()) / "run")
     steps: dict[int, Commit] = field(default_factory=dict)
     claim: Claimed | None = None
+    damaged: set[str] = field(default_factory=set)  # the keys of data
 
 
 class Lines(RuleBasedStateMachine):
+    """Attributes: where the run is, and the options."""
+
+    place: str | None = None
+    config = Config(connections=2)
+
     def __init__(self) -> None:
         super().__init__()
         self.run = Run()
-        self.uri = str(self.run.folder)
+        self.folder = f"{self.place or tempfile.mkdtemp()}/{uuid.uuid4().hex}"
+        self.uri = str(CheckpointURI.parse(f"{self.folder}/run"))
         self.jobs: list[Job] = []
         self.saves = 0.0
 
     def teardown(self) -> None:
         for one in self.jobs:
             one.manager.close()
-        shutil.rmtree(self.run.folder.parent, ignore_errors=True)
+
+    def step_at(self, step: int) -> CheckpointURI:
+        return CheckpointURI.parse(f"{self.uri}/step-{step}")
+
+    def managed(self, uri: str, **options: Any) -> CheckpointManager:
+        signals = Preemption(signals=())
+        return CheckpointManager(uri, asynchronous=False, preemption=signals, **options)
+
+    def objects(self, step: int) -> set[str]:
+        """The keys of the data of a committed step, those of others that it refers to too."""
+        at = self.step_at(step)
+        return {at.key(one.name) for one in read_content(at, self.config).said.objects}
+
+    def is_damaged(self, step: int) -> bool:
+        return bool(self.run.damaged and self.run.damaged & self.objects(step))
 
     # the model
 
@@ -150,17 +172,20 @@ class Lines(RuleBasedStateMachine):
 
     # what happens
 
-    @rule(max_to_keep=st.sampled_from([None, None, 1, 2]), by_loss=st.booleans())
-    def begins(self, max_to_keep, by_loss) -> None:
+    @rule(
+        max_to_keep=st.sampled_from([None, None, 1, 2]),
+        by_loss=st.booleans(),
+        incremental=st.booleans(),
+    )
+    def begins(self, max_to_keep, by_loss, incremental) -> None:
         if len(self.jobs) == MOST_JOBS:
             self.jobs.pop(0).manager.close()
         hook = Killed()
-        manager = CheckpointManager(
+        manager = self.managed(
             self.uri,
-            asynchronous=False,
             **rules(max_to_keep, by_loss),
-            preemption=Preemption(signals=()),
-            checkpointer=CheckpointerConfig(commit_hook=hook),
+            incremental=incremental,
+            checkpointer=CheckpointerConfig(commit_hook=hook, config=self.config),
         )
         self.jobs.append(Job(manager, hook, self.run.claim, max_to_keep, by_loss))
 
@@ -202,8 +227,8 @@ class Lines(RuleBasedStateMachine):
         """Has a job restore a step, or the newest."""
         found = state(-1)
         line = self.on_line() if step is None else {step: self.run.steps[step]}
-        good = [one for one in line.values() if not one.is_damaged]
-        is_damage = any(one.is_damaged for one in line.values()) or (
+        good = [one for step, one in line.items() if not self.is_damaged(step)]
+        is_damage = len(good) < len(line) or (
             step is None and any(one.is_unread for one in self.run.steps.values())
         )
         if not good and is_damage:
@@ -234,7 +259,7 @@ class Lines(RuleBasedStateMachine):
     @rule(data=st.data())
     def somebody_removes_one(self, data) -> None:
         step = data.draw(st.sampled_from(sorted(self.run.steps)))
-        cloudckpt.delete(f"{self.uri}/step-{step}")
+        cloudckpt.delete(self.step_at(step), config=self.config)
         del self.run.steps[step]
 
     @precondition(lambda self: self.jobs and self.run.steps)
@@ -258,7 +283,7 @@ class Lines(RuleBasedStateMachine):
         line = self.on_line()
         others = [step for step, one in self.run.steps.items() if not one.is_unread]
         by_loss = by_loss and any(one.loss < math.inf for one in line.values())
-        options = rules(keep, by_loss) | {"abandoned": abandoned}
+        options = rules(keep, by_loss) | {"abandoned": abandoned, "config": self.config}
         expected = self.unneeded(keep, by_loss)
         if expected and self.run.steps[max(self.run.steps)].is_unread:
             with pytest.raises(CheckpointCorruptError):
@@ -267,7 +292,7 @@ class Lines(RuleBasedStateMachine):
         if abandoned:
             expected += sorted(set(others) - line.keys())
         found = prune(self.uri, **options)
-        assert found == [f"file://{self.uri}/step-{step}" for step in expected]
+        assert found == [str(self.step_at(step)) for step in expected]
         for step in expected:
             del self.run.steps[step]
 
@@ -278,7 +303,9 @@ class Lines(RuleBasedStateMachine):
             self.saves += 1
             newest = max(self.run.steps, default=0)
             one = Commit(newest + 2, self.saves, math.inf, self.run.steps.get(newest))
-            cloudckpt.save(state(one.value), checkpoint_id=f"{self.uri}/step-{one.step}")
+            cloudckpt.save(
+                state(one.value), checkpoint_id=self.step_at(one.step), config=self.config
+            )
             self.run.steps[one.step] = one
 
     @precondition(lambda self: self.run.claim is not None)
@@ -288,43 +315,69 @@ class Lines(RuleBasedStateMachine):
             return
         self.saves += 1
         one = Commit(step, self.saves, 0.0, None)
-        elsewhere = str(self.run.folder.parent / "elsewhere")
-        with CheckpointManager(
-            elsewhere, asynchronous=False, preemption=Preemption(signals=())
-        ) as manager:
+        elsewhere = f"{self.folder}/elsewhere"
+        with self.managed(elsewhere, config=self.config) as manager:
             manager.save(step, state(one.value), metrics={"loss": 0.0}, force=True)
-        cloudckpt.copy(f"{elsewhere}/step-{step}", f"{self.uri}/step-{step}")
+        cloudckpt.copy(f"{elsewhere}/step-{step}", self.step_at(step), config=self.config)
         self.run.steps[step] = one
 
     @precondition(lambda self: self.run.steps)
     @rule(data=st.data(), notes=st.booleans())
     def one_is_damaged(self, data, notes) -> None:
         step = data.draw(st.sampled_from(sorted(self.run.steps)))
-        one, folder = self.run.steps[step], self.run.folder / f"step-{step}"
-        if one.is_damaged or one.is_unread:
+        one, store = self.run.steps[step], open_store(self.step_at(step), self.config)
+        if one.is_unread:
             return
         if notes:
-            content = (folder / ".metadata").read_bytes()
+            key = self.step_at(step).key(".metadata")
+            content = bytes(store.get(key)[0])
             if b'"metrics"' not in content:
                 return
-            (folder / ".metadata").write_bytes(content.replace(b'"metrics"', b'"Metrics"'))
+            store.put(key, [memoryview(content.replace(b'"metrics"', b'"Metrics"'))], checksum=None)
             one.is_unread = True
-        else:
-            for data in folder.glob("*.distcp"):  # with what a killed save has left
-                content = bytearray(data.read_bytes())
-                for at in range(len(content) // 8, 7 * len(content) // 8):
-                    content[at] ^= 1
-                data.write_bytes(content)
-            one.is_damaged = True
+            return
+        for key in self.objects(step) - self.run.damaged:
+            content = bytearray(store.get(key)[0])
+            for at in range(len(content) // 8, 7 * len(content) // 8):
+                content[at] ^= 1
+            store.put(key, [memoryview(content)], checksum=None)
+            self.run.damaged.add(key)
+
+    @rule()
+    def leftovers_are_swept(self) -> None:
+        cloudckpt.sweep(self.uri, older_than=0, config=self.config)
+        for step, one in self.run.steps.items():
+            if not (one.is_unread or self.is_damaged(step)):
+                cloudckpt.verify(self.step_at(step), config=self.config)
+
+    @precondition(lambda self: self.run.steps and not self.run.damaged)
+    @rule()
+    def all_of_it_is_copied_and_that_is_removed(self) -> None:
+        if any(one.is_unread for one in self.run.steps.values()):
+            return
+        there = f"{self.folder}/copy-{uuid.uuid4().hex}"
+        copied = cloudckpt.copy(self.uri, there, config=self.config)
+        assert copied.checkpoints == len(self.run.steps)
+        pairs = [
+            [(one.step, one.is_abandoned) for one in found if one.is_committed]
+            for found in (
+                cloudckpt.list_checkpoints(uri, config=self.config) for uri in (self.uri, there)
+            )
+        ]
+        assert pairs[0] == pairs[1]
+        delete_run(there, config=self.config)
+        at = CheckpointURI.parse(there)
+        assert list(open_store(at, self.config).list(at.key(""))) == []
 
     # what everybody sees
 
     @invariant()
     def everybody_sees_the_line(self) -> None:
         line = self.on_line()
-        newest = cloudckpt.latest(self.uri)
-        assert newest == (f"file://{self.uri}/step-{max(line)}" if line else None)
-        found = {one.step: one for one in cloudckpt.list_checkpoints(self.uri)}
+        newest = cloudckpt.latest(self.uri, config=self.config)
+        assert newest == (str(self.step_at(max(line))) if line else None)
+        listed = cloudckpt.list_checkpoints(self.uri, config=self.config)
+        found = {one.step: one for one in listed}
         committed = {step: one.is_abandoned for step, one in found.items() if one.is_committed}
         assert committed == {
             step: not (one.is_unread or step in line) for step, one in self.run.steps.items()

@@ -10,9 +10,6 @@ import torch.distributed.checkpoint as dcp
 
 import cloudckpt
 from cloudckpt.checkpoint.notes import Notes
-from cloudckpt.errors import (
-    CheckpointNotFoundError,
-)
 from cloudckpt.runs.contents import StoredItem, inspect
 
 STATE = {
@@ -67,8 +64,3 @@ def test_checkpoints_of_torch_are_told_as_well(saved, of_torch) -> None:
     ]
     assert not found.has_checksums
     assert found.notes == Notes()
-
-
-def test_without_a_checkpoint_there_is_nothing_to_tell(tmp_path) -> None:
-    with pytest.raises(CheckpointNotFoundError):
-        inspect(tmp_path / "step-7")

@@ -121,25 +121,6 @@ def test_a_copy_has_the_same_bytes_names_and_notes(way, tmp_path, bucket, s3_con
     assert theirs.notes == NOTES
 
 
-def test_a_copy_is_read_by_torch_and_has_the_structure_of_its_source(tmp_path) -> None:
-    save(tmp_path / "a")
-    copy(tmp_path / "a", tmp_path / "b")
-    blank = {"model": {"large": torch.zeros(6_000_000)}, "step": None}
-    dcp.load(blank, checkpoint_id=str(tmp_path / "b"))
-    assert torch.equal(blank["model"]["large"], a_state()["model"]["large"])
-    reader = cloudckpt.CloudStorageReader(tmp_path / "b")
-    reader.read_metadata()
-    assert reader.structure.to_json() == structure_of(tmp_path / "a")
-    names = {path.name for path in (tmp_path / "a").iterdir()}
-    assert names & {path.name for path in (tmp_path / "b").iterdir()} == {".metadata"}
-
-
-def structure_of(uri: object) -> object:
-    reader = cloudckpt.CloudStorageReader(uri)
-    reader.read_metadata()
-    return reader.structure.to_json()
-
-
 @pytest.mark.parametrize("way", ["to", "from"])
 def test_a_store_with_checksums_of_another_kind_keeps_those_of_the_source(cloud, way) -> None:
     cloud.store("here" if way == "from" else "there", checksum=CRC64NVME, verifies=True)
@@ -452,11 +433,6 @@ def test_a_run_is_not_copied_to_a_checkpoint(tmp_path) -> None:
     with pytest.raises(CheckpointExistsError, match="never a checkpoint and a run"):
         copy(tmp_path / "a", tmp_path / "b")
     assert not cloudckpt.exists(tmp_path / "b" / "step-1")
-
-
-def test_of_a_run_only_what_is_called_so_is_copied(run, tmp_path) -> None:
-    copy(run, tmp_path / "copy", step_name="step-{step}")
-    assert copied_names(tmp_path / "copy") == ["step-1", "step-3", "step-4"]
 
 
 def test_a_copy_of_a_run_goes_on_where_it_was(run, tmp_path) -> None:

@@ -176,11 +176,11 @@ def test_options_that_make_no_sense_are_refused(tmp_path, options) -> None:
 
 
 def test_failures_are_counted_in_the_order_of_the_saves() -> None:
-    saves, error = Saves("log", 3), ThrottledError("later")
+    saves, error = Saves("log", 3, str, 0), ThrottledError("later")
     first, second, third, *others = [saves.begin(step) for step in range(1, 7)]
 
     def tolerated(save) -> bool:
-        return saves.tolerates(save, error, str, 0)
+        return saves.tolerates(save, error)
 
     assert tolerated(second)  # told before that of the save before it
     assert tolerated(first)

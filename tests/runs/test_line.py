@@ -85,15 +85,6 @@ def test_what_a_replaced_job_has_saved_is_neither_restored_nor_counted(run, two,
     assert [uri[-1] for uri in prune(run, **options, abandoned=True)] == [*"12346"]
 
 
-def test_what_is_saved_before_the_replacement_saves_is_the_runs(run) -> None:
-    with job(run) as old:
-        save(old, 1)
-        with job(run) as new:
-            assert new.restore(state(0)) == 1
-            save(old, 2)
-            assert restored(run) == (2, 2)
-
-
 @pytest.mark.parametrize("keep_abandoned", [True, False])
 def test_who_goes_back_counts_the_steps_that_it_continues(run, keep_abandoned, caplog) -> None:
     with job(run) as manager:
@@ -107,26 +98,6 @@ def test_who_goes_back_counts_the_steps_that_it_continues(run, keep_abandoned, c
     assert caplog.text.count("stay (") == keep_abandoned
     cloudckpt.delete(f"{run}/step-35")
     assert restored(run) == (25, 1025)
-
-
-def test_a_job_may_go_back_in_itself(run) -> None:
-    with job(run) as manager:
-        save(manager, 1, 2, 3)
-        manager.restore(state(0), step=1)
-        save(manager, 2, of=1000)
-        assert manager.all_steps() == [1, 2]
-    assert restored(run) == (2, 1002)
-    assert states(run) == {1: "line", 2: "line", 3: "abandoned"}
-
-
-def test_an_abandoned_step_is_gone_back_to_with_all_that_it_continues(run, two) -> None:
-    with job(run) as manager:
-        assert manager.restore(state(0), step=6) == 6
-        save(manager, 7)
-    assert states(run) == dict.fromkeys((1, 2, 3, 6, 7), "line") | {
-        4: "abandoned",
-        5: "abandoned",
-    }
 
 
 def test_a_job_that_never_restores_begins_a_line_of_its_own_and_says_so(run, caplog) -> None:
@@ -165,16 +136,6 @@ def test_who_only_restores_or_reads_disturbs_nobody(run) -> None:
         save(manager, 2)
 
 
-def test_a_deletion_claims_the_run_and_leaves_its_line(run) -> None:
-    with job(run) as manager:
-        save(manager, 1, 2)
-        with job(run) as keeper:
-            keeper.delete(2)
-        with pytest.raises(CheckpointConflictError):
-            manager.save(3, state(3))
-    assert restored(run) == (1, 1)
-
-
 def test_a_job_that_is_killed_before_its_first_commit_leaves_what_it_continues(run) -> None:
     with job(run) as manager:
         save(manager, 1, 2, 3)
@@ -186,18 +147,6 @@ def test_a_job_that_is_killed_before_its_first_commit_leaves_what_it_continues(r
     assert restored(run) == (2, 2)
 
 
-def test_without_a_job_steps_are_one_line_by_number(run) -> None:
-    for step in (1, 2, 10):
-        cloudckpt.save(state(step), checkpoint_id=f"{run}/step-{step}")
-    assert restored(run) == (10, 10)
-    with job(run, max_to_keep=2) as manager:
-        assert manager.restore(state(0), step=2) == 2
-        save(manager, 3)
-        assert manager.all_steps() == [2, 3]
-    assert restored(run) == (3, 3)
-    assert states(run) == {2: "line", 3: "line", 10: "abandoned"}
-
-
 @pytest.mark.parametrize("claim", [None, {"job": "old", "host": "h", "pid": 1}, "no claim"])
 def test_without_a_claim_that_says_it_the_newest_step_decides(run, two, claim) -> None:
     path = Path(run, ".cloudckpt-job.json")
@@ -206,13 +155,6 @@ def test_without_a_claim_that_says_it_the_newest_step_decides(run, two, claim) -
     cloudckpt.delete(f"{run}/step-6")
     assert restored(run) == (5, 5)
     assert set(states(run).values()) == {"line"}
-
-
-def test_a_copy_of_a_run_has_its_line(run, two) -> None:
-    for _ in range(2):
-        cloudckpt.copy(run, f"{run}-copy")
-        assert restored(f"{run}-copy") == (5, 5)
-        assert states(f"{run}-copy") == states(run)
 
 
 def test_a_step_that_is_copied_into_a_run_is_not_restored_without_a_word(run, two) -> None:
@@ -246,17 +188,6 @@ def test_a_run_with_steps_is_never_taken_for_a_new_one(run) -> None:
     assert restored(run) == (2, 2)
     assert cloudckpt.latest(run).endswith("step-2")
     assert states(run) == {1: "line", 2: "line"}
-
-
-def test_a_job_that_restores_what_it_began_from_drops_what_it_has_saved_since(run) -> None:
-    with job(run) as manager:
-        save(manager, 1, 2)
-    with job(run) as manager:
-        manager.restore(state(0))
-        save(manager, 3, of=1000)
-        manager.restore(state(0), step=2)
-        save(manager, 4, of=2000)
-    assert states(run) == {1: "line", 2: "line", 3: "abandoned", 4: "line"}
 
 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(run, two) -> None:

@@ -99,32 +99,6 @@ def test_a_new_run_has_nothing_to_restore(run) -> None:
     assert value(found) == 9
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_the_newest_step_is_restored(run, asynchronous) -> None:
-    with managed(run, asynchronous=asynchronous) as manager:
-        for step in (8, 9, 10):
-            assert manager.save(step, state(step))
-    found = state()
-    with managed(run) as manager:
-        assert manager.restore(found) == 10
-        assert manager.latest_step() == 10
-        assert manager.all_steps() == [8, 9, 10]
-        assert not manager.should_save(10)
-        assert manager.should_save(11)
-    assert value(found) == 10
-    assert found["step"] == 10
-
-
-def test_an_older_step_is_restored_if_it_is_asked_for(run) -> None:
-    fill(run, 1, 2)
-    found = state()
-    with managed(run) as manager:
-        assert manager.restore(found, step=1) == 1
-        assert value(found) == 1
-        with pytest.raises(CheckpointNotFoundError, match="there are 1, 2"):
-            manager.restore(found, step=3)
-
-
 def test_only_steps_whose_turn_it_is_are_saved(run) -> None:
     with managed(run, save_interval_steps=3) as manager:
         saved = [step for step in range(1, 8) if manager.save(step, state(step))]
@@ -144,23 +118,6 @@ def test_old_steps_are_deleted_behind_the_commit(run) -> None:
     assert sorted(path.name for path in run.iterdir() if any(path.glob("*"))) == [
         "step-10", "step-4", "step-8", "step-9",
     ]  # fmt: skip
-
-
-def test_the_best_steps_are_kept_also_those_of_an_earlier_job(run) -> None:
-    losses = {1: 0.5, 2: 0.1, 3: 0.3}
-    with managed(run) as manager:
-        for step, loss in losses.items():
-            manager.save(step, state(step), metrics={"loss": loss})
-    with managed(run, best_to_keep=2, best_metric="loss", best_mode="min") as manager:
-        manager.restore(state())
-        manager.save(4, state(4), metrics={"loss": 0.4})
-        manager.wait_until_finished()
-        assert manager.all_steps() == [2, 3, 4]
-        assert manager.best_step() == 2
-        assert manager.metrics(3) == {"loss": 0.3}
-        manager.save(5, state(5), metrics={"loss": 0.9})
-        manager.wait_until_finished()
-        assert manager.all_steps() == [2, 3, 5]
 
 
 def test_folders_of_others_stay(run) -> None:
@@ -195,38 +152,6 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(run, caplog) -> None:
     assert "step 3 can't be restored" in caplog.text
 
 
-def test_torn_checkpoints_are_none(run) -> None:
-    fill(run, 1, 2)
-    (run / "step-2" / ".metadata").unlink()
-    with managed(run) as manager:
-        assert manager.restore(state()) == 1
-
-
-def test_a_run_of_which_all_is_damaged_is_not_taken_for_a_new_one(run) -> None:
-    fill(run, 1, 2)
-    damage(run, 1)
-    damage(run, 2)
-    with managed(run) as manager, pytest.raises(CheckpointCorruptError, match="step-2"):
-        manager.restore(state())
-
-
-def test_a_step_that_was_passed_over_is_saved_anew_and_does_not_count_until_then(run) -> None:
-    fill(run, 1, 2, 30)
-    damage(run, 30)
-    with managed(run, max_to_keep=1) as manager:
-        assert manager.restore(state()) == 2
-        manager.save(3, state(3))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [3]
-        assert cloudckpt.exists(f"{run}/step-30")
-        manager.save(30, state(30))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [30]
-    found = state()
-    with managed(run) as manager:
-        assert manager.restore(found) == 30
-
-
 def test_a_step_that_exists_is_replaced_or_refused(run) -> None:
     fill(run, 1)
     with managed(run) as manager:
@@ -238,24 +163,6 @@ def test_a_step_that_exists_is_replaced_or_refused(run) -> None:
         manager.save(1, state(8), force=True)
         with pytest.raises(CheckpointExistsError):
             manager.wait_until_finished()
-
-
-def test_a_job_that_another_one_has_taken_over_from_can_not_commit(run) -> None:
-    first = managed(run)
-    first.save(1, state(1))
-    first.wait_until_finished()
-    second = managed(run)
-    second.restore(state())
-    second.save(2, state(2))
-    second.wait_until_finished()
-    first.save(3, state(3))
-    with pytest.raises(CheckpointConflictError, match=f"process {os.getpid()} on host"):
-        first.wait_until_finished()
-    second.save(4, state(4))
-    second.wait_until_finished()
-    assert second.all_steps() == [1, 2, 4]
-    second.close()
-    first.close()
 
 
 def test_a_job_that_another_one_has_taken_over_from_deletes_nothing(run, caplog) -> None:
@@ -378,15 +285,6 @@ def test_a_failure_in_the_background_is_raised_once(run) -> None:
         manager.wait_until_finished()
 
 
-def test_a_step_is_deleted(run) -> None:
-    fill(run, 1, 2)
-    with managed(run) as manager:
-        manager.delete(1)
-        assert manager.all_steps() == [2]
-        with pytest.raises(CheckpointNotFoundError):
-            manager.delete(1)
-
-
 def test_what_can_not_be_deleted_does_not_fail_the_training(run, caplog, monkeypatch) -> None:
     fill(run, 1, 2)
 
@@ -491,37 +389,6 @@ NO_STEPS = [True, np.bool_(True), torch.tensor(True), 5.0, np.float32(5), torch.
 NO_STEPS += [-1, np.int64(-1), torch.tensor([1, 2]), None]
 
 
-@pytest.mark.parametrize("step", NO_STEPS, ids=repr)
-def test_what_is_no_step_is_refused_by_name(run, step) -> None:
-    with managed(run) as manager:
-        calls = [manager.should_save, manager.reached_preemption, manager.uri, manager.delete]
-        calls += [manager.metrics, manager.notes, lambda step: manager.save(step, state())]
-        if step is not None:
-            calls.append(lambda step: manager.restore(state(), step))
-        for call in calls:
-            with pytest.raises(ConfigError, match="a step is a whole number"):
-                call(step)
-
-
-@pytest.mark.parametrize(
-    "metric",
-    [
-        np.float32(0.5),
-        np.array(0.5),
-        torch.tensor(0.5, dtype=torch.bfloat16),
-        torch.tensor(0.5, requires_grad=True),
-        torch.tensor([0.5]),
-    ],
-    ids=repr,
-)
-def test_metrics_and_notes_may_be_numbers_of_numpy_and_torch(run, metric) -> None:
-    with managed(run, best_metric="loss", best_mode="min") as manager:
-        manager.save(np.int64(1), state(1), metrics={"loss": metric}, notes={"seen": [metric]})
-        manager.wait_until_finished()
-        assert (manager.metrics(1), manager.notes(1)) == ({"loss": 0.5}, {"seen": [0.5]})
-        assert manager.best_step() == 1
-
-
 @pytest.mark.parametrize("nan", [math.nan, np.float32("nan"), torch.tensor(math.nan)], ids=repr)
 def test_a_best_metric_that_is_not_a_number_is_told_and_never_the_best(run, nan, caplog) -> None:
     with managed(run, best_metric="loss", best_mode="max") as manager:
@@ -531,15 +398,6 @@ def test_a_best_metric_that_is_not_a_number_is_told_and_never_the_best(run, nan,
         manager.wait_until_finished()
         assert "step 2: its metric loss is not a number (NaN)" in caplog.text
         assert manager.best_step() == 1
-
-
-def test_a_best_metric_that_no_step_has_is_told_with_what_there_is(run, caplog) -> None:
-    with managed(run, best_metric="los", best_mode="min") as manager:
-        manager.save(1, state(1), metrics={"loss": 0.1})
-        manager.wait_until_finished()
-    assert "step 1: its metric los is missing (it has: loss)" in caplog.text
-    with pytest.raises(ConfigError, match="the metric 'los'"):
-        cloudckpt.runs.prune(run, best_to_keep=1, best_metric="los", best_mode="min")
 
 
 def test_a_manager_takes_its_options_by_config(run) -> None:
@@ -579,14 +437,6 @@ def test_what_is_no_configuration_is_refused_in_its_place(run) -> None:
 def test_options_in_two_places_are_refused(run) -> None:
     with pytest.raises(ConfigError, match="CheckpointerConfig"):
         CheckpointManager(run, config=Config(), checkpointer=CheckpointerConfig())
-
-
-def test_steps_of_a_period_are_kept_only_if_they_were_saved(run) -> None:
-    with managed(run, save_interval_steps=3, max_to_keep=1, keep_period=4) as manager:
-        for step in range(1, 28):
-            manager.save(step, state(step))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [12, 24, 27]
 
 
 def test_a_step_without_the_metric_is_kept_and_never_the_best(run) -> None:
@@ -674,17 +524,6 @@ def test_the_best_step_is_none_that_is_damaged_but_not_one_that_is_unreachable(
             manager.best_step()
 
 
-def test_a_step_that_is_saved_again_has_its_new_metric(run) -> None:
-    with managed(run, best_metric="loss", best_mode="min") as manager:
-        manager.save(1, state(1), metrics={"loss": 0.1})
-        manager.save(2, state(2), metrics={"loss": 0.2})
-        manager.wait_until_finished()
-        assert manager.best_step() == 1
-        manager.save(1, state(1), metrics={"loss": 0.3}, force=True)
-        manager.wait_until_finished()
-        assert manager.best_step() == 2
-
-
 def test_what_any_rule_keeps_stays(run) -> None:
     losses = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.9, 5: 0.9, 6: 0.9}
     rules = {"max_to_keep": 2, "best_to_keep": 1, "best_metric": "loss", "best_mode": "max"}
@@ -741,16 +580,6 @@ def test_metrics_and_notes_come_back(run) -> None:
         assert manager.notes(1) == {"seen": [1, "a"]}
 
 
-def test_a_step_that_was_deleted_does_not_count_as_kept(run) -> None:
-    with managed(run, max_to_keep=2) as manager:
-        for step in (1, 2):
-            manager.save(step, state(step))
-        manager.delete(2)
-        manager.save(3, state(3))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [1, 3]
-
-
 def test_a_step_that_is_being_saved_is_deleted_when_it_is_committed(run) -> None:
     held = Held()
     with managed(run, hook=held) as manager:
@@ -802,19 +631,6 @@ def test_a_step_that_is_being_restored_is_not_deleted_beside(run) -> None:
         manager._pruner.after()
         manager.wait_until_finished()
         assert manager.all_steps() == [2]
-
-
-def test_who_goes_back_is_told_that_later_steps_are_still_there(run, caplog) -> None:
-    fill(run, 1, 2)
-    with managed(run) as manager, caplog.at_level(logging.WARNING, "cloudckpt"):
-        manager.restore(state(), step=1)
-        assert "step 2 is newer" in caplog.text
-        assert manager.should_save(2)
-        manager.save(2, state(9))
-    found = state()
-    with managed(run) as manager:
-        assert manager.restore(found) == 2
-    assert value(found) == 9
 
 
 def test_a_save_that_is_skipped_is_none(run) -> None:

@@ -1,5 +1,6 @@
 """Jobs, claims, zombies, returns, removals and damage in one run, with a fresh seed each round."""
 
+import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -14,10 +15,12 @@ DRAWN = settings(
 )
 
 
-def test_a_run_is_what_its_model_says(rng, rounds) -> None:
+@pytest.mark.parametrize("where", ["a disk", "S3"])
+def test_a_run_is_what_its_model_says(where, rng, rounds, bucket, s3_config) -> None:
     for _ in rounds():
 
         class Drawn(Lines):
-            pass
+            place = None if where == "a disk" else f"s3://{bucket}"
+            config = s3_config
 
         run_state_machine_as_test(seed(rng.getrandbits(32))(Drawn), settings=DRAWN)

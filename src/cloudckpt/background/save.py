@@ -171,8 +171,7 @@ class Save:
         self.written.set_exception(error)
         if not isinstance(error, SaveInProgressError):  # that is raised by save itself
             # nobody may ever read the future, as when the trainer ends
-            text = str(error).replace(f" | at {self.where}", "")
-            logger.error("save to %s failed: %s", self.where, text)
+            logger.error("the save to %s failed in the background: %s", self.where, error)
 
     def _result_of(
         self, carry_out: Callable[[Save], Any]

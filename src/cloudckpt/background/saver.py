@@ -387,7 +387,8 @@ class AsyncSaver:
         """Copies a state, or begins to."""
         if stager is None:
             assert self._own_stager is not None
-            save.copy = self._own_stager.begin(state, self._options.patience)
+            save.copy, copied = self._own_stager.begin(state, self._options.patience)
+            copied.result()
             save.staged.set_result(None)
             return
         save.stage(stager.stage(state))

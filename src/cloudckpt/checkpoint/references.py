@@ -164,9 +164,9 @@ class Hold:
     @property
     def contents(self) -> Base:
         """What the base holds of all ranks."""
-        found = self.said.record
+        found = self.said.inventory
         assert found is not None
-        return Base(found, self.base.folder)
+        return Base.of(self.attempt, self.base.folder, found.objects, found.extents)
 
     def let_go(self, needed: Collection[str] = ()) -> None:
         """Removes the marks from all folders except those that are needed."""

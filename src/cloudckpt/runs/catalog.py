@@ -197,11 +197,13 @@ class History:
         line: Those on its line.
         abandoned: Those of other trainings.
         unread: Those whose notes can't be read, and why: whose they are is not known.
+        is_line_gone: Whether none is left of the line that was claimed, so that the newest decides.
     """
 
     line: dict[int, Notes] = field(default_factory=dict)
     abandoned: dict[int, Notes] = field(default_factory=dict)
     unread: dict[int, CloudCheckpointError] = field(default_factory=dict)
+    is_line_gone: bool = False
 
     def scores(self, metric: str) -> dict[int, float]:
         """A metric of the steps on the line; NaN for one that was saved without it."""
@@ -233,8 +235,8 @@ def history_of(view: View, run: Run, steps: Sequence[int] | None = None) -> Hist
             found.unread[step] = one
     known = [*found.abandoned.items()][::-1]
     on_line = [step for step, one in known if line.has(step, one)]
-    if not on_line and not found.unread:
-        line = Line()
+    if known and not on_line and not found.unread:
+        line, found = Line(), replace(found, is_line_gone=True)
         on_line = [step for step, one in known if line.has(step, one)]
     for step in on_line[::-1]:
         found.line[step] = found.abandoned.pop(step)

@@ -2,8 +2,6 @@
 
 Checksums of blocks can be joined into that of a whole tensor, as long as its chunks are rows of it.
 So a tensor that was saved by another number of ranks can still be compared.
-Where incremental saves have stored digests, those are compared, and not even the checksums are
-read.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from typing import Literal
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from cloudckpt.checkpoint.columns import counted
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.runs.contents import ReadContent, StoredItem, read_content
@@ -156,21 +153,6 @@ class _Entry:
         ]
         return dict(zip(_boxes_of(tensor), self.part.places.wholes(indices), strict=True))
 
-    def digests(self) -> _Content | None:
-        """The digests of its chunks; None if none were stored."""
-        record, tensor = self.part.said.record, self.tensor
-        if record is None or record.table is None or not record.extents.has_digests:
-            return None
-        known = record.table.entries[self.name]
-        rows = counted(known.first, known.first + known.count)
-        _, _, lengths, highs, lows = (one.tolist() for one in record.extents.at(rows).all_columns)
-        places = [((), ())] if tensor is None else _boxes_of(tensor)
-        if tensor is not None:
-            itemsize = tensor.properties.dtype.itemsize
-            lengths = [math.prod(sizes) * itemsize for _, sizes in places]
-        marks = zip(zip(highs, lows, strict=True), lengths, strict=True)
-        return dict(zip(places, marks, strict=True))
-
     def checksums(self) -> _Content | None:
         """The checksums of its chunks; None if it has none."""
         found: _Content = {}
@@ -205,14 +187,13 @@ def _compared(name: str, one: _Entry | None, other: _Entry | None) -> ComparedIt
     first = None if one is None else one.stored
     second = None if other is None else other.stored
     verdict: Verdict
-    differing = None
     if one is None or other is None or first is None or second is None:
         verdict = "removed" if other is None else "added"
     elif (first.shape, first.dtype) != (second.shape, second.dtype):
         verdict = "reshaped"
     else:
-        verdict, differing = _verdict(one.digests(), other.digests())
-    return ComparedItem(name=name, verdict=verdict, first=first, second=second, differing=differing)
+        verdict = "unknown"
+    return ComparedItem(name=name, verdict=verdict, first=first, second=second)
 
 
 def _by_checksums(one: _Entry, other: _Entry) -> tuple[Verdict, int | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -13,37 +12,31 @@ from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any, Literal
 
-import torch.distributed as dist
-
 from cloudckpt._arguments import suggesting
-from cloudckpt.background.save import SaveFuture
-from cloudckpt.checkpoint.notes import Notes, metrics_of
+from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpointer import (
-    AsyncCheckpointer,
-    Checkpointer,
     CheckpointerConfig,
     ClosedAtExit,
     checked,
-    make_sync_checkpointer,
 )
-from cloudckpt.config import Config, config_or_default, whole_number
+from cloudckpt.config import Config
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.errors import (
-    CheckpointExistsError,
     ClosedError,
-    CloudCheckpointError,
     ConfigError,
     SaveInProgressError,
 )
 from cloudckpt.runs.catalog import Run, newest_step
 from cloudckpt.runs.claim import ClaimHook
 from cloudckpt.runs.own_line import OwnLine
-from cloudckpt.runs.preemption import Agreement, Preemption
+from cloudckpt.runs.preemption import Preemption
 from cloudckpt.runs.pruning import Pruner, best_step
-from cloudckpt.runs.restoring import checkpoint_in, goal_of, put_back, restore_newest, selected
-from cloudckpt.runs.saves import OnFailure, RunStatus, Save, Saves
+from cloudckpt.runs.restoring import checkpoint_in, goal_of, load_part, restore_newest
+from cloudckpt.runs.saves import OnFailure, RunStatus, Saves
+from cloudckpt.runs.saving import StepSaver, saving_options
+from cloudckpt.runs.schedule import Schedule
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, check_step
 from cloudckpt.runs.verifying import verify as verify_checkpoint
 from cloudckpt.uri import URILike
@@ -144,8 +137,6 @@ class CheckpointManager(ClosedAtExit):
         if checkpointer is not None:
             checked(checkpointer)
         self._hook = ClaimHook(None if checkpointer is None else checkpointer.commit_hook)
-        self._preemption = preemption if preemption is not None else Preemption()
-        self._is_watching = preemption is not None and not read_only
         self._read_only, self._incremental = read_only, incremental
         self._adopt_wait, self._keep_abandoned = adopt_wait, keep_abandoned
         self._base: str | None = None  # of the first save after a restore
@@ -153,19 +144,14 @@ class CheckpointManager(ClosedAtExit):
         if checkpointer is not None:
             group, alone = checkpointer.process_group, checkpointer.no_dist
         self._meeting = Meeting.of(group, alone)
-        self._is_first = self._meeting.group is None or dist.get_rank(self._meeting.group) == 0
         self._pid = os.getpid()
         self._closed = False
-        self._reached: tuple[int, bool, bool] | None = None  # what was agreed on, at which step
-        self._has_begun = False  # whether a save has
-        self._has_saved_last = False  # whether the final save, before the job is ended, was made
         self._restored: int | None = None  # the restored step, until a loop is seen to ignore it
-        self._interval, self._seconds = save_interval_steps, save_interval_seconds
-        self._due_since = time.monotonic()  # when the clock of save_interval_seconds began
 
         def prepare() -> tuple[Run, Retention, CheckpointerConfig]:
-            self._saves = Saves(on_failure, max_failures)
-            self._check_intervals()
+            self._schedule = Schedule(
+                save_interval_steps, save_interval_seconds, preemption, read_only=read_only
+            )
             given: object = adopt_wait
             if not isinstance(given, Real) or not 0 <= float(given) < math.inf:
                 raise ConfigError(f"adopt_wait={adopt_wait!r}: give a number of seconds")
@@ -177,20 +163,11 @@ class CheckpointManager(ClosedAtExit):
                 best_metric=best_metric,
                 best_mode=best_mode,
             )
-            if checkpointer is not None and config is not None:
-                raise ConfigError(
-                    "give config= to your CheckpointerConfig, which has its own options"
-                )
-            options = checkpointer if checkpointer is not None else CheckpointerConfig()
-            options = options if config is None else dataclasses.replace(options, config=config)
-            if incremental:
-                made = dataclasses.replace(config_or_default(options.config), incremental=True)
-                options = dataclasses.replace(options, config=made)
-            options = dataclasses.replace(options, commit_hook=self._hook)
+            options = saving_options(checkpointer, config, self._hook, incremental=incremental)
             found = Run(run, step_name=step_name, config=options.config)
-            if self._is_watching:
-                self._preemption.watch()
-                undo.callback(self._preemption.ignore)
+            self._saves = Saves(on_failure, max_failures, found.uri, self._meeting.rank)
+            self._schedule.watch()
+            undo.callback(self._schedule.ignore)
             return found, kept, options
 
         def alike(made: tuple[Run, Retention, CheckpointerConfig]) -> RankStatus:
@@ -204,32 +181,18 @@ class CheckpointManager(ClosedAtExit):
             self._run, self._retention, options = self._meeting.begin(prepare, alike)
             self._line = OwnLine(self._run, self._meeting, self._hook)
             self._pruner = Pruner(self._run, self._retention, self._hook)
-            self._in_use = self._pruner.in_use
             undo.callback(self._pruner.close, wait=False)
-            self._direct = make_sync_checkpointer(options)
-            self._checkpointer: Checkpointer = self._direct
-            if asynchronous and not read_only:
-                self._checkpointer = AsyncCheckpointer(
-                    options, on_failure=self._failed_earlier, when_busy="auto"
-                )
-                undo.callback(self._checkpointer.close)
-            self._agreement = Agreement(self._meeting.group)
+            self._saver = StepSaver(
+                options,
+                self._saves,
+                self._line,
+                self._pruner.in_use,
+                in_background=asynchronous and not read_only,
+            )
+            self._checkpointer = self._saver.checkpointer
+            undo.callback(self._checkpointer.close)
+            self._schedule.meet(self._meeting)
             undo.pop_all()
-
-    def _check_intervals(self) -> None:
-        if self._interval is not None and (whole_number(self._interval) or 0) < 1:
-            raise ConfigError(
-                f"save_interval_steps={self._interval!r}: give a whole number of at least 1"
-            )
-        seconds: object = self._seconds
-        if seconds is None:
-            self._interval = whole_number(self._interval) or 1
-        elif self._interval is not None:
-            raise ConfigError("give save_interval_steps= or save_interval_seconds=, not both")
-        elif not (isinstance(seconds, Real) and 0 < float(seconds) < math.inf):
-            raise ConfigError(
-                f"save_interval_seconds={seconds!r}: give a number of seconds above 0"
-            )
 
     def uri(self, step: int) -> str:
         """The location of a step's checkpoint, whether or not it exists."""
@@ -275,7 +238,7 @@ class CheckpointManager(ClosedAtExit):
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.
         """
-        return dict(self._notes(step).metrics)
+        return dict(self._meeting.broadcast_from_first(lambda: self._run.notes(step).metrics))
 
     @collective("CheckpointManager.notes")
     def notes(self, step: int) -> dict[str, Any]:
@@ -284,7 +247,7 @@ class CheckpointManager(ClosedAtExit):
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.
         """
-        return dict(self._notes(step).user)
+        return dict(self._meeting.broadcast_from_first(lambda: self._run.notes(step).user))
 
     def should_save(self, step: int) -> bool:
         """Whether :meth:`save` would save this step without being forced.
@@ -298,11 +261,11 @@ class CheckpointManager(ClosedAtExit):
             CloudCheckpointError: As :meth:`reached_preemption`.
         """
         step = check_step(step)
-        if self._is_last(step):
+        self._check_open()
+        newest = self._saves.newest
+        if self._schedule.is_last(step, newest):
             return True
-        newest, is_due = self._saves.newest, self._agreed(step)[1]
-        is_turn = is_due if self._interval is None else step % self._interval == 0
-        return is_turn and (newest is None or step > newest)
+        return self._schedule.is_turn(step) and (newest is None or step > newest)
 
     @collective("CheckpointManager.reached_preemption")
     def reached_preemption(self, step: int) -> bool:
@@ -317,22 +280,8 @@ class CheckpointManager(ClosedAtExit):
             ConfigError: If it is not a valid step.
             ProcessGroupError: If the ranks lost each other.
         """
-        return self._agreed(check_step(step))[0]
-
-    def _agreed(self, step: int) -> tuple[bool, bool]:
-        """Whether the job is about to end, and whether a save is due by the clock; same on all."""
         self._check_open()
-        if not (self._is_watching or self._read_only):
-            self._is_watching = True
-            self._preemption.watch()
-        if self._reached is None or self._reached[0] != step:
-            is_due = False
-            if self._is_first and self._seconds is not None:
-                is_due = time.monotonic() - self._due_since >= self._seconds
-                if is_due:  # said once: all ranks may hear of it a step later
-                    self._due_since = time.monotonic()
-            self._reached = step, *self._agreement.step(self._preemption.noticed, is_due)
-        return self._reached[1:]
+        return self._schedule.is_ending(check_step(step))
 
     @collective("CheckpointManager.save")
     def save(
@@ -384,97 +333,27 @@ class CheckpointManager(ClosedAtExit):
                 )
                 self._restored = None
             return False
-        is_last, save = self._is_last(step), self._saves.begin(step)
-        try:
-            return self._save(save, step, state, metrics, notes, force=force, is_last=is_last)
-        except CloudCheckpointError as error:
-            self._explain(error)
-            if error is self._saves.last_failure:  # of an earlier save, counted when reported
-                self._saves.dropped(save)
-                raise
-            if not self._tolerates(save, error):
-                raise
+        is_last = self._schedule.is_last(step, self._saves.newest)
+        begun = self._saver.save(
+            step,
+            self.uri(step),
+            state,
+            metrics,
+            notes,
+            base=self._base,
+            force=force,
+            is_last=is_last,
+        )
+        if begun is None:
             return False
-        except BaseException:
-            self._saves.dropped(save)
-            raise
-
-    def _save(
-        self,
-        save: Save,
-        step: int,
-        state: dict[str, Any],
-        metrics: Mapping[str, float] | None,
-        notes: Mapping[str, Any] | None,
-        *,
-        force: bool,
-        is_last: bool,
-    ) -> bool:
-        job, continues = self._line.for_save()
-
-        @functools.cache
-        def noted() -> Notes:  # if a value is invalid on one rank, all ranks get the error
-            for name, given in (("metrics", metrics), ("notes", notes)):
-                if not isinstance(given, (Mapping, type(None))):
-                    raise ConfigError(f"{name}={given!r}: give a dict")
-            return Notes(
-                step=step,
-                metrics=metrics_of(metrics),
-                user=dict(notes or {}),
-                job=job,
-                continues=continues,
-            )
-
-        saver = self._checkpointer
-        if is_last:  # no other save may outlast this one
-            self._end_earlier_saves()
-            saver = self._direct
-        self._in_use.begin(step)
-        try:
-            futures = saver.save(
-                self.uri(step),
-                state,
-                notes=noted,
-                base=self._base,
-                # who never called restore() may not know that there are steps of this number
-                keep_existing=not (self._line.has_restored or force),
-                is_first=not self._has_begun,
-            )
-        except BaseException:
-            self._in_use.end(step)
-            raise
-        written = None if futures is None else futures[1]
-        if written is None:
-            self._in_use.end(step)
-            self._saves.committed(save)
-        elif written.skipped:
-            self._in_use.end(step)
-            self._saves.dropped(save)
-            return False
-        else:
-            save.number = written.number
-            written.add_done_callback(functools.partial(self._note_end, save, step))
-        self._has_begun = True
-        self._base, self._due_since = None, time.monotonic()
-        if self._is_first:
-            self._warn_of_metric(step, noted().metrics)
+        self._base = None
+        self._schedule.saved(is_last=is_last)
+        if self._meeting.rank == 0:
+            self._retention.warn_of_metric(step, begun.notes.metrics)
             # who never called restore() may not know that the run has steps
             keeps = self._keep_abandoned or not self._line.has_restored
-            self._pruner.after(written, keep_abandoned=keeps)
-        self._has_saved_last = self._has_saved_last or is_last
+            self._pruner.after(begun.ends, keep_abandoned=keeps)
         return True
-
-    def _warn_of_metric(self, step: int, kept: Mapping[str, float]) -> None:
-        metric = self._retention.best_metric
-        if metric is not None and math.isnan(kept.get(metric, math.nan)):
-            logger.warning(
-                "step %d: its metric %s is %s, so the step is never the best",
-                step,
-                metric,
-                "not a number (NaN)"
-                if metric in kept
-                else f"missing (it has: {', '.join(kept) or 'none'})",
-            )
 
     @collective("CheckpointManager.restore")
     def restore(
@@ -533,7 +412,7 @@ class CheckpointManager(ClosedAtExit):
             return found
 
         def load_step(step: int, notes: Notes) -> None:
-            with self._in_use.kept(step):
+            with self._pruner.in_use.kept(step):
                 load(self.uri(step))
             self._restored = step
             self._saves.restored(step)
@@ -597,8 +476,7 @@ class CheckpointManager(ClosedAtExit):
         if self._closed or not self._belongs_here:
             return
         self._closed = True
-        if self._is_watching:
-            self._preemption.ignore()
+        self._schedule.ignore()
         has_ended = True
         try:
             self._checkpointer.close()
@@ -607,25 +485,7 @@ class CheckpointManager(ClosedAtExit):
             raise
         finally:
             self._pruner.close(wait=has_ended)
-            self._agreement.close()
-
-    def _notes(self, step: int) -> Notes:
-        return self._meeting.broadcast_from_first(lambda: self._run.notes(step))
-
-    def _is_last(self, step: int) -> bool:
-        """Whether the job is about to be ended, and this step is to be its final save."""
-        reached = self.reached_preemption(step)
-        return reached and not self._has_saved_last and step != self._saves.newest
-
-    def _end_earlier_saves(self) -> None:
-        """Waits for the saves before the final one; their failures must not prevent it."""
-        while True:
-            try:
-                self._checkpointer.wait()
-            except CloudCheckpointError as error:
-                logger.error("an earlier save failed; the final save continues: %s", error)
-            else:
-                return
+            self._schedule.close()
 
     def _load(
         self,
@@ -636,46 +496,16 @@ class CheckpointManager(ClosedAtExit):
         uri: str,
     ) -> None:
         """Loads a checkpoint, or a part of it, into ``state``."""
-        part = state
-        if keys is not None:
-            part = selected(state, [keys] if isinstance(keys, str) else keys)
-            if not part:
-                raise ConfigError(
-                    f"keys={keys!r} match nothing in the state: it has {', '.join(map(str, state))}"
-                )
         if verify:
             config, group = self._run.config, self._meeting.group
             verify_checkpoint(uri, config=config, process_group=group)
-        self._checkpointer.load(uri, part, strict=strict, leave_misfits=not strict)
-        if part is not state:
-            put_back(state, part)
-
-    def _note_end(self, save: Save, step: int, written: SaveFuture) -> None:
-        """Records the end of a background save; runs on the thread that saved."""
-        self._in_use.end(step)
-        if written.exception() is None:
-            self._saves.committed(save)
-        else:
-            self._saves.ended(save)
-
-    def _explain(self, error: CloudCheckpointError) -> None:
-        """Says why a save replaces no step although the options allow it."""
-        if isinstance(error, CheckpointExistsError) and not self._line.has_restored:
-            error.message = (
-                "the step has a checkpoint of another training, which this job, that has not "
-                "called restore(), replaces only with force=True: call restore(), or give the "
-                "job a folder of its own"
-            )
-
-    def _failed_earlier(self, numbers: Collection[int], error: CloudCheckpointError) -> None:
-        """Counts failures of earlier saves, given by the checkpointer's numbers."""
-        self._explain(error)
-        tolerated = [self._tolerates(one, error) for one in self._saves.numbered(numbers)]
-        if not all(tolerated):
-            raise error
-
-    def _tolerates(self, save: Save, error: CloudCheckpointError) -> bool:
-        return self._saves.tolerates(save, error, self.uri, self._meeting.rank)
+        load_part(
+            state,
+            keys,
+            lambda part: self._checkpointer.load(
+                uri, part, strict=strict, leave_misfits=not strict
+            ),
+        )
 
     @property
     def _belongs_here(self) -> bool:

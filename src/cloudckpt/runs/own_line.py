@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.errors import CheckpointExistsError, CloudCheckpointError
 from cloudckpt.runs import claim
 from cloudckpt.runs.catalog import Run, check_is_run, owner_of
 from cloudckpt.runs.claim import ClaimHook
@@ -66,6 +67,15 @@ class OwnLine:
             self._hook.job, self._is_claimed = told
             self._begins = False
         return self._hook.job, self._continues
+
+    def explain(self, error: CloudCheckpointError) -> None:
+        """Says why a save replaces no step although the options allow it."""
+        if isinstance(error, CheckpointExistsError) and not self.has_restored:
+            error.message = (
+                "the step has a checkpoint of another training, which this job, that has not "
+                "called restore(), replaces only with force=True: call restore(), or give the "
+                "job a folder of its own"
+            )
 
     def for_deletion(self) -> None:
         """Claims the run if need be, without beginning a line; errors are those of a save."""

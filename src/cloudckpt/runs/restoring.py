@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -22,10 +22,9 @@ from cloudckpt.errors import (
     IncompleteSaveError,
 )
 from cloudckpt.runs.adopting import adopt_pending
-from cloudckpt.runs.catalog import Run, line_of, newest_step, notes_of
-from cloudckpt.runs.line import Line
+from cloudckpt.runs.catalog import History, Run, line_of, newest_step, notes_of
 
-__all__ = ["Candidates", "checkpoint_in", "goal_of", "put_back", "restore_newest", "selected"]
+__all__ = ["checkpoint_in", "goal_of", "load_part", "restore_newest"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -42,117 +41,84 @@ def restore_newest(
     Args:
         run: The run.
         meeting: The ranks.
-        hook: As of :class:`Candidates`.
-        until: As of :class:`Candidates`.
+        hook: Called around the commit of a step that is adopted.
+        until: When to stop waiting for processes that still send a step, by
+            :func:`time.monotonic`; None adopts nothing.
         load: Loads a step.
 
     Raises:
         CheckpointCorruptError: If all steps are damaged.
         CloudCheckpointError: As ``load``.
     """
-    damages: list[CloudCheckpointError] = []
-    candidates = Candidates(run, hook, until)
-    steps = meeting.broadcast_from_first(lambda: run.steps()[::-1])
+    history, damages = History(), list[CloudCheckpointError]()
 
-    def in_turn() -> Iterator[int]:
-        """All again if the line has none, damaged ones included."""
-        yield from steps
-        if not damages and meeting.broadcast_from_first(candidates.begin_anew):
-            yield from steps
+    def choose() -> list[int]:
+        nonlocal history
+        if until is not None:
+            _adopt(run, hook, until)
+        history = run.history()
+        return sorted([*history.line, *history.unread], reverse=True)
 
-    for step in in_turn():
-        notes, error = meeting.broadcast_from_first(partial(candidates.look, step))
+    def look(step: int) -> Notes | CloudCheckpointError:
+        return history.line[step] if step in history.line else history.unread[step]
+
+    restored = None
+    for step in meeting.broadcast_from_first(choose):
+        notes = meeting.broadcast_from_first(partial(look, step))
         try:
-            if error is not None:
-                raise error
-            if notes is None:
-                continue
+            if not isinstance(notes, Notes):
+                raise notes
             load(step, notes)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             damages.append(error)
             if isinstance(error, CheckpointCorruptError):
                 distrust(error)
             logger.error("step %d can't be restored, so an older one is tried: %s", step, error)
-            continue
-        candidates.log(step)
-        return step
-    candidates.log(None)
-    if damages:
+        else:
+            restored = step
+            break
+    _log_abandoned(run, history, restored)
+    if restored is None and damages:
         raise damages[0]
-    return None
+    return restored
 
 
-class Candidates:
-    """Which steps of a run may be restored, asked newest first; of the first rank."""
-
-    def __init__(self, run: Run, hook: CommitHook, until: float | None) -> None:
-        """
-        Args:
-            run: The run.
-            hook: Called around the commit of a step that is adopted.
-            until: When to stop waiting for processes that still send a step, by
-                :func:`time.monotonic`; None adopts nothing.
-        """
-        self._run, self._hook, self._until = run, hook, until
-        self._line: Line | None = None
-        self._steps: dict[int, Notes] = {}  # passed over, as they are abandoned
-
-    def _is_on_line(self, step: int, notes: Notes) -> bool:
-        """Whether a step is on the line of the run; asked of the steps newest first."""
-        if self._line is None:
-            self._line = line_of(self._run.view, self._run)
-        is_there = self._line.has(step, notes)
-        if not is_there:
-            self._steps[step] = notes
-        return is_there
-
-    def begin_anew(self) -> bool:
-        """Whether the line has no step, though there are others: the newest then decides."""
-        if not self._steps:
-            return False
-        logger.warning(
-            "%s: nothing is left of the line that was claimed last; the newest step decides",
-            self._run.root,
-        )
-        self._line, self._steps = Line(), {}
-        return True
-
-    def log(self, restored: int | None) -> None:
-        """Names them."""
-        if self._steps:
-            logger.warning(
-                "%s: %s restored; passed over, as they are abandoned: %s. To load one of them, "
-                "call restore(step=...)",
-                self._run.root,
-                "nothing was" if restored is None else f"step {restored} was",
-                ", ".join(
-                    f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
-                    for step, one in self._steps.items()
-                ),
-            )
-
-    def look(self, step: int) -> tuple[Notes | None, CheckpointCorruptError | None]:
-        """The notes of a step that may be restored, or why they can't be read.
-
-        If its trainers were killed, it may be adopted first.
-        """
+def _adopt(run: Run, hook: CommitHook, until: float) -> None:
+    """Commits the newest step that its trainers could not, if no newer one is on the line."""
+    line = line_of(run.view, run)
+    for step in reversed(run.steps()):
         try:
-            notes = notes_of(self._run.view, self._run, step)
-            if notes is None and self._adopts(step):
-                notes = notes_of(self._run.view, self._run, step)
-        except CheckpointCorruptError as error:
-            return None, error
-        return (notes if notes is not None and self._is_on_line(step, notes) else None), None
-
-    def _adopts(self, step: int) -> bool:
-        """Commits a step that its trainers could not commit, if it is there."""
-        if self._until is None or not self._run.is_pending(step):
-            return False
-        try:
-            adopt_pending(self._run.uri(step), self._run.config, until=self._until, hook=self._hook)
+            notes = notes_of(run.view, run, step)
+            if notes is not None and line.has(step, notes):
+                return
+            if notes is None and run.is_pending(step):
+                adopt_pending(run.uri(step), run.config, until=until, hook=hook)
+                return
+        except CheckpointCorruptError:
+            continue  # it is named when it is to be loaded
         except (IncompleteSaveError, AccessDeniedError) as error:
             logger.warning("step %d is left as its trainers left it: %s", step, error)
-        return True
+
+
+def _log_abandoned(run: Run, history: History, restored: int | None) -> None:
+    """Names what is passed over; of the first rank, which alone knows it."""
+    if history.is_line_gone:
+        logger.warning(
+            "%s: nothing is left of the line that was claimed last; the newest step decides",
+            run.root,
+        )
+    if history.abandoned:
+        logger.warning(
+            "%s: %s restored; passed over, as they are abandoned: %s. To load one of them, "
+            "call restore(step=...)",
+            run.root,
+            "nothing was" if restored is None else f"step {restored} was",
+            ", ".join(
+                f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
+                for step, one in reversed(history.abandoned.items())
+                if restored is None or step > restored
+            ),
+        )
 
 
 def goal_of(run: Run, step: int, *, says: bool = True) -> Notes:
@@ -212,7 +178,29 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
     return str(source.uri(newest)), newest
 
 
-def selected(state: dict[str, Any], keys: Collection[str], path: str = "") -> dict[str, Any]:
+def load_part(
+    state: dict[str, Any],
+    keys: str | Collection[str] | None,
+    load: Callable[[dict[str, Any]], object],
+) -> None:
+    """Loads a state dict, or those of its entries whose names match one of some patterns.
+
+    Raises:
+        ConfigError: If nothing matches.
+    """
+    if keys is None:
+        load(state)
+        return
+    part = _selected(state, [keys] if isinstance(keys, str) else keys)
+    if not part:
+        raise ConfigError(
+            f"keys={keys!r} match nothing in the state: it has {', '.join(map(str, state))}"
+        )
+    load(part)
+    _put_back(state, part)
+
+
+def _selected(state: dict[str, Any], keys: Collection[str], path: str = "") -> dict[str, Any]:
     """The entries of a nested state dict whose names match one of some patterns.
 
     Names are the keys from the outermost to the innermost dict, with dots between them. A pattern
@@ -224,15 +212,15 @@ def selected(state: dict[str, Any], keys: Collection[str], path: str = "") -> di
         is_nested = isinstance(value, dict)  # else it may be an object with a state_dict()
         if any(fnmatchcase(name, one) for one in keys) or (f"{name}.*" in keys and not is_nested):
             found[key] = value
-        elif is_nested and (inner := selected(value, keys, f"{name}.")):
+        elif is_nested and (inner := _selected(value, keys, f"{name}.")):
             found[key] = inner
     return found
 
 
-def put_back(state: dict[str, Any], loaded: dict[str, Any]) -> None:
+def _put_back(state: dict[str, Any], loaded: dict[str, Any]) -> None:
     """Takes what was loaded into a selection of a state dict's entries."""
     for key, value in loaded.items():
         if isinstance(value, dict) and value is not state[key] and isinstance(state[key], dict):
-            put_back(state[key], value)
+            _put_back(state[key], value)
         else:
             state[key] = value

@@ -85,11 +85,15 @@ class Saves:
     them are committed is known to each rank at another moment.
     """
 
-    def __init__(self, on_failure: OnFailure, max_failures: int) -> None:
+    def __init__(
+        self, on_failure: OnFailure, max_failures: int, uri: Callable[[int], object], rank: int
+    ) -> None:
         """
         Args:
             on_failure: What to do with a failure.
             max_failures: After how many in a row training ends.
+            uri: Gives the location of a step.
+            rank: This rank.
 
         Raises:
             ConfigError: If an option is invalid.
@@ -99,7 +103,7 @@ class Saves:
         self._max_failures = whole_number(max_failures) or 0
         if self._max_failures < 1:
             raise ConfigError(f"max_failures={max_failures!r}: give a whole number of at least 1")
-        self._on_failure = on_failure
+        self._on_failure, self._uri, self._rank = on_failure, uri, rank
         self._all: list[Save] = []
         self._lock = threading.Lock()  # saves end on other threads
         self.last_failure: CloudCheckpointError | None = None
@@ -140,10 +144,16 @@ class Saves:
         if save.outcome == "under way":
             save.outcome = "ended"
 
-    def numbered(self, numbers: Collection[int]) -> list[Save]:
-        """The saves that have these numbers in the checkpointer."""
+    def failed_earlier(self, numbers: Collection[int], error: CloudCheckpointError) -> None:
+        """Counts failures of earlier saves, given by the checkpointer's numbers.
+
+        Raises:
+            CloudCheckpointError: ``error``, if training is not to go on.
+        """
         with self._lock:
-            return [one for one in self._all if one.number in numbers]
+            failed = [one for one in self._all if one.number in numbers]
+        if not all([self.tolerates(one, error) for one in failed]):  # noqa: C419 - each counts
+            raise error
 
     def status(self) -> RunStatus:
         """See :class:`RunStatus`."""
@@ -162,17 +172,8 @@ class Saves:
                 last_failure=self.last_failure,
             )
 
-    def tolerates(
-        self, save: Save, error: CloudCheckpointError, uri: Callable[[int], str], rank: int
-    ) -> bool:
-        """Counts a failure, and returns whether training goes on; if so, reports it.
-
-        Args:
-            save: The save that has failed.
-            error: Why.
-            uri: Gives the location of a step.
-            rank: This rank.
-        """
+    def tolerates(self, save: Save, error: CloudCheckpointError) -> bool:
+        """Counts a failure, and returns whether training goes on; if so, reports it."""
         save.outcome, self.last_failure = "failed", error
         with self._lock:
             in_row = self._row()
@@ -181,17 +182,10 @@ class Saves:
             or (self._on_failure == "log" and isinstance(error, _MAY_PASS))
         )
         if goes_on:
-            self._report(save, error, in_row, uri, rank)
+            self._report(save, error, in_row)
         return goes_on
 
-    def _report(
-        self,
-        save: Save,
-        error: CloudCheckpointError,
-        in_row: int,
-        uri: Callable[[int], str],
-        rank: int,
-    ) -> None:
+    def _report(self, save: Save, error: CloudCheckpointError, in_row: int) -> None:
         """Logs a failure after which training goes on, and emits an event."""
         status = self.status()
         assert save.step is not None
@@ -208,8 +202,8 @@ class Saves:
         events.emit(
             events.Event(
                 phase="failure",
-                uri=uri(save.step),
-                rank=rank,
+                uri=str(self._uri(save.step)),
+                rank=self._rank,
                 began=time.time(),
                 detail=type(error).__name__,
                 failed=True,

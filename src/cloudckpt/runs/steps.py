@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -14,6 +15,8 @@ from cloudckpt.config import whole_number
 from cloudckpt.errors import ConfigError
 
 __all__ = ["DEFAULT_PATTERN", "HIGHEST_STEP", "Retention", "StepNames", "check_step"]
+
+logger = logging.getLogger("cloudckpt")
 
 DEFAULT_PATTERN = "step-{step}"
 """The same names as torchtitan's."""
@@ -174,6 +177,19 @@ class Retention:
         """The step with the best score, the newest of equal ones; None if no step has a score."""
         usable = _usable(scores)
         return min(usable, key=lambda step: (self._badness(usable[step]), -step), default=None)
+
+    def warn_of_metric(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs it if a step is saved without the metric, or without a number there."""
+        metric = self.best_metric
+        if metric is not None and math.isnan(metrics.get(metric, math.nan)):
+            logger.warning(
+                "step %d: its metric %s is %s, so the step is never the best",
+                step,
+                metric,
+                "not a number (NaN)"
+                if metric in metrics
+                else f"missing (it has: {', '.join(metrics) or 'none'})",
+            )
 
     def _badness(self, score: float) -> float:
         return -score if self.best_mode == "max" else score

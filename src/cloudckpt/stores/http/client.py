@@ -18,7 +18,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -58,33 +57,17 @@ _USER_AGENT = f"cloudckpt/{__version__}"
 _TUNNEL = re.compile(r"Tunnel connection failed: (4\d\d)\b.*")
 
 
-@dataclass(eq=False)
-class _Call:
-    """What a thread has under way.
-
-    Attributes:
-        limit: Seconds in which the answer must begin.
-        option: What sets them.
-        asks_first: Whether the server is to say first that it wants the body.
-        connection: What it uses at the moment.
-    """
-
-    limit: float
-    option: str
-    asks_first: bool
-    connection: Connection | None = None
-
-
 class _Ours(http.client.HTTPConnection):
     """What our two layers of a connection, with urllib3's between them, know of each other."""
 
     sock: socket.socket | None
     # set by the classes that _pool_classes makes:
-    calls: Mapping[int, _Call]  # by the thread
+    answer_limits: Mapping[int, tuple[float, str]]  # seconds and option, by the thread that waits
     connect_limit: float  # seconds
-    contexts: Contexts
+    busy: dict[int, Connection]  # by the thread that uses it
     watch: Watch
     connecting: bool = False
+    asks_first: bool = False  # whether the request waits for the server before its body
     is_spent: bool = False  # whether the server still waits for a body, and no request can follow
     begun: bytes = b""  # of the answer, read while the request waited
     raw_response: http.client.HTTPResponse | None = None
@@ -114,10 +97,9 @@ class _Watched(_Ours):
             return
         if self.sock is None and self.auto_open:
             self.connect()
-        call = self.calls[threading.get_ident()]
         if self.sock is not None:
             self.sock.settimeout(None)
-            call.connection = self.sock
+            self.busy[threading.get_ident()] = self.sock
         try:
             with self.watch.step(self.sock, counter=Counter.ACKNOWLEDGED):
                 super().send(data)
@@ -125,8 +107,15 @@ class _Watched(_Ours):
             # A server may refuse a large body before it has come. urllib3 then reads the answer,
             # if it knows this error: without TLS it would be this one.
             raise BrokenPipeError(errno.EPIPE, str(exc)) from exc
-        if call.asks_first and isinstance(self.sock, socket.socket):  # these were the headers
-            call.asks_first = False
+
+    def putheader(self, header: Any, *values: Any) -> None:
+        self.asks_first = self.asks_first or header in EXPECT
+        super().putheader(header, *values)
+
+    def endheaders(self, message_body: Any = None, *, encode_chunked: bool = False) -> None:
+        asks_first, self.asks_first = self.asks_first, False
+        super().endheaders(message_body, encode_chunked=encode_chunked)
+        if asks_first and isinstance(self.sock, socket.socket):
             self.is_spent, self.begun = early_answer(self.sock)
             if self.is_spent:  # urllib3 then reads the answer
                 raise BrokenPipeError(errno.EPIPE, "answered before the body was sent")
@@ -140,14 +129,15 @@ class _Watched(_Ours):
         self.raw_sock = self.sock  # dropped below if it is to close
         if self.sock is not None:
             self.sock.settimeout(None)  # urllib3 has set another one
-        call = self.calls[threading.get_ident()]
-        late = f"no answer began within {call.limit:g} s ({call.option})"
+        limit, option = self.answer_limits[threading.get_ident()]
+        late = f"no answer began within {limit:g} s ({option})"
         # the end of a body may still be on its way: that time is not the server's
-        with self.watch.step(self.raw_sock, late, call.limit, Counter.ACKNOWLEDGED):
+        with self.watch.step(self.raw_sock, late, limit, Counter.ACKNOWLEDGED):
             self.raw_response = super().getresponse()
-        reader: object = self.raw_response.fp
-        if isinstance(reader, BodyReader) and isinstance(self.raw_sock, WatchedSocket):
-            reader.has_chunks = self.raw_response.chunked or not self.raw_sock.fills_buffers
+        if isinstance(self.raw_sock, WatchedSocket) and self.raw_sock.fills_buffers:
+            reader: object = self.raw_response.fp
+            if isinstance(reader, BodyReader):
+                reader.has_chunks = self.raw_response.chunked
         return self.raw_response
 
 
@@ -162,24 +152,11 @@ class _ResumedResponse(http.client.HTTPResponse):
 
 
 class _Connecting(_Ours):
-    """Sits before urllib3's connection, to which a proxy may say one byte after the other.
-
-    The socket is to be one of ours. With TLS, that is chosen by the context, so urllib3 gets the
-    one that it would make by itself. TLS inside the TLS of a proxy is no socket, and goes without.
-    """
-
-    # read by urllib3:
-    ssl_context: ssl.SSLContext | None
-    proxy_config: Any
+    """Sits before urllib3's connection, to which a proxy may say one byte after the other."""
 
     def connect(self) -> None:
         late = f"no connection was made within {self.connect_limit:g} s (4 times connect_timeout)"
-        if isinstance(self, urllib3.connection.HTTPSConnection):
-            self.ssl_context = self.contexts.to_store()
-            if self.proxy_config is not None:
-                to_proxy = self.contexts.to_proxy()
-                self.proxy_config = self.proxy_config._replace(ssl_context=to_proxy)
-        self.calls[threading.get_ident()].connection = self
+        self.busy[threading.get_ident()] = self
         self.connecting, self.is_spent, self.begun = True, False, b""
         try:
             with self.watch.step(self, late, self.connect_limit):
@@ -195,21 +172,49 @@ class _Connecting(_Ours):
     def is_connected(self) -> bool:
         """Not if more has come than was promised: the next answer would begin with it."""
         connected: bool = super().is_connected  # type: ignore[misc]  # urllib3's
-        return connected and not (isinstance(self.sock, ssl.SSLSocket) and has_unread(self.sock))
+        return connected and not has_unread(self.sock)
+
+
+class _ConnectingByTLS(_Connecting):
+    """The same; the socket is to be one of ours.
+
+    That is chosen by the context, so urllib3 gets the one that it would make by itself. TLS inside
+    the TLS of a proxy is no socket, and goes without.
+    """
+
+    contexts: Contexts  # set by _pool_classes
+    # read by urllib3:
+    ssl_context: ssl.SSLContext | None
+    proxy_config: Any
+
+    def connect(self) -> None:
+        self.ssl_context = self.contexts.to_store()
+        if self.proxy_config is not None:
+            to_proxy = self.contexts.to_proxy()
+            self.proxy_config = self.proxy_config._replace(ssl_context=to_proxy)
+        super().connect()
 
 
 def _pool_classes(
-    options: HttpOptions, watch: Watch, calls: Mapping[int, _Call]
+    options: HttpOptions,
+    watch: Watch,
+    busy: dict[int, Connection],
+    answer_limits: Mapping[int, tuple[float, str]],
 ) -> dict[str, type[urllib3.HTTPConnectionPool]]:
     """urllib3's pools, of connections that are watched."""
     shared = {
-        "calls": calls,
+        "answer_limits": answer_limits,
         "connect_limit": _CONNECTING * options.connect_timeout,
+        "busy": busy,
         "contexts": Contexts(options),
         "watch": watch,
     }
     plain = type("Plain", (_Connecting, urllib3.connection.HTTPConnection, _Watched), shared)
-    secure = type("Secure", (_Connecting, urllib3.connection.HTTPSConnection, _Watched), shared)
+    secure = type(
+        "Secure",
+        (_ConnectingByTLS, urllib3.connection.HTTPSConnection, _Watched),
+        shared,
+    )
     return {
         "http": type("PlainPool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": plain}),
         "https": type("SecurePool", (urllib3.HTTPSConnectionPool,), {"ConnectionCls": secure}),
@@ -223,9 +228,10 @@ class HttpClient:
         for name in ("urllib3.connection", "urllib3.connectionpool"):
             logging.getLogger(name).addFilter(_hide_signatures)
         self._watch = Watch(options.stall_timeout)
-        self._calls: dict[int, _Call] = {}
+        self._busy: dict[int, Connection] = {}
         self._traffic = Traffic()
         self._options = options
+        self._answer_limits: dict[int, tuple[float, str]] = {}
         self._timeout = urllib3.Timeout(connect=options.connect_timeout, read=options.read_timeout)
         self._manager = self._new_manager(options)
 
@@ -242,7 +248,9 @@ class HttpClient:
                 user = base64.b64encode(unquote_to_bytes(proxy.auth)).decode("ascii")
                 headers = {"proxy-authorization": f"Basic {user}"}
             manager = urllib3.ProxyManager(proxy.url, proxy_headers=headers, **settings)
-        manager.pool_classes_by_scheme = _pool_classes(options, self._watch, self._calls)
+        manager.pool_classes_by_scheme = _pool_classes(
+            options, self._watch, self._busy, self._answer_limits
+        )
         return manager
 
     @contextlib.contextmanager
@@ -275,10 +283,11 @@ class HttpClient:
                 )
         headers = {"User-Agent": _USER_AGENT, **headers}
         options, thread = self._options, threading.get_ident()
-        limit, option = options.read_timeout, "read_timeout"
-        if is_long:
-            limit, option = options.completion_timeout, f"{LONGER} times read_timeout"
-        self._calls[thread] = _Call(limit, option, asks_first=EXPECT.items() <= headers.items())
+        self._answer_limits[thread] = (
+            (options.completion_timeout, f"{LONGER} times read_timeout")
+            if is_long
+            else (options.read_timeout, "read_timeout")
+        )
         try:
             try:
                 response = self._manager.urlopen(
@@ -328,21 +337,20 @@ class HttpClient:
             finally:
                 reply.close()
         finally:
-            self._calls.pop(thread, None)
+            self._busy.pop(thread, None)
+            self._answer_limits.pop(thread, None)
 
     def interrupt(self, threads: Collection[int]) -> None:
         """Breaks the connections that these threads are using."""
         for thread in threads:
-            call = self._calls.get(thread)
-            if call is not None and call.connection is not None:
-                break_connection(call.connection)
+            if (connection := self._busy.get(thread)) is not None:
+                break_connection(connection)
 
     def moved(self, threads: Collection[int]) -> Sequence[int] | None:
         """As :meth:`~cloudckpt.stores.base.RangeReader.moved`."""
         if not self._traffic.counts:
             return None
-        calls = [self._calls.get(thread) for thread in threads]
-        using = [None if call is None else call.connection for call in calls]
+        using = [self._busy.get(thread) for thread in threads]
         return [0 if one is None else self._traffic.since(one) for one in using]
 
     def close(self) -> None:

@@ -1,0 +1,222 @@
+"""Saves the steps of a job, and keeps count of what becomes of them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from cloudckpt.background.save import SaveFuture
+from cloudckpt.checkpoint.notes import Notes, metrics_of
+from cloudckpt.checkpointer import (
+    AsyncCheckpointer,
+    Checkpointer,
+    CheckpointerConfig,
+    make_sync_checkpointer,
+)
+from cloudckpt.config import Config, config_or_default
+from cloudckpt.dcp.writer import CommitHook
+from cloudckpt.errors import CloudCheckpointError, ConfigError
+from cloudckpt.runs.own_line import OwnLine
+from cloudckpt.runs.pruning import StepsInUse
+from cloudckpt.runs.saves import Save, Saves
+
+__all__ = ["Begun", "StepSaver", "saving_options"]
+
+logger = logging.getLogger("cloudckpt")
+
+
+def saving_options(
+    given: CheckpointerConfig | None, config: Config | None, hook: CommitHook, *, incremental: bool
+) -> CheckpointerConfig:
+    """How steps are saved, from what a manager was given.
+
+    Raises:
+        ConfigError: If options were given in two places.
+    """
+    if given is not None and config is not None:
+        raise ConfigError("give config= to your CheckpointerConfig, which has its own options")
+    options = given if given is not None else CheckpointerConfig()
+    options = options if config is None else replace(options, config=config)
+    if incremental:
+        made = replace(config_or_default(options.config), incremental=True)
+        options = replace(options, config=made)
+    return replace(options, commit_hook=hook)
+
+
+def _make_notes(
+    step: int,
+    metrics: Mapping[str, float] | None,
+    notes: Mapping[str, Any] | None,
+    job: str,
+    continues: Mapping[str, int],
+) -> Notes:
+    """What is kept with a step.
+
+    Raises:
+        ConfigError: If a value can't be kept.
+    """
+    for name, given in (("metrics", metrics), ("notes", notes)):
+        if not isinstance(given, (Mapping, type(None))):
+            raise ConfigError(f"{name}={given!r}: give a dict")
+    user = dict(notes or {})
+    return Notes(step=step, metrics=metrics_of(metrics), user=user, job=job, continues=continues)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A save that was begun.
+
+    Attributes:
+        ends: Its end; None if it is committed.
+        notes: What is kept with the step.
+    """
+
+    ends: SaveFuture | None
+    notes: Notes
+
+
+class StepSaver:
+    """Saves steps in the background or at once; all ranks make the same calls.
+
+    Attributes:
+        checkpointer: What saves and loads.
+    """
+
+    def __init__(
+        self,
+        options: CheckpointerConfig,
+        saves: Saves,
+        line: OwnLine,
+        in_use: StepsInUse,
+        *,
+        in_background: bool,
+    ) -> None:
+        """
+        Args:
+            options: How checkpoints are saved and loaded.
+            saves: The list of the job's saves.
+            line: Whose step it is that is replaced.
+            in_use: Keeps a step from being deleted while it is saved.
+            in_background: Whether a save returns when the state is copied.
+        """
+        self._saves, self._line, self._in_use = saves, line, in_use
+        self._direct = make_sync_checkpointer(options)
+        self._has_begun = False  # whether a save has
+        self.checkpointer: Checkpointer = self._direct
+        if in_background:
+            self.checkpointer = AsyncCheckpointer(
+                options, on_failure=self._failed_earlier, when_busy="auto"
+            )
+
+    def save(
+        self,
+        step: int,
+        uri: str,
+        state: dict[str, Any],
+        metrics: Mapping[str, float] | None,
+        notes: Mapping[str, Any] | None,
+        *,
+        base: str | None,
+        force: bool,
+        is_last: bool,
+    ) -> Begun | None:
+        """Saves a step; None if it is skipped, or has failed in a way that is tolerated.
+
+        Args:
+            step: The step.
+            uri: Its location.
+            state: What to save.
+            metrics: Numbers to keep with it.
+            notes: Other values to keep with it.
+            base: What an incremental save may refer to, if it is not the newest step.
+            force: Whether a step of another training may be replaced.
+            is_last: Whether the job is about to be ended: no other save may outlast this one.
+
+        Raises:
+            CloudCheckpointError: As of a checkpointer.
+        """
+        save = self._saves.begin(step)
+        try:
+            job, continues = self._line.for_save()
+            # if a value is invalid on one rank, all ranks get the error
+            noted = functools.cache(partial(_make_notes, step, metrics, notes, job, continues))
+            return self._begin(save, step, uri, state, noted, base, force, is_last)
+        except CloudCheckpointError as error:
+            self._line.explain(error)
+            if error is self._saves.last_failure:  # of an earlier save, counted when reported
+                self._saves.dropped(save)
+                raise
+            if not self._saves.tolerates(save, error):
+                raise
+            return None
+        except BaseException:
+            self._saves.dropped(save)
+            raise
+
+    def _begin(
+        self,
+        save: Save,
+        step: int,
+        uri: str,
+        state: dict[str, Any],
+        notes: Callable[[], Notes],
+        base: str | None,
+        force: bool,
+        is_last: bool,
+    ) -> Begun | None:
+        saver = self.checkpointer
+        if is_last:
+            self._end_earlier_saves()
+            saver = self._direct
+        self._in_use.begin(step)
+        try:
+            futures = saver.save(
+                uri,
+                state,
+                notes=notes,
+                base=base,
+                # who never called restore() may not know that there are steps of this number
+                keep_existing=not (self._line.has_restored or force),
+                is_first=not self._has_begun,
+            )
+        except BaseException:
+            self._in_use.end(step)
+            raise
+        self._has_begun = True
+        written = None if futures is None else futures[1]
+        if written is not None and not written.skipped:
+            save.number = written.number
+            written.add_done_callback(functools.partial(self._note_end, save, step))
+            return Begun(written, notes())
+        self._in_use.end(step)
+        if written is not None:
+            self._saves.dropped(save)
+            return None
+        self._saves.committed(save)
+        return Begun(None, notes())
+
+    def _end_earlier_saves(self) -> None:
+        """Waits for the saves before the final one; their failures must not prevent it."""
+        while True:
+            try:
+                self.checkpointer.wait()
+            except CloudCheckpointError as error:
+                logger.error("an earlier save failed; the final save continues: %s", error)
+            else:
+                return
+
+    def _note_end(self, save: Save, step: int, written: SaveFuture) -> None:
+        """Records the end of a background save; runs on the thread that saved."""
+        self._in_use.end(step)
+        if written.exception() is None:
+            self._saves.committed(save)
+        else:
+            self._saves.ended(save)
+
+    def _failed_earlier(self, numbers: Collection[int], error: CloudCheckpointError) -> None:
+        self._line.explain(error)
+        self._saves.failed_earlier(numbers, error)

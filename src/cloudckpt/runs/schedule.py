@@ -1,0 +1,116 @@
+"""When a job saves: at its steps or times, and once before it is ended; the same on all ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from numbers import Real
+
+from cloudckpt.config import whole_number
+from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.errors import ConfigError
+from cloudckpt.runs.preemption import Agreement, Preemption
+
+__all__ = ["Schedule"]
+
+
+class Schedule:
+    """Whose turn it is to be saved; all ranks ask about the same steps, in the same order."""
+
+    def __init__(
+        self,
+        every_steps: int | None,
+        every_seconds: float | None,
+        preemption: Preemption | None,
+        *,
+        read_only: bool,
+    ) -> None:
+        """
+        Args:
+            every_steps: A step's turn is when this divides it; None is each step, unless there are
+                seconds.
+            every_seconds: Or when so many seconds have passed on the first rank since a save.
+            preemption: How the job learns that it is about to be stopped. One that is given is
+                watched from :meth:`open` on, else signals are from the first question on.
+            read_only: Whether signals are not handled at all.
+
+        Raises:
+            ConfigError: If an option is invalid.
+        """
+        seconds: object = every_seconds
+        if every_steps is not None and (whole_number(every_steps) or 0) < 1:
+            raise ConfigError(
+                f"save_interval_steps={every_steps!r}: give a whole number of at least 1"
+            )
+        if every_steps is not None and seconds is not None:
+            raise ConfigError("give save_interval_steps= or save_interval_seconds=, not both")
+        if seconds is not None and not (
+            isinstance(seconds, Real) and 0 < float(seconds) < math.inf
+        ):
+            raise ConfigError(
+                f"save_interval_seconds={seconds!r}: give a number of seconds above 0"
+            )
+        self._steps, self._seconds = whole_number(every_steps) or 1, every_seconds
+        self._preemption = preemption if preemption is not None else Preemption()
+        self._watches_at_once = preemption is not None and not read_only
+        self._is_watching, self._read_only = False, read_only
+        self._has_saved_last = False  # whether the final save was made
+        self._asked: tuple[int, bool, bool] | None = None  # of which step, and the answers
+        self._due_since = time.monotonic()  # when the clock of the seconds began
+
+    def watch(self) -> None:
+        """Begins to handle signals, if they are handled from the start.
+
+        Raises:
+            ConfigError: If one of them can't be handled.
+        """
+        if self._watches_at_once:
+            self._preemption.watch()
+            self._is_watching = True
+
+    def meet(self, meeting: Meeting) -> None:
+        """Lets the ranks agree from now on."""
+        self._is_first = meeting.rank == 0
+        self._agreement = Agreement(meeting.group)
+
+    def ignore(self) -> None:
+        """Ends the handling of signals."""
+        if self._is_watching:
+            self._preemption.ignore()
+        self._is_watching = False
+
+    def close(self) -> None:
+        """Ends the agreement."""
+        self._agreement.close()
+
+    def is_ending(self, step: int) -> bool:
+        """Whether some rank has learned that the job is about to end."""
+        return self._answers(step)[0]
+
+    def is_last(self, step: int, newest: int | None) -> bool:
+        """Whether a step is to be the final save, if ``newest`` was the last one saved."""
+        return self.is_ending(step) and not self._has_saved_last and step != newest
+
+    def is_turn(self, step: int) -> bool:
+        """Whether a step is to be saved, as its number or the clock says."""
+        is_due = self._answers(step)[1]
+        return is_due if self._seconds is not None else step % self._steps == 0
+
+    def saved(self, *, is_last: bool) -> None:
+        """Notes that a save was begun."""
+        self._due_since = time.monotonic()
+        self._has_saved_last = self._has_saved_last or is_last
+
+    def _answers(self, step: int) -> tuple[bool, bool]:
+        """Whether the job is about to end, and whether a save is due by the clock."""
+        if not (self._is_watching or self._read_only):
+            self._preemption.watch()
+            self._is_watching = True
+        if self._asked is None or self._asked[0] != step:
+            is_due = False
+            if self._is_first and self._seconds is not None:
+                is_due = time.monotonic() - self._due_since >= self._seconds
+                if is_due:  # said once: all ranks may hear of it a step later
+                    self._due_since = time.monotonic()
+            self._asked = step, *self._agreement.step(self._preemption.noticed, is_due)
+        return self._asked[1:]
