@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from benchmarks.clients import Boto3InThreads, Obstore
 from benchmarks.models import FilesByBoto3, OurModel, RunaiStreamer
 from benchmarks.ours import CloudCkpt
 from benchmarks.places import REGION, Place
@@ -131,6 +132,10 @@ CONTENDERS: Mapping[str, Entry] = {
     "fsspec": Entry(
         "torch FsspecWriter + s3fs", ("s3fs",), ("s3fs", "fsspec", "aiobotocore"), _fsspec
     ),
+    "boto3-threads": Entry(
+        "boto3 put_object, get_object in threads", ("boto3",), ("boto3",), Boto3InThreads
+    ),
+    "obstore": Entry("obstore put, get in threads", ("obstore",), ("obstore",), Obstore),
     "cloudckpt-safetensors": Entry(
         "cloudckpt.hf",
         ("cloudckpt",),

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cloudckpt.checkpoint.record import Record
-from cloudckpt.checkpoint.written import Extents
+from cloudckpt.checkpoint.record import Extents, Record
 
 _ROWS = (8, 2, 4, 6)
 _COLUMNS = (64, 128, 192, 256)
@@ -76,13 +75,13 @@ class Others:
             items = [self._item(value.items[number], rank) for number in self._tensors]
             return replace(value, items=items)
         if isinstance(value, tuple):
-            digest, written = value
+            digest, written, number = value
             objects = tuple(replace(one, rank=rank) for one in written.objects)
             if not written.unmoved:
                 self._extents = written.extents.at(torch.tensor(self._tensors))
-                return digest, replace(written, objects=objects, extents=self._extents)
-            unmoved = replace(written, objects=objects, extents=self._extents, unmoved=b"")
-            return digest, unmoved.without(self._extents)
+                return digest, replace(written, objects=objects, extents=self._extents), number
+            unmoved = replace(written, objects=objects, extents=self._extents, unmoved="")
+            return digest, unmoved.without(self._extents), number
         return [
             replace(
                 result,
@@ -96,7 +95,7 @@ class Others:
         ]
 
     def _record(self, own: Record, rank: int) -> Record:
-        of_own = own.inventory
+        of_own = own.table
         assert of_own is not None
         entries = {n: e for n, e in of_own.entries.items() if e.shape is not None}
         self._tensors = [entry.first for entry in entries.values()]
@@ -108,7 +107,7 @@ class Others:
         offsets = chunks.offsets.clone()
         offsets[:, 0] = chunks.sizes[:, 0] * rank
         shifted = replace(chunks, rows=torch.arange(len(firsts)), offsets=offsets)
-        return Record.of(replace(of_own, entries=firsts, chunks={2: shifted}))
+        return replace(own, table=replace(of_own, entries=firsts, chunks={2: shifted}))
 
     def _item(self, item: WriteItem, rank: int) -> WriteItem:
         assert item.tensor_data is not None

@@ -201,9 +201,9 @@ def _all_of(plan: bytes) -> Any:
     from cloudckpt.checkpoint.record import Record
     from cloudckpt.dcp.global_plan import Part
 
-    inventory = Record.parse(plan, "").inventory
-    assert inventory is not None
-    return Part(torch.arange(inventory.count), torch.zeros(inventory.count, dtype=torch.int64))
+    table = Record.parse(plan, "").table
+    assert table is not None
+    return Part(torch.arange(table.count), torch.zeros(table.count, dtype=torch.int64))
 
 
 def _reading(port: int, who: str, ranks: int, tensors: int) -> dict[str, float]:
@@ -228,7 +228,7 @@ def _reading(port: int, who: str, ranks: int, tensors: int) -> dict[str, float]:
     planner.create_local_plan()
     found["load_plan_cpu"] = cpu_seconds() - cpu
     if who == OURS:
-        indexes = sum(one.index_size for one in reader.inventory.objects)
+        indexes = sum(one.index_size for one in reader.commit.objects)
         stored = io.BytesIO((folder / ".metadata").read_bytes())
         pickle.load(stored)  # of this very run
         behind = len(stored.getbuffer()) - stored.tell()

@@ -16,13 +16,13 @@ from results import die_in_save, tell
 
 class Counter:
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.rank = 0, int(os.environ["RANK"])
 
     def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
+        return {"count": self.count, "rank": self.rank}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
+        self.count, self.rank = state["count"], state["rank"]
 
 
 class Net(torch.nn.Module):
@@ -88,6 +88,7 @@ def main() -> None:
         kind=type(next(model.parameters())).__name__,
         losses=losses,
         count=counter.count,
+        rank=counter.rank,
         rate=scheduler.get_last_lr()[0],
         drawn=random.random(),
         step=accelerator.step,

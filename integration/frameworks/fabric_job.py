@@ -6,9 +6,11 @@ import os
 import lightning.fabric as lightning
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
 
 import cloudckpt
 from cloudckpt.integrations import fabric as ours
+from lightning_job import Loader
 from results import tell
 
 
@@ -33,7 +35,9 @@ def main() -> None:
     torch.manual_seed(0)
     model = fabric.setup_module(torch.nn.Linear(8, 4))
     optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), 1e-2))
-    state = {"model": model, "optimizer": optimizer, "step": 0}
+    own = cloudckpt.per_rank(None if told.load else {"drawn": torch.tensor(fabric.global_rank)})
+    loader = Loader(TensorDataset(torch.ones(4)))
+    state = {"model": model, "optimizer": optimizer, "step": 0, "own": own, "loader": loader}
     try:
         rest = fabric.load(told.load, state) if told.load else {}
     except cloudckpt.errors.CloudCheckpointError as error:
@@ -49,7 +53,13 @@ def main() -> None:
         state["step"] += 1
     if told.save:
         fabric.save(told.save, {**state, "name": "of this run"})
-    tell(losses=losses, step=state["step"], rest=rest)
+    tell(
+        losses=losses,
+        step=state["step"],
+        rest=rest,
+        own=None if own.value is None else int(own.value["drawn"]),
+        position=loader.told,
+    )
 
 
 if __name__ == "__main__":

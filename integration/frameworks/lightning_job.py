@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,18 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         return torch.optim.Adam(self.parameters(), 1e-2)
 
 
+class Loader(DataLoader):  # type: ignore[type-arg]
+    """One that says where it is, and what it was told: another thing on each rank."""
+
+    told: object = None
+
+    def state_dict(self) -> dict[str, object]:
+        return {"of rank": int(os.environ["RANK"]), "told": self.told}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.told = state["of rank"]
+
+
 def fsdp1(world: int) -> Any:
     """FSDP1, which is told that there is a device: the host."""
 
@@ -62,9 +75,7 @@ STRATEGIES: dict[str, Callable[[int], Any]] = {
     "fsdp": fsdp1,
     "ddp": lambda _: ours.CloudDDPStrategy(),
     "async": lambda world: ours.CloudModelParallelStrategy(world, 1, asynchronous=True),
-    "async-ddp": lambda _: ours.CloudDDPStrategy(
-        checkpoint_io=ours.CloudCheckpointIO(asynchronous=True)
-    ),
+    "async-ddp": lambda _: ours.CloudDDPStrategy(asynchronous=True),
 }
 
 
@@ -97,12 +108,14 @@ def main() -> None:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
+    random.seed(int(os.environ["RANK"]))
     same = torch.ones(64, 8) * torch.arange(8)
     model = Model(told.strategy in ("model_parallel", "async"))
+    data = Loader(TensorDataset(same), batch_size=4)
     failure = message = ""
     resume = cloudckpt.latest(told.run) if told.resume == "latest" else told.resume
     try:
-        trainer.fit(model, DataLoader(TensorDataset(same), batch_size=4), ckpt_path=resume)
+        trainer.fit(model, data, ckpt_path=resume)
         if not told.callback:
             trainer.save_checkpoint(f"{told.run}/step-{trainer.global_step}")
     except (
@@ -117,6 +130,8 @@ def main() -> None:
         losses=model.losses,
         best=saving.best_model_path,
         last=saving.last_model_path,
+        drawn=random.random(),
+        position=data.told,
     )
 
 

@@ -24,6 +24,9 @@ def test_fsdp2_state_goes_on_with_other_numbers_of_ranks(
     assert same[0]["rate"] == pytest.approx(straight[0]["rate"])
     assert [one["drawn"] for one in same] == [one["drawn"] for one in first]  # random states
     assert same[0]["drawn"] != same[1]["drawn"]
+    more = job("accelerate_job.py", "--steps=1", f"--load={run}/step-3", ranks=3)
+    assert [one["rank"] for one in (*same, *more)] == [0, 1, 0, 1, 0]  # there is no third one
+    assert [one["drawn"] for one in more[:2]] == [one["drawn"] for one in first]
     assert alone[0]["kind"] == "Parameter"
     assert alone[0]["losses"][0] == pytest.approx(straight[0]["losses"][3], rel=1e-4)
     assert [one["count"] for one in (*same, *alone)] == [6, 6, 6]

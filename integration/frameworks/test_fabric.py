@@ -19,6 +19,10 @@ def test_what_fabric_saves_on_two_ranks_it_loads_on_one(
     assert len(set(losses)) == 6
     assert [one["step"] for one in third] == [6, 6]
     assert third[1]["rest"] == {"name": "of this run"}
+    assert (second["own"], second["position"]) == (0, 0)
+    more = job("fabric_job.py", kind, f"--load={run}/step-2", ranks=3)
+    assert [one["own"] for one in more] == [0, 1, None]
+    assert [one["position"] for one in more] == [0, 1, None]
     assert not [*(tmp_path / "cwd").iterdir()]
 
 

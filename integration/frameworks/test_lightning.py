@@ -30,6 +30,23 @@ def test_training_goes_on_with_another_number_of_ranks(
     assert not [*(tmp_path / "cwd").iterdir()]
 
 
+@pytest.mark.parametrize("strategy", ["model_parallel", "ddp"])
+def test_each_rank_gets_its_own_random_state_and_position_back(
+    job: Job, run: str, strategy: str
+) -> None:
+    how = f"--strategy={strategy}"
+    first = job("lightning_job.py", run, "--steps=2", how, ranks=2)
+    assert first[0]["drawn"] != first[1]["drawn"]
+    same = job("lightning_job.py", run, "--steps=3", f"--resume={run}/step-2", how, ranks=2)
+    assert [one["drawn"] for one in same] == [one["drawn"] for one in first]
+    assert [one["position"] for one in same] == [0, 1]
+
+    more = job("lightning_job.py", run, "--steps=4", f"--resume={run}/step-2", how, ranks=3)
+    assert [one["drawn"] for one in more[:2]] == [one["drawn"] for one in first]
+    assert more[2]["drawn"] not in [one["drawn"] for one in first]
+    assert [one["position"] for one in more] == [0, 1, 0]  # there is no third one
+
+
 @pytest.mark.parametrize(
     ("strategy", "more"),
     [

@@ -467,7 +467,7 @@ def _status_of_save(writer: OurWriter, planner: SavePlanner) -> RankStatus:
     condition, each rank's options how it sends its own objects.
     """
     keeps_plans = isinstance(planner, DefaultSavePlanner) and bool(planner._enable_plan_caching)
-    options = f"enable_plan_caching={keeps_plans}"
+    options = f"enable_plan_caching={keeps_plans}, storage_writer={type(writer).__name__}"
     if isinstance(writer, CloudStorageWriter) and writer.is_incremental:
         options += ", incremental=True"
     return RankStatus(location=writer.checkpoint_id, options=options)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cloudckpt.checkpoint.shard import travels_as_bytes
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.config.options import require
 from cloudckpt.errors import (
@@ -26,9 +25,9 @@ from cloudckpt.errors import (
     UnsupportedTensorError,
 )
 from cloudckpt.events import Span, Transferred
+from cloudckpt.torch_files.broadcast import check_fillable
 from cloudckpt.torch_files.torch_file import load_torch_file, write_torch_file
 from cloudckpt.transfer.landing import copy_into
-from cloudckpt.transfer.memory import why_not_filled
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
@@ -267,8 +266,7 @@ class _Merging:
                 "dict: give None for it",
                 UnsupportedTensorError,
             )
-        if not travels_as_bytes(target) and (why := why_not_filled(target)):
-            raise self._misfit(path, f"can't be loaded into: {why}", UnsupportedTensorError)
+        check_fillable(target, _text(path), self._uri)
         copy_into(target, source)
         return target
 

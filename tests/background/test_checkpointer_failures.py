@@ -25,7 +25,6 @@ from cloudckpt.errors import (
     SaveInProgressError,
     SaveProcessError,
 )
-from dcp.children import in_a_child
 from dcp.places import Place
 from faults.states import SMALL, filled
 
@@ -196,17 +195,6 @@ def test_closing_that_was_interrupted_tells_of_a_failure_when_it_is_done_again(l
     with pytest.raises(CheckpointError, match="the dog ate it"):
         one.close()
     one.close()
-
-
-def test_closing_in_a_fork_is_left_to_the_process_that_has_made_the_checkpointer(local, tmp_path):
-    gate = Gate(tmp_path)
-    with checkpointer(local) as one:
-        written = one.save(local.uri, filled(1, SMALL), planner=gate)[1]
-        gate.wait()
-        in_a_child("fork", one.close)
-        gate.open()
-        written.result(PATIENCE)
-    assert step_at(local) == 1
 
 
 def test_closing_tells_of_the_save_whose_process_it_ended(local):

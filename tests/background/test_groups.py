@@ -63,25 +63,6 @@ def test_twelve_savers_leave_no_more_files_and_threads_than_one(ranks, local):
     assert step_at(local, ranks=2) == 12
 
 
-def _process_cycles(place: Place) -> tuple[int, int]:
-    for cycle in range(3):
-        with AsyncSaver(kind=AsyncCheckpointerType.PROCESS) as saver:
-            begin(saver, cycle, place).result(PATIENCE)
-        del saver
-        gc.collect()
-        dist.barrier()
-        if cycle == 0:
-            before = open_files(), _threads()
-    return open_files() - before[0], _threads() - before[1]
-
-
-def test_savers_with_processes_leave_no_more_files_and_threads_than_one(ranks, local):
-    for files, threads in ranks(2, _process_cycles, local):
-        assert files <= 1
-        assert threads <= 1
-    assert step_at(local, ranks=2) == 2
-
-
 def _closed_in_any_order() -> list[str]:
     rank = dist.get_rank()
     both = [_opened(), _opened()]

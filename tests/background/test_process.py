@@ -39,7 +39,7 @@ from cloudckpt.errors import (
     StagingMemoryError,
 )
 from cloudckpt.hf import SafetensorsWriter
-from dcp.values import assert_same, blank_like, numbered
+from dcp.values import numbered
 from faults.states import BIG, SMALL, filled
 from support.wire.faults import Call, s3_error
 
@@ -159,19 +159,6 @@ VALUES = {
 }
 
 
-def test_values_of_all_kinds_cross(one, local):
-    state = dict(VALUES)
-    one.save(state, local.writer()).written.result(PATIENCE)
-    loaded = blank_like(state)
-    cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
-    assert loaded.pop("long text") == state.pop("long text")
-    state["parameter"] = loaded["parameter"] = None
-    state["conjugated"] = state["conjugated"].resolve_conj()
-    assert_same(loaded["nested"]["list"][0], numbered(3))
-    del loaded["nested"], state["nested"]
-    assert_same(loaded, state)
-
-
 def test_the_objects_are_those_that_the_trainer_itself_would_write_to_the_byte(one, local):
     here, beside = local.at("here"), local.at("beside")
     for _ in range(2):  # planned, and by the plan of before
@@ -180,15 +167,6 @@ def test_the_objects_are_those_that_the_trainer_itself_would_write_to_the_byte(o
         first, second = ([place.read(name) for name in place.data()] for place in (here, beside))
         assert len(first) == 2
         assert first == second
-
-
-def test_a_second_save_of_many_small_tensors_is_whole(one, local):
-    for step in (1, 2):
-        state = {f"t{number}": numbered(5, first=number + step) for number in range(3000)}
-        one.save(state, local.writer()).written.result(PATIENCE)
-        loaded = blank_like(state)
-        cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
-        assert_same(loaded, state)
 
 
 @pytest.mark.parametrize("stager", [None, BlockingAsyncStager()], ids=["ours", "of torch"])
@@ -208,17 +186,6 @@ def test_small_tensors_are_packed_beside_the_trainer_as_it_would_pack_them_to_th
             one.save(state, beside.writer()).written.result(PATIENCE)
             first, second = ([p.read(name) for name in p.data()] for p in (here, beside))
             assert first == second
-
-
-def test_the_trainer_changes_its_tensors_meanwhile(one, local):
-    with stopped(one):
-        state = filled(1, SMALL)
-        future = one.save(state, local.writer()).written
-        assert given(one)
-        state["weight"].fill_(-1)
-        state["bias"].fill_(-1)
-    future.result(PATIENCE)
-    assert step_at(local) == 1
 
 
 class Casting(DefaultSavePlanner):
@@ -243,12 +210,6 @@ def test_the_trainer_is_told_what_was_sent(one, local):
     saved.result(PATIENCE)
     assert writer.transferred.nbytes >= SMALL
     assert saved.transferred == writer.transferred
-
-
-def test_an_arena_that_grows_does_not_push_out_the_other_one(one, local):
-    for step, size in enumerate([20, 20, 20, 30, 20, 30, 20, 50, 20]):
-        begin(one, step, local, nbytes=size * MIB).result(PATIENCE)
-    assert step_at(local, 20 * MIB) == 8
 
 
 def _mapped(pid: int) -> int:
@@ -287,16 +248,6 @@ def test_what_happens_in_the_process_is_told_in_the_trainer(one, shaky, proxy):
     assert saved.transferred.retries == 1
 
 
-def test_what_is_refused_is_told_and_harms_no_other_save(one, shaky, proxy):
-    pid = pid_of(one)
-    proxy.inject(s3_error(403, "AccessDenied"), operation="PutObject", path="*.distcp*")
-    error = begin(one, 1, shaky).exception(PATIENCE)
-    assert isinstance(error, cloudckpt.errors.AccessDeniedError)
-    proxy.clear()
-    begin(one, 2, shaky).result(PATIENCE)
-    assert (step_at(shaky), pid_of(one)) == (2, pid)
-
-
 def test_the_process_learns_of_credentials_that_the_trainer_has_been_given(
     one, shaky, proxy, monkeypatch
 ):
@@ -328,26 +279,6 @@ def test_a_new_process_has_the_surroundings_that_its_trainer_has_by_then(
         assert os.readlink(f"/proc/{pid}/cwd") == str(tmp_path)
         assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
         assert os.getsid(pid) == pid
-
-
-def test_the_process_yields_the_cpu(one, local):
-    begin(one, 1, local).result(PATIENCE)
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert os.getpriority(os.PRIO_PROCESS, pid_of(one)) == min(19, own + 5)
-
-
-def test_several_savers_have_a_process_each(one, local):
-    with saver() as other:
-        with stopped(one):
-            first = begin(one, 1, local.at("1"))
-            begin(other, 2, local.at("2")).result(PATIENCE)
-            assert step_at(local.at("2")) == 2
-            assert not first.done()
-        first.result(PATIENCE)
-        pid = pid_of(other)
-        assert pid != pid_of(one)
-    assert not is_running(pid)
-    assert step_at(local.at("1")) == 1
 
 
 class Unpicklable(CommitHook):
@@ -411,23 +342,6 @@ def test_a_process_that_ends_before_it_is_ready_fails_the_save(monkeypatch, loca
     assert isinstance(error, SaveProcessError)
     assert "ended (3) before it was ready" in str(error)
     assert local.names() == []
-
-
-def test_what_fails_in_the_planner_is_told_and_harms_no_other_save(one, local):
-    pid = pid_of(one)
-    error = begin(one, 1, local, Refusing()).exception(PATIENCE)
-    assert "the dog ate it" in str(error)
-    begin(one, 2, local).result(PATIENCE)
-    assert (step_at(local), pid_of(one)) == (2, pid)
-
-
-def test_a_lack_of_memory_fails_the_save_and_training_goes_on(one, local, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(arenas, "available_memory", lambda: 1000)
-        error = begin(one, 1, local, nbytes=300 * MIB).exception(PATIENCE)
-    assert isinstance(error, StagingMemoryError)
-    begin(one, 2, local).result(PATIENCE)
-    assert step_at(local) == 2
 
 
 def test_a_lack_of_memory_for_what_is_in_no_arena_fails_the_save_too(local, monkeypatch):
@@ -505,20 +419,6 @@ def test_what_a_dead_process_has_left_in_the_store_is_deleted(one, shaky, proxy)
     held.open()
     assert proxy.wait_idle()
     assert (shaky.names(), shaky.unfinished()) == ([], [])
-
-
-def test_a_process_that_dies_between_two_saves_is_replaced(one, local):
-    begin(one, 1, local).result(PATIENCE)
-    kill(pid_of(one))
-    begin(one, 2, local).result(PATIENCE)
-    assert step_at(local) == 2
-
-
-def test_a_process_that_dies_before_it_is_ready_is_replaced(local):
-    with saver() as other:
-        kill(pid_of(other))
-        begin(other, 1, local).result(PATIENCE)
-    assert step_at(local) == 1
 
 
 def test_an_outcome_that_nobody_waited_for_is_not_taken_for_that_of_the_next_save(one, local):

@@ -1,27 +1,29 @@
-"""A record's document and objects: they come back, or what makes no sense in them is refused."""
+"""A record comes back from its bytes, or what makes no sense in them is refused."""
 
 import dataclasses
+import json
+import pickle
+import struct
+import zlib
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from cloudckpt.checkpoint import record
-from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory
 from cloudckpt.checkpoint.objects import WrittenObject
-from cloudckpt.checkpoint.record import Record
-from cloudckpt.checkpoint.written import Extents
-from cloudckpt.checksum import CRC32C
+from cloudckpt.checkpoint.record import Extents, Record
+from cloudckpt.checkpoint.table import Chunks, Entry, Table
+from cloudckpt.checksum import CRC64NVME
 from cloudckpt.errors import CheckpointCorruptError
 
 URI = "s3://bucket/run"
-OURS = WrittenObject(0, 0, "0" * 16, 100, (1 << 64) - 1, 100, (1 << 32) - 1)
+OURS = WrittenObject(0, 0, "0" * 16, 200, (1 << 64) - 1, 88, (1 << 32) - 1)
 OTHERS = WrittenObject(3, 7, "f" * 16, 1 << 40, 0, 0, 0, folder="step-1")
-ANOTHER = dataclasses.replace(OTHERS, ordinal=8, folder="step-2")
-WHOLE = Record("0123456789abcdef", (OURS, OTHERS, ANOTHER), CRC32C)
+HEADER = struct.Struct("<8s4Q")
 
 
-def inventory(*, digests=False, written=True) -> Inventory:
+def whole(*, digests=False, written=True) -> Record:
     """A matrix in two parts, a value, and a tensor of no dimensions, one behind the other."""
     entries = {
         "w": Entry(0, 2, (4, 6), 0, 0),
@@ -38,166 +40,179 @@ def inventory(*, digests=False, written=True) -> Inventory:
     point = Chunks(torch.tensor([3]), torch.empty(1, 0).long(), torch.empty(1, 0).long())
     columns = [[0, 0, 0, 0], [0, 48, 96, 100], [48, 48, 4, 1], [1, 2, 3, 4], [-5, 6, -7, 8]]
     extents = Extents(*map(torch.tensor, columns[: 5 if digests else 3]))
-    return Inventory(
-        entries,
-        properties,
-        {0: point, 2: halves},
-        extents if written else Extents.none(digests=digests),
-        (OURS,) if written else (),
-        CRC32C,
-        {"w": ("w",), "v": ("a", 0), "s": ("s",)},
+    return Record(
+        table=Table(entries, properties, {0: point, 2: halves}, {"w": ("w",), "v": ("a", 0)}),
+        extents=extents if written else Extents.none(digests=digests),
+        objects=(OURS, OTHERS) if written else (),
+        checksum=CRC64NVME,
+        attempt="0123456789abcdef",
+        location=URI,
+        whole=(2,),
+        times=torch.tensor([[0, 1, 2, 3, 4], [1, 1 << 40, 2, 3, 1 << 50]]),
+        committing=1 << 40,
     )
 
 
-def read(made: Record) -> Record:
-    return Record.parse(made.to_bytes(), URI)
+def told(made: Record) -> dict:
+    """All that a record says, as values that can be compared."""
+    said = {one.name: getattr(made, one.name) for one in dataclasses.fields(made)}
+    said["extents"] = [column.tolist() for column in made.extents.all_columns]
+    said["times"], said["objects"] = made.times.tolist(), list(made.objects)
+    if (table := said.pop("table")) is not None:
+        said |= {name: getattr(table, name) for name in ("entries", "paths")}
+        said["names"], said["properties"] = list(table.entries), list(table.properties)
+        for dims, chunks in table.chunks.items():
+            said[dims] = [column.tolist() for column in vars(chunks).values()]
+    return said
 
 
-def test_objects_come_back_whatever_their_numbers():
-    assert read(WHOLE) == WHOLE
-    assert read(Record("", (), CRC32C)) == Record("", (), CRC32C)
+def tampered(data: bytes, **changes) -> bytes:
+    """A record whose document says something else; what its table has is given by its names."""
+    magic, packed, _, *rest = HEADER.unpack_from(data)
+    start = HEADER.size + packed
+    document = json.loads(zlib.decompress(data[HEADER.size : start]))
+    for name, value in changes.items():
+        (document if name in document else document["table"])[name] = value
+    text = json.dumps(document).encode()
+    header = HEADER.pack(magic, len(zlib.compress(text)), len(text), *rest)
+    return header + zlib.compress(text) + data[start:]
 
 
 @pytest.mark.parametrize("digests", [False, True])
-@pytest.mark.parametrize("is_written", [False, True])
-def test_names_chunks_and_extents_come_back(digests, is_written):
-    made = inventory(digests=digests, written=is_written)
-    found = read(Record.of(made, "0" * 16, whole=(2,)))
-    assert (found.attempt, found.whole, found.objects) == ("0" * 16, [2], made.objects)
-    again = found.inventory
-    assert again.entries == made.entries
-    assert list(again.entries) == ["w", "v", "s"]
-    assert list(again.properties) == made.properties
-    assert again.paths == made.paths
-    assert again.chunks.keys() == {0, 2}
-    for dims, chunks in again.chunks.items():
-        for name in ("rows", "offsets", "sizes"):
-            assert torch.equal(getattr(chunks, name), getattr(made.chunks[dims], name))
-    columns = list(zip(again.extents.all_columns, made.extents.all_columns, strict=True))
-    assert all(torch.equal(one, other) for one, other in columns)
-    assert len(columns) == (5 if digests else 3)
-    assert read(Record.of(made).without_inventory()).inventory is None
-
-
-def test_the_first_bytes_tell_what_it_is():
-    with_names, without = Record.of(inventory()).to_bytes(), WHOLE.to_bytes()
-    header = len(b"ckptrec\1") + 4 + 4 + 3 * 8
-    assert Record.is_one(without)
-    assert not Record.is_one(b"")
-    assert not Record.is_one(without[1:])
-    for data, expected in ((with_names, True), (without, False)):
-        assert Record.has_inventory(memoryview(data)) is expected
-        assert Record.has_inventory(memoryview(data)[:header]) is expected
-        assert Record.has_inventory(memoryview(data)[: header - 1])  # nobody knows
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"written": False, "chunks": [(1 << 24) - 1, 1, 1]}, "fewer columns than rows"),
-        ({"chunks": [1 << 40, 1, 1]}, "fewer columns than rows"),
-        ({"kinds": [["float32", "strided", "contiguous_format", 1, False]] * 2}, "element type"),
-        ({"kinds": [["float32", "strided", "contiguous_format", False, 0]] * 2}, "a flag"),
-        ({"kinds": [[7, "strided", "contiguous_format", False, False]] * 2}, "element type"),
-        ({"properties": [0, 1, 1]}, "a value with properties"),
-        ({"properties": [0, 0, True]}, "that is none"),
-        ({"properties": [0, 0, "1"]}, "that is none"),
-        ({"properties": [0, 0, 2]}, "not there"),
-        ({"chunks": [2, 2, 1]}, "a value with properties"),
-        ({"chunks": ["2", 1, 1]}, "that is none"),
-        ({"chunks": [-1, 1, 1]}, "not there"),
-        ({"names": ["w", "v", "v"]}, "there twice"),
-        ({"whole": [3]}, "the number of no name"),
-        ({"objects": 1 << 40}, "fewer objects than it says"),
-    ],
-    ids=str,
-)
-def test_names_and_chunks_that_make_no_sense_are_refused(change, why, monkeypatch):
-    to_json = record._json
-    monkeypatch.setattr(record, "_json", lambda said: to_json({**said, **change}))
-    with pytest.raises(CheckpointCorruptError, match="make no sense") as caught:
-        read(Record.of(inventory()))
-    assert why in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"rank": -1},
-        {"ordinal": -1},
-        {"index_crc": -1},
-        {"index_size": -1},
-        {"index_size": 101},
-        {"size": -1, "index_size": -1},
-    ],
-    ids=str,
-)
-def test_an_object_that_can_not_be_is_refused(wrong):
-    made = Record("0" * 16, (dataclasses.replace(OURS, **wrong),), CRC32C)
-    with pytest.raises(CheckpointCorruptError, match="make no sense") as caught:
-        read(made)
-    assert "an object is smaller than its index" in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize("number", [-1, 3])
-def test_an_object_of_a_checkpoint_that_is_not_named_is_refused(number, monkeypatch):
-    in_columns = record._columns_of
-
-    def misnumbered(objects, folders):
-        columns = in_columns(objects, folders)
-        columns[-1].fill_(number)
-        return columns
-
-    monkeypatch.setattr(record, "_columns_of", misnumbered)
-    with pytest.raises(CheckpointCorruptError) as caught:
-        read(WHOLE)
-    assert "a checkpoint that is not named" in str(caught.value.__cause__)
+@pytest.mark.parametrize("written", [False, True])
+def test_a_record_comes_back(digests, written):
+    made = whole(digests=digests, written=written)
+    assert told(Record.parse(made.to_bytes(), URI)) == told(made)
+    assert told(Record.parse(made.to_bytes(), URI, most=1 << 20)) == told(made)
+    assert told(pickle.loads(pickle.dumps(made))) == told(made)
+    for less in (dataclasses.replace(made, table=None, whole=()), Record()):
+        assert told(pickle.loads(pickle.dumps(less))) == told(less)
 
 
 @pytest.mark.parametrize(
     "change",
     [
+        {"names": ["w", "v"]},
+        {"names": ["w", "v", "v"]},
+        {"names": ["w", 7, "s"]},
+        {"names": "wvs"},
+        {"shapes": [[4, 6, 1], None, []]},
+        {"shapes": [[3, 6], None, []]},
+        {"shapes": [[-1, 6], None, []]},
+        {"shapes": [[1 << 62, 8], None, []]},
+        {"shapes": [[4.0, 6], None, []]},
+        {"shapes": ["46", None, []]},
+        {"shapes": [None, None, []]},
+        {"properties": [0, 1, 1]},
+        {"properties": [0, 0, 2]},
+        {"properties": [-1, 0, 1]},
+        {"properties": [0, 0, True]},
+        {"properties": [0, 0, "1"]},
+        {"chunks": [3, 1, 1]},
+        {"chunks": [2, 2, 1]},
+        {"chunks": [-1, 1, 1]},
+        {"chunks": [True, 1, 1]},
+        {"chunks": ["2", 1, 1]},
+        {"chunks": [1 << 40, 1, 1]},
+        {"rows": 0, "chunks": [(1 << 24) - 1, 1, 1]},
+        {"rows": 3},
+        {"rows": 1 << 40},
+        {"rows": -1},
+        {"rows": "4"},
+        {"ranks": 1 << 60},
+        {"ranks": 3},
+        {"kinds": [["load", "strided", "contiguous_format", False, False]] * 2},
+        {"kinds": [["float33", "strided", "contiguous_format", False, False]] * 2},
+        {"kinds": [[7, "strided", "contiguous_format", False, False]] * 2},
+        {"kinds": [["float32", "sparse_coo", "contiguous_format", False, False]] * 2},
+        {"kinds": [["float32", "strided", "contiguous_format", 0, False]] * 2},
+        {"kinds": [["float32", "strided", "contiguous_format", False, 1]] * 2},
+        {"kinds": []},
+        {"paths": [["w", "w"]]},
+        {"paths": [["w", [-1]]]},
+        {"paths": [[7, ["w"]]]},
+        {"paths": 7},
+        {"structure": 7},
+        {"whole": [-1]},
+        {"whole": [3]},
+        {"whole": [True]},
         {"attempt": 7},
-        {"attempt": None},
-        {"objects": -1},
-        {"objects": 4},
-        {"objects": "2"},
-        {"objects": True},
+        {"location": None},
+        {"committing": 0.5},
         {"checksum": "md5"},
-        {"folders": [".."]},
-        {"folders": []},
+        {"table": 7},
+        {"objects": 1},
+        {"objects": [OURS.to_json()[:5]]},
+        {"objects": [[-1, *OURS.to_json()[1:]]]},
+        {"objects": [[True, *OURS.to_json()[1:]]]},
+        {"objects": [dataclasses.replace(OURS, index_size=201).to_json()]},
+        {"objects": [dataclasses.replace(OURS, size=1 << 63).to_json()]},
+        {"objects": [dataclasses.replace(OURS, attempt="../../secret").to_json()]},
+        {"objects": [dataclasses.replace(OURS, folder="..").to_json()]},
+        {"objects": [dataclasses.replace(OURS, folder=None).to_json()]},
+        {"objects": []},
+        {"objects": [dataclasses.replace(OURS, size=180).to_json()]},
     ],
     ids=str,
 )
-def test_a_document_that_makes_no_sense_is_refused(change, monkeypatch):
-    to_json = record._json
-    monkeypatch.setattr(record, "_json", lambda said: to_json({**said, **change}))
+def test_a_document_that_makes_no_sense_is_refused(change):
+    data = whole().to_bytes()
+    assert told(Record.parse(tampered(data), URI, most=1 << 20)) == told(whole())
     with pytest.raises(CheckpointCorruptError, match="make no sense"):
-        read(WHOLE)
+        Record.parse(tampered(data, **change), URI, most=1 << 20)
+
+
+@pytest.mark.parametrize("column", ["offsets", "sizes"])
+def test_a_chunk_outside_of_its_tensor_is_refused(column):
+    made = whole()
+    getattr(made.table.chunks[2], column)[1, 0] = 3
+    with pytest.raises(CheckpointCorruptError) as caught:
+        Record.parse(made.to_bytes(), URI, most=1 << 20)
+    assert "a chunk of w lies outside" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("column", "number"),
+    [(0, 2), (0, -1), (1, 65), (1, -1), (2, 65), (2, -1), (1, (1 << 63) - 1), (2, (1 << 63) - 1)],
+)
+def test_a_row_outside_of_its_object_is_refused(column, number):
+    made = whole()
+    made.extents.columns[column][1] = number
+    with pytest.raises(CheckpointCorruptError) as caught:
+        Record.parse(made.to_bytes(), URI, most=1 << 20)
+    assert "w lies outside of its object" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("version", [0, 2, 255])
 def test_a_record_of_another_version_is_refused(version):
-    data = bytearray(WHOLE.to_bytes())
+    data = bytearray(whole().to_bytes())
     data[7] = version
     with pytest.raises(CheckpointCorruptError) as caught:
         Record.parse(data, URI)
     assert "a version that this cloudckpt does not know" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize("length", range(0, 60, 7))
-def test_a_record_cut_short_is_refused(length):
-    with pytest.raises(CheckpointCorruptError):
-        Record.parse(WHOLE.to_bytes()[:length], URI)
-    with pytest.raises(CheckpointCorruptError):
-        Record.parse(WHOLE.to_bytes() + bytes(length + 1), URI)
+def test_a_record_cut_short_or_with_more_behind_it_is_refused():
+    data = whole().to_bytes()
+    for other in (*(data[:length] for length in range(0, len(data), 7)), data + b"\0"):
+        with pytest.raises(CheckpointCorruptError):
+            Record.parse(other, URI)
 
 
 def test_the_memory_of_a_record_is_bounded_by_the_pickle_before_it():
     assert record.bound(0) == 1 << 20
     assert record.bound(1 << 20) == 16 << 20
-    data = WHOLE.to_bytes()
     with pytest.raises(CheckpointCorruptError):
-        Record.parse(data, URI, most=50)
+        Record.parse(whole().to_bytes(), URI, most=50)
     with pytest.raises(ValueError, match="larger than readers allow"):
-        WHOLE.to_bytes(most=50)
+        whole().to_bytes(most=50)
+
+
+def test_what_a_rank_reports_of_a_save_like_the_one_before_is_small():
+    made = dataclasses.replace(whole(), table=None, whole=())
+    report = made.without(made.extents)
+    assert len(pickle.dumps(report)) < 450
+    assert told(pickle.loads(pickle.dumps(report)).completed(made.extents)) == told(made)
+    assert told(made.without(Extents.none())) == told(made)
+    with pytest.raises(ValueError, match="lie elsewhere"):
+        report.completed(Extents.none())

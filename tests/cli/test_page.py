@@ -8,9 +8,8 @@ import json
 import re
 
 from cloudckpt.checkpoint.notes import Notes
-from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
 from cloudckpt.cli.page import page
-from cloudckpt.runs.contents import CheckpointContents, StoredItem
+from cloudckpt.runs.contents import CheckpointContents, SaveTimes, StoredItem
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(1)> & \u2028 ü \udc80"
 
@@ -22,12 +21,13 @@ def tensor(name: str, *shape: int) -> StoredItem:
     return StoredItem(name=name, shape=shape, dtype="float32", nbytes=nbytes, chunks=2)
 
 
-def contents(*items: StoredItem, notes: Notes | None = None) -> CheckpointContents:
+def contents(*items: StoredItem, notes: Notes | None = None, times=None) -> CheckpointContents:
     return CheckpointContents(
         uri="s3://bucket/run/step-7",
         items=items,
         notes=notes if notes is not None else Notes(),
         has_checksums=True,
+        times=times,
     )
 
 
@@ -101,11 +101,8 @@ def test_of_very_many_entries_the_largest_are_shown_and_the_others_counted() -> 
 
 
 def test_what_the_save_took_is_in_it() -> None:
-    ranks = [
-        RankTiming(rank=rank, began=100.0, sending=100.5, sent=102.0 + rank, nbytes=10)
-        for rank in range(2)
-    ]
-    text = page(contents(notes=Notes(save=SaveTiming.of(ranks, 103.25))))
+    ranks = tuple((rank, 100_000, 100_500, 102_000 + 1000 * rank, 10) for rank in range(2))
+    text = page(contents(times=SaveTimes(ranks=ranks, committing=103_250)))
     assert data_of(text)["save"] == {
         "began": 100.0,
         "commit": 3250,

@@ -67,33 +67,6 @@ def _save(state: dict, place: Place, kind, **options) -> Future:
 # Each check runs on all ranks, one after the other in one launch: a process that saves is costly.
 
 
-def returns_a_future_of_the_metadata(place: Place, kind) -> None:
-    metadata = _save(_state(1), place, kind).result(_PATIENCE)
-    assert isinstance(metadata, Metadata)
-    assert metadata.storage_meta.checkpoint_id == place.uri
-    _check(1, place)
-
-
-def saves_what_was_there_when_it_was_called(place: Place, kind) -> None:
-    state = _state(2)
-    future = _save(state, place, kind)
-    state["sharded"].to_local().fill_(-1)
-    state[f"of rank {dist.get_rank()}"].fill_(-1)
-    state["step"] = -1
-    future.result(_PATIENCE)
-    _check(2, place)
-
-
-def saves_one_after_the_other_and_replaces(place: Place, kind) -> None:
-    for step in (3, 4):
-        _save(_state(step), place, kind).result(_PATIENCE)
-        _check(step, place)
-    dist.barrier()
-    stored = place.reader().read_metadata().storage_data.values()
-    assert set(place.data()) == {info.relative_path for info in stored}
-    assert place.unfinished() == []
-
-
 def serves_torch_with_our_writer(place: Place, kind) -> None:
     future = dcp.async_save(_state(6), storage_writer=place.writer(), async_checkpointer_type=kind)
     assert isinstance(future.result(_PATIENCE), Metadata)
@@ -143,9 +116,6 @@ def tells_every_rank_why_one_failed_and_saves_again(place: Place, kind) -> None:
 
 
 CHECKS = [
-    returns_a_future_of_the_metadata,
-    saves_what_was_there_when_it_was_called,
-    saves_one_after_the_other_and_replaces,
     serves_torch_with_our_writer,
     takes_a_stager_of_the_callers,
     takes_an_asynchronous_stager,
@@ -191,19 +161,3 @@ def test_async_save(kind, world, check, places, ranks):
     if wrong is not None:
         del _found[kind, world]  # the next test has a launch of its own
         raise AssertionError(wrong)
-
-
-def test_async_save_without_a_process_group_in_a_thread(place):
-    state = {"t": numbered(1000), "step": 3}
-    future = _save(state, place, THREAD)
-    state["t"].fill_(-1)
-    assert isinstance(future.result(_PATIENCE), Metadata)
-    loaded = {"t": torch.zeros(1000), "step": None}
-    cloudckpt.load(loaded, checkpoint_id=place.uri, config=place.config)
-    assert_same(loaded, {"t": numbered(1000), "step": 3})
-
-
-def test_async_save_to_a_bucket_that_is_not_there_says_so(s3):
-    nowhere = Place("s3://there-is-no-such-bucket/run", s3.config)
-    error = _save({"t": numbered(10)}, nowhere, THREAD).exception(_PATIENCE)
-    assert isinstance(error, cloudckpt.errors.BucketNotFoundError), repr(error)

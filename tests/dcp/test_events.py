@@ -183,22 +183,6 @@ def test_who_wants_no_progress_is_told_of_none_and_causes_none(monkeypatch):
     assert len(found) == 1
 
 
-def test_a_process_that_relays_tells_nobody_else(caplog, monkeypatch):
-    caplog.set_level(logging.DEBUG, "cloudckpt.events")
-    monkeypatch.setattr(events, "_relay", None)  # put back at the end
-    found: list[events.Event] = []
-    relayed: list[events.Event] = []
-    unsubscribe = events.subscribe(found.append)
-    events.relay(relayed.append)
-    try:
-        event = events.Event(phase="plan", uri="memory://x/run", rank=0, began=0.0)
-        events.emit(event)
-        assert events.has_listeners()
-    finally:
-        unsubscribe()
-    assert (relayed, found, caplog.text) == ([event], [], "")
-
-
 def test_events_are_logged(local, caplog):
     caplog.set_level(logging.DEBUG, "cloudckpt.events")
     cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
@@ -225,13 +209,3 @@ def test_a_progress_bar_shows_what_was_saved(local, monkeypatch):
     with events.progress_bar():
         cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
     assert "rank 0" in sys.stderr.getvalue()
-
-
-def test_a_progress_bar_shows_a_failure_as_such(local, monkeypatch):
-    pytest.importorskip("rich")
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    state = {"t": torch.zeros(3, device="meta")}
-    with events.progress_bar(), pytest.raises(cloudckpt.errors.UnsupportedTensorError):
-        cloudckpt.save(state, checkpoint_id=local.at("[red]").uri, config=local.config)
-    shown = sys.stderr.getvalue()
-    assert "FAILED" in shown

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_plan
+from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.lazy import lazy_metadata
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checksum import CRC32C
-from cloudckpt.dcp.global_plan import plan_together
+from cloudckpt.dcp.global_plan import plan_together, record_of
 from cloudckpt.errors import KeyCollisionError
 
 REFUSED = "Failed to validate global plan"
@@ -128,8 +128,7 @@ def is_as_torchs(said, refusal):
 def records_of(plans):
     found = []
     for plan in plans:
-        inventory, whole = inventory_of_plan(plan, Structure(), CRC32C)
-        found.append(Record.parse(Record.of(inventory, whole=whole).to_bytes(), URI))
+        found.append(Record.parse(record_of(plan, Structure(), CRC32C), URI))
     return found
 
 
@@ -170,11 +169,11 @@ def test_columns_plan_as_torch_does(plans, lowest):
         assert [item.index.index for item in part.of(plan).items] == [
             item.index.index for item in of_torch.items
         ]
-    found = lazy_metadata(planned.inventory, "0" * 16)
+    found = lazy_metadata(Record(table=planned.table))
     assert list(found.state_dict_metadata) == list(metadata.state_dict_metadata)
     assert dict(found.state_dict_metadata) == metadata.state_dict_metadata
     assert list(found.planner_data.items()) == list(metadata.planner_data.items())
-    rows = [planned.inventory.rows([i.index for i in plan.items]).tolist() for plan in wanted]
+    rows = [planned.table.rows([i.index for i in plan.items]).tolist() for plan in wanted]
     assert [of_rank.tolist() for of_rank in planned.rows] == rows
 
 
@@ -216,11 +215,8 @@ def test_what_torch_does_not_let_pass_is_refused_in_its_words(change):
 def test_names_that_many_ranks_share_are_read_once():
     """Also if ranks with other names stand between them, as the stages of a pipeline do."""
     stages = [SavePlan([value_item(name)], planner_data={name: (name,)}) for name in "abcd"]
-    told = []
-    for plan in stages:
-        inventory, whole = inventory_of_plan(plan, Structure(), CRC32C)
-        told.append(Record.of(inventory, whole=whole).to_bytes())
+    told = [record_of(plan, Structure(), CRC32C) for plan in stages]
     known = {}
     records = [Record.parse(one, URI, known=known) for one in told * 8]
-    assert len({id(record.inventory.entries) for record in records}) == len(stages)
-    assert [list(record.inventory.entries) for record in records] == [[n] for n in "abcd"] * 8
+    assert len({id(record.table.entries) for record in records}) == len(stages)
+    assert [list(record.table.entries) for record in records] == [[n] for n in "abcd"] * 8

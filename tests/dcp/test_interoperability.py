@@ -9,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 import cloudckpt
@@ -130,16 +129,6 @@ def test_what_torch_wrote_with_a_lazy_sign_has_its_sign(kind, local):
     assert_same(loaded["v"], _SIGNS[kind])
 
 
-def test_what_torch_save_to_dcp_wrote_is_read_by_us(local, tmp_path):
-    torch.save(_mixed(), tmp_path / "one.pt")
-    torch_save_to_dcp(tmp_path / "one.pt", local.path)
-    loaded = _room(_mixed())
-    cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
-    assert_same(loaded["large"], numbered(700, 1000))
-    assert_same(loaded["transposed"], numbered(30, 40).t())
-    assert_same(loaded["nested"], _mixed()["nested"])
-
-
 def test_a_compressed_item_of_an_unknown_transform_is_no_silent_garbage(local):
     dcp.save(
         {"t": numbered(100)}, storage_writer=FileSystemWriter(local.path, _extensions=[ZStandard()])
@@ -181,13 +170,6 @@ def _load_by(reader: str, name: str, place: Place) -> None:
 def test_what_we_wrote_is_resharded_by_torch(reader, before, after, local, ranks):
     ranks(LAYOUTS[before].world, _save_by_us, before, local)
     ranks(LAYOUTS[after].world, _load_by, reader, after, local)
-
-
-def test_torch_converts_what_we_wrote_into_one_file(local, tmp_path):
-    cloudckpt.save(_mixed(), checkpoint_id=local.uri, config=local.config)
-    dcp_to_torch_save(local.path, tmp_path / "one.pt")
-    loaded = torch.load(tmp_path / "one.pt", weights_only=True)
-    assert_same(loaded, {k: v.detach() if k == "parameter" else v for k, v in _mixed().items()})
 
 
 def test_plain_pickle_reads_our_metadata(place):

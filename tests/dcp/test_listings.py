@@ -4,14 +4,12 @@ import os
 import sys
 
 import pytest
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.spec import AbstractFileSystem
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt.format_utils import dcp_to_torch_save
 from cloudckpt.stores.listings import forget_listings
 
 from .places import Place
@@ -137,24 +135,6 @@ def test_what_a_failed_save_has_deleted_is_not_listed(listing, s3):
     assert listing.ls() == []
 
 
-def test_a_converted_file_is_listed(listing, s3, local):
-    _plain(local)
-    dcp_to_torch_save(local.uri, s3.at("model.pt").uri, config=s3.config)
-    assert listing.ls() == ["model.pt"]
-
-
-def _on_each_rank(place: Place) -> None:
-    listing = Remembering(place)
-    listing.ls()
-    dist.barrier()
-    cloudckpt.save(_state(), checkpoint_id=place.uri, config=place.config)
-    assert ".metadata" in listing.ls()
-
-
-def test_the_listing_of_each_rank_is_right(ranks, s3):
-    ranks(2, _on_each_rank, s3)
-
-
 def test_what_s3fs_lists_is_right(s3):
     s3fs = pytest.importorskip("s3fs")
     files = s3fs.S3FileSystem(
@@ -191,9 +171,3 @@ def test_fsspec_is_not_imported_for_it(monkeypatch, s3):
     monkeypatch.delitem(sys.modules, "fsspec.spec")
     forget_listings()
     assert "fsspec.spec" not in sys.modules
-
-
-def test_an_fsspec_of_another_shape_fails_nothing(monkeypatch):
-    monkeypatch.setattr(Remembering, "_cache", None)
-    monkeypatch.setattr(Remembering, "protocol", 7)
-    forget_listings()

@@ -1,7 +1,5 @@
 """What a rank reads is found in columns as torch finds it among its objects."""
 
-import dataclasses
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +12,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.from_torch import inventory_of_metadata
-from cloudckpt.checkpoint.inventory import Inventory
-from cloudckpt.checkpoint.objects import WrittenObject
-from cloudckpt.checkpoint.written import Extents
-from cloudckpt.checksum import CRC32C
+from cloudckpt.checkpoint.from_torch import table_of_metadata
 from cloudckpt.dcp.load_plan import plan_reads
 
 Box = list[tuple[int, int]]
@@ -69,15 +63,6 @@ def layouts(draw):
     return shape, draw(st.permutations(stored)), split(draw, whole, draw(st.integers(0, 5)))
 
 
-def inventory_of(metadata: Metadata) -> Inventory:
-    """As if one rank had written all, each item of one byte."""
-    planned = inventory_of_metadata(metadata, CRC32C)
-    places = torch.arange(planned.count)
-    extents = Extents(torch.zeros_like(places), places, torch.ones_like(places))
-    objects = (WrittenObject(0, 0, "0" * 16, planned.count, 0, 0, 0),)
-    return dataclasses.replace(planned, extents=extents, objects=objects)
-
-
 def described(shape, boxes) -> TensorStorageMetadata:
     properties = TensorProperties(dtype=torch.float32)
     return TensorStorageMetadata(properties, torch.Size(shape), [chunk_of(box) for box in boxes])
@@ -91,7 +76,7 @@ def test_the_plan_is_that_of_torch(of_tensors):
     state = {f"t{n}": Sharded(shape, wanted) for n, (shape, _, wanted) in enumerate(of_tensors)}
     state["value"] = None
     theirs = create_default_local_load_plan(state, metadata).items
-    ours = plan_reads(state, inventory_of(metadata)).items
+    ours = plan_reads(state, table_of_metadata(metadata)).items
     assert set(ours) == set(theirs)
     assert len(ours) == len(theirs)
     hints = {(i.dest_index, i.storage_index): i.storage_index.index for i in theirs}
@@ -99,16 +84,16 @@ def test_the_plan_is_that_of_torch(of_tensors):
 
 
 def test_names_that_are_missing_are_left_out():
-    inventory = inventory_of(Metadata({"there": described((3,), [[(0, 3)]])}))
+    table = table_of_metadata(Metadata({"there": described((3,), [[(0, 3)]])}))
     state = {"there": torch.zeros(3), "missing": torch.zeros(3)}
-    plan = plan_reads(state, inventory)
+    plan = plan_reads(state, table)
     assert [item.dest_index.fqn for item in plan.items] == ["there"]
 
 
 def test_the_default_device_does_not_matter():
     boxes = [[(row, row + 1), (0, 3)] for row in range(40)]
-    inventory = inventory_of(Metadata({"t": described((40, 3), boxes)}))
+    table = table_of_metadata(Metadata({"t": described((40, 3), boxes)}))
     state = {"t": torch.zeros(40, 3)}
-    expected = plan_reads(state, inventory)
+    expected = plan_reads(state, table)
     with torch.device("meta"):  # stands for "cuda": memory that the processor can't read
-        assert plan_reads(state, inventory) == expected
+        assert plan_reads(state, table) == expected

@@ -1,7 +1,6 @@
 """The options of torch's save and load: groups, planners, plan caching, reuse, overwriting."""
 
 import io
-import itertools
 import os
 import pickle
 from typing import ClassVar
@@ -26,12 +25,11 @@ from cloudckpt import CloudStorageReader, CloudStorageWriter
 from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     ConfigError,
     InvalidURIError,
 )
 
-from .layouts import LAYOUTS, Layout, check_local_parts, full_state, spread
+from .layouts import LAYOUTS, Layout, spread
 from .places import Place, on_disk, on_s3
 from .values import assert_same, blank_like, numbered
 
@@ -63,17 +61,6 @@ def test_no_dist_lets_each_rank_save_and_load_alone(place, ranks):
     assert sum(name.endswith("/.metadata") for name in place.names()) == 3
 
 
-def _only_one_saves(place: Place) -> None:
-    if dist.get_rank() == 1:
-        save({"t": numbered(30)}, place, no_dist=True)
-    dist.barrier()
-    assert_same(load({"t": torch.zeros(30)}, place)["t"], numbered(30))
-
-
-def test_no_dist_needs_nobody_else(place, ranks):
-    ranks(2, _only_one_saves, place)
-
-
 def _in_a_group(members: list[int], place: Place) -> None:
     group = dist.new_group(members)
     if dist.get_rank() not in members:
@@ -91,23 +78,6 @@ def test_a_group_of_some_ranks_saves_and_loads(members, place, ranks):
     ranks(4, _in_a_group, members, place)
     shards = {name.split(".")[0].split("_")[2] for name in place.data()}
     assert shards <= {str(number) for number in range(len(members))}
-
-
-def _two_groups_at_once(place: Place) -> None:
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = dist.get_rank() // 2
-    state = {"t": numbered(1000, first=mine * 5000)}
-    save(state, place.at(f"group-{mine}"), process_group=groups[mine])
-    dist.barrier()
-    for other in (0, 1):
-        loaded = load(
-            {"t": torch.zeros(1000)}, place.at(f"group-{other}"), process_group=groups[mine]
-        )
-        assert_same(loaded["t"], numbered(1000, first=other * 5000))
-
-
-def test_two_groups_save_to_two_places_at_once(place, ranks):
-    ranks(4, _two_groups_at_once, place)
 
 
 # ---- planners
@@ -197,21 +167,6 @@ def test_a_partial_load_leaves_what_is_not_stored(place):
     assert_same(state, {"a": numbered(4), "missing": numbered(3), "n": inner})
 
 
-def test_a_part_of_the_keys_may_be_loaded(place):
-    save({"a": numbered(4), "b": numbered(5), "c": 1}, place)
-    assert_same(load({"b": torch.zeros(5)}, place), {"b": numbered(5)})
-
-
-@pytest.mark.parametrize("flatten", [True, False])
-def test_default_planners_work_with_and_without_flattening(flatten, place):
-    state = {"a": numbered(4), "n": {"b": 5, "c": "x"}}
-    options = {"flatten_state_dict": flatten, "flatten_sharded_tensors": flatten}
-    save(state, place, planner=DefaultSavePlanner(**options))
-    planner = DefaultLoadPlanner(**options)
-    loaded = load({"a": torch.zeros(4), "n": {"b": None, "c": None}}, place, planner=planner)
-    assert_same(loaded, state)
-
-
 @pytest.mark.parametrize("wanted", [None, {}, {"b": None}])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_what_was_saved_as_a_whole_is_loaded_as_a_whole(sharded, wanted, place):
@@ -229,25 +184,6 @@ def test_torch_builds_a_state_dict_from_our_metadata_alone(place):
     assert_same(_load_state_dict_from_keys(storage_reader=place.reader()), state)
     some = _load_state_dict_from_keys({"n.list"}, storage_reader=place.reader())
     assert_same(some, {"n": {"list": [numbered(2), "x"]}})
-
-
-def test_stateful_objects_are_asked_and_told(place):
-    class Counter:
-        def __init__(self, count: int) -> None:
-            self.count = count
-
-        def state_dict(self):
-            return {"count": self.count, "history": numbered(3, first=self.count)}
-
-        def load_state_dict(self, state):
-            self.count = state["count"]
-            self.history = state["history"]
-
-    save({"counter": Counter(7)}, place)
-    fresh = Counter(0)
-    load({"counter": fresh}, place)
-    assert fresh.count == 7
-    assert_same(fresh.history, numbered(3, first=7))
 
 
 # ---- plan caching
@@ -307,26 +243,6 @@ def test_cached_plans_never_mix_two_checkpoints(world, one_writer, place, ranks)
     seen = ranks(world, _save_with_cached_plans, place, one_writer)[0]
     names = [name for names in seen for name in names if name != ".metadata"]
     assert len(set(names)) == len(names)
-
-
-def _replace_with_cached_plans(place: Place) -> list[list[str]]:
-    rank, seen = dist.get_rank(), []
-    for step in range(4):
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-        save(_cached_state(step, rank), place, planner=planner)
-        state = _cached_state(step, rank)
-        assert_same(load(blank_like(state), place), state, f"step {step}")
-        seen.append(place.names())
-        dist.barrier()
-    return seen
-
-
-@on_disk
-def test_cached_plans_replace_a_checkpoint_whole_each_time(place, ranks):
-    seen = ranks(2, _replace_with_cached_plans, place)[0]
-    for before, after in itertools.pairwise(seen):
-        assert set(before) & set(after) == {".metadata"}
-        assert len(after) == len(before)
 
 
 def _fail_between(place: Place) -> None:
@@ -389,17 +305,6 @@ def _never_reset(place: Place) -> None:
 def test_a_writer_that_nobody_resets_replaces_its_checkpoint(place, ranks):
     ranks(2, _never_reset, place)
     assert len(place.names()) == 3
-
-
-def test_reset_begins_a_new_attempt_at_the_place_it_is_given(local):
-    writer = local.writer()
-    first = writer.storage_meta().save_id
-    writer.reset()
-    assert writer.checkpoint_id == local.uri
-    second = writer.storage_meta().save_id
-    writer.reset(local.at("other").uri)
-    assert writer.checkpoint_id == local.at("other").uri
-    assert len({first, second, writer.storage_meta().save_id}) == 3
 
 
 def test_storage_meta_reaches_the_planner(local):
@@ -503,20 +408,6 @@ def test_a_writer_and_a_reader_that_are_derived_from_ours_are_asked_for_each_ste
     ).load(local.uri)
 
 
-def _derived(place: Place) -> None:
-    rank = dist.get_rank()
-    state = {f"of {rank}": numbered(5, first=rank), "all": numbered(9)}
-    metadata = cloudckpt.save(state, storage_writer=Telling(place.uri, config=place.config))
-    assert metadata.state_dict_metadata.keys() == {"of 0", "of 1", "all"}
-    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
-    cloudckpt.load(loaded, storage_reader=Counting(place.uri, config=place.config))
-    assert_same(loaded, state)
-
-
-def test_so_they_are_by_several_ranks(local, ranks):
-    ranks(2, _derived, local)
-
-
 @pytest.mark.parametrize("call", [cloudckpt.save, cloudckpt.async_save, dcp.save])
 def test_that_each_rank_commits_by_itself_is_refused_with_what_to_do(call, local):
     place = {"storage_writer": local.writer()}
@@ -570,11 +461,6 @@ def test_without_overwrite_an_existing_checkpoint_stops_every_rank_before_any_da
     assert_same(load({"t": torch.zeros(100)}, place)["t"], numbered(100, first=7))
 
 
-def test_without_overwrite_a_new_place_is_saved_to(place):
-    save({"t": numbered(3)}, place.having(overwrite=False))
-    assert_same(load({"t": torch.zeros(3)}, place)["t"], numbered(3))
-
-
 def _save_step(step: int, place: Place) -> None:
     state = spread(
         {"t": numbered(64, 1000, first=step)},
@@ -614,29 +500,3 @@ def test_a_checkpoint_beneath_another_is_left_alone(place):
     save({"t": numbered(3, first=5)}, place)
     save({"t": numbered(3, first=9)}, place)
     assert_same(load({"t": torch.zeros(3)}, place.at("inner"))["t"], numbered(3))
-
-
-def test_a_layout_of_many_ranks_is_checked_again_after_all_that(place, ranks):
-    ranks(4, _save_layout, "2x2 blocks", place)
-    ranks(2, _load_layout, "2 columns", place)
-
-
-def _save_layout(name: str, place: Place) -> None:
-    save(
-        spread(full_state(), LAYOUTS[name]),
-        place,
-        planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-    )
-
-
-def _load_layout(name: str, place: Place) -> None:
-    check_local_parts(load(spread(full_state(), LAYOUTS[name], blank=True), place), LAYOUTS[name])
-
-
-# ---- where there is nothing
-
-
-def test_a_place_without_a_checkpoint_says_so(place):
-    with pytest.raises(CheckpointNotFoundError, match=r"neither \.metadata") as caught:
-        load({"t": torch.zeros(3)}, place)
-    assert place.uri in str(caught.value)

@@ -12,7 +12,6 @@ import pathlib
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
@@ -23,10 +22,8 @@ from cloudckpt.checkpointer import (
     make_sync_checkpointer,
 )
 from cloudckpt.errors import UnsupportedValueError, UntrustedPickleError
-from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from .places import Place
-from .stock import experiments
 
 numpy = pytest.importorskip("numpy")
 PATIENCE = 150.0
@@ -120,29 +117,9 @@ def test_they_come_back_from_saves_in_the_background(local, kind):
     assert shown(everything(local)) == shown(state())
 
 
-def test_they_come_back_from_files_of_torch(place):
-    save(state(), place.at("ck"))
-    dcp_to_torch_save(place.at("ck").uri, place.at("model.pt").uri, config=place.config)
-    torch_save_to_dcp(place.at("model.pt").uri, place.at("again").uri, config=place.config)
-    assert shown(everything(place.at("again"))) == shown(state())
-
-
 def test_they_come_back_from_checkpoints_of_stock_torch(local, tmp_path):
     dcp.save(state(), checkpoint_id=tmp_path)
     assert shown(everything(Place(tmp_path.as_uri(), local.config))) == shown(state())
-
-
-def test_torchs_experimental_checkpointers_read_them(local):
-    home = experiments()
-    from cloudckpt.experimental import CloudCheckpointReader, CloudCheckpointWriter
-
-    rank = home.RankInfo(global_rank=0, global_world_size=1)
-    CloudCheckpointWriter(rank_info=rank, options=local.config).write(local.uri, state())
-    reader = CloudCheckpointReader(rank, options=local.config)
-    assert shown(reader.read(local.uri)[0]) == shown(state())
-    part, missing = reader.read(local.uri, {"array": None, "tensor": torch.zeros(3).long()})
-    assert missing == []
-    assert shown(part) == shown({key: state()[key] for key in ("array", "tensor")})
 
 
 # ---- what a save says
@@ -188,14 +165,6 @@ class everything_of(dict):  # noqa: N801 - it compares as what it is made from
     __hash__ = None
 
 
-def test_it_is_said_once_for_each_item_and_class(local, told):
-    for step in range(3):
-        save({"options": argparse.Namespace(step=step)}, local)
-    assert len(told()) == 1
-    save({"options": OfTheUser(), "others": OfTheUser()}, local)
-    assert len(told()) == 3
-
-
 def test_nothing_is_said_of_what_the_user_allows(local, told):
     with torch.serialization.safe_globals([OfTheUser]):
         save({"own": OfTheUser()}, local)
@@ -219,25 +188,6 @@ def test_arrays_that_are_refused_are_said_too(local, told, kind):
         everything(local)
     loaded = everything(local, trust_pickle=True)
     assert loaded["array"].dtype == numpy.dtype(kind)
-
-
-class Making(DefaultSavePlanner):
-    """Makes values when they are asked for."""
-
-    def lookup_object(self, index):
-        raise KeyError(index.fqn)
-
-    def resolve_data(self, write_item):
-        buffer = io.BytesIO()
-        torch.save(OfTheUser(), buffer)
-        return buffer
-
-
-def test_planners_that_make_their_values_themselves_go_on_working(local, told):
-    cloudckpt.save({"made": None}, checkpoint_id=local.uri, planner=Making())
-    (message,) = told()
-    assert "OfTheUser" in message
-    assert everything(local, trust_pickle=True) == {"made": OfTheUser()}
 
 
 class Wrapper(torch.Tensor):
@@ -296,16 +246,3 @@ def test_the_first_save_of_a_manager_refuses_what_would_not_load(local, asynchro
             ) as manager,
         ):
             manager.save(1, {"own": OfTheUser()})
-
-
-def test_of_plain_values_nothing_is_looked_at(local, monkeypatch):
-    looked = []
-    monkeypatch.setattr(values, "_refused", lambda data: looked.append(data) or "")
-    plain = {
-        "numbers": {str(n): n for n in range(300)},
-        "texts": {"lines": "\n" * 9, "bytes": b"\n" * 9, "none": None, "yes": True, "z": 1j},
-        "lists": [{"lr": 0.5, "eps": 1e-8}],
-    }
-    save(plain, local)
-    assert looked == []
-    assert everything(local) == plain

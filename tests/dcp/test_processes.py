@@ -8,7 +8,6 @@ import torch
 
 import cloudckpt
 from cloudckpt import CloudStorageReader, CloudStorageWriter, Config, RetryPolicy, S3Options, errors
-from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
 from cloudckpt.errors import RanksFailedError
 from cloudckpt.events import Transferred
 from cloudckpt.format_utils import torch_save_to_dcp
@@ -63,11 +62,6 @@ def test_a_reader_takes_its_place_and_options_along(local):
     loaded = {"t": torch.zeros(5)}
     cloudckpt.load(loaded, storage_reader=twin)
     assert_same(loaded["t"], numbered(5))
-
-
-@pytest.mark.parametrize("planner", [CloudSavePlanner(), CloudLoadPlanner("s3://b/x")])
-def test_a_default_planner_crosses(planner):
-    assert vars(_there_and_back(planner)) == vars(planner)
 
 
 @pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"Damage"}))

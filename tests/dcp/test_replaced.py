@@ -23,7 +23,6 @@ from cloudckpt.errors import (
 from cloudckpt.format_utils import (
     BroadcastingTorchSaveReader,
     DynamicMetaLoadPlanner,
-    dcp_to_torch_save,
     torch_save_to_dcp,
 )
 from cloudckpt.stores.registry import open_store
@@ -192,13 +191,6 @@ def test_a_planner_of_torchs_that_makes_the_state_dict_loads_one_save(local):
     assert step_of(planner.original_state_dict) == 2
 
 
-def test_a_conversion_begins_anew(place, tmp_path):
-    save(place, 1)
-    with overtaken(place, "get_range", ".distcp", lambda: save(place, 2)):
-        dcp_to_torch_save(place.uri, tmp_path / "model.pt", config=place.config)
-    assert step_of(torch.load(tmp_path / "model.pt")) == 2
-
-
 # ---- files of torch.save
 
 
@@ -215,18 +207,6 @@ def test_a_file_that_is_replaced_while_it_is_converted_is_read_anew(place):
         torch_save_to_dcp(file.uri, target.uri, config=file.config)
     assert len(seen) == 2
     assert load(target, no_dist=True) == 3
-
-
-def test_a_file_that_is_always_replaced_is_told_by_name(local):
-    file = local.at("model.pt")
-    write(file, 1)
-    steps = iter(range(2, 100))
-    with (
-        overtaken(file, "get_range", ".pt", lambda: write(file, next(steps)), times=99) as seen,
-        pytest.raises(CheckpointReplacedError, match="replaced 5 times while"),
-    ):
-        torch_save_to_dcp(file.uri, local.at("dcp").uri, config=file.config)
-    assert len(seen) == TRIES
 
 
 # ---- many ranks

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.registry import _registry
 from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
@@ -17,7 +15,6 @@ from torch.distributed.checkpoint import (
     state_dict_saver,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import cloudckpt
 from cloudckpt import CloudStorageReader, CloudStorageWriter
@@ -189,25 +186,6 @@ def test_an_option_that_means_nothing_here_is_refused(kind, options, named, bare
     assert "hidden" not in str(caught.value)
 
 
-def test_options_that_say_what_holds_anyway_are_accepted(bare):
-    FileSystemWriter(
-        "s3://bucket/run",
-        True,
-        True,
-        4,
-        _extensions=[],
-        serialization_format=SerializationFormat.TORCH_SAVE,
-        cache_staged_state_dict=True,
-    )
-
-
-def test_arguments_that_torch_does_not_take_are_told_as_torch_does(bare):
-    with pytest.raises(TypeError, match="path"):
-        FileSystemWriter()
-    with pytest.raises(TypeError, match="nonsense"):
-        FileSystemWriter("s3://bucket/run", nonsense=1)
-
-
 class _Derived(FileSystemWriter):
     def __init__(self, where):
         super().__init__(path=where, thread_count=2)
@@ -232,23 +210,6 @@ def test_what_is_derived_from_torchs_classes_goes_on_with_files(bare, tmp_path):
     assert_same(loaded, _state())
     assert HuggingFaceStorageWriter(str(tmp_path)).path == tmp_path
     assert HuggingFaceStorageWriter("hf://me/model").path == Path("hf:/me/model")  # as without us
-
-
-@pytest.mark.filterwarnings("ignore:fsync not supported")  # of torch 2.15
-def test_what_fsspec_knows_and_we_do_not_still_goes_to_fsspec(bare):
-    for call in (
-        lambda uri: dcp.save(_state(), storage_writer=FsspecWriter(uri)),
-        lambda uri: dcp.save(_state(), checkpoint_id=uri),
-    ):
-        with pytest.raises(ImportError):  # its libraries, which are not there
-            call("oci://bucket/run")
-    for scheme in ("s3a", "gcs", "wasbs"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(_registry, scheme, MemoryFileSystem)
-            dcp.save(_state(), checkpoint_id=f"{scheme}://host/run")
-            loaded = _empty()
-            dcp.load(loaded, storage_reader=FsspecReader(f"{scheme}://host/run"))
-        assert_same(loaded, _state())
 
 
 class _OfAStore(FileSystemWriter):
@@ -295,14 +256,6 @@ def test_a_path_beneath_a_folder_that_was_a_uri_is_refused_too(bare, tmp_path, m
         dcp.save(_state(), checkpoint_id="run")
 
 
-def test_a_whole_path_may_be_used_from_within_such_a_folder(bare, tmp_path, monkeypatch):
-    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "s3:" / "bucket")
-    dcp.save(_state(), checkpoint_id=tmp_path / "run")
-    torch.save(_state(), tmp_path / "model.pt")
-    assert_same(torch.load(tmp_path / "model.pt", map_location="cpu"), _state())
-
-
 def test_names_that_only_resemble_a_uri_are_folders(bare, tmp_path):
     for name in ("s3", "s3:run", "xs3:", "runs:/a", "a/s3:b", "C:/x"):
         dcp.save(_state(), checkpoint_id=tmp_path / "ok" / name)
@@ -312,13 +265,6 @@ def test_names_that_only_resemble_a_uri_are_folders(bare, tmp_path):
         for part in os.listdir(tmp_path / "ok"):
             if part.endswith(":"):  # which the check at the end takes for a lost checkpoint
                 os.rename(tmp_path / "ok" / part, tmp_path / "ok" / part.strip(":"))
-
-
-def test_files_of_torch_save_are_converted_to_and_from_the_store(installed, s3, tmp_path):
-    torch.save(_state(), tmp_path / "model.pt")
-    torch_save_to_dcp(tmp_path / "model.pt", s3.uri)
-    dcp_to_torch_save(s3.uri, tmp_path / "again.pt")
-    assert_same(torch.load(tmp_path / "again.pt"), _state())
 
 
 def test_given_options_are_those_of_what_is_made(s3, tmp_path):
@@ -349,16 +295,6 @@ def test_given_options_are_those_of_what_is_made(s3, tmp_path):
 
 class Unknown:
     """What no allow-list has."""
-
-
-@pytest.mark.parametrize("as_passed", [str, Path])
-def test_a_folder_that_a_framework_has_made_of_a_uri_is_refused(as_passed, installed, s3):
-    path = Path(as_passed(s3.uri))
-    path.mkdir(parents=True, exist_ok=True)
-    with pytest.raises(InvalidURIError):
-        dcp.save(_state(), checkpoint_id=path)
-    with pytest.raises(InvalidURIError):
-        dcp.load(_empty(), storage_reader=FileSystemReader(path=path))
 
 
 def test_a_writer_of_torch_for_a_uri_that_was_joined_is_ours(installed, s3):

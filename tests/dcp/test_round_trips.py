@@ -26,8 +26,6 @@ from .layouts import LAYOUTS, check_local_parts, full_state, spread
 from .places import Place, on_disk
 from .values import assert_same, numbered
 
-DOORS = ["cloudckpt", "torch"]
-
 
 def save(state, place: Place, door: str = "cloudckpt") -> None:
     if door == "torch":
@@ -59,9 +57,6 @@ def _load_layouts(saved: list[str], name: str, place: Place, door: str) -> None:
             raise AssertionError(f"saved as {other}, loaded as {name}: {error}") from error
 
 
-_SOME = ["one rank", "2 rows", "4 columns", "2x2 blocks", "2 replicas of 2 rows"]
-
-
 def _save_all(names, place: Place, door: str, ranks) -> Place:
     for world in (1, 2, 3, 4):
         those = [name for name in names if LAYOUTS[name].world == world]
@@ -75,22 +70,10 @@ def saved_in_all_layouts(places, ranks) -> Place:
     return _save_all(LAYOUTS, places("local"), "torch", ranks)
 
 
-@pytest.fixture(scope="module")
-def saved_in_some_layouts(places, ranks) -> Place:
-    """By our own front door, on S3."""
-    return _save_all(_SOME, places("s3"), "cloudckpt", ranks)
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_folder_saved_in_any_layout_loads_as(name, saved_in_all_layouts, ranks):
     world = LAYOUTS[name].world
     ranks(world, _load_layouts, list(LAYOUTS), name, saved_in_all_layouts, "torch")
-
-
-@pytest.mark.parametrize("name", _SOME)
-def test_a_prefix_on_s3_saved_in_any_layout_loads_as(name, saved_in_some_layouts, ranks):
-    world = LAYOUTS[name].world
-    ranks(world, _load_layouts, _SOME, name, saved_in_some_layouts, "cloudckpt")
 
 
 @pytest.mark.parametrize("saved", LAYOUTS)
@@ -101,37 +84,6 @@ def test_a_process_without_a_group_loads_the_whole_of(saved, saved_in_all_layout
 
 
 # ---- plain tensors and values on several ranks
-
-
-def _save_plain(place: Place) -> None:
-    rank = dist.get_rank()
-    state = {
-        "same everywhere": numbered(50, 3),
-        f"of rank {rank}": numbered(20, first=1000 * rank),
-        "step": 17,
-        f"seen by rank {rank}": [rank, "batches"],
-    }
-    save(state, place)
-
-
-def _load_plain(place: Place) -> None:
-    rank = dist.get_rank()
-    state = {
-        "same everywhere": torch.zeros(50, 3),
-        f"of rank {rank}": torch.zeros(20),
-        "step": None,
-        f"seen by rank {rank}": [None, None],
-    }
-    load(state, place)
-    assert_same(state["same everywhere"], numbered(50, 3))
-    assert_same(state[f"of rank {rank}"], numbered(20, first=1000 * rank))
-    assert state["step"] == 17
-    assert state[f"seen by rank {rank}"] == [rank, "batches"]
-
-
-def test_what_only_one_rank_has_is_saved_beside_what_all_have(place, ranks):
-    ranks(4, _save_plain, place)
-    ranks(4, _load_plain, place)
 
 
 def _save_replicas(place: Place) -> int:

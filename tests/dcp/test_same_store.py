@@ -79,25 +79,6 @@ def test_ranks_that_write_to_different_stores_commit_nothing(s3, twin, ranks, wo
         assert place.unfinished() == []
 
 
-def test_one_rank_of_several_in_another_store_is_named(s3, twin, ranks):
-    told = ranks.errors(3, _save, [s3, s3, twin])
-    assert [type(error) for error in told] == [DifferentCheckpointsError] * 3
-    assert all("rank 2 has written __2_" in str(error) for error in told)
-    assert s3.names() == twin.names() == []
-
-
-def test_a_checkpoint_that_was_there_survives_ranks_in_different_stores(s3, twin, ranks):
-    ranks(2, _save, [s3])
-    before = s3.names()
-    told = ranks.errors(2, _save, [s3, twin])
-    assert [type(error) for error in told] == [DifferentCheckpointsError] * 2
-    assert s3.names() == before
-    assert twin.names() == []
-    loaded = {"small": torch.zeros(60, 10)}
-    cloudckpt.load(loaded, checkpoint_id=s3.uri, config=s3.config)
-    assert_same(loaded["small"], numbered(60, 10))
-
-
 def test_different_ways_to_one_store_are_no_matter(s3, ranks):
     """A node may have a gateway of its own."""
     gateway = s3.config.s3.endpoint_url.replace("127.0.0.1", "localhost")

@@ -23,7 +23,6 @@ from cloudckpt.checkpointer import (
     AsyncCheckpointer,
     CheckpointerConfig,
     CommitHook,
-    SyncCheckpointer,
     close_async_savers,
 )
 from cloudckpt.dcp import meeting, plan_cache
@@ -176,29 +175,6 @@ def test_a_planner_of_a_users_own_plans_each_save_on_all_ranks(local, ranks):
     assert ranks(2, _own_planner_on_one, local) == [1, 1]
 
 
-def _in_a_subgroup(place: Place):
-    groups = [dist.new_group([0]), dist.new_group([1, 2])]
-    rank = dist.get_rank()
-    if rank == 0:
-        return [1, 0]
-    found = []
-    for step in (1, 2):
-        state = {f"of {rank}": torch.full((4,), float(step)), "both": torch.full((3,), float(step))}
-        with watched() as (_, plans):
-            cloudckpt.save(
-                state, checkpoint_id=place.uri, config=place.config, process_group=groups[1]
-            )
-        found.append(len(plans))
-        other = {name: torch.zeros_like(value) for name, value in state.items()}
-        cloudckpt.load(other, checkpoint_id=place.uri, config=place.config, no_dist=True)
-        assert _same(state, other)
-    return found
-
-
-def test_the_first_rank_of_a_group_coordinates_it(local, ranks):
-    assert ranks(3, _in_a_subgroup, local) == [[1, 0]] * 3
-
-
 def _outside_of_a_group(place: Place):
     group, told = dist.new_group([0, 1]), []
     state, where = {"a": torch.ones(3)}, {"checkpoint_id": place.uri, "config": place.config}
@@ -335,14 +311,6 @@ def test_saves_in_the_background_plan_once(local, ranks, save, kind):
     assert ranks(2, _in_the_background, local, save, kind) == [(3, True)] * 2
 
 
-def test_a_checkpointer_that_saves_at_once_plans_once(local):
-    options = CheckpointerConfig(config=local.config, no_dist=True)
-    with SyncCheckpointer(options) as checkpointer, watched() as (_, plans):
-        for step in (1, 2, 3):
-            checkpointer.save(local.uri, {"t": torch.full((3,), float(step))})
-    assert len(plans) == 1
-
-
 def test_two_threads_that_save_the_same_structure_do_not_share_a_draft(local):
     """Each fills in the bytes of a commit object, which must be of no other save."""
     places = [local.at(f"{number}") for number in range(4)]
@@ -395,26 +363,6 @@ def test_a_save_by_the_same_plan_writes_the_same_bytes(local):
         for key, value in blank.items():
             assert_same(value, state[key])
     assert saved[0] == saved[1]
-
-
-class _Halves:
-    """A value that makes items of names of its own."""
-
-    def __create_write_items__(self, fqn, value):
-        made = DefaultSavePlanner()
-        made.set_up_planner({f"{fqn}.left": torch.ones(2), f"{fqn}.right": torch.ones(3)})
-        return made.create_local_plan().items
-
-
-def test_a_value_that_makes_its_own_items_is_planned_by_torch_at_each_save(local):
-    """What comes of it is torch's to say: here, that there is no such name to look up."""
-    for _ in range(2):
-        with (
-            watched() as (_, plans),
-            pytest.raises(cloudckpt.errors.CloudCheckpointError, match="left"),
-        ):
-            cloudckpt.save({"v": _Halves()}, checkpoint_id=local.uri, config=local.config)
-        assert len(plans) == 2  # one of them is that of the value itself
 
 
 def test_memory_that_was_freed_is_told_by_a_save_by_the_same_plan(local):

@@ -77,11 +77,6 @@ def test_the_default_device_does_not_matter(ranks, local):
     assert sum(ranks(2, all_load_the_same_beside_a_default_device, local, "auto")) <= 1.05 * unique
 
 
-def test_without_shared_reads_each_rank_reads_all(ranks, s3):
-    unique = sum(value.nbytes for value in whole().values())
-    assert min(ranks(2, all_load_the_same, s3, "off")) >= unique
-
-
 def both_ways(place, shared_reads):
     """On a mesh of 2 x 2: sharded one way, replicated the other; and one that is on all alike."""
     config = dataclasses.replace(place.config, shared_reads=shared_reads)
@@ -181,24 +176,6 @@ def mixed_saves(place, arguments, named):
 )
 def test_what_decides_where_ranks_meet_in_a_save_is_compared(ranks, local, arguments, named):
     assert ranks(2, mixed_saves, local, arguments, named) == [True, True]
-
-
-def mixed_saves_in_the_background(place):
-    with pytest.raises(
-        cloudckpt.errors.ConfigError, match="use_collectives=False is not supported"
-    ):
-        cloudckpt.async_save(
-            {"a": torch.ones(3)},
-            checkpoint_id=place.uri,
-            config=place.config,
-            use_collectives=dist.get_rank() == 0,
-        )
-    cloudckpt.checkpointer.close_async_savers()
-    return True
-
-
-def test_so_it_is_for_saves_in_the_background(ranks, local):
-    assert ranks(2, mixed_saves_in_the_background, local) == [True, True]
 
 
 def requests_for_metadata(place):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemReader, format_utils
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -140,15 +140,6 @@ def _save_in_the_background(place: Place, kind) -> None:
     dcp.async_save(state(), storage_writer=writer, async_checkpointer_type=kind).result(PATIENCE)
 
 
-def test_moments_of_an_optimizer_are_there_again(local):
-    model, optimizer = trained()
-    by_save({"optimizer": optimizer.state_dict()}, local)
-    fresh = torch.optim.Adam(model.parameters(), lr=0.5)
-    fresh.load_state_dict(loaded(local)["optimizer"])
-    assert_same(fresh.state_dict(), optimizer.state_dict())
-    assert all(fresh.state[p]["exp_avg"].abs().sum() > 0 for p in model[1].parameters())
-
-
 class Trainer:
     """A Stateful whose state has integer keys."""
 
@@ -194,16 +185,6 @@ def test_values_are_loaded_behind_the_keys_that_the_state_dict_has(local):
     assert target["a"]["t"] is tensor
 
 
-def test_a_whole_state_is_loaded_in_place(place):
-    by_save(state(), place)
-    target = state()
-    target["optimizer"]["state"][0]["exp_avg"].zero_()
-    target["optimizer"]["param_groups"][0]["lr"] = None
-    target["kinds"][None] = "old"
-    cloudckpt.load(target, checkpoint_id=place.uri, config=place.config)
-    assert_same(target, state())
-
-
 # ---- stock torch
 
 
@@ -217,15 +198,6 @@ def test_stock_torch_reads_it_as_before(local, tmp_path):
     target = {"x": {"y": torch.zeros(3)}, "step": 0}
     dcp.load(target, checkpoint_id=local.path)
     assert_same(target, flat)
-
-
-def test_torchs_own_conversion_reads_it_as_before(local, tmp_path):
-    content = {"optimizer": trained()[1].state_dict(), "empty": {}}
-    by_save(content, local)
-    dcp.save(content, checkpoint_id=tmp_path / "stock")
-    for source, name in ((local.path, "ours.pt"), (tmp_path / "stock", "theirs.pt")):
-        format_utils.dcp_to_torch_save(source, tmp_path / name)
-    assert_same(torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt"))
 
 
 def test_checkpoints_of_stock_torch_have_the_structure_of_its_paths(tmp_path, local):
@@ -250,13 +222,6 @@ def test_a_planner_that_saves_something_else_gets_no_note_of_what_it_was_given(l
     assert_same(loaded(local), {"new_a": {"1": numbered(2)}})
 
 
-def test_a_planner_that_does_not_flatten_keeps_everything(local):
-    content = {"a": {1: numbered(2), "e": {}}, "t": numbered(3)}
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.save(content, storage_writer=local.writer(), planner=planner)
-    assert_same(loaded(local), content)
-
-
 @pytest.mark.parametrize("kind", [DefaultSavePlanner, CloudSavePlanner])
 def test_containers_are_saved_whole_as_they_are(kind, local):
     state = {0: {"step": 1, "exp_avg": numbered(2)}, "0": 2}
@@ -270,22 +235,6 @@ def test_containers_are_saved_whole_as_they_are(kind, local):
     found = loaded(local)
     assert_same(found, content)
     assert type(found["o"]) is OrderedDict
-
-
-@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
-def test_mappings_that_are_saved_whole_in_the_background_keep_their_class(kind, local):
-    content = {"m": UserDict(a=[1], deep=[UserDict()]), "t": numbered(3)}
-    cloudckpt.async_save(
-        content,
-        checkpoint_id=local.uri,
-        config=local.config,
-        planner=DefaultSavePlanner(flatten_state_dict=False),
-        async_checkpointer_type=kind,
-    ).result()
-    with make_sync_checkpointer(CheckpointerConfig(trust_pickle=True)) as checkpointer:
-        found = checkpointer.load(local.uri)
-    assert type(found["m"]) is type(found["m"]["deep"][0]) is UserDict
-    assert_same(dict(found["m"]), {"a": [1], "deep": [UserDict()]})
 
 
 # ---- what can't be
@@ -315,18 +264,6 @@ def test_stock_torch_with_our_writer_saves_no_two_values_of_one_name(local):
         with pytest.raises(dcp.CheckpointException):
             by_stock(content, local)
     assert ".metadata" not in local.names()
-
-
-def _collide(place: Place, on: int) -> None:
-    content = {"a": {1: 1, "1" if dist.get_rank() == on else "2": 2}}
-    cloudckpt.save(content, checkpoint_id=place.uri, config=place.config)
-
-
-@pytest.mark.parametrize("on", [0, 1])
-def test_every_rank_hears_of_two_values_of_one_name(ranks, s3, on):
-    errors = ranks.errors(2, _collide, s3, on)
-    assert [type(error) for error in errors] == [KeyCollisionError] * 2
-    assert all("['a'][1]" in str(error) for error in errors)
 
 
 def test_a_key_that_cannot_be_restored_is_told_when_it_is_saved(local, caplog):

@@ -12,9 +12,6 @@ import cloudckpt
 from cloudckpt import events
 from cloudckpt.checkpoint.torch_private import dcp_logger
 from cloudckpt.config import S3Options
-from cloudckpt.dcp import torch_log
-from cloudckpt.errors import ServerError
-from cloudckpt.transfer.stats import TransferStats
 
 from .values import numbered
 
@@ -89,29 +86,6 @@ def test_a_failed_phase_is_an_exception_at_level_error(local, notebook):
     assert record.levelno == logging.ERROR
 
 
-def _told(place) -> list[dict[str, object]]:
-    handler = Notebook()
-    dcp_logger().addHandler(handler)
-    try:
-        cloudckpt.save({"t": numbered(10)}, checkpoint_id=place.uri, config=place.config)
-    finally:
-        dcp_logger().removeHandler(handler)
-    return handler.of(f"{OURS}upload") + handler.of("write_data")[-1:]
-
-
-def test_records_of_many_ranks_say_whose_they_are(local, ranks):
-    for rank, (ours, torchs) in enumerate(ranks(2, _told, local)):
-        assert (ours["local_rank"], ours["global_rank"]) == (str(rank), str(rank))
-        assert ours["world_size"] == torchs["world_size"] == "2"
-        assert ours["global_rank"] == torchs["global_rank"]
-
-
-def test_a_retry_says_why(notebook):
-    TransferStats("memory://x/run", 3).add_retry(ServerError("inside"))
-    (retry,) = notebook.of(f"{OURS}retry")
-    assert (retry["detail"], retry["local_rank"], retry["event"]) == ("ServerError", "3", "end")
-
-
 def test_no_record_holds_a_secret(s3, notebook, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIDENTITY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret-key")
@@ -122,31 +96,6 @@ def test_no_record_holds_a_secret(s3, notebook, monkeypatch):
     told = str(notebook.messages)
     assert f"{OURS}upload" in told
     assert not [word for word in ("AKIA", "secret", "token", "127.0.0.1") if word in told]
-
-
-def test_a_handler_that_raises_fails_no_save(local, caplog):
-    handler = Notebook(fail_on=OURS)
-    dcp_logger().addHandler(handler)
-    try:
-        cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
-    finally:
-        dcp_logger().removeHandler(handler)
-    room = {"t": torch.zeros(10)}
-    cloudckpt.load(room, checkpoint_id=local.uri, config=local.config)
-    assert torch.equal(room["t"], numbered(10))
-    assert "no room in the notebook" in caplog.text
-
-
-def test_nothing_is_made_where_nobody_listens(monkeypatch):
-    made: list[object] = []
-    # as torch leaves it; pytest adds handlers of its own
-    monkeypatch.setattr(dcp_logger(), "handlers", [logging.NullHandler()])
-    monkeypatch.setattr(torch_log.uuid, "uuid4", lambda: made.append(1))
-    monkeypatch.setattr(torch_log.dist, "get_rank", lambda: made.append(2))
-    event = events.Event(phase="upload", uri="memory://x/run", rank=0, began=time.time(), seconds=1)
-    torch_log.tell_torchs_logger(event)
-    assert made == []
-    assert not events.has_listeners()  # of progress
 
 
 @pytest.mark.parametrize("missing", ["module", "name"])

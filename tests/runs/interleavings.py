@@ -27,9 +27,8 @@ from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.baseline import begin
 from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch, object_names
-from cloudckpt.checkpoint.draft import Draft, Planned
-from cloudckpt.checkpoint.from_torch import inventory_of_plan
 from cloudckpt.checkpoint.index import index_bytes
+from cloudckpt.checkpoint.manifest import Manifest, Planned, earlier_objects
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import (
     CLAIM,
@@ -40,12 +39,12 @@ from cloudckpt.checkpoint.objects import (
     pending_name,
 )
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.record import Record
+from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.trailer import notes_at_end
-from cloudckpt.checkpoint.written import Extents, Written, earlier_objects
 from cloudckpt.checksum import CRC32C
+from cloudckpt.dcp.global_plan import record_of
 from cloudckpt.errors import (
     AccessDeniedError,
     CloudCheckpointError,
@@ -198,8 +197,7 @@ def sent(store: MemoryStore, uri: CheckpointURI, rank: int, attempt: str) -> Wri
 def _record_of(rank: int) -> bytes:
     item = WriteItem(MetadataIndex(f"v{rank}"), WriteItemType.BYTE_IO)
     plan = SavePlan([item], planner_data={f"v{rank}": (f"v{rank}",)})
-    inventory, whole = inventory_of_plan(plan, Structure(), CRC32C)
-    return Record.of(inventory, whole=whole).to_bytes()
+    return record_of(plan, Structure(), CRC32C)
 
 
 def left_of(save: str, rank: int, sent: WrittenObject) -> bytes:
@@ -210,9 +208,8 @@ def left_of(save: str, rank: int, sent: WrittenObject) -> bytes:
         ranks=RANKS,
         job="",
         attempt=save,
-        columns=3,
-        record=_record_of(rank),
-        extents=b"".join(number.to_bytes(8, "little") for number in (0, 0, 64)),
+        plan=_record_of(rank),
+        record=Record(extents=Extents(*torch.tensor([[0], [0], [64]]))).to_bytes(),
         notes=b"",
         objects=(sent,),
     ).to_bytes()
@@ -304,7 +301,7 @@ class World:
             for rank in range(RANKS):
                 columns = [torch.tensor([number]) for number in (0, 0, 64, rank, 0)]
                 one = sent(store, uri, rank, attempt)
-                written.append(Written(str(uri), (one,), Extents(*columns)))
+                written.append(Record(location=str(uri), objects=(one,), extents=Extents(*columns)))
             self.publish(store, uri, config, baseline, attempt, written, notes, check)
 
         return work
@@ -314,19 +311,15 @@ class World:
 
     def publish(
         self, store, uri, config, baseline, attempt, written, notes=b"", check=lambda: None
-    ) -> Draft:
-        draft = Draft.of(
-            Planned.of(
-                Metadata({f"v{rank}": BytesStorageMetadata() for rank in range(RANKS)}),
-                [[MetadataIndex(f"v{rank}")] for rank in range(RANKS)],
-                store.capabilities.checksum,
-                str(uri),
-            ),
-            written,
-            attempt=attempt,
-            uri=str(uri),
+    ) -> Manifest:
+        planned = Planned.of(
+            Metadata({f"v{rank}": BytesStorageMetadata() for rank in range(RANKS)}),
+            [[MetadataIndex(f"v{rank}")] for rank in range(RANKS)],
+            store.capabilities.checksum,
+            str(uri),
         )
-        objects = [ObjectRecord(one.name, one.size, one.checksum) for one in draft.objects]
+        manifest = Manifest(planned.written(written, attempt=attempt, uri=str(uri)), str(uri))
+        objects = [ObjectRecord(one.name, one.size, one.checksum) for one in manifest.objects]
         earlier = earlier_objects(written, uri.folder)
         publish(
             store,
@@ -336,11 +329,11 @@ class World:
             attempt=attempt,
             objects=objects,
             own=[one.name for one in objects if one.name not in earlier],
-            data=lambda: draft.data(notes),
+            data=lambda: manifest.data(notes),
             kept=earlier,
             check=check,
         )
-        return draft
+        return manifest
 
     def save(self, number: int, base: int | None = None) -> Callable[[Config], None]:
         uri, attempt = self.step(number), f"{self.rng.getrandbits(64):016x}"
@@ -368,8 +361,7 @@ class World:
         def committed(store, baseline, hold, config) -> None:
             table = None
             if hold is not None:
-                inventory = hold.said.inventory
-                table = Base.of("", hold.base.folder, inventory.objects, inventory.extents)
+                table = Base(hold.said.record, hold.base.folder)
             written = []
             for rank in range(RANKS):
                 digest = rank, contents[rank]
@@ -377,10 +369,10 @@ class World:
                 one = sent(store, uri, rank, attempt) if known is None else None
                 one = one or table.objects[known.object]
                 columns = [torch.tensor([number]) for number in (0, 0, 64, *digest)]
-                written.append(Written(str(uri), (one,), Extents(*columns)))
-            draft = self.publish(store, uri, config, baseline, attempt, written)
+                written.append(Record(location=str(uri), objects=(one,), extents=Extents(*columns)))
+            manifest = self.publish(store, uri, config, baseline, attempt, written)
             if hold is not None:
-                hold.let_go({one.folder for one in draft.objects} - {uri.folder})
+                hold.let_go({one.folder for one in manifest.objects} - {uri.folder})
 
         return work
 

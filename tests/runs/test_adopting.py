@@ -18,6 +18,7 @@ from background.waiting import eventually, processes_of
 from cloudckpt import CheckpointManager
 from cloudckpt.checkpoint.objects import WrittenObject, is_pending_name, pending_name
 from cloudckpt.checkpoint.pending import Pending
+from cloudckpt.checkpoint.record import Record
 from cloudckpt.config import MIB
 from cloudckpt.dcp.global_plan import record_of
 from cloudckpt.dcp.planners import CloudSavePlanner
@@ -140,9 +141,8 @@ def test_a_process_that_is_still_sending_is_waited_for(tmp_path) -> None:
             ranks=1,
             job=sending.job,
             attempt=sending.attempt,
+            plan=b"",
             record=b"",
-            extents=b"",
-            columns=3,
             notes=b"",
             sent=sent[0],
         )
@@ -286,9 +286,8 @@ TOLD = Pending(
     ranks=3,
     job="me",
     attempt="00112233445566ff",
-    record=b"names" * 9,
-    extents=bytes(range(40)),
-    columns=5,
+    plan=b"names" * 9,
+    record=bytes(range(40)),
     notes=b"{}",
     held=("step-1", "step-2"),
     sent=MIB,
@@ -331,7 +330,7 @@ def test_a_record_that_says_anything_else_is_refused_by_name_or_taken_at_its_wor
     """Its checksum is right: somebody has made it so."""
     whole = record.read_bytes()
     said = Pending.parse(whole, "file:///x")
-    part = data.draw(st.sampled_from(["record", "extents", "notes"]))
+    part = data.draw(st.sampled_from(["plan", "record", "notes"]))
     changed = bytearray(getattr(said, part))
     for _ in range(data.draw(st.integers(1, 3))):
         kind = data.draw(st.sampled_from(["flip", "cut", "grow"])) if changed else "grow"
@@ -370,9 +369,8 @@ def test_what_has_many_names_is_adopted(tmp_path) -> None:
         rank=0,
         ranks=1,
         job="",
-        record=told,
-        extents=sent.extents.pack(),
-        columns=len(sent.extents.all_columns),
+        plan=told,
+        record=Record(extents=sent.extents).to_bytes(),
         notes=b"",
         held=(),
         objects=tuple(sent.objects),

@@ -155,7 +155,7 @@ def test_what_could_not_be_signed_is_certain(s3_url, monkeypatch):
     def sign(*_):
         raise CredentialsError("they have expired")
 
-    monkeypatch.setattr(BucketAccess, "sign", sign)
+    monkeypatch.setattr(BucketAccess, "authorize", sign)
     error = put_to(s3_url)
     assert isinstance(error, CredentialsError)
     assert error.certain

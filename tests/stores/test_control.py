@@ -110,7 +110,7 @@ def test_what_stops_a_request_before_it_is_sent_comes_out_as_it_is(called, serve
     def refuse(*arguments):
         raise CredentialsError("there are none")
 
-    monkeypatch.setattr(store, "_authorized", refuse)
+    monkeypatch.setattr(store, "_authorize", refuse)
     with pytest.raises(CredentialsError, match="there are none") as caught:
         call(store)
     assert caught.value.certain

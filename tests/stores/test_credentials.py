@@ -803,7 +803,7 @@ def test_many_threads_whose_credentials_failed_look_once():
         raise CredentialsError("the service is silent")
 
     credentials = Credentials(look)
-    credentials.used()
+    credentials.were_held = True
     credentials.failed(CredentialsError("expired"))
 
     class Counted:

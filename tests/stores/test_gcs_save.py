@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 import cloudckpt
 from cloudckpt import Config, GCSOptions, RetryPolicy
-from cloudckpt.errors import CheckpointConflictError, InvalidRequestError
+from cloudckpt.errors import CheckpointConflictError
 from cloudckpt.stores.gcs.store import GCSStore
 from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.values import assert_same, blank_like, numbered
@@ -266,12 +266,6 @@ def sparse_config(sparse, attempts=1, part_size=5 * 1024**3):
     options = GCSOptions(endpoint_url=sparse.url)
     retry = RetryPolicy(attempts=attempts, base=0.0, cap=0.0)
     return Config(connections=4, part_size=part_size, retry=retry, gcs=options)
-
-
-def test_a_store_without_multipart_uploads_names_the_options_that_do_without(sparse):
-    with pytest.raises(InvalidRequestError, match=r"part_size.*memory_budget"):
-        save(state_of(3), sparse_config(sparse, part_size=PART))
-    assert sparse.state.keys("bucket") == []
 
 
 def test_a_store_without_multipart_uploads_has_none_open(sparse):

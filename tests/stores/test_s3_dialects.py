@@ -31,11 +31,12 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
 )
+from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.registry import open_store
-from cloudckpt.stores.rest import Authorized, Request
 from cloudckpt.stores.s3 import store as s3
 from cloudckpt.stores.s3.dialects import AWS, DIALECTS, EXPRESS, dialect_of
 from cloudckpt.stores.s3.redirects import Redirects
+from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 from support.dialects import error_xml, get_range, put
 from support.stubs.s3_vendors import STUBS, HuggingFaceStub
@@ -520,7 +521,9 @@ def test_a_gateway_may_answer_by_itself(open_s3, server):
 @pytest.mark.parametrize("name", [name for name, row in DIALECTS.items() if not row.redirects])
 def test_no_other_store_may_send_reads_on(open_s3, stub_server, server, name, monkeypatch):
     if name == "express":
-        monkeypatch.setattr(s3.BucketAccess, "sign", lambda self, method, url, headers: {})
+        monkeypatch.setattr(
+            s3.BucketAccess, "authorize", lambda self, request, headers, secrets: (request.url, {})
+        )
     with stub_server() as elsewhere:
         location = {"Location": f"{elsewhere.url}/target"}
         server.respond(lambda request: server.Answer(302, location))
@@ -529,19 +532,28 @@ def test_no_other_store_may_send_reads_on(open_s3, stub_server, server, name, mo
         assert elsewhere.requests == []
 
 
-class FakeHttp:
-    """Sends every read on to a target, and remembers what it was asked for."""
+class FakeStore:
+    """Sends every read on to a target, and remembers what it and the target were asked for."""
 
     def __init__(self, location):
         self.location, self.asked = location, []
 
+    def uri(self, key):
+        return f"hf://buckets/me/b/{key}"
+
+    def object_url(self, key):
+        return f"https://gateway.example/b/{key}"
+
+    @contextlib.contextmanager
+    def exchange(self, method, url, headers, **other):
+        self.asked.append(url)
+        headers = {"Location": self.location}
+        yield SimpleNamespace(status=302, headers=headers, close=lambda: None)
+
     @contextlib.contextmanager
     def send(self, method, url, headers):
         self.asked.append(url)
-        answer = SimpleNamespace(status=302, headers={"Location": self.location}, read=bytes)
-        if len(self.asked) > 1:
-            answer = SimpleNamespace(status=200, headers={}, read=bytes)
-        yield answer
+        yield SimpleNamespace(status=200, headers={})
 
 
 @pytest.mark.parametrize(
@@ -557,21 +569,19 @@ class FakeHttp:
     ],
 )
 def test_a_target_has_an_address_that_may_be_read_from(location, refused):
-    http = FakeHttp(location)
-    redirects = Redirects(http, lambda key: '"v"', lambda *given: ServerError("no"))
-    request = Request("GET", "https://gateway.example/b/k", {"If-Match": '"v"'}, key="k")
-    used = Authorized(request.url, {"Authorization": "secret"}, None, ())
+    store = FakeStore(location)
+    redirects = Redirects(store, store, lambda key: ObjectInfo(key, 1, '"v"'))
     if refused:
         with (
             pytest.raises(InvalidRequestError, match="redirected the read"),
-            redirects.read(request, used, "hf://buckets/me/b/k"),
+            redirects.read("k", '"v"', {}),
         ):
             pass
-        assert len(http.asked) == 1
+        assert len(store.asked) == 1
     else:
-        with redirects.read(request, used, "hf://buckets/me/b/k") as reply:
+        with redirects.read("k", '"v"', {}) as reply:
             assert reply.headers["ETag"] == '"v"'
-        assert http.asked[1].startswith("https://")
+        assert store.asked[1].startswith("https://")
 
 
 def test_a_storage_bucket_by_its_own_scheme(stub_server, s3_url, s3_client, monkeypatch):
@@ -593,3 +603,24 @@ def test_a_storage_bucket_by_its_own_scheme(stub_server, s3_url, s3_client, monk
         for _, request in stub.log:
             assert "/us-east-1/s3/aws4_request" in request.headers["Authorization"]
             assert request.headers["User-Agent"].startswith("cloudckpt/")  # botocore gets no 302
+
+
+def test_a_range_of_a_known_version_takes_two_requests(stub_server, s3_url, s3_client, open_s3):
+    bucket = f"b{uuid.uuid4().hex[:12]}"
+    s3_client.create_bucket(Bucket=bucket)
+    with stub_server() as server, stub_server() as cdn:
+        stub = HuggingFaceStub(server, s3_url, cdn)
+        store = open_s3(bucket, endpoint_url=f"{server.url}/me", dialect="huggingface")
+        s3_client.put_object(Bucket=bucket, Key="k", Body=b"first")
+        version, counts, part = store.head("k").version, [], memoryview(bytearray(3))
+        for _ in range(3):
+            before = len(stub.log) + len(stub.read)
+            assert store.get_range("k", 1, [part], if_version=version).version == version
+            assert bytes(part) == b"irs"
+            counts.append(len(stub.log) + len(stub.read) - before)
+        assert counts == [3, 2, 2]
+        s3_client.put_object(Bucket=bucket, Key="k", Body=b"other")
+        with pytest.raises(PreconditionFailedError):
+            Retrier(RetryPolicy(base=0.0, cap=0.1)).call(
+                lambda: store.get_range("k", 1, [part], if_version=version)
+            )

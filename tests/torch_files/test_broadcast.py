@@ -1,7 +1,5 @@
 """Loading by broadcast: whatever befalls one rank, every rank is told, and none is left waiting."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +11,6 @@ from cloudckpt.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadP
 from cloudckpt.torch_files import broadcast
 from dcp.places import Place
 from dcp.values import numbered
-
-_SOON = 30.0  # seconds; a collective that nobody joins takes 60
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +43,9 @@ def _without_group(place: Place, of: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("of", [(0, 1), (0,), (1,)])
 def test_a_reader_of_another_group_than_the_load_is_told_on_every_rank(of, model, ranks):
-    began = time.monotonic()
     errors = ranks.errors(3, _without_group, model, of)
     assert [type(error) for error in errors] == [ConfigError, ConfigError, type(None)]
     assert "process_group" in str(errors[0])
-    assert time.monotonic() - began < _SOON
 
 
 def _interrupted(place: Place, rank: int, where: str) -> None:
@@ -80,13 +74,11 @@ def _interrupted(place: Place, rank: int, where: str) -> None:
 
 @pytest.mark.parametrize("at", ["0 room", "1 telling", "0 waiting", "1 waiting", "1 copying"])
 def test_an_interrupt_of_one_rank_does_not_leave_the_other_waiting(at, model, ranks):
-    began = time.monotonic()
     rank, where = int(at[0]), at[2:]
     errors = ranks.errors(2, _interrupted, model, rank, where)
     assert type(errors[rank]) is KeyboardInterrupt
     assert type(errors[1 - rank]) is RanksFailedError
     assert "KeyboardInterrupt" in str(errors[1 - rank])
-    assert time.monotonic() - began < _SOON
 
 
 class NeedsMuchError(Exception):
@@ -123,10 +115,8 @@ def _without_memory(place: Place) -> None:
 
 
 def test_a_rank_without_memory_for_a_tensor_is_told_before_it_is_sent(model, ranks):
-    began = time.monotonic()
     errors = ranks.errors(2, _without_memory, model)
     assert all("none left" in str(error) for error in errors)
-    assert time.monotonic() - began < _SOON
 
 
 def _told(place: Place) -> list[tuple[str, int, int]]:

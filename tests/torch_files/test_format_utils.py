@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import cloudckpt
-from cloudckpt import events, format_utils
+from cloudckpt import format_utils
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
@@ -28,7 +28,6 @@ from cloudckpt.errors import (
     ConfigError,
     InvalidURIError,
     MissingKeyError,
-    RanksFailedError,
     ShapeMismatchError,
     StorageFullError,
     UnsupportedTensorError,
@@ -158,13 +157,6 @@ def test_shards_of_many_ranks_become_whole_tensors(ranks, s3):
     assert_same(plain(torch.load(io.BytesIO(s3.read("model.pt")))), plain(full_state()))
 
 
-def test_a_file_is_replaced_when_the_new_one_is_complete(place):
-    cloudckpt.save({"t": numbered(5)}, checkpoint_id=place.at("ck").uri, config=place.config)
-    put(place, "model.pt", b"old")
-    dcp_to_torch_save(place.at("ck").uri, place.at("model.pt").uri, config=place.config)
-    assert_same(torch.load(io.BytesIO(place.read("model.pt"))), {"t": numbered(5)})
-
-
 def test_a_file_is_not_replaced_against_the_users_will(place):
     careful = place.having(overwrite=False)
     cloudckpt.save({"t": numbered(5)}, checkpoint_id=place.at("ck").uri, config=careful.config)
@@ -232,47 +224,6 @@ def test_a_file_is_not_named_like_one_of_another_format(local):
     assert local.names() == before
 
 
-def test_other_names_are_files_of_torch_save(local):
-    cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.at("ck").uri, config=local.config)
-    for name in ("model.pt", "model.bin", "model", "v1.2", "a.safetensors.pt"):
-        dcp_to_torch_save(local.at("ck").uri, local.at(name).uri, config=local.config)
-        assert_same(torch.load(io.BytesIO(local.read(name)))["t"], numbered(5))
-
-
-def test_a_folder_is_no_destination(local):
-    cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.at("ck").uri, config=local.config)
-    os.mkdir(os.path.join(local.path, "folder"))
-    with pytest.raises(InvalidURIError, match="folder"):
-        dcp_to_torch_save(local.at("ck").uri, local.at("folder").uri, config=local.config)
-
-
-def test_a_default_device_is_no_matter_for_a_conversion(local):
-    state = nested_state()
-    cloudckpt.save(state, checkpoint_id=local.at("ck").uri, config=local.config)
-    with torch.device("meta"):  # stands for "cuda"
-        dcp_to_torch_save(local.at("ck").uri, local.at("model.pt").uri, config=local.config)
-        torch_save_to_dcp(local.at("model.pt").uri, local.at("ck2").uri, config=local.config)
-    assert_same(plain(torch.load(io.BytesIO(local.read("model.pt")))), plain(state))
-    loaded = blank_like(state)
-    cloudckpt.load(loaded, checkpoint_id=local.at("ck2").uri, config=local.config)
-    assert_same(plain(loaded), plain(state))
-
-
-def test_conversions_are_told_as_loads_and_saves(local):
-    cloudckpt.save({"t": numbered(900)}, checkpoint_id=local.at("ck").uri, config=local.config)
-    with events.record() as timeline:
-        dcp_to_torch_save(local.at("ck").uri, local.at("model.pt").uri, config=local.config)
-        torch_save_to_dcp(local.at("model.pt").uri, local.at("ck2").uri, config=local.config)
-    told = [(event.phase, event.uri.rpartition("/")[2]) for event in timeline.events]
-    assert told == [
-        ("load", "ck"), ("verify", "ck"), ("upload", "model.pt"),
-        ("load", "model.pt"), ("plan", "ck2"), ("upload", "ck2"), ("commit", "ck2"),
-    ]  # fmt: skip
-    assert all(
-        event.nbytes >= 3600 for event in timeline.events if event.phase in ("load", "upload")
-    )
-
-
 # ---- to DCP
 
 
@@ -295,14 +246,6 @@ def test_the_checkpoint_holds_what_stock_torch_makes_of_the_file(local, tmp_path
         loaded = blank_like(state)
         dcp.load(loaded, checkpoint_id=folder)
         assert_same(plain(loaded), plain(state))
-
-
-def test_there_and_back_is_the_same_file_content(s3):
-    state = {**nested_state(), **many()}
-    put(s3, "a.pt", bytes_of_file(state))
-    torch_save_to_dcp(s3.at("a.pt").uri, s3.at("ck").uri, config=s3.config)
-    dcp_to_torch_save(s3.at("ck").uri, s3.at("b.pt").uri, config=s3.config)
-    assert_same(plain(torch.load(io.BytesIO(s3.read("b.pt")))), plain(state))
 
 
 class Custom:
@@ -420,18 +363,6 @@ def test_views_of_one_storage_stay_so(local):
     loaded["a"][7] = -1.0
     assert loaded["b"][2] == -1.0
     assert loaded["c"] is loaded["again"] is loaded["list"][0]
-
-
-def test_a_state_dict_keeps_its_type_metadata_and_parameters(local):
-    module = torch.nn.Linear(3, 4)
-    state = module.state_dict(keep_vars=True)
-    put(local, "model.pt", bytes_of_file(state))
-    loaded = loaded_from(local, "model.pt")
-    assert type(loaded) is OrderedDict
-    assert loaded._metadata == state._metadata
-    assert type(loaded["weight"]) is torch.nn.Parameter
-    assert loaded["weight"].requires_grad
-    assert torch.equal(loaded["weight"], module.weight)
 
 
 def _rezipped(data: bytes, without: str = "nothing") -> bytes:
@@ -562,12 +493,6 @@ def test_a_file_loads_into_shards(door, where, places, ranks):
     ranks(2, _reshard, place.at("model.pt").uri, place.config, names, door)
 
 
-def test_the_planner_of_torch_works_too(local, ranks):
-    put(local, "model.pt", bytes_of_file(full_state()))
-    planner = stock.DynamicMetaLoadPlanner
-    ranks(2, _reshard, local.at("model.pt").uri, local.config, ["2 rows"], "torch", planner)
-
-
 def _fsdp(uri, config) -> None:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(5)
@@ -645,16 +570,6 @@ def test_a_target_that_cannot_hold_the_values_is_refused_on_every_rank(kind, loc
     assert {one.item for one in errors} == {"t"}
 
 
-def test_a_conversion_to_another_type_is_said(local, caplog):
-    put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
-    reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
-    state = {"t": torch.zeros(4, 5, dtype=torch.float64)}
-    with caplog.at_level("WARNING", "cloudckpt"):
-        cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
-    assert torch.equal(state["t"], numbered(4, 5).double())
-    assert "t, from torch.float32 to torch.float64" in caplog.text
-
-
 @pytest.mark.parametrize("kind", ["truncated", "text", "missing"])
 def test_an_unreadable_file_is_told_on_every_rank(kind, local, ranks):
     if kind != "missing":
@@ -663,18 +578,6 @@ def test_an_unreadable_file_is_told_on_every_rank(kind, local, ranks):
     uri = local.at("model.pt").uri
     errors = ranks.errors(2, _into, uri, local.config, (3,), "t")
     assert [type(one) for one in errors] == [expected, expected]
-
-
-def _one_misfit(uri, config) -> None:
-    state = {"t": torch.zeros(4, 5) if dist.get_rank() == 0 else torch.zeros(4, 6)}
-    reader = BroadcastingTorchSaveReader(uri, config=config)
-    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
-
-
-def test_a_rank_that_fails_alone_does_not_leave_the_others_waiting(local, ranks):
-    put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
-    errors = ranks.errors(2, _one_misfit, local.at("model.pt").uri, local.config)
-    assert [type(error) for error in errors] == [ShapeMismatchError] * 2
 
 
 def _other_coordinator(uri, config) -> None:
@@ -719,46 +622,12 @@ def test_one_process_can_load_without_a_group(local):
     assert_same(plain(state), plain(nested_state()))
 
 
-class Holder:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
-def test_a_tensor_in_an_object_has_its_data(local):
-    saved = {"holder": Holder(numbered(5)), "t": numbered(3)}
-    put(local, "model.pt", bytes_of_file(saved))
-    state = {"holder": None, "t": torch.zeros(3)}
-    uri, config = local.at("model.pt").uri, local.config
-    reader = BroadcastingTorchSaveReader(uri, config=config, trust_pickle=True)
-    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
-    assert torch.equal(state["holder"].tensor, numbered(5))
-    assert torch.equal(state["t"], numbered(3))
-
-
 def test_a_value_that_holds_tensors_is_not_loaded_as_one(local):
     put(local, "model.pt", bytes_of_file({"a": {"t": numbered(5)}}))
     reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
     planner = DynamicMetaLoadPlanner(flatten_state_dict=False)
     with pytest.raises(UnsupportedTensorError, match="flattens"):
         cloudckpt.load({"a": {"t": torch.zeros(5)}}, storage_reader=reader, planner=planner)
-
-
-@pytest.mark.parametrize("kind", ["packed by another tool", "of an older torch"])
-def test_unusual_files_are_resharded_too(kind, local):
-    put(local, "model.pt", ODD[kind]())
-    state = blank_like(nested_state())
-    reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
-    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
-    assert_same(plain(state), plain(nested_state()))
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_tensors_beside_a_quantized_one_are_resharded(local):
-    put(local, "model.pt", ODD["quantized"]())
-    reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
-    state = {"t": torch.zeros(9)}
-    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
-    assert torch.equal(state["t"], numbered(9))
 
 
 def test_a_sparse_tensor_is_not_resharded(local):
@@ -776,16 +645,6 @@ def test_a_reader_needs_a_location(local):
                        planner=DynamicMetaLoadPlanner())  # fmt: skip
     assert BroadcastingTorchSaveReader.validate_checkpoint_id("s3://bucket/model.pt")
     assert not BroadcastingTorchSaveReader.validate_checkpoint_id("ftp://host/model.pt")
-
-
-def test_a_hostile_file_is_refused_by_the_reader(local, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    put(local, "model.pt", bytes_of_file({"t": numbered(5), "x": Hostile()}))
-    reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
-    with pytest.raises((UntrustedPickleError, RanksFailedError), match="mkdir"):
-        cloudckpt.load({"t": torch.zeros(5)}, storage_reader=reader,
-                       planner=DynamicMetaLoadPlanner())  # fmt: skip
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---- a checkpoint anew

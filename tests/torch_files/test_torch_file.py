@@ -17,7 +17,6 @@ from cloudckpt.torch_files.object_file import ObjectFile
 from cloudckpt.torch_files.torch_file import load_torch_file, write_torch_file
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer import stats as stats_module
-from cloudckpt.transfer.landing import copy_into
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 from support.faulty_store import FaultyStore
@@ -43,12 +42,6 @@ STATE = {"t": torch.arange(300.0), "s": torch.arange(12.0).view(3, 4).t()}
 # ---- surroundings
 
 
-def test_a_file_without_record_checksums_is_read(uri):
-    with torch_config.patch("save.compute_crc32", False):
-        torch.save(STATE, uri.prefix)
-    assert same(load(uri), STATE)
-
-
 @pytest.mark.parametrize("map_location", ["cpu", None])
 def test_a_process_that_maps_its_files_by_default_reads_ours(map_location, uri):
     torch.save(STATE, uri.prefix)
@@ -61,13 +54,6 @@ def test_the_default_device_is_no_matter(uri):
         write_torch_file(STATE, uri, Config())
         loaded = load(uri)
     assert same(loaded, STATE)
-
-
-def test_autograd_does_not_see_what_is_copied():
-    target = torch.zeros(3, requires_grad=True)
-    copy_into(target, torch.ones(3, requires_grad=True))
-    assert target.is_leaf
-    assert torch.equal(target.detach(), torch.ones(3))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.background.arena import Memory
@@ -31,7 +29,6 @@ __all__ = ["Layout", "Region"]
 _WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _ATOMIC = frozenset((type(None), bool, int, float, complex, str, bytes))
-_READ_NO_PARTS = {DTensor, AsyncCollectiveTensor}
 
 _Path = tuple[Any, ...]
 
@@ -180,11 +177,6 @@ class Layout:
         """Gives each region its place in the arena's memory."""
         for region in self.regions:
             region.copy = memory.storage(region.place, region.size)
-
-    @property
-    def is_read_when_rebuilt(self) -> bool:
-        """Whether a wrapper other than torch's own may read its parts when it is rebuilt."""
-        return not {type(self._seen[key]) for key in self._parts} <= _READ_NO_PARTS
 
     def rebuild(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copies the state dict deeply, with tensors on the copied regions.

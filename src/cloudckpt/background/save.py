@@ -171,7 +171,8 @@ class Save:
         self.written.set_exception(error)
         if not isinstance(error, SaveInProgressError):  # that is raised by save itself
             # nobody may ever read the future, as when the trainer ends
-            logger.error("the save to %s failed in the background: %s", self.where, error)
+            text = str(error).replace(f" | at {self.where}", "")
+            logger.error("save to %s failed: %s", self.where, text)
 
     def _result_of(
         self, carry_out: Callable[[Save], Any]

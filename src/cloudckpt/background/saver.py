@@ -387,8 +387,7 @@ class AsyncSaver:
         """Copies a state, or begins to."""
         if stager is None:
             assert self._own_stager is not None
-            save.copy, copied = self._own_stager.begin(state, self._options.patience)
-            copied.result()
+            save.copy = self._own_stager.begin(state, self._options.patience)
             save.staged.set_result(None)
             return
         save.stage(stager.stage(state))

@@ -11,7 +11,6 @@ import os
 import queue
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,9 +114,7 @@ class Stager(AsyncStager):
     Memory: one copy of what is staged for each buffer, and nothing else. A buffer is reallocated
     when the state dict outgrows it or shrinks below half of it.
 
-    With CUDA, buffers are pinned and filled on a separate stream; :meth:`stage` then waits for the
-    copies unless ``asynchronous`` is set, which makes it return a future instead: the tensors must
-    not be changed before the future is done.
+    With CUDA, buffers are pinned and filled on a separate stream, for which :meth:`stage` waits.
     """
 
     _synchronize_after_execute = False
@@ -127,31 +124,25 @@ class Stager(AsyncStager):
         *,
         threads: int | None = None,
         pin_memory: bool | None = None,
-        asynchronous: bool = False,
         patience: float = 3600.0,
     ) -> None:
         """
         Args:
             threads: Threads that copy on the CPU; default: as many as torch uses, at most 8.
             pin_memory: Whether to pin buffers; default: if CUDA is available.
-            asynchronous: Whether :meth:`stage` returns a future.
             patience: Seconds to wait until the copy before is no longer used.
         """
         self._threads = threads if threads is not None else min(8, torch.get_num_threads())
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self._asynchronous = asynchronous
         self._patience = patience
         self._buffer = _Buffer()
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()  # the buffer, if it is free
         self._free.put(self._buffer)
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-staged")
         self._streams: dict[torch.device, torch.Stream] = {}
         self._process = os.getpid()
         self._closed = False
 
-    def stage(
-        self, state_dict: dict[str, Any], **_: Any
-    ) -> dict[str, Any] | Future[dict[str, Any]]:
+    def stage(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
         """Returns a copy of the state dict that later changes don't affect.
 
         Raises:
@@ -160,27 +151,10 @@ class Stager(AsyncStager):
             StagingError: If a value can't be copied.
             ClosedError: If the stager was closed.
         """
-        staged, copied = self.begin(state_dict, self._patience)
-        if not self._asynchronous:
-            copied.result()
-            return staged.state_dict
-        content = staged.state_dict
-        done: Future[dict[str, Any]] = Future()
+        return self.begin(state_dict, self._patience).state_dict
 
-        def pass_on(ended: Future[None]) -> None:
-            error = ended.exception()
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(content)
-
-        copied.add_done_callback(pass_on)
-        return done
-
-    def begin(
-        self, state_dict: dict[str, Any], patience: float
-    ) -> tuple[StagedState, Future[None]]:
-        """Begins a copy, which is complete when the future is done.
+    def begin(self, state_dict: dict[str, Any], patience: float) -> StagedState:
+        """Makes a copy, whose memory is kept until it is released.
 
         Args:
             state_dict: What to copy.
@@ -197,9 +171,7 @@ class Stager(AsyncStager):
         with torch.inference_mode(False), torch.no_grad():
             return self._begin(state_dict, patience)
 
-    def _begin(
-        self, state_dict: dict[str, Any], patience: float
-    ) -> tuple[StagedState, Future[None]]:
+    def _begin(self, state_dict: dict[str, Any], patience: float) -> StagedState:
         with paused_gc():
             layout = Layout.of(state_dict)
         lease = _Lease(self._free)
@@ -217,9 +189,7 @@ class Stager(AsyncStager):
             memory = arena.memory(lease.end)
             with paused_gc():
                 layout.place(memory)
-            copied = self._copy(layout, memory)
-            if layout.is_read_when_rebuilt:
-                copied.result()
+            self._copy(layout, memory)
             with paused_gc():
                 content = layout.rebuild(state_dict)
         except BaseException:
@@ -227,7 +197,7 @@ class Stager(AsyncStager):
                 stream.synchronize()  # an accelerator may still be copying into the buffer
             lease.end()
             raise
-        return StagedState(content, arena, layout.size, lease, memory), copied
+        return StagedState(content, arena, layout.size, lease, memory)
 
     def _take(self, lease: _Lease, patience: float) -> None:
         """Takes the buffer; the garbage collector frees one held only by reference cycles.
@@ -254,8 +224,7 @@ class Stager(AsyncStager):
                     raise
             pause *= 2
 
-    def _copy(self, layout: Layout, memory: Memory) -> Future[None]:
-        done: Future[None] = Future()
+    def _copy(self, layout: Layout, memory: Memory) -> None:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         base = memory.address
         for region in layout.regions:
@@ -269,23 +238,9 @@ class Stager(AsyncStager):
             with self._beside_compute(region.storage.device):
                 for place, bytes_ in region.pieces(region.size):
                     place.copy_(bytes_, non_blocking=self._pin)
-        events = [stream.record_event() for stream in self._streams.values()]
         self._copy_on_host(pairs)
-        if not events:
-            done.set_result(None)
-            return done
-
-        def wait(_kept: Layout = layout) -> None:  # the copies still read its storages
-            try:
-                for event in events:
-                    event.synchronize()
-            except BaseException as error:  # noqa: BLE001 - told to whoever waits
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        self._waiter.submit(wait)
-        return done
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def _copy_on_host(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if self._threads < 2 or sum(place.nbytes for place, _ in pairs) < _WORTH_THREADS:
@@ -317,7 +272,6 @@ class Stager(AsyncStager):
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        self._waiter.shutdown()
         self._buffer.release()
 
     def __enter__(self) -> Stager:

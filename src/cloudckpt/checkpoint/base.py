@@ -23,9 +23,9 @@ from dataclasses import replace
 import torch
 import xxhash
 
-from cloudckpt.checkpoint.objects import WrittenObject, pack_objects, unpack_objects
+from cloudckpt.checkpoint.record import Extents, Record, no_times
 from cloudckpt.checkpoint.shard import Place
-from cloudckpt.checkpoint.written import Extents
+from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.transfer.memory import bytes_of
 
 __all__ = ["VALUE", "Base", "Digest", "Digester", "digest_of_bytes", "kind_of"]
@@ -74,36 +74,36 @@ def digest_of_bytes(kind: bytes, view: bytes | memoryview) -> Digest:
 
 
 class Base:
-    """Items of a checkpoint, by digest; takes 16 bytes per item in addition to the given columns.
+    """Items of a checkpoint, by digest; takes 16 bytes per item in addition to the record.
+
+    Args:
+        record: What a save has written, with digests; ``attempt`` is the save that made the
+            checkpoint. Its columns are kept as they are.
+        folder: The name of the checkpoint; empty if the record's objects have theirs.
 
     Attributes:
         attempt: The random name of the save that made the checkpoint.
         objects: The objects that hold the items, each with its folder.
     """
 
-    def __init__(self, attempt: str, objects: Sequence[WrittenObject], extents: Extents) -> None:
-        """
-        Args:
-            attempt: See above.
-            objects: See above.
-            extents: Where the items are, with their digests.
-        """
-        if extents.high is None or extents.low is None:
+    def __init__(self, record: Record, folder: str = "") -> None:
+        if not record.extents.has_digests:
             raise ValueError("a base without digests")
-        self.attempt, self.objects = attempt, objects
+        objects = [one if one.folder else replace(one, folder=folder) for one in record.objects]
+        self.attempt, self.objects = record.attempt, objects
         # read where they lie in memory: nothing is copied of columns that are contiguous
-        self._extents = Extents(*(column.contiguous() for column in extents.all_columns))
-        self._sorted = torch.sort(extents.high)
+        extents = Extents(*(column.contiguous() for column in record.extents.all_columns))
+        self._record = replace(
+            record,
+            table=None,
+            extents=extents,
+            objects=objects,
+            structure=Structure(),
+            times=no_times(),
+        )
+        self._sorted = torch.sort(extents.all_columns[3])
         self._highs, self._rows = map(_numbers, self._sorted)
-        self._columns = [_numbers(column) for column in self._extents.all_columns]
-
-    @classmethod
-    def of(
-        cls, attempt: str, folder: str, objects: Sequence[WrittenObject], extents: Extents
-    ) -> Base:
-        """The base of what a save has written to the checkpoint named ``folder``."""
-        placed = [one if one.folder else replace(one, folder=folder) for one in objects]
-        return cls(attempt, placed, extents)
+        self._columns = [_numbers(column) for column in extents.all_columns]
 
     def find(self, digest: Digest) -> Place | None:
         """Where the bytes with a digest are (the object is an index into ``objects``), or None."""
@@ -118,13 +118,9 @@ class Base:
         return None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _unpacked, (self.attempt, *pack_objects(self.objects), self._extents)
+        return Base, (self._record,)
 
 
 def _numbers(column: torch.Tensor) -> memoryview:
     """The numbers of a kept, contiguous int64 column, without creating a tensor for each."""
     return memoryview(bytes_of(column)).cast("q") if column.numel() else memoryview(b"").cast("q")
-
-
-def _unpacked(attempt: str, packed: bytes, folders: tuple[str, ...], extents: Extents) -> Base:
-    return Base(attempt, unpack_objects(packed, folders), extents)

@@ -2,17 +2,15 @@
 
 Places and offsets of chunks mostly grow by the same from row to row: their differences are small
 and equal, and zlib packs long runs of them to little. All is done on whole columns; no number
-becomes an object of Python. numpy keeps the GIL for a short column; torch lets go of it at each
-operation, and a thread that saves beside one that computes waits milliseconds to have it back.
+becomes an object of Python.
 """
 
 from __future__ import annotations
 
-import sys
 import zlib
 from array import array
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +18,6 @@ import torch
 from cloudckpt.transfer.memory import bytes_of
 
 __all__ = [
-    "Inflating",
-    "Readable",
     "byte_rows",
     "column_of",
     "counted",
@@ -29,18 +25,14 @@ __all__ = [
     "inflated",
     "matrix_of",
     "numbers_in",
-    "packed_column",
+    "pack_columns",
     "raw_bytes",
     "repeated",
     "unfilled",
-    "unpack_column",
+    "unpack_columns",
 ]
 
 _WIDTHS = (1, 2, 4, 8)  # bytes of a difference
-_PIECE = 1024 * 1024  # bytes that are decompressed at a time
-_FED = 64 * 1024  # bytes that are decompressed from at a time, as the rest of them is copied
-_OF_ANOTHER_SIZE = "compressed data of another size than is said"
-_IS_BIG = sys.byteorder == "big"
 
 
 def column_of(numbers: Sequence[Any]) -> torch.Tensor:
@@ -79,17 +71,16 @@ def repeated(column: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def byte_rows(column: torch.Tensor) -> torch.Tensor:
-    """A row of little-endian bytes for each number of a column."""
+    """A row of bytes for each number of a column."""
     # not contiguous(): a single number may be so with any stride, which has no view as bytes
     found = column.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    found = found.view(-1, column.itemsize)
-    return found.flip(1) if _IS_BIG else found
+    return found.view(-1, column.itemsize)
 
 
 def raw_bytes(column: torch.Tensor) -> bytes:
-    """The elements as little-endian bytes."""
-    whole = column.contiguous()
-    return bytes(bytes_of(byte_rows(whole).contiguous() if _IS_BIG else whole))
+    """The bytes of a column's numbers."""
+    whole = column.contiguous()  # kept while it is read
+    return bytes(bytes_of(whole))
 
 
 def numbers_in(
@@ -98,17 +89,16 @@ def numbers_in(
     """``count`` little-endian numbers of a type, from byte ``start`` of a writable buffer."""
     if not count:
         return torch.empty(0, dtype=dtype, device="cpu")
-    size = count * dtype.itemsize
-    found = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start)
-    if _IS_BIG and dtype.itemsize > 1:
-        found = found.view(-1, dtype.itemsize).flip(1).reshape(-1)
-    elif start % dtype.itemsize:
-        found = found.clone()
-    return found.view(dtype)
+    found = torch.frombuffer(data, dtype=torch.uint8, count=count * dtype.itemsize, offset=start)
+    return (found.clone() if start % dtype.itemsize else found).view(dtype)
 
 
-def packed_column(column: torch.Tensor) -> bytes:
-    """A column of int64: the width of the differences, and these as little-endian numbers."""
+def pack_columns(columns: Iterable[torch.Tensor]) -> bytes:
+    """Columns of int64: of each the width of the differences, and these as little-endian."""
+    return b"".join(map(_packed, columns))
+
+
+def _packed(column: torch.Tensor) -> bytes:
     numbers = column.numpy()
     differences = numbers.copy()
     differences[1:] -= numbers[:-1]  # wraps around
@@ -118,29 +108,24 @@ def packed_column(column: torch.Tensor) -> bytes:
     return bytes([width]) + packed
 
 
-class Readable(Protocol):
-    """Bytes that are read from the front, as of a file."""
-
-    def readinto(self, into: bytearray, /) -> int:
-        """Fills ``into``; returns how many bytes there were."""
-
-
-def unpack_column(data: Readable, into: torch.Tensor) -> None:
-    """Fills ``into`` with the column that comes next.
+def unpack_columns(data: bytes | memoryview, into: Iterable[torch.Tensor]) -> None:
+    """Fills columns of the right lengths with what :func:`pack_columns` has packed.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If these are others.
     """
-    count = into.numel()
-    head = bytearray(1)
-    data.readinto(head)
-    width = head[0]
-    if width not in _WIDTHS:
-        raise ValueError("a column is of no known width")
-    packed = bytearray(width * count)
-    if data.readinto(packed) < len(packed):
-        raise ValueError("a column is cut short")
-    np.cumsum(np.frombuffer(packed, f"<i{width}"), dtype=np.int64, out=into.numpy())
+    at = 0
+    for column in into:
+        width, count = data[at] if at < len(data) else 0, column.numel()
+        end = at + 1 + width * count
+        if width not in _WIDTHS or end > len(data):
+            raise ValueError("a column has no known width, or is cut short")
+        if count:
+            differences = np.frombuffer(data, f"<i{width}", count, at + 1)
+            np.cumsum(differences, dtype=np.int64, out=column.numpy())
+        at = end
+    if at != len(data):
+        raise ValueError("there are more columns than expected")
 
 
 def deflated(data: bytes) -> bytes:
@@ -148,71 +133,17 @@ def deflated(data: bytes) -> bytes:
     return zlib.compress(data, 1)
 
 
-class Inflating:
-    """Bytes that were compressed, as they are asked for: no others are ever in memory."""
-
-    def __init__(self, data: memoryview, size: int) -> None:
-        """
-        Args:
-            data: What they were compressed to.
-            size: How many they are said to be.
-        """
-        self.left = size
-        self._data, self._at = data, 0
-        self._rest = b""
-        self._stream = zlib.decompressobj()
-
-    def readinto(self, into: bytearray, /) -> int:
-        """Fills ``into``; returns its length.
-
-        Raises:
-            ValueError: If there are fewer bytes, or they are damaged.
-        """
-        filled = 0
-        while filled < len(into):
-            piece = self._next(min(len(into) - filled, _PIECE))
-            if not piece:
-                raise ValueError(_OF_ANOTHER_SIZE)
-            into[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        self.left -= filled
-        return filled
-
-    def end(self) -> None:
-        """Refuses what follows.
-
-        Raises:
-            ValueError: If there are more bytes than were read, or than are said.
-        """
-        more = self._next(1)
-        unused = len(self._data) - self._at + len(self._stream.unused_data)
-        if more or self.left or unused or not self._stream.eof:
-            raise ValueError(_OF_ANOTHER_SIZE)
-
-    def _next(self, most: int) -> bytes:
-        """Some bytes; none at the end."""
-        while not self._stream.eof:
-            if not self._rest:
-                self._rest = bytes(self._data[self._at : self._at + _FED])
-                self._at += len(self._rest)
-            try:
-                piece = self._stream.decompress(self._rest, most)
-            except zlib.error as exc:
-                raise ValueError(str(exc)) from exc
-            is_fed = not self._rest
-            self._rest = self._stream.unconsumed_tail
-            if piece or is_fed:
-                return piece
-        return b""
-
-
-def inflated(data: memoryview, size: int) -> bytearray:
+def inflated(data: memoryview, size: int) -> bytes:
     """The ``size`` bytes that were compressed to ``data``; no more memory is used than for them.
 
     Raises:
         ValueError: If they are more, or fewer, or damaged.
     """
-    stream, found = Inflating(data, size), bytearray(size)
-    stream.readinto(found)
-    stream.end()
+    stream = zlib.decompressobj()
+    try:
+        found = stream.decompress(data, size + 1)
+    except zlib.error as exc:
+        raise ValueError(str(exc)) from exc
+    if len(found) != size or not stream.eof or stream.unused_data:
+        raise ValueError("compressed data of another size than is said")
     return found

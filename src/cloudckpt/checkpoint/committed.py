@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.checkpoint.foreign import load_metadata
-from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import lazy_metadata, save_id_of
 from cloudckpt.checkpoint.objects import METADATA, WrittenObject, checked
 from cloudckpt.checkpoint.record import Record, bound
@@ -106,10 +105,9 @@ def _fetch(store: ObjectStore, key: str, *, whole: bool) -> Fetched:
         with contextlib.suppress(CheckpointCorruptError):  # of a newer version: parsing it raises
             trailer = Trailer.at_end_of(data, store.uri(info.key))
         needed = info.size
-        if trailer is not None and trailer.size + trailer.behind_pickle == info.size:
-            body = _body_in(data, trailer)
-            if body is None or (body.nbytes and Record.has_inventory(body)):
-                needed = trailer.behind_pickle
+        is_ours = trailer is not None and trailer.size + trailer.behind_pickle == info.size
+        if trailer is not None and is_ours and trailer.body_size:
+            needed = trailer.behind_pickle
         if needed > len(data):
             data = _range(store, info, info.size - needed, start) + data
         elif needed < info.size:
@@ -144,7 +142,7 @@ class CommitObject:
 
     Attributes:
         info: The object.
-        metadata: torch's metadata; lazy if there is an inventory.
+        metadata: torch's metadata; lazy if there is a record.
         record: Ours; None if another writer has written it.
         notes: The notes, as stored.
         trailer: Its trailer; None if another writer has written it.
@@ -159,14 +157,9 @@ class CommitObject:
     is_whole: bool = False
 
     @property
-    def inventory(self) -> Inventory | None:
-        """Its columns; None if it has none."""
-        return None if self.record is None else self.record.inventory
-
-    @property
     def has_digests(self) -> bool:
         """Whether it has its items' digests, so that later checkpoints may refer to them."""
-        return self.inventory is not None and self.inventory.extents.has_digests
+        return self.record is not None and self.record.extents.has_digests
 
     @property
     def objects(self) -> Sequence[WrittenObject]:
@@ -194,14 +187,13 @@ class CommitObject:
         """
         data = fetched.data
         is_whole = len(data) == fetched.info.size
-        record = None
         trailer = Trailer.at_end_of(data, uri)
         notes = notes_at_end(data, uri)
         if trailer is not None:
-            record = _checked_record(fetched, trailer, uri)
-            if record is not None and record.inventory is not None:
-                metadata = lazy_metadata(record.inventory, record.attempt)
-                return cls(fetched.info, metadata, record, notes, trailer, is_whole)
+            body = _checked(fetched, trailer, uri)
+            if body.nbytes:
+                record = _with_table(Record.parse(body, uri, bound(trailer.size)), uri)
+                return cls(fetched.info, lazy_metadata(record), record, notes, trailer, is_whole)
         metadata = load_metadata(data, uri, trust_pickle=trust_pickle)
         if trailer is None and data[-1:] != pickle.STOP and _is_ours(metadata):
             raise CheckpointCorruptError(
@@ -209,7 +201,7 @@ class CommitObject:
                 "or load an older checkpoint",
                 uri=uri,
             )
-        return cls(fetched.info, metadata, record, notes, trailer, is_whole)
+        return cls(fetched.info, metadata, None, notes, trailer, is_whole)
 
     def check_pickle(self, store: ObjectStore, retrier: Retrier) -> None:
         """Compares torch's pickle, which only other readers need, with its checksum.
@@ -276,10 +268,10 @@ def object_names(fetched: Fetched, uri: str) -> set[str]:
     return CommitObject.parse(fetched, uri).names(uri)
 
 
-def _checked_record(fetched: Fetched, trailer: Trailer, uri: str) -> Record | None:
-    """The record; None if there is none: the checkpoint is a copy of another writer's."""
-    found = _checked(fetched, trailer, uri)
-    return Record.parse(found, uri, bound(trailer.size)) if found.nbytes else None
+def _with_table(record: Record, uri: str) -> Record:
+    if record.table is None or record.table.count != len(record.extents):
+        raise CheckpointCorruptError("the metadata has no names, or no places", uri=uri)
+    return record
 
 
 def _checked(fetched: Fetched, trailer: Trailer, uri: str) -> memoryview:

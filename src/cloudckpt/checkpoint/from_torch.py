@@ -1,4 +1,4 @@
-"""torch's metadata, or what a rank is to write, as columns: an inventory without places."""
+"""torch's metadata, or what a rank is to write, as a table."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from cloudckpt.checkpoint.columns import matrix_of
-from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, Paths, rows_of
-from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.table import Chunks, Paths, Table, entries_of, rows_of
 from cloudckpt.checkpoint.torch_private import with_strides
-from cloudckpt.checkpoint.written import Extents
-from cloudckpt.checksum import ChecksumAlgorithm
 
-__all__ = ["NotInColumnsError", "check_chunks", "inventory_of_metadata", "inventory_of_plan"]
+__all__ = ["NotInColumnsError", "check_chunks", "table_of_metadata", "table_of_plan"]
 
 _END = 1 << 63
 
@@ -34,12 +31,8 @@ class NotInColumnsError(Exception):
     """Metadata or a plan that columns can't express: with custom classes or fields."""
 
 
-def inventory_of_metadata(metadata: Metadata, checksum: ChecksumAlgorithm) -> Inventory:
-    """The inventory of torch's metadata.
-
-    Args:
-        metadata: torch's metadata; its locations are left out.
-        checksum: The algorithm of the store.
+def table_of_metadata(metadata: Metadata) -> Table:
+    """The table of torch's metadata, whose locations are left out.
 
     Raises:
         NotInColumnsError: If it contains anything but torch's classes.
@@ -47,35 +40,31 @@ def inventory_of_metadata(metadata: Metadata, checksum: ChecksumAlgorithm) -> In
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     if type(metadata) is not Metadata or vars(metadata).keys() - known:
         raise NotInColumnsError("metadata with fields of another's")
-    table = _Table()
+    collected = _Collected()
     for name, described in metadata.state_dict_metadata.items():
         if type(described) is BytesStorageMetadata:
-            table.add_value(name)
+            collected.add_value(name)
         elif type(described) is TensorStorageMetadata:
-            table.add_tensor(name, described.size, described.properties, described.chunks)
+            collected.add_tensor(name, described.size, described.properties, described.chunks)
         else:
             raise NotInColumnsError("an entry of another class")
-    return table.inventory(checksum, _paths(metadata.planner_data), Structure())
+    return collected.table(metadata.planner_data)
 
 
-def inventory_of_plan(
-    plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm
-) -> tuple[Inventory, list[int]]:
+def table_of_plan(plan: SavePlan) -> tuple[Table, list[int]]:
     """What a rank is to write: a row for each item, in the plan's order.
 
     Args:
         plan: A plan of torch's planner, or of one like it.
-        structure: What flattening has lost of this rank's state dict.
-        checksum: The algorithm of the store.
 
     Returns:
-        The inventory, and the numbers of the names of whole tensors, of which torch expects no part
-        on another rank.
+        The table, and the numbers of the names of whole tensors, of which torch expects no part on
+        another rank.
 
     Raises:
         NotInColumnsError: If columns can't express it.
     """
-    table, whole = _Table(), list[int]()
+    collected, whole = _Collected(), list[int]()
     for name, of_name in itertools.groupby(plan.items, key=lambda item: item.index.fqn):
         items = list(of_name)
         first = items[0]
@@ -85,10 +74,10 @@ def inventory_of_plan(
         if first.type == WriteItemType.BYTE_IO or data is None:
             if len(items) != 1:
                 raise NotInColumnsError("a value in several items")
-            table.add_value(name)
+            collected.add_value(name)
             continue
         if first.type == WriteItemType.TENSOR:
-            whole.append(len(table.entries))
+            whole.append(len(collected.names))
         chunks = [item.tensor_data.chunk for item in items if item.tensor_data is not None]
         for item in items[1:]:
             assert item.tensor_data is not None
@@ -97,10 +86,22 @@ def inventory_of_plan(
                 with_strides(other.properties, None) != with_strides(data.properties, None)
             ):
                 raise NotInColumnsError("a tensor of two shapes or types")
-        table.add_tensor(name, data.size, data.properties, chunks)
-    made = table.inventory(checksum, _paths(plan.planner_data), structure)
+        collected.add_tensor(name, data.size, data.properties, chunks)
+    made = collected.table(plan.planner_data)
     check_chunks(made)
     return made, whole
+
+
+def check_chunks(table: Table) -> None:
+    """Checks that all chunks are inside their tensors, as columns require.
+
+    Raises:
+        NotInColumnsError: If one is not.
+    """
+    try:
+        table.check_chunks()
+    except ValueError as exc:
+        raise NotInColumnsError(str(exc)) from exc
 
 
 def _is_plain(item: WriteItem) -> bool:
@@ -113,24 +114,22 @@ def _is_plain(item: WriteItem) -> bool:
     return item.index.offset == data.chunk.offsets
 
 
-class _Table:
-    """Collects names and chunks one by one, to become columns.
+class _Collected:
+    """Names and chunks, one by one, to become a table.
 
     Attributes:
-        entries: What was added, by name.
+        names: What was added: names, shapes, numbers of properties, counts of chunks.
     """
 
     def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-        self._properties: list[TensorProperties] = []
+        self.names: list[tuple[str, tuple[int, ...] | None, int, int]] = []
+        self._properties: dict[tuple[Any, ...], TensorProperties] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._offsets: dict[int, array[int]] = {}
         self._sizes: dict[int, array[int]] = {}
-        self._places: dict[int, int] = {}
-        self._rows = 0
 
     def add_value(self, name: str) -> None:
-        self._add(name, Entry(self._rows, 1, None, 0, 0))
+        self.names.append((name, None, 0, 1))
 
     def add_tensor(
         self,
@@ -154,59 +153,33 @@ class _Table:
         if math.prod(shape) * properties.dtype.itemsize >= _END:
             raise NotInColumnsError("a tensor that is larger than any memory")
         key = properties.__getstate__()  # type: ignore[no-untyped-call]
-        number = self._numbers.setdefault(key, len(self._properties))
-        if number == len(self._properties):
-            self._properties.append(properties)
+        self._properties.setdefault(key, properties)
         try:
             _extend(self._offsets.setdefault(dims, array("q")), offsets)
             _extend(self._sizes.setdefault(dims, array("q")), sizes)
         except (TypeError, OverflowError) as exc:
             raise NotInColumnsError("a chunk whose numbers are none") from exc
-        place = self._places.get(dims, 0)
-        self._places[dims] = place + len(chunks)
-        self._add(name, Entry(self._rows, len(chunks), shape, number, place))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        self.names.append((name, shape, number, len(chunks)))
 
-    def _add(self, name: str, entry: Entry) -> None:
-        if type(name) is not str or name in self.entries:
-            raise NotInColumnsError("a name that is no string, or there twice")
-        self.entries[name] = entry
-        self._rows += entry.count
-
-    def inventory(
-        self, checksum: ChecksumAlgorithm, paths: Paths | None, structure: Structure
-    ) -> Inventory:
-        """An inventory of everything that was added."""
-        tensors = [entry for entry in self.entries.values() if entry.shape is not None]
-        chunks = {
-            dims: Chunks(
-                rows_of(tensors, dims),
-                matrix_of(self._offsets[dims], dims, count),
-                matrix_of(self._sizes[dims], dims, count),
-            )
-            for dims, count in sorted(self._places.items())
-        }
-        return Inventory(
-            entries=self.entries,
-            properties=self._properties,
-            chunks=chunks,
-            extents=Extents.none(),
-            objects=(),
-            checksum=checksum,
-            paths=paths,
-            structure=structure,
-        )
-
-
-def check_chunks(inventory: Inventory) -> None:
-    """Checks that all chunks are inside their tensors, as columns require.
-
-    Raises:
-        NotInColumnsError: If one is not.
-    """
-    try:
-        inventory.check_chunks()
-    except ValueError as exc:
-        raise NotInColumnsError(str(exc)) from exc
+    def table(self, planner_data: Any) -> Table:
+        """The table of everything that was added."""
+        if not all(type(name) is str for name, *_ in self.names):
+            raise NotInColumnsError("a name that is no string")
+        try:
+            entries = entries_of(self.names)
+            chunks = {
+                dims: Chunks(
+                    rows,
+                    matrix_of(self._offsets[dims], dims, rows.numel()),
+                    matrix_of(self._sizes[dims], dims, rows.numel()),
+                )
+                for dims, rows in rows_of(entries).items()
+            }
+            made = Table(entries, [*self._properties.values()], chunks, _paths(planner_data))
+        except ValueError as exc:
+            raise NotInColumnsError(str(exc)) from exc
+        return made
 
 
 def _extend(flat: array[int], sizes: Sequence[torch.Size]) -> None:

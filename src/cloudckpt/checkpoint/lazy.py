@@ -1,4 +1,4 @@
-"""torch's metadata of an inventory, made on demand for the names that are accessed."""
+"""torch's metadata of a record, made on demand for the names that are accessed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from cloudckpt.checkpoint.inventory import Inventory
+from cloudckpt.checkpoint.record import Record
+from cloudckpt.checkpoint.table import Table
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 
-__all__ = ["ReadLater", "inventory_behind", "lazy_metadata", "save_id_of"]
-
-_AT_ONCE = 1 << 14  # rows
+__all__ = ["ReadLater", "lazy_metadata", "record_behind", "save_id_of", "table_behind"]
 
 
 def save_id_of(attempt: str) -> str:
@@ -22,32 +21,33 @@ def save_id_of(attempt: str) -> str:
     return f"cloudckpt-1-{attempt}"
 
 
-def lazy_metadata(inventory: Inventory, attempt: str) -> Metadata:
+def lazy_metadata(record: Record) -> Metadata:
     """The metadata of a save, whose mappings create their values on access."""
+    assert record.table is not None
+    paths = record.table.paths
     metadata: Any = Metadata(state_dict_metadata={})
-    metadata.state_dict_metadata = _Described(inventory)
-    metadata.planner_data = None if inventory.paths is None else dict(inventory.paths)
-    metadata.storage_data = _Places(inventory)
-    metadata.storage_meta = StorageMeta(save_id=save_id_of(attempt))
+    metadata.state_dict_metadata = _Described(record, record.table)
+    metadata.planner_data = None if paths is None else dict(paths)
+    metadata.storage_data = _Places(record, record.table)
+    metadata.storage_meta = StorageMeta(save_id=save_id_of(record.attempt))
     metadata.version = CURRENT_DCP_VERSION
     return metadata  # type: ignore[no-any-return]
 
 
-def inventory_behind(metadata: Metadata) -> Inventory | None:
-    """The columns that the metadata were made from; None for other metadata."""
+def record_behind(metadata: Metadata) -> Record | None:
+    """The record that the metadata were made from; None for other metadata."""
     described = metadata.state_dict_metadata
-    return described.inventory if isinstance(described, _Described) else None
+    return described.record if isinstance(described, _Described) else None
+
+
+def table_behind(metadata: Metadata) -> Table | None:
+    """Its table."""
+    record = record_behind(metadata)
+    return None if record is None else record.table
 
 
 class Lazy(Mapping[Any, Any]):
     """A mapping in metadata that is made on access. Pickles as a dict; printing makes nothing."""
-
-    def __eq__(self, other: object) -> bool:
-        if ReadLater in (type(self), type(other)):
-            return self is other
-        return super().__eq__(other)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -68,6 +68,11 @@ class ReadLater(Lazy):
     def __init__(self, read: Callable[[], Mapping[Any, Any]]) -> None:
         self._read = read
 
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __getitem__(self, key: Any) -> Any:
         return self._read()[key]
 
@@ -81,81 +86,57 @@ class ReadLater(Lazy):
 class _Described(Lazy):
     """``state_dict_metadata``; keeps what it has made."""
 
-    def __init__(self, inventory: Inventory) -> None:
-        self.inventory = inventory
+    def __init__(self, record: Record, table: Table) -> None:
+        self.record, self._table = record, table
         self._made: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if (made := self._made.get(name)) is None:
-            made = self._made[name] = self.inventory.metadata_of(name)
+            made = self._made[name] = self._table.metadata_of(name)
         return made
 
     def __contains__(self, name: object) -> bool:
-        return name in self.inventory.entries
+        return name in self._table.entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.inventory.entries)
+        return iter(self._table.entries)
 
     def __len__(self) -> int:
-        return len(self.inventory.entries)
+        return len(self._table.entries)
 
 
 class _Places(Lazy):
-    """``storage_data``: an item's location, by torch's index.
+    """``storage_data``: an item's location, by torch's index."""
 
-    Attributes:
-        inventory: The inventory with these locations.
-    """
-
-    def __init__(self, inventory: Inventory) -> None:
-        self.inventory = inventory
+    def __init__(self, record: Record, table: Table) -> None:
+        self._record, self._table = record, table
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
-        row = self.inventory.row_of(index) if isinstance(index, MetadataIndex) else None
-        if row is None:
+        row = int(self._table.rows([index])) if isinstance(index, MetadataIndex) else -1
+        if row < 0:
             raise KeyError(index)
-        found, offset, length = self.inventory.extent_of(row)
+        found, offset, length = self._record.extent_of(row)
         return StorageInfo(found.name, offset, length)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        offsets = {dims: _rows(of.offsets) for dims, of in self.inventory.chunks.items()}
-        for name, entry in self.inventory.entries.items():
+        offsets = {dims: iter(of.offsets.tolist()) for dims, of in self._table.chunks.items()}
+        for name, entry in self._table.entries.items():
             if entry.shape is None:
                 yield MetadataIndex(name)
                 continue
             for number, offset in enumerate(islice(offsets[len(entry.shape)], entry.count)):
                 yield MetadataIndex(name, torch.Size(offset), number)
 
-    def items(self) -> _Items:
+    def items(self) -> ItemsView[MetadataIndex, StorageInfo]:
         """All of them, in one pass over the columns."""
-        return _Items(self)
+        names = [one.name for one in self._record.objects]
+        rows = zip(*(column.tolist() for column in self._record.extents.columns), strict=True)
+        places = (StorageInfo(names[number], *place) for number, *place in rows)
+        return dict(zip(self, places, strict=True)).items()
 
-    def values(self) -> _Values:
-        """All of them, in one pass over the columns."""
-        return _Values(self)
+    def values(self) -> ValuesView[StorageInfo]:
+        """See :meth:`items`."""
+        return dict(self.items()).values()
 
     def __len__(self) -> int:
-        return len(self.inventory.extents)
-
-
-class _Values(ValuesView[StorageInfo]):
-    _mapping: _Places
-
-    def __iter__(self) -> Iterator[StorageInfo]:
-        inventory = self._mapping.inventory
-        names = [one.name for one in inventory.objects]
-        for number, offset, length in zip(*map(_rows, inventory.extents.columns), strict=True):
-            yield StorageInfo(names[number], offset, length)
-
-
-class _Items(ItemsView[MetadataIndex, StorageInfo]):
-    _mapping: _Places
-
-    def __iter__(self) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
-        return zip(self._mapping, self._mapping.values(), strict=True)
-
-
-def _rows(column: torch.Tensor) -> Iterator[Any]:
-    """The rows of a column or matrix, as numbers of Python; only some of them are in memory."""
-    for part in torch.split(column, _AT_ONCE):
-        yield from part.tolist()
+        return len(self._record.extents)

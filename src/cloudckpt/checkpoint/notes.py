@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cloudckpt.checkpoint.objects import METADATA
-from cloudckpt.checkpoint.timing import SaveTiming
 from cloudckpt.checkpoint.trailer import MOST_NOTES, TAIL, notes_at_end
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -27,7 +26,7 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Notes", "continued_from", "metrics_of", "read_notes", "stored_notes", "with_timing"]
+__all__ = ["Notes", "continued_from", "metrics_of", "read_notes", "stored_notes"]
 
 _TRIES = 5  # while a checkpoint is being replaced
 
@@ -45,7 +44,6 @@ class Notes:
         user: Anything else that JSON can hold.
         job: The job that saved it in a run, a name drawn at random; empty if no job is known.
         continues: By job before that one, the last step that it continues, the earliest job first.
-        save: How long the save took, recorded by the save itself if there is room.
     """
 
     step: int | None = None
@@ -53,10 +51,9 @@ class Notes:
     user: Mapping[str, Any] = field(default_factory=dict)
     job: str = ""
     continues: Mapping[str, int] = field(default_factory=dict)
-    save: SaveTiming | None = field(default=None, compare=False)
 
     def to_json(self) -> bytes:
-        """The bytes to store, without the save's timing; empty if there are no notes.
+        """The bytes to store, empty if there are no notes.
 
         Raises:
             ConfigError: If JSON can't hold the values, or they are too large.
@@ -106,12 +103,11 @@ class Notes:
             job, continues = found.get("job", ""), continued_from(found.get("continues", []))
             if not isinstance(job, str):
                 raise ValueError("no job")
-            save = SaveTiming.from_json(found["save"]) if "save" in found else None
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
             raise CheckpointCorruptError(
                 "the notes of the checkpoint make no sense", uri=uri, cause=exc
             ) from exc
-        return cls(step=step, metrics=metrics, user=user, job=job, continues=continues, save=save)
+        return cls(step=step, metrics=metrics, user=user, job=job, continues=continues)
 
     def is_same_training(self, other: Notes) -> bool:
         """Whether another checkpoint is of this job, or is continued by it."""
@@ -137,14 +133,6 @@ def continued_from(pairs: object) -> dict[str, int]:
     if any(type(job) is not str or type(step) is not int for job, step in found.items()):
         raise ValueError("no jobs with their last steps")
     return found
-
-
-def with_timing(noted: bytes, timing: SaveTiming) -> bytes:
-    """The bytes to store with the save's timing added, as far as there is room."""
-    key = b'"save":'
-    head = noted[:-1] + b"," + key if noted else b"{" + key
-    taken = timing.to_json(MOST_NOTES - len(head) - 1)
-    return head + taken + b"}" if taken else noted
 
 
 def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:

@@ -7,10 +7,9 @@ import functools
 import itertools
 import logging
 import re
-import struct
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -27,7 +26,6 @@ from cloudckpt.uri import CheckpointURI
 __all__ = [
     "CLAIM",
     "METADATA",
-    "RECORD",
     "OF_RANKS",
     "PART",
     "ObjectRecord",
@@ -47,12 +45,10 @@ __all__ = [
     "is_step_name",
     "look_for",
     "natural_order",
-    "pack_objects",
     "pending_name",
     "probe_name",
     "rank_of",
     "trial_name",
-    "unpack_objects",
 ]
 
 logger = logging.getLogger("cloudckpt")
@@ -182,10 +178,6 @@ class ObjectRecord:
     checksum: int
 
 
-RECORD = struct.Struct("<II8sQQII")
-"""The packed form of a :class:`WrittenObject`."""
-
-
 @dataclass(frozen=True, slots=True)
 class WrittenObject:
     """A data object that the store has.
@@ -224,53 +216,32 @@ class WrittenObject:
         """
         return dataclasses.replace(self, folder="") if self.folder == folder else self
 
-    def pack(self) -> bytes:
-        """Packs it into 40 bytes, without the folder."""
-        return RECORD.pack(
-            self.rank,
-            self.ordinal,
-            bytes.fromhex(self.attempt),
-            self.size,
-            self.checksum,
-            self.index_size,
-            self.index_crc,
-        )
+    def to_json(self) -> list[Any]:
+        """Its fields, in their order."""
+        return [getattr(self, name) for name in _FIELDS]
 
     @classmethod
-    def unpack_all(cls, packed: bytes | bytearray | memoryview) -> tuple[WrittenObject, ...]:
-        """Unpacks consecutive results of :meth:`pack`.
+    def from_json(cls, fields: Any) -> WrittenObject:
+        """The reverse of :meth:`to_json`.
 
         Raises:
-            ValueError: If their sizes are invalid.
+            ValueError: If they are invalid.
+            TypeError: See above.
         """
-        found = tuple(
-            cls(rank, ordinal, attempt.hex(), size, *rest)
-            for rank, ordinal, attempt, size, *rest in RECORD.iter_unpack(packed)
-        )
-        if any(not one.index_size <= one.size < 1 << 63 for one in found):
-            raise ValueError("an object is smaller than its index, or of no size")
-        return found
+        made = cls(*fields)
+        numbers = made.rank, made.ordinal, made.size, made.checksum, made.index_size, made.index_crc
+        if any(type(number) is not int or not 0 <= number < 1 << 64 for number in numbers):
+            raise ValueError("a number of an object is out of range")
+        if not made.index_size <= made.size < 1 << 63:
+            raise ValueError("an object is smaller than its index")
+        if not re.fullmatch("[0-9a-f]{16}", made.attempt):
+            raise ValueError("an object without the name of a save")
+        if made.folder != "":
+            check_folder(made.folder)
+        return made
 
 
-def pack_objects(objects: Sequence[WrittenObject]) -> tuple[bytes, tuple[str, ...]]:
-    """Objects as bytes, and their folders; no folders if all are in the checkpoint itself."""
-    folders = tuple(one.folder for one in objects)
-    return b"".join(one.pack() for one in objects), folders if any(folders) else ()
-
-
-def unpack_objects(
-    packed: bytes | bytearray | memoryview, folders: Sequence[str]
-) -> tuple[WrittenObject, ...]:
-    """The reverse of :func:`pack_objects`.
-
-    Raises:
-        ValueError: If they are invalid.
-    """
-    found = WrittenObject.unpack_all(packed)
-    if not folders:
-        return found
-    pairs = zip(found, folders, strict=True)
-    return tuple(dataclasses.replace(one, folder=folder) for one, folder in pairs)
+_FIELDS = tuple(each.name for each in dataclasses.fields(WrittenObject))
 
 
 def check_folder(folder: object) -> None:
@@ -280,9 +251,9 @@ def check_folder(folder: object) -> None:
         ValueError: If it can't be.
     """
     if type(folder) is not str or folder in ("", ".", "..") or "/" in folder:
-        raise ValueError("a name of another checkpoint that is none")
+        raise ValueError("invalid folder name")
     if _UNUSABLE.search(folder):
-        raise ValueError("a name of another checkpoint with characters that none has")
+        raise ValueError("invalid character in a folder name")
 
 
 _MOST_KEYS = 5000  # keys listed for a hint: five pages of S3

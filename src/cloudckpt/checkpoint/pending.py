@@ -16,12 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cloudckpt.checkpoint.objects import (
-    WrittenObject,
-    check_folder,
-    pack_objects,
-    unpack_objects,
-)
+from cloudckpt.checkpoint.objects import WrittenObject, check_folder
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import CheckpointCorruptError
 
@@ -45,9 +40,8 @@ class Pending:
         ranks: How many ranks there are.
         job: The job that had claimed the run; empty if none had.
         attempt: The random name of the save, on a rank that would have committed.
-        record: What the rank writes (names, shapes, parts, paths), as a record without locations.
-        extents: Where it lies in the objects: columns of little-endian int64.
-        columns: How many columns: three, or five with the digests.
+        plan: What the rank writes: the bytes of a record without locations.
+        record: Where it lies: the bytes of a record without a table, and without objects.
         notes: The notes for the checkpoint.
         references: The objects of other checkpoints that hold some of it.
         held: The checkpoints that carry a mark of the save, on a rank that would have committed.
@@ -61,9 +55,8 @@ class Pending:
     ranks: int
     job: str
     attempt: str
+    plan: bytes
     record: bytes
-    extents: bytes
-    columns: int
     notes: bytes
     references: tuple[WrittenObject, ...] = ()
     held: tuple[str, ...] = ()
@@ -80,11 +73,7 @@ class Pending:
 
     def to_bytes(self) -> bytes:
         """Packs it into bytes; few, if it is not finished."""
-        parts: tuple[bytes, ...] = ()
-        folders: tuple[str, ...] = ()
-        if self.objects is not None:
-            packed, folders = pack_objects(self.objects)
-            parts = self.record, self.extents, self.notes, packed
+        parts = () if self.objects is None else (self.plan, self.record, self.notes)
         document = json.dumps(
             {
                 "save": self.save,
@@ -92,10 +81,9 @@ class Pending:
                 "ranks": self.ranks,
                 "job": self.job,
                 "attempt": self.attempt,
-                "columns": self.columns,
-                "folders": folders,
                 "held": self.held,
                 "sent": self.sent,
+                "objects": None if self.objects is None else [o.to_json() for o in self.objects],
                 "sizes": list(map(len, parts)),
             }
         ).encode()
@@ -133,31 +121,31 @@ def _parse(data: bytes) -> Pending:
             raise ValueError("a part of no size")
         parts.append(body[start : start + length])
         start += length
-    if start != len(body) or len(parts) not in (0, 4):
+    objects = document["objects"]
+    if start != len(body) or len(parts) != (0 if objects is None else 3):
         raise ValueError("other parts than it says")
-    record, extents, notes, packed = parts or (b"", b"", b"", b"")
-    numbers = [document[name] for name in ("rank", "ranks", "sent", "columns")]
+    plan, record, notes = parts or (b"", b"", b"")
+    numbers = [document[name] for name in ("rank", "ranks", "sent")]
     texts = [document[name] for name in ("save", "job", "attempt")]
-    for folder in (*filter(None, document["folders"]), *document["held"]):
+    for folder in document["held"]:
         check_folder(folder)
     if any(type(one) is not int or one < 0 for one in numbers) or any(
         type(one) is not str for one in texts
     ):
         raise ValueError("a field of another type")
-    rank, ranks, sent, columns = numbers
-    if rank >= ranks or columns not in (3, 5):
-        raise ValueError("a rank that does not exist, or other columns")
+    rank, ranks, sent = numbers
+    if rank >= ranks:
+        raise ValueError("a rank that does not exist")
     return Pending(
         save=texts[0],
         rank=rank,
         ranks=ranks,
         job=texts[1],
         attempt=texts[2],
+        plan=plan,
         record=record,
-        extents=extents,
-        columns=columns,
         notes=notes,
         held=tuple(document["held"]),
         sent=sent,
-        objects=unpack_objects(packed, document["folders"]) if parts else None,
+        objects=None if objects is None else tuple(map(WrittenObject.from_json, objects)),
     )

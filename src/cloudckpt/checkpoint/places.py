@@ -201,23 +201,21 @@ class Places:
     ) -> list[_Item]:
         """What the metadata say of items; ``damaged`` is called with those without a place."""
         located: list[_Item] = []
-        inventory = self._commit.inventory if self._commit is not None else None
-        if inventory is None:
+        record = self._commit.record if self._commit is not None else None
+        if record is None or record.table is None:
             for index in indices:
                 try:
                     located.append(self._described(index))
                 except CheckpointCorruptError as error:
                     damaged(error)
             return located
-        rows = inventory.rows(indices)
+        rows = record.table.rows(indices)
         if bool((rows < 0).any()):
             raise self._nowhere(indices[int((rows < 0).nonzero()[0])])
-        named = [(one.name, self._uri.key(one.name), one.size) for one in inventory.objects]
-        numbers, offsets, lengths = (
-            column.tolist() for column in inventory.extents.at(rows).columns
-        )
+        named = [(one.name, self._uri.key(one.name), one.size) for one in record.objects]
+        numbers, offsets, lengths = (column.tolist() for column in record.extents.at(rows).columns)
         for index, number, offset, length, shape in zip(
-            indices, numbers, offsets, lengths, inventory.shapes(rows), strict=True
+            indices, numbers, offsets, lengths, record.table.shapes(rows), strict=True
         ):
             name, key, size = named[number]
             whole = StoredBytes(key, offset, length, None, size, index.fqn)

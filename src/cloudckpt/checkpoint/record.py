@@ -1,55 +1,53 @@
-"""An inventory in bytes: what ranks exchange, and what follows the pickle in ``.metadata``.
+"""What a rank has written, or all ranks have: objects, and where in them the rows of a table lie.
 
-One JSON document with everything that is not a column (names, shapes, element types, paths), and
-columns of integers: the objects, the locations of the rows, and which part of its tensor each chunk
-is. Both are compressed. Nothing in it is a pickle, and the memory needed to read it is bounded
-beforehand.
+There is one encoding, :meth:`Record.to_bytes`. Ranks exchange it (a plan is a record without
+locations, a report one without a table), a saving process leaves it, and what all ranks have
+written follows the pickle in ``.metadata``: one JSON document with everything that is not a column
+(names, shapes, element types, paths, objects), and columns of integers. Both are compressed.
+Nothing in it is a pickle, and the memory needed to read it is bounded beforehand.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import hashlib
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from cloudckpt.checkpoint.columns import (
-    Inflating,
     column_of,
     deflated,
     inflated,
-    packed_column,
+    pack_columns,
+    raw_bytes,
     unfilled,
-    unpack_column,
+    unpack_columns,
 )
 from cloudckpt.checkpoint.index import KINDS, kind_of
-from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, Paths, rows_of
-from cloudckpt.checkpoint.objects import WrittenObject, check_folder
+from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.written import Extents
-from cloudckpt.checksum import ChecksumAlgorithm
+from cloudckpt.checkpoint.table import Chunks, Entry, Paths, Table, entries_of, rows_of
+from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
 
-__all__ = ["Heads", "Record", "bound"]
+__all__ = ["Extents", "Heads", "Record", "bound", "no_times"]
 
 _MAGIC = b"ckptrec\1"
-_HEADER = struct.Struct(
-    "<8s?3xIQQQ"
-)  # whether it has an inventory; bytes of both parts, packed and unpacked
+_HEADER = struct.Struct("<8s4Q")  # bytes of both parts, each packed and unpacked
 _END = 1 << 63
-_HALF = 1 << 64
 
 _LEAST = 1 << 20
 _TIMES = 16
 _UNWRITTEN = 1 << 24  # rows allowed without columns: plans of scalars and values only
+_AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
 
 _LAYOUTS = {str(kind).removeprefix("torch."): kind for kind in (torch.strided,)}
 _FORMATS = {
@@ -64,35 +62,149 @@ def bound(pickle_size: int) -> int:
     return max(_LEAST, _TIMES * pickle_size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Extents:
+    """Where rows lie, as columns of int64.
+
+    Attributes:
+        objects: The numbers of their objects.
+        offsets: Their first bytes in these, envelopes included.
+        lengths: Their bytes, envelopes included.
+        high: The first halves of the rows' digests (:mod:`cloudckpt.checkpoint.base`); None if
+            digests were not requested.
+        low: The second halves.
+    """
+
+    objects: torch.Tensor
+    offsets: torch.Tensor
+    lengths: torch.Tensor
+    high: torch.Tensor | None = None
+    low: torch.Tensor | None = None
+
+    @classmethod
+    def none(cls, *, digests: bool = False) -> Extents:
+        """Extents of no rows; ``digests``: with empty columns for digests."""
+        return cls(*(unfilled(0) for _ in range(5 if digests else 3)))
+
+    def __len__(self) -> int:
+        return self.objects.numel()
+
+    @property
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The columns of the locations."""
+        return self.objects, self.offsets, self.lengths
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether there are digests."""
+        return self.high is not None and self.low is not None
+
+    @property
+    def all_columns(self) -> tuple[torch.Tensor, ...]:
+        """The columns of the locations, and of the digests if there are any."""
+        if self.high is None or self.low is None:
+            return self.columns
+        return (*self.columns, self.high, self.low)
+
+    def digest(self) -> str:
+        """A digest of all extents, in their order."""
+        made = hashlib.blake2b(digest_size=16)
+        for column in self.all_columns:
+            made.update(raw_bytes(column))
+        return made.hexdigest()
+
+    def at(self, rows: torch.Tensor) -> Extents:
+        """The extents of some rows."""
+        return Extents(*(column[rows] for column in self.all_columns))
+
+
+def no_times() -> torch.Tensor:
+    """Times of no rank; see :class:`Record`."""
+    return unfilled(0, 5)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Record:
     """What one rank, or all ranks, have written or are to write.
 
     Attributes:
-        attempt: The random name of the save; empty if nothing was written yet.
-        objects: The data objects.
+        table: The names and chunks of the rows; None in a report by a plan that is known.
+        extents: Where the rows lie; empty in a plan.
+        objects: The data objects: those of the save, then those of earlier ones that it refers to.
         checksum: The algorithm of all checksums.
         structure: The nesting that torch's paths do not express.
-        inventory: Names, chunks and locations; None if only a pickle has them.
-        whole: The numbers of the names of which no other rank may have a part.
+        attempt: The random name of the save; empty until it is committed.
+        location: The checkpoint that a rank has written to; empty once it is committed.
+        unmoved: The digest of the extents if they are those of the rank's previous save; then
+            ``extents`` is empty.
+        whole: In a plan, the numbers of the names of which no other rank may have a part.
+        times: How long the save took, a row for each rank: its number, when it began to plan, when
+            its first byte went out, when the store had all of its data, and how many bytes it sent.
+            Times are milliseconds since 1970, by the rank's own clock.
+        committing: When all ranks had written, in the same way; 0 in the record of one.
     """
 
-    attempt: str
-    objects: Sequence[WrittenObject]
-    checksum: ChecksumAlgorithm
+    table: Table | None = None
+    extents: Extents = field(default_factory=Extents.none)
+    objects: Sequence[WrittenObject] = ()
+    checksum: ChecksumAlgorithm = CRC32C
     structure: Structure = field(default_factory=Structure)
-    inventory: Inventory | None = None
+    attempt: str = ""
+    location: str = ""
+    unmoved: str = ""
     whole: Sequence[int] = ()
+    times: torch.Tensor = field(default_factory=no_times)
+    committing: int = 0
 
-    @classmethod
-    def of(cls, inventory: Inventory, attempt: str = "", whole: Sequence[int] = ()) -> Record:
-        """The record of an inventory."""
-        kept = inventory.structure
-        return cls(attempt, inventory.objects, inventory.checksum, kept, inventory, whole)
+    def seen_from(self, folder: str) -> Record:
+        """The same for the checkpoint in ``folder``: see :meth:`WrittenObject.seen_from`."""
+        objects = tuple(one.seen_from(folder) for one in self.objects)
+        return dataclasses.replace(self, objects=objects)
 
-    def without_inventory(self) -> Record:
-        """The same without the inventory, for metadata that say themselves where everything is."""
-        return Record(self.attempt, self.objects, self.checksum, self.structure)
+    def without(self, earlier: Extents) -> Record:
+        """A copy without the extents if they equal ``earlier``."""
+        columns, known = self.extents.all_columns, earlier.all_columns
+        if len(columns) != len(known) or not all(map(torch.equal, columns, known)):
+            return self
+        return dataclasses.replace(self, extents=Extents.none(), unmoved=earlier.digest())
+
+    def completed(self, earlier: Extents) -> Record:
+        """The reverse of :meth:`without`.
+
+        Raises:
+            ValueError: If it was called with another ``earlier``.
+        """
+        if not self.unmoved:
+            return self
+        if earlier.digest() != self.unmoved:
+            raise ValueError("its items lie elsewhere than it says")
+        return dataclasses.replace(self, extents=earlier, unmoved="")
+
+    def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
+        """The object of a row, its first byte there, and its bytes."""
+        number, offset, length = (int(column[row]) for column in self.extents.columns)
+        return self.objects[number], offset, length
+
+    def check_extents(self) -> None:
+        """Checks that all extents are inside their objects.
+
+        Raises:
+            ValueError: If one is not.
+        """
+        assert self.table is not None
+        extents, count = self.extents, len(self.objects)
+        ends = column_of([one.size - one.index_size for one in self.objects] or [0])
+        for start in range(0, len(extents), _AT_ONCE):
+            numbers, offsets, lengths = (
+                column[start : start + _AT_ONCE] for column in extents.columns
+            )
+            is_inside = (numbers >= 0) & (numbers < count) & (offsets >= 0) & (lengths >= 0)
+            limits = ends[numbers.where(is_inside, 0)]
+            is_inside &= lengths <= limits
+            is_inside &= offsets <= limits.sub_(lengths)
+            if not bool(is_inside.all()):
+                name = self.table.name_of(start + int((~is_inside).nonzero()[0]))
+                raise ValueError(f"{name[:200]} lies outside of its object")
 
     def to_bytes(self, most: int | None = None) -> bytes:
         """The record as bytes.
@@ -103,37 +215,31 @@ class Record:
         Raises:
             ValueError: If the format has no room for it, or readers refuse it.
         """
-        folders = list(dict.fromkeys(one.folder for one in self.objects if one.folder))
-        for folder in folders:
-            check_folder(folder)
         document = {
             "attempt": self.attempt,
+            "location": self.location,
+            "unmoved": self.unmoved,
+            "committing": self.committing,
             "checksum": kind_of(self.checksum),
-            "objects": len(self.objects),
-            "folders": folders,
+            "objects": [one.to_json() for one in self.objects],
             "structure": self.structure.to_json() if self.structure else None,
+            "rows": len(self.extents),
+            "digests": self.extents.has_digests,
+            "ranks": len(self.times),
+            "table": None if self.table is None else _described(self.table),
+            "whole": list(self.whole),
         }
-        columns = _columns_of(self.objects, folders)
-        if self.inventory is not None:
-            document |= _table(self.inventory, self.whole)
-            columns += _columns(self.inventory)
-        parts = _json(document), b"".join(map(packed_column, columns))
+        columns = [*self.extents.all_columns, *self.times.unbind(1)]
+        if self.table is not None:
+            for chunks in self.table.chunks.values():
+                columns += [*chunks.offsets.unbind(1), *chunks.sizes.unbind(1)]
+        text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+        parts = text.encode("utf-8", "surrogatepass"), pack_columns(columns)
         if most is not None and sum(map(len, parts)) > most:
             raise ValueError("it would be larger than readers allow")
         packed = list(map(deflated, parts))
         sizes = (len(packed[0]), len(parts[0]), len(packed[1]), len(parts[1]))
-        header = _HEADER.pack(_MAGIC, self.inventory is not None, *sizes)
-        return b"".join((header, *packed))
-
-    @staticmethod
-    def is_one(data: bytes) -> bool:
-        """Whether bytes are a record, as opposed to anything else that ranks exchange."""
-        return data.startswith(_MAGIC)
-
-    @staticmethod
-    def has_inventory(data: memoryview) -> bool:
-        """Whether a record has an inventory, according to its first bytes."""
-        return len(data) < _HEADER.size or bool(_HEADER.unpack_from(data)[1])
+        return b"".join((_HEADER.pack(_MAGIC, *sizes), *packed))
 
     @classmethod
     def parse(
@@ -155,26 +261,19 @@ class Record:
         Raises:
             CheckpointCorruptError: If it is inconsistent all the same.
         """
-        with _made_sense_of(uri), paused_gc():
+        with _senseless_is_corrupt(uri), paused_gc():
             return _parse(memoryview(data), most, {} if known is None else known)
 
-
-_SENSELESS = (
-    ValueError,
-    KeyError,
-    TypeError,
-    IndexError,
-    AttributeError,
-    RuntimeError,
-    struct.error,
-)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Record.parse, (self.to_bytes(), self.location)
 
 
 @contextlib.contextmanager
-def _made_sense_of(uri: str) -> Iterator[None]:
+def _senseless_is_corrupt(uri: str) -> Iterator[None]:
+    kinds = (KeyError, TypeError, IndexError, AttributeError, RuntimeError, struct.error)
     try:
         yield
-    except _SENSELESS as exc:
+    except (ValueError, *kinds) as exc:
         raise CheckpointCorruptError(
             "the metadata make no sense: they are not as cloudckpt writes them, or a newer "
             "cloudckpt has written them, which can read them",
@@ -183,11 +282,30 @@ def _made_sense_of(uri: str) -> Iterator[None]:
         ) from exc
 
 
+class _Head(NamedTuple):
+    """The document of a record, with its table but for the chunks.
+
+    Attributes:
+        record: What does not depend on the columns.
+        counts: Rows, columns for each row, and ranks.
+        table: The table; None if there is none.
+        rows_of: By number of dimensions, the rows of the chunks of such tensors.
+    """
+
+    record: Record
+    counts: tuple[int, int, int]
+    table: Table | None
+    rows_of: Mapping[int, torch.Tensor]
+
+
+Heads = dict[bytes, _Head]
+"""The documents of the records of one plan, by digest."""
+
+
 def _parse(data: memoryview, most: int | None, known: Heads) -> Record:
-    magic, has_inventory, *sizes = _HEADER.unpack_from(data)
+    magic, packed, size, packed_columns, columns_size = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError("it is of a version that this cloudckpt does not know")
-    packed, size, packed_columns, columns_size = sizes
     if most is not None and size + columns_size > most:
         raise ValueError("it says that it is larger than it can be")
     middle, end = _HEADER.size + packed, _HEADER.size + packed + packed_columns
@@ -196,205 +314,112 @@ def _parse(data: memoryview, most: int | None, known: Heads) -> Record:
     document = data[_HEADER.size : middle]
     digest = hashlib.sha256(document).digest() + size.to_bytes(8, "big")
     if (head := known.get(digest)) is None:
-        head = known[digest] = _head(document, size)
-    reading = _Reading(data[middle:], columns_size)
-    objects = reading.objects(head.objects, head.folders)
-    if not has_inventory:
-        reading.end()
-        return Record(head.attempt, objects, head.checksum, head.structure)
-    if head.rows > max(columns_size, _UNWRITTEN):
+        head = known[digest] = _head(document, size, columns_size)
+    rows, wide, ranks = head.counts
+    per_dims = {dims: of_dims.numel() for dims, of_dims in head.rows_of.items()}
+    numbers = rows * wide + ranks * 5 + sum(2 * dims * n for dims, n in per_dims.items())
+    if numbers > columns_size:
         raise ValueError("it has fewer columns than rows")
-    rows = head.rows if head.is_written else 0
-    extents = unfilled(5 if head.has_digests else 3, rows)
-    reading.fill(extents)
-    chunks = reading.chunks(head.rows_of)
-    inventory = Inventory(
-        head.entries,
-        head.properties,
-        chunks,
-        Extents(*extents.unbind(0)),
-        objects,
-        head.checksum,
-        head.paths,
-        head.structure,
-    )
-    if most is not None:
-        inventory.check()
-    return Record(head.attempt, objects, head.checksum, head.structure, inventory, head.whole)
+    extents, times = unfilled(wide, rows), unfilled(5, ranks)
+    boxes = {dims: unfilled(2, dims, count) for dims, count in per_dims.items()}
+    columns = [*extents, *times, *(one for box in boxes.values() for one in box.flatten(0, 1))]
+    unpack_columns(inflated(data[middle:end], columns_size), columns)
+    table = head.table
+    if table is not None:
+        chunks = {
+            dims: Chunks(head.rows_of[dims], *(matrix.t() for matrix in box))
+            for dims, box in boxes.items()
+        }
+        table = dataclasses.replace(table, chunks=chunks)
+    made = dataclasses.replace(head.record, table=table, extents=Extents(*extents), times=times.t())
+    if most is not None and table is not None:
+        table.check_chunks()
+        made.check_extents()
+    return made
 
 
-@dataclass(frozen=True)
-class _Head:
-    """The document of a record."""
-
-    attempt: str
-    objects: int
-    checksum: ChecksumAlgorithm
-    structure: Structure
-    folders: Sequence[str] = ()
-    is_written: bool = True
-    has_digests: bool = False
-    rows: int = 0
-    entries: Mapping[str, Entry] = field(default_factory=dict)
-    properties: Sequence[TensorProperties] = ()
-    paths: Paths | None = None
-    whole: Sequence[int] = ()
-
-    @functools.cached_property
-    def rows_of(self) -> dict[int, torch.Tensor]:
-        """By number of dimensions, the rows of the chunks of such tensors."""
-        tensors = [entry for entry in self.entries.values() if entry.shape is not None]
-        dims = sorted({len(entry.shape or ()) for entry in tensors})
-        return {count: rows_of(tensors, count) for count in dims}
-
-
-Heads = dict[bytes, _Head]
-"""The documents of the records of one plan, by digest."""
-
-
-def _head(packed: memoryview, size: int) -> _Head:
+def _head(packed: memoryview, size: int, columns_size: int) -> _Head:
     text = str(inflated(packed, size), "utf-8", "surrogatepass")
     document = json.loads(text, parse_constant=_no_number)
-    attempt, objects = document["attempt"], document["objects"]
-    if type(attempt) is not str or type(objects) is not int or objects < 0:
-        raise ValueError("a name of a save, or a number of objects, that is none")
-    found = document["structure"]
-    structure = Structure() if found is None else Structure.from_json(found)
-    folders = document["folders"]
-    for folder in folders:
-        check_folder(folder)
-    known = _Head(attempt, objects, KINDS[document["checksum"]], structure, tuple(folders))
-    if "names" not in document:
-        return known
-    entries, properties, rows = _entries(document)
+    texts = tuple(document[name] for name in ("attempt", "location", "unmoved"))
+    numbers = tuple(document[name] for name in ("rows", "ranks", "committing"))
+    if any(type(one) is not str for one in texts) or any(
+        type(one) is not int or not 0 <= one < _END for one in numbers
+    ):
+        raise ValueError("a field of another type, or out of range")
+    rows, ranks, committing = numbers
+    described, structure = document["structure"], Structure()
+    if described is not None:
+        structure = Structure.from_json(described)
+    objects = tuple(map(WrittenObject.from_json, document["objects"]))
+    table, rows_of_chunks = None, dict[int, torch.Tensor]()
     whole = document["whole"]
-    if not all(type(number) is int and 0 <= number < len(entries) for number in whole):
-        raise ValueError("the number of no name")
-    return _Head(
-        attempt,
-        objects,
-        known.checksum,
-        structure,
-        known.folders,
-        document["written"] is True,
-        document["digests"] is True,
-        rows,
-        entries,
-        properties,
-        _paths(document["paths"]),
-        whole,
+    if document["table"] is not None:
+        table = _table(document["table"])
+        if rows not in (0, table.count):
+            raise ValueError("other locations than rows")
+        if table.count > max(columns_size, _UNWRITTEN):
+            raise ValueError("it has fewer columns than rows")
+        rows_of_chunks = rows_of(table.entries)
+        if not all(type(number) is int and 0 <= number < len(table.entries) for number in whole):
+            raise ValueError("name index out of range")
+    record = Record(
+        objects=objects,
+        checksum=KINDS[document["checksum"]],
+        structure=structure,
+        attempt=texts[0],
+        location=texts[1],
+        unmoved=texts[2],
+        whole=tuple(whole),
+        committing=committing,
     )
+    wide = 5 if document["digests"] is True else 3
+    return _Head(record, (rows, wide, ranks), table, rows_of_chunks)
 
 
-class _Reading:
-    """Reads columns one after the other."""
-
-    def __init__(self, packed: memoryview, size: int) -> None:
-        self._data = Inflating(packed, size)
-
-    def fill(self, columns: torch.Tensor) -> None:
-        """Reads the next columns into the rows of ``columns``."""
-        for column in columns.unbind(0):
-            unpack_column(self._data, column)
-
-    def objects(self, count: int, folders: Sequence[str]) -> tuple[WrittenObject, ...]:
-        """Reads data objects, which are in the checkpoint itself or in one of ``folders``.
-
-        Raises:
-            ValueError: If their sizes are invalid.
-        """
-        if count > self._data.left:
-            raise ValueError("there are fewer objects than it says")
-        columns = unfilled(len(_OBJECT), count)
-        self.fill(columns)
-        found = []
-        for rank, ordinal, attempt, size, checksum, index_size, crc, number in columns.t().tolist():
-            if min(rank, ordinal, crc) < 0 or not 0 <= index_size <= size:
-                raise ValueError("an object is smaller than its index, or of no size")
-            if not 0 <= number <= len(folders):
-                raise ValueError("an object of a checkpoint that is not named")
-            name = (attempt % _HALF).to_bytes(8, "big").hex()
-            folder = folders[number - 1] if number else ""
-            found.append(
-                WrittenObject(rank, ordinal, name, size, checksum % _HALF, index_size, crc, folder)
-            )
-        return tuple(found)
-
-    def end(self) -> None:
-        """Refuses any remaining bytes."""
-        self._data.end()
-
-    def chunks(self, rows_of: Mapping[int, torch.Tensor]) -> dict[int, Chunks]:
-        """By number of dimensions, which parts of their tensors the chunks are."""
-        found: dict[int, Chunks] = {}
-        for dims, rows in rows_of.items():
-            both = unfilled(2, dims, rows.numel())
-            self.fill(both.flatten(0, 1))
-            offsets, sizes = both.unbind(0)
-            found[dims] = Chunks(rows, offsets.t(), sizes.t())
-        self.end()
-        return found
-
-
-_OBJECT = ("rank", "ordinal", "attempt", "size", "checksum", "index_size", "index_crc", "folder")
-
-
-def _columns_of(objects: Sequence[WrittenObject], folders: Sequence[str]) -> list[torch.Tensor]:
-    """Data objects as columns; unsigned 64-bit numbers become the int64 with the same bits."""
-    numbers = {folder: number for number, folder in enumerate(["", *folders])}
-    rows = [
-        (
-            one.rank,
-            one.ordinal,
-            _signed(int(one.attempt, 16)),
-            one.size,
-            _signed(one.checksum),
-            one.index_size,
-            one.index_crc,
-            numbers[one.folder],
-        )
-        for one in objects
-    ]
-    table = column_of(rows).reshape(-1, len(_OBJECT))
-    return [column.contiguous() for column in table.unbind(1)]
-
-
-def _signed(number: int) -> int:
-    return number - _HALF if number >= _END else number
-
-
-def _columns(inventory: Inventory) -> list[torch.Tensor]:
-    """The columns of an inventory's rows."""
-    columns = list(inventory.extents.all_columns)
-    for chunks in inventory.chunks.values():
-        for matrix in (chunks.offsets, chunks.sizes):
-            columns += [dim.contiguous() for dim in matrix.unbind(1)]
-    return columns
-
-
-def _table(inventory: Inventory, whole: Sequence[int]) -> dict[str, Any]:
-    entries = inventory.entries.values()
-    rows = sum(entry.count for entry in entries)
+def _described(table: Table) -> dict[str, Any]:
+    entries = table.entries.values()
     return {
-        "written": len(inventory.extents) == rows,
-        "digests": inventory.extents.has_digests,
-        "names": list(inventory.entries),
+        "names": list(table.entries),
         "shapes": [entry.shape for entry in entries],
         "properties": [entry.properties for entry in entries],
         "chunks": [entry.count for entry in entries],
-        "kinds": [_described(properties) for properties in inventory.properties],
-        "paths": None if inventory.paths is None else list(map(list, inventory.paths.items())),
-        "whole": list(whole),
+        "kinds": list(map(_described_properties, table.properties)),
+        "paths": None if table.paths is None else list(map(list, table.paths.items())),
     }
 
 
-def _json(document: Any) -> bytes:
-    """UTF-8 without insignificant spaces; names may contain lone surrogates."""
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
-    return text.encode("utf-8", "surrogatepass")
+def _table(document: Mapping[str, Any]) -> Table:
+    """The table that a document describes, without chunks."""
+    properties = [_properties(one) for one in document["kinds"]]
+    columns = (document[column] for column in ("names", "shapes", "properties", "chunks"))
+    shapes: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}  # few are different
+
+    def checked(name: Any, shape: Any, kind: Any, count: Any) -> tuple[Any, Any, int, int]:
+        if type(name) is not str or type(count) is not int or type(kind) is not int:
+            raise ValueError("a name is not a string, or a count not a number")
+        if shape is None:
+            if (count, kind) != (1, 0):
+                raise ValueError("a value with properties")
+            return name, None, 0, 1
+        if not 0 <= kind < len(properties) or not 0 <= count < _END:
+            raise ValueError(f"{name[:200]} has chunks or properties that are not there")
+        if (found := shapes.get(key := (kind, tuple(shape)))) is None:
+            _check_shape(shape, properties[kind].dtype.itemsize)
+            found = shapes[key] = key[1]
+        return name, found, kind, count
+
+    entries: Mapping[str, Entry] = entries_of(map(checked, *_alike(list(columns))))
+    return Table(entries, properties, {}, _paths(document["paths"]))
 
 
-def _described(properties: TensorProperties) -> list[Any]:
+def _alike(columns: list[Any]) -> list[Any]:
+    if {*map(type, columns)} != {list} or len({*map(len, columns)}) != 1:
+        raise ValueError("columns of names of different lengths")
+    return columns
+
+
+def _described_properties(properties: TensorProperties) -> list[Any]:
     layouts = {kind: name for name, kind in _LAYOUTS.items()}
     formats = {kind: name for name, kind in _FORMATS.items()}
     dtype = str(properties.dtype).removeprefix("torch.")
@@ -402,59 +427,24 @@ def _described(properties: TensorProperties) -> list[Any]:
         raise ValueError(f"torch has no type of the name {dtype}")
     flags = (properties.requires_grad, properties.pin_memory)
     if not all(type(flag) is bool for flag in flags):
-        raise ValueError("a flag that is none")
+        raise ValueError("flag is not a bool")
     return [dtype, layouts[properties.layout], formats[properties.memory_format], *flags]
 
 
 def _properties(described: Any) -> TensorProperties:
     name, layout, memory_format, requires_grad, pinned = described
     dtype = getattr(torch, name) if type(name) is str else None
-    if not isinstance(dtype, torch.dtype) or type(requires_grad) is not bool:
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"this torch does not know the element type {name!r}")
-    if type(pinned) is not bool:
-        raise ValueError("a flag that is none")
+    if {type(requires_grad), type(pinned)} != {bool}:
+        raise ValueError("flag is not a bool")
     return TensorProperties(dtype, _LAYOUTS[layout], requires_grad, _FORMATS[memory_format], pinned)
-
-
-def _entries(
-    document: dict[str, Any],
-) -> tuple[dict[str, Entry], list[TensorProperties], int]:
-    """Names, the properties that tensors have, and the number of rows."""
-    properties = [_properties(one) for one in document["kinds"]]
-    known = len(properties)
-    entries: dict[str, Entry] = {}
-    shapes: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}  # few are different
-    places: dict[int, int] = {}
-    row = 0
-    for name, shape, kind, count in zip(
-        *(document[column] for column in ("names", "shapes", "properties", "chunks")), strict=True
-    ):
-        if type(name) is not str or type(count) is not int or type(kind) is not int:
-            raise ValueError("a name, or a number of chunks, that is none")
-        if shape is None:
-            if (count, kind) != (1, 0):
-                raise ValueError("a value with properties")
-            entries[name] = Entry(row, 1, None, 0, 0)
-            row += 1
-            continue
-        if not 0 <= kind < known or not 0 <= count < _END:
-            raise ValueError(f"{name[:200]} has chunks or properties that are not there")
-        if (found := shapes.get(key := (kind, tuple(shape)))) is None:
-            _check_shape(shape, properties[kind].dtype.itemsize)
-            found = shapes[key] = key[1]
-        place = places.get(len(shape), 0)
-        entries[name] = Entry(row, count, found, kind, place)
-        row += count
-        places[len(shape)] = place + count
-    if len(entries) != len(document["names"]):
-        raise ValueError("a name that is there twice")
-    return entries, properties, row
 
 
 def _check_shape(shape: Any, itemsize: int) -> None:
     size = itemsize
     if type(shape) is not list:
-        raise ValueError("a shape that is none")
+        raise ValueError("a shape is not a list")
     for dim in shape:
         if type(dim) is not int or not 0 <= dim < _END:
             raise ValueError("a size that is out of range")
@@ -469,18 +459,14 @@ def _paths(described: Any) -> Paths | None:
     paths: dict[str, tuple[str | int, ...]] = {}
     for name, path in described:
         if type(name) is not str or type(path) is not list:
-            raise ValueError("a path of no name")
-        if not set(map(type, path)) <= {str}:
-            _check_indices(path)
+            raise ValueError("path without a name")
+        if not set(map(type, path)) <= {str} and not all(
+            type(one) is str or (type(one) is int and 0 <= one < _END) for one in path
+        ):
+            raise ValueError("a path with an element that is neither key nor index")
         paths[name] = tuple(path)
     return paths
 
 
-def _check_indices(path: list[Any]) -> None:
-    for element in path:
-        if type(element) is not str and (type(element) is not int or not 0 <= element < _END):
-            raise ValueError("a path with an element that is neither key nor index")
-
-
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number of the format")
+    raise ValueError(f"{text} is not a number of the format")

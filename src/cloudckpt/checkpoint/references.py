@@ -164,9 +164,9 @@ class Hold:
     @property
     def contents(self) -> Base:
         """What the base holds of all ranks."""
-        found = self.said.inventory
+        found = self.said.record
         assert found is not None
-        return Base.of(self.attempt, self.base.folder, found.objects, found.extents)
+        return Base(found, self.base.folder)
 
     def let_go(self, needed: Collection[str] = ()) -> None:
         """Removes the marks from all folders except those that are needed."""

@@ -15,10 +15,9 @@ from collections import Counter
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from cloudckpt.checkpoint.timing import SaveTiming
-
 if TYPE_CHECKING:
     from cloudckpt.runs import CheckpointContents, StoredItem
+    from cloudckpt.runs.contents import SaveTimes
 
 __all__ = ["page"]
 
@@ -59,7 +58,7 @@ def _document(contents: CheckpointContents) -> dict[str, Any]:
         "user": json.dumps(notes.user, indent=2, ensure_ascii=False) if notes.user else "",
         "types": list(types),
         "items": _rows(sorted(kept, key=lambda item: item.name.split(".")), types),
-        "save": None if notes.save is None else _save(notes.save),
+        "save": None if contents.times is None else _save(contents.times),
     }
 
 
@@ -80,18 +79,14 @@ def _rows(items: list[StoredItem], types: dict[str, int]) -> list[list[Any]]:
     return rows
 
 
-def _save(timing: SaveTiming) -> dict[str, Any]:
-    began = timing.began
-
-    def since(moment: float) -> int:
-        return round((moment - began) * 1000)
-
+def _save(times: SaveTimes) -> dict[str, Any]:
+    began = min(row[1] for row in times.ranks)
     return {
-        "began": began,
-        "commit": since(timing.committing),
-        "world": timing.world,
+        "began": began / 1000,
+        "commit": times.committing - began,
+        "world": len(times.ranks),
         "ranks": [
-            [one.rank, since(one.began), since(one.sending), since(one.sent), one.nbytes]
-            for one in timing.ranks
+            [rank, *(moment - began for moment in moments), nbytes]
+            for rank, *moments, nbytes in times.ranks
         ],
     }

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from cloudckpt.checkpoint.lazy import inventory_behind
+from cloudckpt.checkpoint.lazy import record_behind
 from cloudckpt.checkpoint.structure import Path, Structure, containers, shown
 from cloudckpt.checkpoint.torch_private import flatten_state_dict
 from cloudckpt.errors import ConfigError, UnsupportedValueError
@@ -202,8 +202,8 @@ class Content:
         self.notes, self.others = [], set()
         if not self._own:
             return
-        inventory = inventory_behind(metadata)
-        structure = Structure() if inventory is None else inventory.structure
+        record = record_behind(metadata)
+        structure = Structure() if record is None else record.structure
         stored = _by_rank({own.path for own in self._own}, metadata, structure)
         for own in self._own:
             of_ranks = stored.get(own.path, {})

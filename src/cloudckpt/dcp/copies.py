@@ -11,7 +11,6 @@ do the ranks report a digest of each copy.
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import logging
 import secrets
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from cloudckpt.checkpoint.columns import column_of, packed_column, unfilled, unpack_column
+from cloudckpt.checkpoint.columns import column_of, pack_columns, unfilled, unpack_columns
 from cloudckpt.checkpoint.likeness import digest_of_all
 from cloudckpt.dcp.outline import PLAIN
 from cloudckpt.errors import KeyCollisionError
@@ -59,11 +58,11 @@ class Shared:
         return cls(unfilled(0))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _shared, (self.items.numel(), packed_column(self.items), self.counts, self.weights)
+        return _shared, (self.items.numel(), pack_columns([self.items]), self.counts, self.weights)
 
 
 def _shared(count: int, packed: bytes, counts: tuple[int, ...], weights: tuple[int, ...]) -> Shared:
-    unpack_column(io.BytesIO(packed), items := unfilled(count))
+    unpack_columns(packed, [items := unfilled(count)])
     return Shared(items, counts, weights)
 
 

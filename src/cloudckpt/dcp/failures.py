@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import traceback
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from cloudckpt.errors import CheckpointError
+from cloudckpt.errors import CheckpointError, CloudCheckpointError, StoreError
 
 __all__ = ["is_of_group", "portable", "portable_errors", "release_frames"]
+
+logger = logging.getLogger("cloudckpt")
 
 E = TypeVar("E", bound="BaseException | None")
 
@@ -74,36 +77,38 @@ def is_of_group(exc: BaseException) -> bool:
 
 
 class _TracebackError(Exception):
-    """What the tracebacks of an error have said, for whoever prints it."""
+    """The traceback of an error, as text."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def release_frames(error: BaseException, *, apart_from: BaseException | None = None) -> None:
-    """Replaces an error's traceback by its text, which holds no variables.
+    """Leaves of an error's chain only the first cause, if it is not ours, and that as text.
 
-    Otherwise keeping the error would keep the staged copy. ``traceback.clear_frames`` is not
-    enough: it leaves what closures hold, and the calling frames.
+    Otherwise keeping the error would keep the staged copy, and printing it would say the same
+    several times. ``traceback.clear_frames`` is not enough: it leaves what closures hold, and the
+    calling frames. The whole chain is logged at level DEBUG.
 
     Args:
         error: The error; those that it was raised from, or that torch gathered, are looked at, too.
         apart_from: One of those, at which to stop: it, and what it was raised from, is others'.
     """
-    text = "".join(traceback.format_exception(error))
-    pending: list[BaseException | None] = [error]
+    logger.debug("%s", "".join(traceback.format_exception(error)))
+    pending: list[tuple[BaseException | None, traceback.StackSummary | None]] = [(error, None)]
     seen = {id(None), id(apart_from)}
-    last: BaseException | None = None
+    first = ""
     while pending:
-        one = pending.pop(0)
+        one, stack = pending.pop(0)
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        one.__traceback__ = None
-        pending += [one.__cause__, one.__context__]
+        if not isinstance(one, (CloudCheckpointError, CheckpointException)):
+            lines = traceback.format_exception(type(one), one, one.__traceback__, chain=False)
+            first = "".join([*(stack.format() if stack is not None else ()), *lines])
+        pending += [(one.__cause__, None), (one.__context__, None)]
         if isinstance(one, CheckpointException):
-            pending += [failure for failure, _ in one.failures.values()]
-        if one.__cause__ is None:
-            last = one
-    if last is not None:
-        last.__cause__ = _TracebackError(text)
+            pending += [(failure, stack) for failure, stack in one.failures.values()]
+        one.__traceback__ = one.__context__ = one.__cause__ = None
+    if first and not isinstance(error, StoreError):  # which says all of its cause
+        error.__cause__ = _TracebackError(first)

@@ -9,7 +9,6 @@ the order of the names; tests compare them. Anything unusual is left to torch.
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from bisect import bisect_right
@@ -30,18 +29,17 @@ from torch.distributed.checkpoint.planner import (
 from cloudckpt.checkpoint.columns import (
     column_of,
     counted,
-    packed_column,
+    pack_columns,
     repeated,
     unfilled,
-    unpack_column,
+    unpack_columns,
 )
-from cloudckpt.checkpoint.draft import Planned
-from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_plan
-from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, Paths
+from cloudckpt.checkpoint.from_torch import NotInColumnsError, table_of_plan
+from cloudckpt.checkpoint.manifest import Planned
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.structure import Structure, shown
+from cloudckpt.checkpoint.table import Chunks, Paths, Table, entries_of
 from cloudckpt.checkpoint.torch_private import validate_global_plan
-from cloudckpt.checkpoint.written import Extents
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp.copies import Shared, shared_of_ranks
 from cloudckpt.errors import KeyCollisionError
@@ -70,14 +68,12 @@ class Part:
         return replace(plan, items=items)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = packed_column(self.items) + packed_column(self.hints)
-        return _part, (self.items.numel(), packed)
+        return _part, (self.items.numel(), pack_columns((self.items, self.hints)))
 
 
 def _part(count: int, packed: bytes) -> Part:
-    items, hints, columns = unfilled(count), unfilled(count), io.BytesIO(packed)
-    unpack_column(columns, items)
-    unpack_column(columns, hints)
+    items, hints = unfilled(2, count)
+    unpack_columns(packed, (items, hints))
     return Part(items, hints)
 
 
@@ -101,17 +97,16 @@ def plan_together(
     """
     items = _Items(records, uri)
     kept = items.kept(to_lowest_rank)
-    inventory, rows, hints = items.ordered(kept)
-    _validate(inventory, len(records))
+    table, rows, hints = items.ordered(kept)
+    _validate(table, len(records))
     parts, of_ranks = [], []
     bounds = torch.searchsorted(kept, column_of(items.starts))
     for start, first, stop in zip(items.starts, bounds[:-1], bounds[1:], strict=False):
         parts.append(Part(kept[first:stop] - start, hints[first:stop]))
         of_ranks.append(rows[first:stop])
     structure = Structure.merged([record.structure for record in records], uri)
-    counts = tuple(of_rank.numel() for of_rank in of_ranks)
     shared = shared_of_ranks(items.groups, items.ranks_of_groups, items.starts)
-    return Planned(counts, inventory, tuple(of_ranks), structure), parts, shared
+    return Planned(table, tuple(of_ranks), records[0].checksum, structure), parts, shared
 
 
 class _Name(NamedTuple):
@@ -141,14 +136,18 @@ _VALUE = _Name(None, None, False, 1)
 def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm) -> bytes:
     """What a rank is to write, as the bytes of a record without locations.
 
-    Takes the arguments of :func:`inventory_of_plan`.
+    Args:
+        plan: A plan of torch's planner, or of one like it.
+        structure: What flattening has lost of this rank's state dict.
+        checksum: The algorithm of the store.
 
     Raises:
         NotInColumnsError: If columns can't express it.
     """
-    inventory, whole = inventory_of_plan(plan, structure, checksum)
+    table, whole = table_of_plan(plan)
+    planned = Record(table=table, whole=whole, structure=structure, checksum=checksum)
     try:
-        return Record.of(inventory, whole=whole).to_bytes()
+        return planned.to_bytes()
     except (KeyError, ValueError) as exc:
         raise NotInColumnsError(str(exc)) from exc
 
@@ -167,7 +166,6 @@ class _Items:
         self._uri = uri
         self.groups: list[list[int]] = []
         self.ranks_of_groups: list[tuple[int, ...]] = []
-        self._checksum = records[0].checksum
         self._names: list[tuple[str, _Name]] = []
         self._properties_of: list[tuple[Any, ...] | None] = []  # by name, what tells them apart
         self._first_ranks: list[int] = []  # by name
@@ -178,15 +176,15 @@ class _Items:
         chunks: dict[int, list[tuple[torch.Tensor, Chunks]]] = {}
         known: dict[int, torch.Tensor] = {}  # ranks of most jobs have the same names
         for rank, record in enumerate(records):
-            inventory = record.inventory
-            assert inventory is not None
-            names = known.get(id(inventory.entries))
+            table = record.table
+            assert table is not None
+            names = known.get(id(table.entries))
             if names is None:
-                names = self._named(inventory, record.whole, rank)
-                known[id(inventory.entries)] = names
-            self._paths.append((rank, inventory.paths or {}))
+                names = self._named(table, record.whole, rank)
+                known[id(table.entries)] = names
+            self._paths.append((rank, table.paths or {}))
             of_items.append(names)
-            for dims, of_dims in inventory.chunks.items():
+            for dims, of_dims in table.chunks.items():
                 chunks.setdefault(dims, []).append((of_dims.rows + self.starts[-1], of_dims))
             self.starts.append(self.starts[-1] + names.numel())
         self._of_items = torch.cat(of_items)
@@ -199,20 +197,20 @@ class _Items:
             for dims, parts in sorted(chunks.items())
         }
 
-    def _named(self, inventory: Inventory, whole: Sequence[int], rank: int) -> torch.Tensor:
+    def _named(self, table: Table, whole: Sequence[int], rank: int) -> torch.Tensor:
         """The number of the name of each item of a rank."""
         kinds: list[tuple[Any, ...]] = [
             one.__getstate__()  # type: ignore[no-untyped-call]
-            for one in inventory.properties
+            for one in table.properties
         ]
-        for key, one in zip(kinds, inventory.properties, strict=True):
+        for key, one in zip(kinds, table.properties, strict=True):
             self._properties.setdefault(key, one)
         made: dict[Any, tuple[_Name, Any]] = {(None, 0, False): (_VALUE, None)}  # few are different
         names, known, alone, numbers = self._names, self._numbers, set(whole), list[int]()
-        for place, (name, entry) in enumerate(inventory.entries.items()):
+        for place, (name, entry) in enumerate(table.entries.items()):
             like = entry.shape, entry.properties, place in alone
             if (found := made.get(like)) is None:
-                dtype = inventory.properties[entry.properties].dtype
+                dtype = table.properties[entry.properties].dtype
                 nbytes = math.prod(entry.shape or ()) * dtype.itemsize
                 one_like_it = _Name(entry.shape, dtype, place in alone, nbytes or 1)
                 found = made[like] = one_like_it, kinds[entry.properties]
@@ -235,7 +233,7 @@ class _Items:
                     item=name,
                 )
             numbers.append(number)
-        counts = column_of([entry.count for entry in inventory.entries.values()])
+        counts = column_of([entry.count for entry in table.entries.values()])
         return repeated(column_of(numbers), counts)
 
     def kept(self, to_lowest_rank: bool) -> torch.Tensor:
@@ -289,14 +287,14 @@ class _Items:
     def _invalid(self, name: int, why: str) -> ValueError:
         return ValueError(f"{_INVALID}: key:{self._names[name][0]} {why}")
 
-    def ordered(self, kept: torch.Tensor) -> tuple[Inventory, torch.Tensor, torch.Tensor]:
+    def ordered(self, kept: torch.Tensor) -> tuple[Table, torch.Tensor, torch.Tensor]:
         """What is written, in torch's order: names by first occurrence, their chunks by rank.
 
         Args:
             kept: The items that are written.
 
         Returns:
-            The inventory; and of each item that is written its row, and its number in its name.
+            The table; and of each item that is written its row, and its number in its name.
         """
         of_kept = self._of_items[kept]
         names, counts = self._names, of_kept.bincount(minlength=len(self._names))
@@ -311,34 +309,23 @@ class _Items:
         starts = unfilled(len(names))
         starts[order] = counts[order].cumsum(0) - counts[order]
         properties = {key: number for number, key in enumerate(self._properties)}
-        entries: dict[str, Entry] = {}
-        taken: dict[int, int] = {}
-        for number, start, count in zip(
-            order.tolist(), starts[order].tolist(), counts[order].tolist(), strict=True
-        ):
+        in_order: list[tuple[str, tuple[int, ...] | None, int, int]] = []
+        for number, count in zip(order.tolist(), counts[order].tolist(), strict=True):
             name, said = names[number]
             if not count:
                 continue  # no rank has a part of it
             if count > 1 and (said.is_whole or said.shape is None):
                 raise self._invalid(number, "ranks have different parts of what is whole")
             key = self._properties_of[number]
-            if said.shape is None or key is None:
-                entries[name] = Entry(start, count, None, 0, 0)
-                continue
-            dims = len(said.shape)
-            place = taken.get(dims, 0)
-            entries[name] = Entry(start, count, said.shape, properties[key], place)
-            taken[dims] = place + count
-        inventory = Inventory(
-            entries,
+            in_order.append((name, said.shape, 0 if key is None else properties[key], count))
+        dims = sorted({len(shape) for _, shape, _, _ in in_order if shape is not None})
+        table = Table(
+            entries_of(in_order),
             list(self._properties.values()),
-            {dims: self._chunks_of(dims, kept, by_row) for dims in sorted(taken)},
-            Extents.none(),
-            (),
-            self._checksum,
+            {one: self._chunks_of(one, kept, by_row) for one in dims},
             _merged(self._paths, self._uri),
         )
-        return inventory, rows, rows - starts[of_kept]
+        return table, rows, rows - starts[of_kept]
 
     def _chunks_of(self, dims: int, kept: torch.Tensor, by_row: torch.Tensor) -> Chunks:
         """The chunks of a number of dimensions, by row."""
@@ -408,29 +395,29 @@ def _merged(paths: Sequence[tuple[int, Paths]], uri: str) -> Paths:
     return made
 
 
-def _validate(inventory: Inventory, ranks: int) -> None:
+def _validate(table: Table, ranks: int) -> None:
     """Checks that the chunks of each tensor fill it and don't overlap.
 
     Raises:
         ValueError: As torch's planner raises it.
     """
-    doubtful = set(_doubtful(inventory, ranks))
+    doubtful = set(_doubtful(table, ranks))
     if not doubtful:
         return
-    in_order = [name for name in inventory.entries if name in doubtful]
-    metadata = Metadata({name: inventory.metadata_of(name) for name in in_order})
+    in_order = [name for name in table.entries if name in doubtful]
+    metadata = Metadata({name: table.metadata_of(name) for name in in_order})
     if errors := validate_global_plan([SavePlan([])] * ranks, metadata):
         summary = "; ".join(errors)
         summary = summary if len(summary) <= 500 else f"{summary[:500]}... (truncated)"
         raise ValueError(f"{_INVALID}: {summary}")
 
 
-def _doubtful(inventory: Inventory, ranks: int) -> Iterator[str]:
+def _doubtful(table: Table, ranks: int) -> Iterator[str]:
     """The names of tensors whose chunks do not obviously fill them."""
-    for dims, chunks in inventory.chunks.items():
+    for dims, chunks in table.chunks.items():
         if not dims:
             continue
-        tensors = [(n, e) for n, e in inventory.entries.items() if e.shape and len(e.shape) == dims]
+        tensors = [(n, e) for n, e in table.entries.items() if e.shape and len(e.shape) == dims]
         counts = column_of([entry.count for _, entry in tensors])
         names = repeated(counted(0, len(tensors)), counts)
         wanted = column_of([math.prod(entry.shape or ()) for _, entry in tensors])

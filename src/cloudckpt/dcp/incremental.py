@@ -13,6 +13,7 @@ import logging
 import re
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -21,10 +22,10 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.base import Base, Digest, Digester, kind_of
 from cloudckpt.checkpoint.notes import Notes, read_notes
 from cloudckpt.checkpoint.objects import METADATA, WrittenObject, natural_order
+from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.shard import Place
 from cloudckpt.checkpoint.torch_private import Collectives
-from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.config import Config
 from cloudckpt.dcp.plan_cache import GroupRef, ref_to
@@ -194,7 +195,7 @@ _lock = module_lock()
 
 
 def remember(
-    members: dist.ProcessGroup | None, uri: CheckpointURI, attempt: str, written: Written
+    members: dist.ProcessGroup | None, uri: CheckpointURI, attempt: str, written: Record
 ) -> None:
     """Keeps where this rank's items of a committed checkpoint are, for the next save beside it.
 
@@ -206,7 +207,7 @@ def remember(
     """
     if not written.extents.has_digests:
         return
-    base = Base.of(attempt, uri.folder, written.objects, written.extents)
+    base = Base(replace(written, attempt=attempt), uri.folder)
     with _lock:
         key = _steps(members, uri)
         _bases.pop(key, None)

@@ -99,13 +99,6 @@ class _Terms(NamedTuple):
     metadata: bytes | ModelFolder | None = None
 
 
-class _Wishes(NamedTuple):
-    """What a rank wants to read, and what it reports of that."""
-
-    segments: Sequence[Segment]
-    offer: Offer
-
-
 class _Load:
     """One rank's side of a load; a rank that can't take part has a failure and no reader."""
 
@@ -197,17 +190,22 @@ class _Load:
 
         plan = self._planned_together(status, terms) if terms.gathers else None
         fetch: Callable[[SharedReads | None], None] | None = None
-        wishes: _Wishes | None = None
+        segments: Sequence[Segment] = ()
+        offer: Offer | None = None
         if terms.begins and status.failure is None:
             try:
                 own = self._local_plan(terms) if plan is None else plan
                 fetch, segments = self._prepared(own, until_the_end)
                 if terms.shares != "off":
-                    wishes = _Wishes(segments, SharedReads.offer(segments, terms.shares))
+                    offer = SharedReads.offer(segments, terms.shares)
             except BaseException as error:  # noqa: BLE001 - told to all ranks
                 status = status._replace(failure=error)
-        shared = self._agreed(status, wishes, terms)
+        consensus = meeting.exchange(status, offer)
+        consensus.raise_on_all_ranks()
         assert fetch is not None  # otherwise it has raised
+        if self._ours is None or meeting.group is None or terms.shares == "off":
+            return functools.partial(fetch, None)
+        shared = SharedReads(meeting.group, self._ours.config, segments, consensus.values)
         return functools.partial(_fetch_with, fetch, shared)
 
     def _status(self) -> RankStatus:
@@ -278,21 +276,6 @@ class _Load:
         load.prepare(plan)
         return load.run, load.segments() if self._meeting.group is not None else ()
 
-    def _agreed(
-        self, status: RankStatus, wishes: _Wishes | None, terms: _Terms
-    ) -> SharedReads | None:
-        """Reports to all ranks that this one is ready, or why not; all raise if one is not."""
-        meeting = self._meeting
-        if terms.shares == "off":
-            meeting.exchange(status).raise_on_all_ranks()
-            return None
-        consensus = meeting.exchange(status, None if wishes is None else wishes.offer)
-        consensus.raise_on_all_ranks()
-        assert meeting.group is not None
-        assert self._ours is not None
-        assert wishes is not None  # a rank without has failed
-        return SharedReads(meeting.group, self._ours.config, wishes.segments, consensus.values)
-
     def _fetch(self, fetch: Callable[[], None]) -> None:
         """Fetches this rank's bytes; raises the same on all ranks if it fails on one."""
         failure: BaseException | None = None
@@ -309,9 +292,8 @@ class _Load:
             raise failure
 
 
-def _fetch_with(fetch: Callable[[SharedReads | None], None], shared: SharedReads | None) -> None:
+def _fetch_with(fetch: Callable[[SharedReads | None], None], shared: SharedReads) -> None:
     try:
         fetch(shared)
     finally:
-        if shared is not None:
-            shared.leave()
+        shared.leave()

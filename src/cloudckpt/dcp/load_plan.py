@@ -21,21 +21,20 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.columns import column_of
-from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_metadata
-from cloudckpt.checkpoint.inventory import Inventory
-from cloudckpt.checkpoint.lazy import inventory_behind
+from cloudckpt.checkpoint.from_torch import NotInColumnsError, table_of_metadata
+from cloudckpt.checkpoint.lazy import table_behind
 from cloudckpt.checkpoint.shard import check_placements
+from cloudckpt.checkpoint.table import Table
 from cloudckpt.checkpoint.torch_private import create_chunk_list
-from cloudckpt.checksum import CRC32C
 from cloudckpt.dcp.outline import PLAIN
 from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UnsupportedTensorError
 
 __all__ = [
     "check_types",
     "check_whole",
-    "inventory_of",
     "plan_reads",
     "saved_types",
+    "table_of",
     "tell_replaced",
 ]
 
@@ -47,17 +46,17 @@ _FEW = 16
 _NOTHING = torch.Size([0])
 
 
-def inventory_of(metadata: Metadata, uri: str) -> Inventory:
+def table_of(metadata: Metadata, uri: str) -> Table:
     """What the checkpoint has, as columns.
 
     Raises:
         CheckpointError: If the metadata have what columns can't express: another package's classes.
     """
-    if (inventory := inventory_behind(metadata)) is not None:
-        return inventory
+    if (table := table_behind(metadata)) is not None:
+        return table
     try:
         # what else they have is its planner's
-        return inventory_of_metadata(Metadata(metadata.state_dict_metadata), CRC32C)
+        return table_of_metadata(Metadata(metadata.state_dict_metadata))
     except NotInColumnsError as exc:
         raise CheckpointError(
             f"its metadata can't be read as those of torch: {exc}. Load it by the classes of the "
@@ -67,12 +66,12 @@ def inventory_of(metadata: Metadata, uri: str) -> Inventory:
         ) from exc
 
 
-def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory) -> LoadPlan:
+def plan_reads(state_dict: Mapping[str, Any], table: Table) -> LoadPlan:
     """Plans as torch's ``create_default_local_load_plan`` does, for what the checkpoint has.
 
     Args:
         state_dict: What to load, by flat names; tensors of the checkpoint's shapes.
-        inventory: What the checkpoint has.
+        table: What the checkpoint has.
 
     Raises:
         ValueError: If the checkpoint has a tensor where the state dict has none.
@@ -80,7 +79,7 @@ def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory) -> LoadPlan:
     """
     items: list[ReadItem] = []
     for name, value in state_dict.items():
-        entry = inventory.entries.get(name)
+        entry = table.entries.get(name)
         if entry is None:
             continue
         if isinstance(value, DTensor):
@@ -91,7 +90,7 @@ def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory) -> LoadPlan:
             index = MetadataIndex(name)
             items.append(ReadItem(LoadItemType.BYTE_IO, index, _NOTHING, index, _NOTHING, _NOTHING))
             continue
-        chunks = inventory.chunks[len(entry.shape)] if entry.count else None
+        chunks = table.chunks[len(entry.shape)] if entry.count else None
         for number, own in enumerate(create_chunk_list(value)):
             if chunks is not None:
                 stop = entry.place + entry.count
@@ -216,16 +215,16 @@ def tell_replaced(
 
 def saved_types(metadata: Metadata) -> Callable[[str], torch.dtype | None]:
     """The type of a tensor by its name; None for other values, and for names that are not there."""
-    inventory = inventory_behind(metadata)
+    table = table_behind(metadata)
 
     def dtype_of(name: str) -> torch.dtype | None:
-        if inventory is None:
+        if table is None:
             stored = metadata.state_dict_metadata.get(name)
             return stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
-        entry = inventory.entries.get(name)
+        entry = table.entries.get(name)
         if entry is None or entry.shape is None:
             return None
-        return inventory.properties[entry.properties].dtype
+        return table.properties[entry.properties].dtype
 
     return dtype_of
 

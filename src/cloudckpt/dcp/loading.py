@@ -7,10 +7,12 @@ import io
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from cloudckpt.checkpoint.archives import StoredTensor
@@ -41,40 +43,31 @@ from cloudckpt.transfer.stats import TransferStats
 __all__ = ["Load"]
 
 
+@dataclass(eq=False)
 class Load:
-    """Fetches the items of a plan into the planner's tensors."""
+    """Fetches the items of a plan into the planner's tensors.
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        config: Config,
-        planner: LoadPlanner,
-        stats: TransferStats,
-        places: Places,
-        *,
-        uri: str,
-        trust_pickle: bool,
-        guarded: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        """
-        Args:
-            store: Where the checkpoint is.
-            config: The options.
-            planner: Provides the tensors.
-            stats: Counts what is received.
-            places: Where the items are.
-            uri: The checkpoint.
-            trust_pickle: Whether its pickles may run arbitrary code.
-            guarded: Within what it returns, all that is read is read.
-        """
-        self._store = store
-        self._config = config
-        self._planner = planner
-        self._stats = stats
-        self._places = places
-        self._uri = uri
-        self._trust_pickle = trust_pickle
-        self._guarded = guarded
+    Attributes:
+        store: Where the checkpoint is.
+        config: The options.
+        planner: Provides the tensors.
+        stats: Counts what is received.
+        places: Where the items are.
+        uri: The checkpoint.
+        trust_pickle: Whether its pickles may run arbitrary code.
+        guarded: A context manager, within which all reads are made.
+    """
+
+    store: ObjectStore
+    config: Config
+    planner: LoadPlanner
+    stats: TransferStats
+    places: Places
+    uri: str
+    trust_pickle: bool
+    guarded: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    def __post_init__(self) -> None:
         self._wanted: list[list[Wanted]] = [[]]  # by round; rounds run one after another
         self._claims = [Claims()]  # by round
         self._afterwards: list[Callable[[], None]] = []
@@ -86,8 +79,8 @@ class Load:
             ConfigError: If it would leave its region, and may not.
         """
         indices = [item.storage_index for item in plan.items]
-        with self._guarded():
-            found = self._places.find(indices, self._store, self._config, self._stats)
+        with self.guarded():
+            found = self.places.find(indices, self.store, self.config, self.stats)
         with paused_gc():
             for item, place in zip(plan.items, found, strict=True):
                 if item.type == LoadItemType.BYTE_IO:
@@ -98,11 +91,11 @@ class Load:
                     self._want_pickled_tensor(item, place)
         wanted = itertools.chain.from_iterable(self._wanted)
         nbytes = sum(want.stop - want.start for want in wanted)
-        check_regions(self._store, self._config, nbytes)
+        check_regions(self.store, self.config, nbytes)
 
     def segments(self) -> list[Segment]:
         """What ranks may fetch for each other: all but reads that must wait for other bytes."""
-        return segments_for(self._wanted[0], self._config)
+        return segments_for(self._wanted[0], self.config)
 
     def run(self, shared: SharedReads | None = None) -> None:
         """Fetches all items, verifies them and passes them to the planner.
@@ -112,10 +105,10 @@ class Load:
         """
         try:
             first, *others = self._wanted
-            with self._guarded():
-                download(self._store, first, self._config, self._stats, shared=shared)
+            with self.guarded():
+                download(self.store, first, self.config, self.stats, shared=shared)
                 for wanted in others:
-                    download(self._store, wanted, self._config, self._stats)
+                    download(self.store, wanted, self.config, self.stats)
             for finish in self._afterwards:
                 finish()
         finally:
@@ -126,14 +119,14 @@ class Load:
         self._afterwards.clear()
 
     def _want_tensor(self, item: ReadItem, stored: StoredTensor) -> None:
-        target = settled(self._planner.resolve_tensor(item)).detach()
+        target = settled(self.planner.resolve_tensor(item)).detach()
         self._check_shape(item, target, stored.shape)
         opaque = travels_as_bytes(target)
         if not opaque:
             self._check_memory(item, target)
-        wanted = self._wanted[0] if opaque else self._round_for(target)
-        self._afterwards.append(lambda: self._planner.commit_tensor(item, target))
-        source, dtype, config = stored.elements, stored.dtype, self._config
+        wanted = self._wanted[0] if opaque else self._round_for(target, item.dest_index)
+        self._afterwards.append(lambda: self.planner.commit_tensor(item, target))
+        source, dtype, config = stored.elements, stored.dtype, self.config
         limit = even_share(0, config.most_connections)
         for read in plan_boxes(
             stored.shape,
@@ -163,15 +156,15 @@ class Load:
 
         def finish() -> None:
             data = _untransformed(place, sink.data)
-            planner, name = self._planner, place.whole.item
-            if not self._trust_pickle and isinstance(planner, DefaultLoadPlanner):
+            planner, name = self.planner, place.whole.item
+            if not self.trust_pickle and isinstance(planner, DefaultLoadPlanner):
                 if type(planner).load_bytes is CloudLoadPlanner.load_bytes:
                     assert isinstance(planner, CloudLoadPlanner)
                     where = planner.map_location
-                    planner.put(item, load_item(data, name, self._uri, map_location=where))
+                    planner.put(item, load_item(data, name, self.uri, map_location=where))
                     return
                 # it unpickles without restrictions, also for its subclasses: see first that it may
-                check_trusted(data, name, self._uri)
+                check_trusted(data, name, self.uri)
             planner.load_bytes(item, io.BytesIO(data))
 
         self._afterwards.append(finish)
@@ -181,12 +174,12 @@ class Load:
 
         def finish() -> None:
             data = io.BytesIO(_untransformed(place, sink.data))
-            tensor = load_tensor(data, place.whole.item, self._uri, trust=self._trust_pickle)
-            target = settled(self._planner.resolve_tensor(item)).detach()
+            tensor = load_tensor(data, place.whole.item, self.uri, trust=self.trust_pickle)
+            target = settled(self.planner.resolve_tensor(item)).detach()
             self._check_shape(item, target, tuple(tensor.shape))
             box = tuple(zip(item.storage_offsets, item.lengths, strict=True))
             target.copy_(narrow(tensor, box))
-            self._planner.commit_tensor(item, target)
+            self.planner.commit_tensor(item, target)
 
         self._afterwards.append(finish)
 
@@ -195,35 +188,35 @@ class Load:
         self._wanted[0].append(Wanted(source, 0, source.nbytes, sink, True))
         return sink
 
-    def _round_for(self, target: torch.Tensor) -> list[Wanted]:
-        """The round in which to fetch a target: after all others that share memory with it.
+    def _round_for(self, target: torch.Tensor, owner: MetadataIndex) -> list[Wanted]:
+        """The round in which to fetch a box: after all other tensors that share memory with it.
 
         The last of them counts, as with torch. Fetched in the same round, they would look damaged.
         """
-        overlapping = [n for n, claims in enumerate(self._claims) if claims.overlap(target)]
+        overlapping = [n for n, claims in enumerate(self._claims) if claims.overlap(target, owner)]
         number = overlapping[-1] + 1 if overlapping else 0
         if number == len(self._claims):
             self._claims.append(Claims())
             self._wanted.append([])
-        self._claims[number].add(target)
+        self._claims[number].add(target, owner)
         return self._wanted[number]
 
     def _check_memory(self, item: ReadItem, target: torch.Tensor) -> None:
-        name, planner = item.dest_index.fqn, self._planner
+        name, planner = item.dest_index.fqn, self.planner
         why = why_not_filled(target)
         if not why and 0 in target.stride() and isinstance(planner, DefaultLoadPlanner):
             # a single row of an expanded tensor does not show that the others are in its place
             why = why_not_filled(planner.lookup_tensor(item.dest_index))
         if why:
             message = f"{name} can't be loaded into: {why}"
-            raise UnsupportedTensorError(message, uri=self._uri, item=name)
+            raise UnsupportedTensorError(message, uri=self.uri, item=name)
 
     def _check_shape(self, item: ReadItem, target: torch.Tensor, stored: tuple[int, ...]) -> None:
         fqn, wanted = item.storage_index.fqn, tuple(item.lengths)
         if tuple(target.shape) != wanted:
             raise ShapeMismatchError(
                 f"{fqn}: {wanted} is to be loaded into a target of shape {tuple(target.shape)}",
-                uri=self._uri,
+                uri=self.uri,
                 item=fqn,
             )
         fits = len(stored) == len(wanted) and all(
@@ -234,7 +227,7 @@ class Load:
             raise CheckpointCorruptError(
                 f"{fqn} is stored with shape {stored}, which does not hold {wanted} at "
                 f"{tuple(item.storage_offsets)}",
-                uri=self._uri,
+                uri=self.uri,
                 item=fqn,
             )
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from cloudckpt.checkpoint.draft import Planned
+from cloudckpt.checkpoint.manifest import Planned
+from cloudckpt.checkpoint.record import Extents
 from cloudckpt.checkpoint.shard import SmallForm
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.written import Extents
 from cloudckpt.dcp.copies import Copies
 from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.outline import Outline

@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cloudckpt.checkpoint.inventory import Entry, Inventory
+from cloudckpt.checkpoint.lazy import record_behind
 from cloudckpt.checkpoint.shard import check_placements, check_shards, check_supported
 from cloudckpt.checkpoint.structure import KeyNames, Structure, containers, find_collision
+from cloudckpt.checkpoint.table import Entry, Table
 from cloudckpt.checkpoint.torch_private import (
     create_chunk_list,
     flatten_sharded_tensors,
@@ -36,9 +37,9 @@ from cloudckpt.checkpoint.torch_private import (
 )
 from cloudckpt.dcp.load_plan import (
     check_types,
-    inventory_of,
     plan_reads,
     saved_types,
+    table_of,
     tell_replaced,
 )
 from cloudckpt.dcp.missing import advice
@@ -218,21 +219,21 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                 declares invalid shards.
         """
         assert self.metadata is not None
-        inventory = inventory_of(self.metadata, self._uri)
+        table = table_of(self.metadata, self._uri)
         for name, value in self.state_dict.items():
             check_shards(value, name)
-        self._take_lengths(inventory)
+        self._take_lengths(table)
         left: list[str] = []
         self.left_alone = {}
         if self.flatten_state_dict:
-            self.left_alone = self._empty(inventory)
-            left = self._take_whole(inventory)
-        missing = [name for name in self.state_dict if name not in inventory.entries]
+            self.left_alone = self._empty(table)
+            left = self._take_whole(table)
+        missing = [name for name in self.state_dict if name not in table.entries]
         if missing and not self.allow_partial_load:
             raise self._missing(missing)
-        self._leave_unfit(inventory)
+        self._leave_unfit(table)
         with paused_gc():
-            plan = plan_reads(self.state_dict, inventory)
+            plan = plan_reads(self.state_dict, table)
         logs = self.tells and self.is_coordinator
         check_types(self.state_dict, saved_types(self.metadata), self._uri, logs=logs)
         if logs:
@@ -267,11 +268,11 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             container = container[names.name(path[:depth], element)]
         container[names.name(path[:-1], path[-1])] = value
 
-    def _empty(self, inventory: Inventory) -> dict[str, str]:
+    def _empty(self, table: Table) -> dict[str, str]:
         """Dicts that are empty in the state dict, and not in the checkpoint; and what that has."""
         names = {".".join(map(str, path)) for path in self._names.empty}
         counts: Counter[str] = Counter()
-        for parts in (name.split(".") for name in inventory.entries) if names else ():
+        for parts in (name.split(".") for name in table.entries) if names else ():
             above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
             counts.update(above & names)
         return {
@@ -279,12 +280,12 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             for name, count in counts.items()
         }
 
-    def _take_lengths(self, inventory: Inventory) -> None:
+    def _take_lengths(self, table: Table) -> None:
         """Makes room for what has another length each time: the bytes of an ``_extra_state``."""
         for name, value in self.state_dict.items():
             if not (isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"):
                 continue
-            entry = inventory.entries.get(name)
+            entry = table.entries.get(name)
             is_bytes = type(value) is torch.Tensor and value.dtype is torch.uint8
             if not is_bytes or entry is None or entry.shape is None:
                 continue
@@ -293,7 +294,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                 self.state_dict[name] = made
                 self._store(name, made)
 
-    def _take_whole(self, inventory: Inventory) -> list[str]:
+    def _take_whole(self, table: Table) -> list[str]:
         """Asks for dicts and lists as values where they were saved as such, without flattening.
 
         Dicts that are empty in the state dict stay so where one was saved: another rank may have
@@ -305,7 +306,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         paths = self.metadata.planner_data
         stored = paths if isinstance(paths, Mapping) else {}
-        entries, saved_empty = inventory.entries, inventory.structure.empty
+        record = record_behind(self.metadata)
+        saved_empty = {} if record is None else record.structure.empty
+        entries = table.entries
         missing = [self.mappings[name] for name in self.state_dict if name not in entries]
         self._whole = {}
         left: list[str] = []
@@ -328,21 +331,21 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                     break
         return left
 
-    def _leave_unfit(self, inventory: Inventory) -> None:
+    def _leave_unfit(self, table: Table) -> None:
         """Raises if a value can't take what was saved, or else leaves it as it is.
 
         Raises:
             ShapeMismatchError: If it is strict; a type that does not fit is found later.
         """
         for name, value in [*self.state_dict.items()]:
-            entry = inventory.entries.get(name)
+            entry = table.entries.get(name)
             if entry is None or entry.shape is None:
                 continue
             if why := _why_not(value, entry):
                 if self._strict:
                     raise ShapeMismatchError(f"{name} is {why}", uri=self._uri, item=name)
             elif not self._strict:
-                why = _why_not_held(value, inventory.properties[entry.properties].dtype)
+                why = _why_not_held(value, table.properties[entry.properties].dtype)
             if why:
                 self.left_alone[name] = why
                 del self.state_dict[name]
@@ -396,7 +399,8 @@ _META = torch.device("meta")
 def _why_not(value: Any, entry: Entry) -> str:
     """Why a tensor that was saved can't be loaded into a value; empty if it can."""
     if type(value).__module__ in _NO_TENSORS:
-        return f"a tensor of shape {entry.shape} in the checkpoint, and none in the state dict"
+        shape = entry.shape
+        return f"a tensor of shape {shape} in the checkpoint: put a tensor there to load it"
     if hasattr(value, "size") and (shape := whole_shape(value)) != entry.shape:
         return f"of shape {entry.shape} in the checkpoint and {shape} in the state dict"
     return ""

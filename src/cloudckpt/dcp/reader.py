@@ -19,7 +19,6 @@ from torch.futures import Future
 
 from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, read_commit
-from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import ReadLater, save_id_of
 from cloudckpt.checkpoint.model_folder import KeyMapping, ModelFolder, ModelPlaces
 from cloudckpt.checkpoint.objects import METADATA, PART, beneath, is_file
@@ -123,11 +122,6 @@ class CloudStorageReader(OurReader):
     def structure(self) -> Structure:
         """How the saved state was nested, beyond what the metadata says; set once that is read."""
         return self._commit.structure if self._commit is not None else Structure()
-
-    @property
-    def inventory(self) -> Inventory | None:
-        """Names and chunks in columns, once the metadata is read; None for other writers."""
-        return self._commit.inventory if self._commit is not None else None
 
     @property
     def commit(self) -> CommitObject | None:
@@ -306,11 +300,11 @@ class CloudStorageReader(OurReader):
             )
         if commit is not None and places is commit.metadata.storage_data:
             return Places(self.uri, commit)
-        body = (
-            None if commit is None or commit.record is None else commit.record.without_inventory()
-        )
+        record = None if commit is None else commit.record
+        if record is not None:
+            record = dataclasses.replace(record, table=None)
         info = ObjectInfo("", 0, "") if commit is None else commit.info
-        return Places(self.uri, CommitObject(info, metadata, body))
+        return Places(self.uri, CommitObject(info, metadata, record))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=_Source(str(self.uri), self._save_id))

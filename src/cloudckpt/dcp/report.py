@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from cloudckpt.checkpoint.lazy import inventory_behind
+from cloudckpt.checkpoint.lazy import table_behind
 from cloudckpt.dcp.load_plan import saved_types
 
 __all__ = ["LoadReport"]
@@ -156,15 +156,15 @@ def _moved(items: Sequence[ReadItem], metadata: Metadata) -> set[str]:
     moved: set[str] = set()
     seen: set[tuple[str, Any]] = set()
     by_rank: dict[int, tuple[list[int], list[tuple[int, ...]], list[str]]] = {}
-    inventory = inventory_behind(metadata)
+    table = table_behind(metadata)
     for item in tensors:
         name, index = item.dest_index.fqn, item.storage_index.index
         place = name, item.dest_index.offset
         if place in seen:
             moved.add(name)
         seen.add(place)
-        if inventory is not None:
-            entry = inventory.entries[item.storage_index.fqn]
+        if table is not None:
+            entry = table.entries[item.storage_index.fqn]
             rows, lengths, names = by_rank.setdefault(len(item.lengths), ([], [], []))
             rows.append(entry.place + (index or 0))
             lengths.append(tuple(item.lengths))
@@ -176,8 +176,8 @@ def _moved(items: Sequence[ReadItem], metadata: Metadata) -> set[str]:
         if stored.chunks[index].sizes != item.lengths:
             moved.add(name)
     for depth, (rows, lengths, names) in by_rank.items():
-        if depth and inventory is not None:
-            sizes = inventory.chunks[depth].sizes[torch.tensor(rows, device="cpu")]
+        if depth and table is not None:
+            sizes = table.chunks[depth].sizes[torch.tensor(rows, device="cpu")]
             differs = (sizes != torch.tensor(lengths, device="cpu")).any(1).tolist()
             moved.update(name for name, moves in zip(names, differs, strict=True) if moves)
     return moved

@@ -25,7 +25,7 @@ import pickle
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,15 +36,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.base import Base
-from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
+from cloudckpt.checkpoint.manifest import Manifest, Planned
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.record import Heads, Record
+from cloudckpt.checkpoint.record import Extents, Heads, Record
 from cloudckpt.checkpoint.shard import SmallForm, check_supported
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
-from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp import incremental, plan_cache
 from cloudckpt.dcp.copies import (
@@ -73,15 +72,9 @@ from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["SaveLoop"]
 
-Report = tuple[bytes, Written, int]
+Report = tuple[bytes, Record, int]
 """A rank's report after writing: the digest of its plan, what it has written, and the number by
 which its copies of what others have, too, are compared with theirs (see ``copies``)."""
-
-
-class Committed(NamedTuple):
-    """The coordinator's report after the commit: the save."""
-
-    attempt: str
 
 
 @dataclass(frozen=True)
@@ -93,14 +86,14 @@ class _Planned:
         number: Its number.
         structure: What flattening has lost of this rank's state dict.
         copies: What this rank has in common with others.
-        of_all: On the coordinator, what all ranks will write.
+        of_all: On the coordinator, what all ranks will write; or what a custom planner has made.
     """
 
     step: SavePlan
     number: int
     structure: Structure
     copies: Copies
-    of_all: Planned | None
+    of_all: Planned | Metadata | None
 
 
 class SaveLoop:
@@ -131,23 +124,26 @@ class SaveLoop:
         self._state_dict, self._group = state_dict, group
         self._ranks = Collectives(group, group is not None, 0)
         writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
-        # a custom planner or writer gets every call that torch would make
-        self._given = writer, planner
+        is_ours = type(writer) is CloudStorageWriter
+        self._writer, self._planner = writer, planner
+        self._ours = cast(CloudStorageWriter, writer)  # for what is not in torch's protocol
+        self._is_incremental = is_ours and self._ours.is_incremental
         self._known: KnownPlan | None = None
-        flags = plan_cache.flags_of(planner)
-        if flags is None or type(writer) is not CloudStorageWriter:
+        self._outline: Outline | None = None
+        self._record: bytes | None = None  # see KnownPlan
+        self._sent: list[Record] = []
+        flags = plan_cache.flags_of(planner) if is_ours else None
+        if flags is None:
             self.plan = PLAN_EACH_TIME
             return
-        self._writer, self._planner = writer, cast(DefaultSavePlanner, planner)
-        if writer.waits_before_sending:
-            writer.wait_for_baseline()
+        if self._ours.waits_before_sending:
+            self._ours.wait_for_baseline()
         # the checksum stands in the commit object
-        self._flags = (*flags, writer.checksum.name, writer.config.replicas)
+        self._flags = (*flags, self._ours.checksum.name, self._ours.config.replicas)
         with paused_gc():
             self._outline = Outline.of(state_dict)
         if self._outline is not None:
             self._known = plan_cache.find(group, self._flags, self._outline)
-        self._record: bytes | None = None  # see KnownPlan
         self.plan = PLAN_ANEW if self._known is None else self._known.number
 
     def run(self, agreed: int) -> Metadata:
@@ -159,205 +155,197 @@ class SaveLoop:
         Raises:
             CheckpointException: If ranks failed, with the failures of all.
         """
-        if agreed == PLAN_EACH_TIME:
-            return self._run_as_torch()
+        is_custom = agreed == PLAN_EACH_TIME
         if self._known is not None:
             plan_cache.drop(self._known)
-        known = self._known if agreed != PLAN_ANEW else None
-        planned = self._planned() if known is None else None
-        base: Base | None = None
-        if self._writer.is_incremental:
-            base = incremental.agree_on_base(
-                self._ranks, self._group, self._writer, self._logged, is_planned=known is None
-            )
+        known = self._known if agreed not in (PLAN_EACH_TIME, PLAN_ANEW) else None
+        try:
+            planned = self._plan_anew(is_custom) if known is None else None
+            base: Base | None = None
+            if self._is_incremental:
+                base = incremental.agree_on_base(
+                    self._ranks, self._group, self._ours, self._logged, is_planned=known is None
+                )
+            if is_custom and planned is not None:
+                attempt, metadata = self._by_protocol(planned, base)
+            else:
+                attempt, metadata = self._by_columns(planned, known, base)
+        except BaseException:
+            forget_plans(self._planner)
+            raise
+        if not isinstance(self._writer, CloudStorageWriter):
+            return metadata or Metadata({})
+        for written in self._sent:
+            incremental.remember(self._group, self._ours.uri, attempt, written)
+        return metadata or committed_metadata(self._ours.uri, self._ours.config, attempt)
+
+    def _by_columns(
+        self, planned: _Planned | None, known: KnownPlan | None, base: Base | None
+    ) -> tuple[str, Metadata | None]:
+        """Writes and commits; of the plan, ranks report a digest, and of the rest what is new."""
+        planner = cast(DefaultSavePlanner, self._planner)
         mine: list[KnownPlan] = []
-        drafts: list[Draft] = []
-        sent: list[Written] = []
+        manifests: list[Manifest] = []
         reported: list[Report] = []
 
         @self._logged
         def write_data() -> Report:
             if planned is not None:
-                plan, cached = self._planner.finish_plan(planned.step), None
+                plan, cached = planner.finish_plan(planned.step), None
                 number, saves, structure = planned.number, 0, planned.structure
-                self._writer.note_structure(Structure())  # the coordinator knows it
+                self._ours.note_structure(Structure())  # the coordinator knows it
             else:
-                entry = self._restore_plan()
+                entry = self._restore_plan(planner)
                 plan, cached = entry.plan, self._cached_layout(entry)
                 number, saves, structure = entry.number, entry.saves, entry.structure
                 self._record = entry.record
             leave = functools.partial(self._left, number, saves, plan, structure)
-            contents = Contents(len(plan.items), base) if self._writer.is_incremental else None
-            written = self._writer.send(plan, self._planner, cached, leave, contents)
+            contents = Contents(len(plan.items), base) if self._is_incremental else None
+            written = self._ours.send(plan, planner, cached, leave, contents)
             if planned is not None:
-                entry = self._entry(planned, plan)
-            sent.append(written)
+                entry = self._entry(planned, plan, planner)
+            self._sent.append(written)
             mine.append(
                 replace(entry, extents=written.extents, saves=entry.saves + 1, record=self._record)
             )
             if known is not None:  # the coordinator knows how the values were nested, too
                 written = replace(written.without(known.extents), structure=Structure())
-            return entry.digest, written, entry.copies.weighed(self._planner)
+            return entry.digest, written, entry.copies.weighed(planner)
 
         @self._logged
-        def finish_checkpoint(reports: list[Report]) -> Committed | None:
+        def finish_checkpoint(reports: list[Report]) -> str | None:
             reported.extend(reports)
             return None if sum(number for _, _, number in reports) % (1 << 64) else commit()
 
-        def commit() -> Committed:
+        def commit() -> str:
             of_all, written = self._of_all(reported, planned, known)
             with committing(self._writer):
-                draft = self._writer.finish_with(lambda: of_all.planned, written)
-                drafts.append(draft)
+                manifests.append(self._ours.finish_with(lambda: of_all.planned, written))
                 mine[0] = replace(mine[0], of_all=of_all)
-                return Committed(self._writer.attempt)
+                return self._ours.attempt
 
         @self._logged
         def describe_copies() -> list[Described]:
-            return mine[0].copies.described(self._planner)
+            return mine[0].copies.described(planner)
 
         @self._logged
-        def compare_copies(by_rank: list[list[Described]]) -> tuple[Committed, frozenset[str]]:
-            refuses = self._writer.config.replicas == "refuse"
-            unlike = refuse_or_tell(by_rank, str(self._writer.uri), refuses=refuses)
+        def compare_copies(by_rank: list[list[Described]]) -> tuple[str, frozenset[str]]:
+            refuses = self._ours.config.replicas == "refuse"
+            unlike = refuse_or_tell(by_rank, self._ours.checkpoint_id, refuses=refuses)
             return commit(), unlike
 
-        committed = self._ranks.all_reduce("write", write_data, finish_checkpoint)
-        if committed is None:
-            committed, unlike = self._ranks.all_reduce("compare", describe_copies, compare_copies)
+        attempt = self._ranks.all_reduce("write", write_data, finish_checkpoint)
+        if attempt is None:
+            attempt, unlike = self._ranks.all_reduce("compare", describe_copies, compare_copies)
             mine[0] = replace(mine[0], copies=mine[0].copies.without(unlike))
         if self._outline is not None:
             plan_cache.remember(mine[0])
-        incremental.remember(self._group, self._writer.uri, committed.attempt, sent[0])
-        if drafts:
-            return drafts[0].metadata
-        return committed_metadata(self._writer.uri, self._writer.config, committed.attempt)
+        return cast(str, attempt), manifests[0].metadata if manifests else None
 
-    def _run_as_torch(self) -> Metadata:
-        """Saves by torch's steps with the calls that torch makes, for what may plan as it likes."""
-        writer, planner = self._given
-        ours = writer if isinstance(writer, CloudStorageWriter) else None
-        # a writer derived from ours may have a write_data of its own, which takes no base
-        may_refer = type(writer) is CloudStorageWriter and writer.is_incremental
-        made: list[Metadata] = []
+    def _by_protocol(self, planned: _Planned, base: Base | None) -> tuple[str, Metadata | None]:
+        """Writes and commits with the calls that torch makes, for what may do it as it likes."""
+        writer, metadata = self._writer, cast("Metadata | None", planned.of_all)
 
         @self._logged
-        def local_step() -> tuple[bool, bytes]:
-            told: dict[str, Any] = {
+        def write_data() -> list[WriteResult]:
+            plan = self._planner.finish_plan(planned.step)
+            if self._is_incremental:  # the first one has no base, but digests
+                contents = Contents(len(plan.items), base)
+                future = self._ours.write_data(plan, self._planner, contents)
+            else:
+                future = writer.write_data(plan, self._planner)
+            future.wait()
+            results: list[WriteResult] = future.value()
+            if isinstance(writer, CloudStorageWriter):
+                self._sent += [result.storage_data[0] for result in results]
+            return results
+
+        @self._logged
+        def finish_checkpoint(results: list[list[WriteResult]]) -> str:
+            assert metadata is not None
+            with committing(writer):
+                writer.finish(metadata, results)
+            return writer.attempt if isinstance(writer, CloudStorageWriter) else ""
+
+        return self._ranks.all_reduce("write", write_data, finish_checkpoint), metadata
+
+    def _logged(self, step: Callable[..., Any]) -> Any:
+        """Wraps a step so that torch's logger records it as it does those of torch's saver."""
+        where = self._writer.checkpoint_id
+        return logged_by_torch(checkpoint_id=where, group=self._group)(portable_errors(where)(step))
+
+    def _plan_anew(self, is_custom: bool) -> _Planned:
+        """This rank's part of a new plan.
+
+        Ranks send what they would write as columns, because the plans of a large job are millions
+        of objects; a custom planner or writer makes what it likes of plans, which are pickled.
+        """
+        writer, planner, uri = self._writer, self._planner, self._writer.checkpoint_id
+        found: list[Planned | Metadata] = []
+        local: list[tuple[SavePlan, Structure]] = []
+
+        @self._logged
+        def local_step() -> bytes:
+            given: dict[str, Any] = {
                 "state_dict": self._state_dict,
                 "is_coordinator": self._ranks.is_coordinator,
             }
             if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
-                told["storage_meta"] = writer.storage_meta()
-            planner.set_up_planner(**told)
+                given["storage_meta"] = writer.storage_meta()
+            planner.set_up_planner(**given)
             if type(planner) is DefaultSavePlanner:
                 keep_containers(planner, self._state_dict)
-            if ours is not None:
-                ours.note_structure(
-                    lost_by_flattening(self._state_dict, planner, ours.checkpoint_id)
-                )
-            return may_refer, pickle.dumps(writer.prepare_local_plan(planner.create_local_plan()))
-
-        @self._logged
-        def global_step(told: list[tuple[bool, bytes]]) -> list[tuple[bool, bytes]]:
+            plan = writer.prepare_local_plan(planner.create_local_plan())
             with paused_gc():
-                plans = [pickle.loads(plan) for _, plan in told]  # noqa: S301 - of the ranks
-                plans, metadata = planner.create_global_plan(plans)
-                made.append(metadata)
-                are_incremental = all(one for one, _ in told)
-                return [
-                    (are_incremental, pickle.dumps(plan))
-                    for plan in writer.prepare_global_plan(plans)
-                ]
-
-        @self._logged
-        def write_data() -> list[WriteResult]:
-            own = planner.finish_plan(pickle.loads(plan))  # noqa: S301 - of the coordinator
-            if is_incremental and ours is not None:  # the first has no base, but digests
-                future = ours.write_data(own, planner, Contents(len(own.items), base))
-            else:
-                future = writer.write_data(own, planner)
-            future.wait()
-            results: list[WriteResult] = future.value()
-            written.extend(one.storage_data for one in results)
-            return results
-
-        @self._logged
-        def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
-            with committing(writer):
-                writer.finish(made[0], results)
-            return made[0] if ours is None else ours.attempt
-
-        written: list[Any] = []
-        base: Base | None = None
-        try:
-            is_incremental, plan = self._ranks.reduce_scatter("plan", local_step, global_step)
-            if is_incremental and ours is not None:
-                base = incremental.agree_on_base(
-                    self._ranks, self._group, ours, self._logged, is_planned=True
-                )
-            committed = self._ranks.all_reduce("write", write_data, finish_checkpoint)
-        except BaseException:
-            forget_plans(planner)
-            raise
-        if ours is None:
-            return cast(Metadata, committed)
-        for one in written:
-            if isinstance(one, Written):
-                incremental.remember(self._group, ours.uri, committed, one)
-        return made[0] if made else committed_metadata(ours.uri, ours.config, committed)
-
-    def _logged(self, step: Callable[..., Any]) -> Any:
-        """Wraps a step so that torch's logger records it as it does those of torch's saver."""
-        where = self._given[0].checkpoint_id
-        return logged_by_torch(checkpoint_id=where, group=self._group)(portable_errors(where)(step))
-
-    def _planned(self) -> _Planned:
-        """This rank's part of a new plan.
-
-        Ranks send what they would write as columns, because the plans of a large job are millions
-        of objects.
-        """
-        found: list[Planned] = []
-        local: list[tuple[SavePlan, Structure]] = []
-        uri = str(self._writer.uri)
-
-        @self._logged
-        def local_step() -> bytes:
-            self._planner.set_up_planner(
-                self._state_dict, self._writer.storage_meta(), self._ranks.is_coordinator
-            )
-            plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
-            with paused_gc():
-                structure = lost_by_flattening(self._state_dict, self._planner, uri)
+                structure = lost_by_flattening(self._state_dict, planner, uri)
                 local.append((plan, structure))
-                try:
-                    return record_of(plan, structure, self._writer.checksum)
-                except NotInColumnsError as exc:
-                    for name, value in self._planner.state_dict.items():
-                        if isinstance(value, torch.Tensor):
-                            check_supported(value, name)
-                    raise UnsupportedValueError(
-                        f"the state dict can't be described in the format of checkpoints: {exc}",
-                        uri=uri,
-                    ) from exc
+                if not is_custom:
+                    return self._record_of(plan, structure)
+            if isinstance(writer, CloudStorageWriter):
+                writer.note_structure(structure)
+            return pickle.dumps(plan)
 
         @self._logged
-        def global_step(told: list[bytes]) -> list[tuple[Part, int, Shared]]:
-            number = plan_cache.new_number()
+        def global_step(told: list[bytes]) -> list[tuple[Any, int, Shared]]:
+            number, plan = plan_cache.new_number(), self._planned_together
             with paused_gc():
-                planned, parts, shared = self._planned_together(told)
-                found.append(planned)
-                if self._writer.config.replicas == "trust":
-                    shared = [Shared.nothing()] * len(parts)
-                return [(part, number, own) for part, own in zip(parts, shared, strict=True)]
+                planned, parts, shared = self._planned_by_planner(told) if is_custom else plan(told)
+            found.append(planned)
+            return [(part, number, own) for part, own in zip(parts, shared, strict=True)]
 
         part, number, shared = self._ranks.reduce_scatter("plan", local_step, global_step)
         plan, structure = local[0]
         with paused_gc():
-            copies = Copies.of(plan, shared, samples=self._writer.config.replicas != "refuse")
-            plan = part.of(plan)
+            samples = is_custom or self._ours.config.replicas != "refuse"
+            copies = Copies.of(plan, shared, samples=samples)
+            # of the coordinator
+            plan = part.of(plan) if isinstance(part, Part) else pickle.loads(part)  # noqa: S301
         return _Planned(plan, number, structure, copies, found[0] if found else None)
+
+    def _record_of(self, plan: SavePlan, structure: Structure) -> bytes:
+        """What this rank would write.
+
+        Raises:
+            UnsupportedTensorError: If torch can't save a tensor.
+            UnsupportedValueError: If there is no room for it in the format.
+        """
+        try:
+            return record_of(plan, structure, self._ours.checksum)
+        except NotInColumnsError as exc:
+            for name, value in cast(DefaultSavePlanner, self._planner).state_dict.items():
+                if isinstance(value, torch.Tensor):
+                    check_supported(value, name)
+            raise UnsupportedValueError(
+                f"the state dict can't be described in the format of checkpoints: {exc}",
+                uri=self._writer.checkpoint_id,
+            ) from exc
+
+    def _planned_by_planner(self, told: list[bytes]) -> tuple[Metadata, list[bytes], list[Shared]]:
+        """What a custom planner or writer makes of the plans of all ranks."""
+        plans = [pickle.loads(plan) for plan in told]  # noqa: S301 - of the ranks
+        plans, metadata = self._planner.create_global_plan(plans)
+        parts = [pickle.dumps(plan) for plan in self._writer.prepare_global_plan(plans)]
+        return metadata, parts, [Shared.nothing()] * len(parts)
 
     def _planned_together(self, told: list[bytes]) -> tuple[Planned, list[Part], list[Shared]]:
         """What all ranks write, each rank's part, and what of it others have, too.
@@ -366,11 +354,11 @@ class SaveLoop:
             IncompleteSaveError: If the ranks' parts of a tensor do not fill it.
             KeyCollisionError: If ranks have different things under one name.
         """
-        uri, known = str(self._writer.uri), Heads()
+        uri, known = str(self._ours.uri), Heads()
         records = [Record.parse(one, uri, known=known) for one in told]
-        lowest = self._planner.dedup_save_to_lowest_rank
+        lowest = cast(DefaultSavePlanner, self._planner).dedup_save_to_lowest_rank
         try:
-            return plan_together(records, to_lowest_rank=lowest, uri=uri)
+            planned, parts, shared = plan_together(records, to_lowest_rank=lowest, uri=uri)
         except ValueError as exc:
             if isinstance(exc, CloudCheckpointError):
                 raise
@@ -384,6 +372,9 @@ class SaveLoop:
                 item=None if found is None else found[1],
                 cause=exc,
             ) from exc
+        if self._ours.config.replicas == "trust":
+            shared = [Shared.nothing()] * len(parts)
+        return planned, parts, shared
 
     def _left(
         self,
@@ -406,28 +397,27 @@ class SaveLoop:
         """
         if self._record is None:
             with paused_gc():
-                self._record = record_of(plan, structure, self._writer.checksum)
-        writer, hook = self._writer, self._writer.commit_hook
+                self._record = record_of(plan, structure, self._ours.checksum)
+        writer, hook = self._ours, self._ours.commit_hook
         return Pending(
             save=f"{number:x}.{saves}",
             rank=self._ranks.rank,
             ranks=1 if self._group is None else dist.get_world_size(self._group),
             job="" if hook is None else hook.claimed_by,
             attempt=writer.attempt,
-            record=self._record,
-            extents=extents.pack(),
-            columns=len(extents.all_columns),
+            plan=self._record,
+            record=Record(extents=extents).to_bytes(),
             notes=writer.noted,
             references=references,
             held=() if writer.hold is None else tuple(sorted(writer.hold.folders)),
         )
 
-    def _entry(self, planned: _Planned, plan: SavePlan) -> KnownPlan:
+    def _entry(self, planned: _Planned, plan: SavePlan, planner: DefaultSavePlanner) -> KnownPlan:
         """What to remember of a new plan once it has been written."""
         outline, items = self._outline, plan.items
         if outline is None:  # it is not remembered, and items may have any name
             outline, items = Outline(), []
-        values, checksum = self._planner.state_dict, self._writer.checksum
+        values, checksum = planner.state_dict, self._ours.checksum
         numbers = {name: number for number, name in enumerate(values)}
         return KnownPlan(
             number=planned.number,
@@ -435,7 +425,7 @@ class SaveLoop:
             flags=self._flags,
             outline=outline.without_leaves(),
             names=tuple(values),
-            mappings=self._planner.mappings,
+            mappings=planner.mappings,
             structure=planned.structure,
             copies=planned.copies,
             plan=plan,
@@ -450,9 +440,9 @@ class SaveLoop:
             ],
         )
 
-    def _restore_plan(self) -> KnownPlan:
+    def _restore_plan(self, planner: DefaultSavePlanner) -> KnownPlan:
         """The kept plan, with the planner set up as it was when it made the plan."""
-        known, outline, planner = self._known, self._outline, self._planner
+        known, outline = self._known, self._outline
         assert known is not None
         assert outline is not None
         assert outline.leaves is not None
@@ -475,7 +465,7 @@ class SaveLoop:
 
     def _of_all(
         self, reports: list[Report], planned: _Planned | None, known: KnownPlan | None
-    ) -> tuple[OfAllRanks, list[Written]]:
+    ) -> tuple[OfAllRanks, list[Record]]:
         """What all ranks were to write, and what each has written.
 
         Raises:
@@ -484,7 +474,7 @@ class SaveLoop:
         """
         digests = tuple(digest for digest, _, _ in reports)
         if planned is not None:
-            assert planned.of_all is not None
+            assert isinstance(planned.of_all, Planned)
             written = [one for _, one, _ in reports]
             return OfAllRanks(planned.of_all, digests, _extents_of(written)), written
         assert known is not None
@@ -502,12 +492,12 @@ class SaveLoop:
                 raise IncompleteSaveError(
                     f"rank {rank} means another plan or save than rank 0, under the same number: "
                     f"{exc}; nothing was committed. Save again: all ranks plan anew then",
-                    uri=str(self._writer.uri),
+                    uri=str(self._ours.uri),
                 ) from exc
         return replace(known.of_all, extents=_extents_of(written)), written
 
 
-def _extents_of(written: Sequence[Written]) -> tuple[Extents, ...]:
+def _extents_of(written: Sequence[Record]) -> tuple[Extents, ...]:
     return tuple(one.extents for one in written)
 
 

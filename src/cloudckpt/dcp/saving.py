@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from cloudckpt.checkpoint.base import VALUE, digest_of_bytes, kind_of
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
+from cloudckpt.checkpoint.record import Extents
 from cloudckpt.checkpoint.sending import Destination, OpenObject, Sender, send_here
 from cloudckpt.checkpoint.shard import (
     Place,
@@ -26,7 +27,6 @@ from cloudckpt.checkpoint.shard import (
     travels_as_bytes,
 )
 from cloudckpt.checkpoint.values import forewarn
-from cloudckpt.checkpoint.written import Extents
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp.incremental import Contents, digest_of
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError, UnsupportedValueError

@@ -28,11 +28,11 @@ def tell_torchs_logger(event: Event) -> None:
     ``cloudckpt.upload``), ``event`` (``end`` or ``exception``), ``time`` and ``times_spent`` in
     nanoseconds, ``local_rank`` in the group that saves, and with a process group ``global_rank``
     and ``world_size``; in addition, ``bytes``, and ``error`` or ``detail`` with the class of an
-    error. Nothing is created if torch's logger has only the handler that drops everything.
+    error.
     """
     logger = dcp_logger()
     level = logging.ERROR if event.failed else logging.DEBUG
-    if logger is None or not logger.isEnabledFor(level) or not _is_heard(logger):
+    if logger is None or not logger.isEnabledFor(level):
         return
     spent = int(event.seconds * 1e9)
     message: dict[str, str | int] = {
@@ -51,12 +51,3 @@ def tell_torchs_logger(event: Event) -> None:
     if event.detail:
         message["error" if event.failed else "detail"] = event.detail
     logger.log(level, message, extra={"cloudckpt_event": event})
-
-
-def _is_heard(logger: logging.Logger) -> bool:
-    at: logging.Logger | None = logger
-    while at is not None:
-        if any(type(handler) is not logging.NullHandler for handler in at.handlers):
-            return True
-        at = at.parent if at.propagate else None
-    return False

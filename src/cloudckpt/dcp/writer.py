@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -20,17 +19,17 @@ from torch.futures import Future
 
 from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.baseline import Baseline, Beginning, begin, now, refuse_run
+from cloudckpt.checkpoint.columns import column_of
 from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.committed import fetch, object_names
-from cloudckpt.checkpoint.draft import Draft, Planned
-from cloudckpt.checkpoint.notes import Notes, with_timing
+from cloudckpt.checkpoint.manifest import Manifest, Planned, earlier_objects
+from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import METADATA, ObjectRecord
+from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.references import Hold, check_beside
 from cloudckpt.checkpoint.sending import Destination, Sender, send_here
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned
-from cloudckpt.checkpoint.written import Written, earlier_objects
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable, portable_errors
@@ -351,7 +350,7 @@ class CloudStorageWriter(OurWriter):
                 self.uri,
             )
         written = self.send(plan, planner, contents=contents)
-        told = dataclasses.replace(written, indices=tuple(item.index for item in plan.items))
+        told = written, tuple(item.index for item in plan.items)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), 0, told)])
         return future
@@ -363,7 +362,7 @@ class CloudStorageWriter(OurWriter):
         cached: CachedLayout | None = None,
         leave: Leave = lambda extents, references: None,
         contents: Contents | None = None,
-    ) -> Written:
+    ) -> Record:
         """Sends this rank's items; returns what was written once the store has all of it.
 
         Args:
@@ -399,14 +398,15 @@ class CloudStorageWriter(OurWriter):
             finally:
                 self.transferred = stats.snapshot()
             span.nbytes = self.transferred.nbytes
-        timing = RankTiming(
-            rank=self._rank,
-            began=self._began,
-            sending=sending,
-            sent=time.time(),
-            nbytes=self.transferred.nbytes,
+        times = (round(1000 * moment) for moment in (self._began, sending, time.time()))
+        return Record(
+            extents=extents,
+            objects=objects,
+            checksum=self.checksum,
+            structure=self._structure,
+            location=uri,
+            times=column_of([[self._rank, *times, self.transferred.nbytes]]),
         )
-        return Written(uri, objects, extents, structure=self._structure, timing=timing)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits.
@@ -418,16 +418,17 @@ class CloudStorageWriter(OurWriter):
             CheckpointConflictError: If another writer has committed since this save began.
             CommitUnknownError: If the store's answers leave open whether the commit took place.
         """
-        written = [of_rank[0].storage_data for of_rank in results if of_rank]
-        indices = [one.indices or () for one in written]
-        draft = self.finish_with(
-            lambda: Planned.of(metadata, indices, self.checksum, str(self.uri)), written
+        reported = [of_rank[0].storage_data for of_rank in results if of_rank]
+        indices = [items for _, items in reported]
+        manifest = self.finish_with(
+            lambda: Planned.of(metadata, indices, self.checksum, str(self.uri)),
+            [record for record, _ in reported],
         )
-        metadata.storage_data = draft.metadata.storage_data
-        metadata.storage_meta = draft.metadata.storage_meta
-        metadata.version = draft.metadata.version
+        metadata.storage_data = manifest.metadata.storage_data
+        metadata.storage_meta = manifest.metadata.storage_meta
+        metadata.version = manifest.metadata.version
 
-    def finish_with(self, planned: Callable[[], Planned], written: Sequence[Written]) -> Draft:
+    def finish_with(self, planned: Callable[[], Planned], written: Sequence[Record]) -> Manifest:
         """Commits what the ranks have written; raises as :meth:`finish` does.
 
         Args:
@@ -445,13 +446,13 @@ class CloudStorageWriter(OurWriter):
             raise IncompleteSaveError(
                 "the save was finished before, and can't be finished twice: save again", uri=uri
             )
-        timings = [one.timing for one in written if one.timing is not None]
         with portable_errors(uri):
             with paused_gc():  # the collector would traverse the plans of all ranks
-                draft = Draft.of(planned(), written, attempt=self.attempt, uri=uri)
-            if draft.metadata.storage_meta is not None:  # what is stored may be copied elsewhere
-                draft.metadata.storage_meta.checkpoint_id = uri
-            hook.before_commit(uri, draft.metadata)
+                of_all = planned().written(written, attempt=self.attempt, uri=uri)
+                manifest = Manifest(of_all, uri)
+            if manifest.metadata.storage_meta is not None:  # what is stored may be copied elsewhere
+                manifest.metadata.storage_meta.checkpoint_id = uri
+            hook.before_commit(uri, manifest.metadata)
         self.committed, self._is_finished = None, True
         with Span("commit", uri, self._rank):
             try:
@@ -461,12 +462,10 @@ class CloudStorageWriter(OurWriter):
                     self.config,
                     baseline=baseline,
                     attempt=self.attempt,
-                    objects=[ObjectRecord(o.name, o.size, o.checksum) for o in draft.objects],
+                    objects=[ObjectRecord(o.name, o.size, o.checksum) for o in manifest.objects],
                     own=self._written,
                     kept=earlier_objects(written, self.uri.folder),
-                    data=lambda: draft.data(
-                        with_timing(self.noted, SaveTiming.of(timings, time.time()))
-                    ),
+                    data=lambda: manifest.data(self.noted),
                     check=hook.check_claim,
                 )
             except Exception as error:
@@ -477,9 +476,9 @@ class CloudStorageWriter(OurWriter):
                 forget_listings()
         self.committed = True
         self._written = []
-        self._let_go_of_base({one.folder for one in draft.objects} - {self.uri.folder})
-        run_after(hook, uri, draft.metadata)
-        return draft
+        self._let_go_of_base({one.folder for one in manifest.objects} - {self.uri.folder})
+        run_after(hook, uri, manifest.metadata)
+        return manifest
 
     def discard(self) -> None:
         """Deletes what this rank has written in an attempt that was certainly not committed."""

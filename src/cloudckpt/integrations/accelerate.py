@@ -7,7 +7,8 @@
 They save and load what the accelerator's own ``save_state`` and ``load_state`` do. A checkpoint
 holds the models as ``model_0`` and so on and the optimizers as ``optimizer_0`` and so on, tensor by
 tensor, each rank its shards, and under ``files`` the small files that Accelerate and registered
-hooks write (random states, schedulers, samplers, the scaler, registered objects). Nothing of
+hooks write (random states, schedulers, samplers, the scaler, registered objects). What ranks write
+unlike under one name, such as the positions of their dataloaders, is saved once a rank. Nothing of
 Accelerate is changed: what was prepared is read from the accelerator, and the small files are
 written and read by the functions of ``accelerate.checkpointing``. Tested with accelerate 1.14 and
 1.15.
@@ -16,6 +17,7 @@ written and read by the functions of ``accelerate.checkpointing``. Tested with a
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import tempfile
@@ -29,7 +31,13 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.install import chosen_config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import ConfigError, MissingDependencyError, MissingKeyError
-from cloudckpt.integrations.folders import files_of, room_for
+from cloudckpt.integrations.folders import (
+    chosen_for,
+    files_of,
+    part_unlike,
+    put_chosen,
+    room_for,
+)
 from cloudckpt.integrations.parts import Parts, keep_newest
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import inspect as inspect_checkpoint
@@ -41,7 +49,6 @@ try:
         load_accelerator_state,
         load_custom_state,
         save_accelerator_state,
-        save_custom_state,
     )
 except ImportError as exc:
     raise MissingDependencyError(
@@ -49,6 +56,8 @@ except ImportError as exc:
     ) from exc
 
 __all__ = ["load_state", "save_state"]
+
+logger = logging.getLogger("cloudckpt")
 
 _FILES = "files"
 _OF_A_RANK = re.compile(r"random_states_(\d+)\.pkl")
@@ -100,6 +109,7 @@ def save_state(
             return {name: value for name, value in state.items() if name not in taken}
 
         state = meeting.begin(collect)
+        part_unlike(folder, meeting)
         state[_FILES] = files_of(folder, meeting)
         api.save(state, checkpoint_id=place, config=config)
     if meeting.rank == 0 and step is not None:
@@ -117,7 +127,8 @@ def load_state(
     """Loads all that was prepared and registered, on any number of ranks; all ranks call it.
 
     Hooks of ``register_load_state_pre_hook`` are called with a local folder that has the files. A
-    rank that did not exist at the save keeps its random states.
+    rank that did not exist at the save keeps its random states, and gets the first rank's files
+    where each rank has its own; a warning says so.
 
     Args:
         accelerator: The ``Accelerator``, with models and optimizers prepared as at the save.
@@ -136,24 +147,24 @@ def load_state(
     )
     hooks = list(accelerator._load_model_state_pre_hook.values())
     there = {name.partition(".")[0] for name in sizes}
+    below = f"{_FILES}."
     with contextlib.ExitStack() as stack:
         folder = _own_folder(meeting, stack)
 
         def prepare() -> tuple[Parts, dict[str, torch.Tensor]]:
+            files = [item.removeprefix(below) for item in sizes if item.startswith(below)]
             rooms = {
-                name: room_for(folder, name, nbytes, place)
-                for of, _, name in (item.partition(".") for item in sizes)
-                if of == _FILES and _is_for(name, meeting.rank)
-                for nbytes in (sizes[f"{of}.{name}"],)
+                name: room_for(folder, name, sizes[below + name], place)
+                for name in chosen_for(_without_random_of_others(files, meeting.rank), meeting.rank)
             }
             # what the checkpoint lacks is left to the hooks that saved it
             return _parts(accelerator, place, there if hooks else None), rooms
 
         parts, rooms = meeting.begin(prepare)
-        beside = {_FILES: rooms} if rooms else {}
-        parts.load(place, config, beside=beside)
+        parts.load(place, config, beside={_FILES: rooms})
 
         def load_files() -> None:
+            put_chosen(folder)
             left = [] if _is_fsdp(accelerator) else list(accelerator._models)
             for hook in hooks:
                 hook(left, folder)
@@ -199,8 +210,8 @@ def _write_small_files(accelerator: Any, folder: str) -> None:
         accelerator.scaler,
         save_on_each_node=on_each_node,
     )
-    for index, one in enumerate(accelerator._custom_objects):
-        save_custom_state(one, folder, index, save_on_each_node=on_each_node)
+    for index, one in enumerate(accelerator._custom_objects):  # Accelerate's are the first rank's
+        torch.save(one.state_dict(), os.path.join(folder, f"custom_checkpoint_{index}.pkl"))
 
 
 def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
@@ -261,9 +272,15 @@ def _models_in(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name.startswith("model_")}
 
 
-def _is_for(name: str, rank: int) -> bool:
-    of_a_rank = _OF_A_RANK.fullmatch(name)
-    return of_a_rank is None or int(of_a_rank.group(1)) == rank
+def _without_random_of_others(names: list[str], rank: int) -> list[str]:
+    """The files but for the random states of other ranks, in names of Accelerate's own."""
+    of_ranks = {name: int(of[1]) for name in names if (of := _OF_A_RANK.fullmatch(name))}
+    if rank not in of_ranks.values():
+        listed = " ".join(map(str, sorted(of_ranks.values())))
+        logger.warning(
+            "rank %d keeps its random states: those of ranks %s were saved", rank, listed
+        )
+    return [name for name in names if of_ranks.get(name, rank) == rank]
 
 
 def _is_fsdp(accelerator: Any) -> bool:

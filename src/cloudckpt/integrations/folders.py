@@ -5,14 +5,23 @@ Each item is a memory-mapped tensor of the file's bytes: read when sent, written
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+from collections.abc import Iterable
 
 import torch
 
+from cloudckpt.checksum import CRC32C
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import ConfigError
+from cloudckpt.transfer.memory import bytes_of
 
-__all__ = ["files_of", "room_for"]
+__all__ = ["chosen_for", "files_of", "part_unlike", "put_chosen", "room_for"]
+
+logger = logging.getLogger("cloudckpt")
+
+_OF_RANK = re.compile(r"cloudckpt_rank_(\d+)/(.+)", re.DOTALL)
 
 
 def files_of(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
@@ -62,6 +71,67 @@ def room_for(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
         with open(path, "wb"):
             return torch.empty(0, dtype=torch.uint8)
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def part_unlike(folder: str, meeting: Meeting) -> None:
+    """Moves files that ranks have written unlike under one name to a name of each rank.
+
+    Args:
+        folder: A folder that only this rank writes to.
+        meeting: The meeting of the ranks that save.
+
+    Raises:
+        CloudCheckpointError: If a rank can't read its folder.
+    """
+
+    def checksum(name: str, size: int) -> tuple[int, int]:
+        content = _mapped(os.path.join(folder, name), size)  # is unmapped when this returns
+        return size, CRC32C.of(bytes_of(content))
+
+    def checksums() -> dict[str, tuple[int, int]]:
+        return {name: checksum(name, size) for name, size in _sizes(folder).items()}
+
+    of_ranks = meeting.gathered(meeting.begin(checksums))
+
+    def move() -> None:
+        for name, own in of_ranks[meeting.rank].items():
+            if any(found.get(name, own) != own for found in of_ranks):
+                path = os.path.join(folder, f"cloudckpt_rank_{meeting.rank}", name)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                os.rename(os.path.join(folder, name), path)
+
+    meeting.begin(move)
+
+
+def chosen_for(names: Iterable[str], rank: int) -> list[str]:
+    """The files that a rank gets: those of all, and its own, or the first rank's, of a name."""
+    by_name: dict[str, dict[int, str]] = {}
+    chosen = []
+    for name in names:
+        of_rank = _OF_RANK.fullmatch(name)
+        if of_rank is None:
+            chosen.append(name)
+        else:
+            by_name.setdefault(of_rank[2], {})[int(of_rank[1])] = name
+    for name, of_ranks in by_name.items():
+        if rank not in of_ranks:
+            logger.warning(
+                "rank %d has not saved %s and gets that of rank %d: the checkpoint has those of "
+                "ranks %s",
+                rank,
+                name,
+                min(of_ranks),
+                " ".join(map(str, sorted(of_ranks))),
+            )
+        chosen.append(of_ranks.get(rank, of_ranks[min(of_ranks)]))
+    return chosen
+
+
+def put_chosen(folder: str) -> None:
+    """Moves files of a rank to the names that they had when it wrote them."""
+    for name in _sizes(folder):
+        if (of_rank := _OF_RANK.fullmatch(name)) is not None:
+            os.renames(os.path.join(folder, name), os.path.join(folder, of_rank[2]))
 
 
 def _sizes(folder: str) -> dict[str, int]:

@@ -7,8 +7,9 @@
 >>> trainer.fit(model, ckpt_path=cloudckpt.latest("s3://bucket/run"))  # doctest: +SKIP
 
 A checkpoint holds the model as ``state_dict`` and the optimizers as ``optimizer_0`` and so on,
-tensor by tensor, and whatever else the trainer keeps (loops, callbacks, hyperparameters) as one
-value. Paths that are not URIs are handled by Lightning. Tested with lightning 2.5.6 and 2.6.
+tensor by tensor, the random generators and dataloader positions of each rank, and whatever else the
+trainer keeps (loops, callbacks, hyperparameters) as one value. Paths that are not URIs are handled
+by Lightning. Tested with lightning 2.5.6 and 2.6.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import MissingDependencyError
-from cloudckpt.integrations.fabric import CloudCheckpointIO, DDPOnStores
+from cloudckpt.integrations.fabric import CloudCheckpointIO
 from cloudckpt.integrations.fsspec import register
-from cloudckpt.integrations.lightning_folder import may_be_removed, newest_in
-from cloudckpt.integrations.lightning_sharded import TrainerOnStores
+from cloudckpt.integrations.lightning_state import TrainerOnStores
 from cloudckpt.integrations.parts import uri_of
+from cloudckpt.runs.catalog import CheckpointSummary, list_checkpoints
+from cloudckpt.uri import CheckpointURI
 
 try:
     import fsspec
@@ -36,7 +38,6 @@ except ImportError as exc:
 __all__ = [
     "CloudCheckpointIO",
     "CloudDDPStrategy",
-    "CloudFSDPMixin",
     "CloudFSDPStrategy",
     "CloudModelCheckpoint",
     "CloudModelParallelStrategy",
@@ -47,26 +48,15 @@ class CloudModelParallelStrategy(TrainerOnStores, ModelParallelStrategy):  # typ
     """Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallelism) that also saves to URIs."""
 
 
-class CloudDDPStrategy(DDPOnStores, DDPStrategy):  # type: ignore[misc]
-    """Lightning's ``DDPStrategy`` that also saves to URIs."""
+class CloudDDPStrategy(TrainerOnStores, DDPStrategy):  # type: ignore[misc]
+    """Lightning's ``DDPStrategy`` that also saves to URIs; the ranks share the work."""
 
 
-class CloudFSDPMixin(TrainerOnStores):
-    """Mixin for your own subclass of Lightning's ``FSDPStrategy``; goes before it in the bases.
-
-    >>> class Strategy(CloudFSDPMixin, MyFSDPStrategy):  # doctest: +SKIP
-    ...     config = cloudckpt.Config(connections=32)
-
-    Attributes:
-        config: Options for saving and loading; None for those of ``install``.
-    """
-
-
-class CloudFSDPStrategy(CloudFSDPMixin, FSDPStrategy):  # type: ignore[misc]
+class CloudFSDPStrategy(TrainerOnStores, FSDPStrategy):  # type: ignore[misc]
     """Lightning's ``FSDPStrategy`` (FSDP1) that saves shards, also to URIs."""
 
     def __init__(self, *args: Any, state_dict_type: str = "sharded", **kwargs: Any) -> None:
-        """As Lightning's, and as :class:`CloudFSDPMixin`."""
+        """As Lightning's, with ``config`` and ``asynchronous`` as of the others."""
         super().__init__(*args, state_dict_type=state_dict_type, **kwargs)
 
 
@@ -129,13 +119,40 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         """The newest committed one, for ``ckpt_path="last"``; Lightning loses the scheme."""
         if self._root is None:
             return set(super()._find_last_checkpoints(trainer))
-        return newest_in(self._root, self._config, self.CHECKPOINT_NAME_LAST)
+        last = self.CHECKPOINT_NAME_LAST
+
+        def age(one: CheckpointSummary) -> tuple[float, bool, int]:
+            """Within one second (stores' resolution) Lightning wrote the copy last."""
+            is_last = one.uri.rpartition("/")[2].startswith(last)
+            return one.modified or 0.0, is_last, one.step or -1
+
+        found = [
+            one for one in list_checkpoints(self._root, config=self._config) if one.is_committed
+        ]
+        newest = max(found, key=age, default=None)
+        return set() if newest is None else {newest.uri}
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
-        """Never removes what another run saved, or what this run resumed from."""
+        """Never removes what another run saved, or what this run resumed from.
+
+        Lightning keeps these rules on local disks only: its callback resumes with the best
+        checkpoint of the previous run, and the first save of the new run would delete that.
+        """
         if self._root is None:
             return bool(super()._should_remove_checkpoint(trainer, previous, current))
-        return previous != current and may_be_removed(previous, self._root, trainer.ckpt_path)
+        resumed = trainer.ckpt_path
+        is_resumed = bool(resumed) and CheckpointURI.accepts(resumed) and _same(resumed, previous)
+        return (
+            previous != current
+            and not is_resumed
+            and previous.startswith(f"{self._root.rstrip('/')}/")
+        )
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two URIs are one location; one of ``az`` need not name its account."""
+    places = (CheckpointURI.parse(uri) for uri in (one, other))
+    return len({(place.scheme, place.bucket, place.prefix) for place in places}) == 1
 
 
 def _serve(scheme: str, config: Config | None) -> None:

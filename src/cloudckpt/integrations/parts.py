@@ -1,19 +1,25 @@
-"""Models and optimizers of a framework as one checkpoint, with the small values beside them."""
+"""Models and optimizers of a framework as one checkpoint, with what it keeps beside them.
+
+Optimizers are saved by the names of parameters, which resharding does not change. torch makes the
+state of a fresh optimizer by a step with zero gradients and a learning rate of 0. That is right
+before a load, which replaces it. A save must not do it: the step would count.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -22,26 +28,19 @@ from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
-from cloudckpt.integrations import optimizer_states
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.deleting import delete
 from cloudckpt.runs.steps import Retention
 from cloudckpt.uri import CheckpointURI, text_of, unfolded
 
-__all__ = ["VALUES", "Parts", "keep_newest", "packed", "remove", "unpacked", "uri_of"]
+__all__ = ["Parts", "keep_newest", "remove", "uri_of"]
 
 logger = logging.getLogger("cloudckpt")
 
-VALUES = "other_values"
-"""The item with everything but models and optimizers, as the bytes of ``torch.save``."""
-
 
 class Parts:
-    """The part of a training state that is saved tensor by tensor, each rank its shards.
-
-    Its names are those of parameters, which resharding does not change.
-    """
+    """The part of a training state that is saved tensor by tensor, each rank its shards."""
 
     def __init__(
         self, models: Mapping[str, Module], optimizers: Mapping[str, tuple[Module, Optimizer]]
@@ -55,12 +54,13 @@ class Parts:
         self._optimizers = optimizers
 
     def state_dicts(self) -> dict[str, Any]:
-        """What to save of each, by name; a collective call."""
+        """What to save of each, by name; they stay as they are. A collective call."""
         found: dict[str, Any] = {
             name: get_model_state_dict(model) for name, model in self._models.items()
         }
         for name, (model, optimizer) in self._optimizers.items():
-            found[name] = optimizer_states.taken(model, optimizer)
+            with _without_a_step(optimizer):
+                found[name] = get_optimizer_state_dict(model, optimizer)
         return found
 
     def load(
@@ -68,29 +68,30 @@ class Parts:
         uri: str,
         config: Config,
         *,
-        beside: Mapping[str, Any] | None = None,
+        beside: Mapping[str, Any],
         strict: bool = True,
-        weights_only: bool | None = None,
+        trust_pickle: bool = False,
     ) -> dict[str, Any]:
         """Loads them in place, on any number of ranks; a collective call.
+
+        An optimizer has the states that were saved afterwards, and no others. What was saved of one
+        and has no place here, for example as its options differ, is named in a warning.
 
         Args:
             uri: The checkpoint.
             config: Options.
-            beside: What else to load, instead of the values.
-            strict: Whether all of them must be in the checkpoint.
-            weights_only: With False, pickles in the checkpoint may run any code.
+            beside: What else to load, by name; what the checkpoint lacks is left out.
+            strict: Whether all models and optimizers must be in the checkpoint.
+            trust_pickle: Whether pickles in the checkpoint may run any code.
 
         Returns:
-            The values saved beside them, if these were loaded.
+            What was loaded of ``beside``.
 
         Raises:
             MissingKeyError: If ``strict``, and the checkpoint lacks some of them.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
-        buffer = io.BytesIO()
-        meeting = Meeting.of(None, False)
-        there = meeting.broadcast_from_first(
+        there = Meeting.of(None, False).broadcast_from_first(
             lambda: {item.name for item in inspect(uri, config=config).items}
         )
         wanted: dict[str, Any] = {
@@ -103,51 +104,90 @@ class Parts:
         }
         with contextlib.ExitStack() as stack:
             for name, (model, optimizer) in optimizers.items():
-                stack.enter_context(optimizer_states.restored_on_failure(optimizer))
-                saved = _below(f"{name}.state.", there)
-                wanted[name] = optimizer_states.to_fill(model, optimizer, saved)
-            if strict:
-                meeting.begin(lambda: self._check_optimizers(wanted, there, uri))
-            wanted |= {VALUES: buffer} if beside is None else beside
-            options = CheckpointerConfig(config=config, trust_pickle=weights_only is False)
+                stack.enter_context(_restored_on_failure(optimizer))
+                wanted[name] = _to_fill(model, optimizer, _below(f"{name}.state.", there))
+            more = {
+                name: value
+                for name, value in beside.items()
+                if name in there or _below(f"{name}.", there)
+            }
+            options = CheckpointerConfig(config=config, trust_pickle=trust_pickle)
             with make_sync_checkpointer(options) as checkpointer:
-                loaded = checkpointer.load(uri, wanted, strict=strict)
+                loaded = checkpointer.load(uri, wanted | more, strict=strict)
             for name, model in self._models.items():
                 set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=strict))
             for name, (model, optimizer) in optimizers.items():
-                optimizer_states.put(model, optimizer, loaded[name])
-        found = loaded.get(VALUES)
-        return unpacked(None if found is buffer else found, weights_only)
+                loaded[name].setdefault("state", {})
+                with _without_a_step(optimizer):
+                    some = StateDictOptions(strict=False)
+                    set_optimizer_state_dict(model, optimizer, loaded[name], options=some)
+        return {name: loaded[name] for name in more}
 
-    def _check_optimizers(self, wanted: dict[str, Any], there: Collection[str], uri: str) -> None:
-        """Refuses to leave out what was saved of an optimizer that is loaded.
 
-        Raises:
-            ConfigError: If an optimizer can't have all of the state that was saved.
-        """
-        for name, (_, optimizer) in self._optimizers.items():
-            saved = _below(f"{name}.state.", there)
-            optimizer_states.check_room(wanted[name], optimizer, saved, uri, name)
+def _to_fill(model: Module, optimizer: Optimizer, saved: Collection[str]) -> dict[str, Any]:
+    """The state to load into: of the parameters whose state was saved, such as `weight.exp_avg`."""
+    prepared = _with_all_states if saved else _without_a_step
+    with prepared(optimizer):
+        found = dict(get_optimizer_state_dict(model, optimizer))
+    has_state = {
+        ".".join(names[:count])
+        for names in (name.split(".") for name in saved)
+        for count in range(1, len(names))
+    }
+    states: Any = found["state"]
+    found["state"] = {name: one for name, one in states.items() if name in has_state}
+    return found
+
+
+@contextlib.contextmanager
+def _restored_on_failure(optimizer: Optimizer) -> Iterator[None]:
+    """Removes the states that a load has made if it fails."""
+    before = dict(optimizer.state)
+    try:
+        yield
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(before)
+        raise
+
+
+@contextlib.contextmanager
+def _without_a_step(optimizer: Optimizer) -> Iterator[None]:
+    """Keeps torch from making a state, which it does not do where a parameter has a gradient."""
+    parameters = _parameters(optimizer)
+    if optimizer.state or not parameters or any(one.grad is not None for one in parameters):
+        yield
+        return
+    smallest = min(parameters, key=torch.Tensor.numel)
+    smallest.grad = torch.zeros_like(smallest)
+    try:
+        yield
+    finally:
+        smallest.grad = None
+
+
+@contextlib.contextmanager
+def _with_all_states(optimizer: Optimizer) -> Iterator[None]:
+    """Lets torch make the states of all parameters unless they are there; gradients stay."""
+    parameters = _parameters(optimizer)
+    if any(one.requires_grad and one not in optimizer.state for one in parameters):
+        optimizer.state.clear()
+    gradients = [one.grad for one in parameters]
+    for one in parameters:
+        one.grad = None
+    try:
+        yield
+    finally:
+        for one, gradient in zip(parameters, gradients, strict=True):
+            one.grad = gradient
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def _below(prefix: str, names: Collection[str]) -> set[str]:
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-
-
-def packed(values: Mapping[str, Any]) -> io.BytesIO:
-    """Values as the bytes of ``torch.save``, which load like a framework's own small files."""
-    buffer = io.BytesIO()
-    torch.save(dict(values), buffer)
-    buffer.seek(0)
-    return buffer
-
-
-def unpacked(buffer: io.BytesIO | None, weights_only: bool | None = None) -> dict[str, Any]:
-    """The values that :func:`packed` packed; empty if other software saved the checkpoint."""
-    if buffer is None:
-        return {}
-    buffer.seek(0)
-    return dict(torch.load(buffer, map_location="cpu", weights_only=weights_only is not False))
 
 
 def uri_of(path: str | os.PathLike[str]) -> str | None:

@@ -19,7 +19,7 @@ from cloudckpt.checkpointer import (
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError
 
-__all__ = ["Saves", "close", "then"]
+__all__ = ["Saves"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -47,11 +47,12 @@ class Saves:
             no_dist: Whether this process saves alone.
             stager: Copies the state for a save in the background; None for cloudckpt's own.
         """
-        self._options = CheckpointerConfig(
+        options = CheckpointerConfig(
             config=config, no_dist=no_dist, kind=AsyncCheckpointerType.THREAD, stager=stager
         )
+        make = make_async_checkpointer if asynchronous else make_sync_checkpointer
+        self._checkpointer: Checkpointer = make(options)
         self._asynchronous = asynchronous
-        self._checkpointer: Checkpointer | None = None
         self._left: list[Callable[[], object]] = []
 
     def save(self, state: dict[str, Any], uri: str) -> None:
@@ -61,9 +62,6 @@ class Saves:
             CloudCheckpointError: As :func:`cloudckpt.save`, for this save or the previous one.
         """
         self.finish()
-        if self._checkpointer is None:
-            make = make_async_checkpointer if self._asynchronous else make_sync_checkpointer
-            self._checkpointer = make(self._options)
         self._checkpointer.save(uri, state)
 
     def then(self, act: Callable[[], object]) -> None:
@@ -71,7 +69,7 @@ class Saves:
 
         It is never called if the save fails.
         """
-        if self._asynchronous and self._checkpointer is not None:
+        if self._asynchronous:
             self._left.append(act)
         else:
             act()
@@ -83,42 +81,24 @@ class Saves:
             CloudCheckpointError: If it failed; on all ranks.
         """
         left, self._left = self._left, []
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
+        self._checkpointer.wait()
         for act in left:
             act()
 
     def close(self) -> None:
-        """Finishes and releases resources; later saves are made at once.
+        """Finishes and releases resources.
 
         Raises:
-            CloudCheckpointError: As :meth:`finish`.
+            CloudCheckpointError: As :meth:`finish`; it is only logged if another error is being
+                raised.
         """
-        self._asynchronous = False
-        checkpointer = self._checkpointer
+        is_failing = sys.exc_info()[1] is not None
         try:
-            self.finish()
-        finally:
-            self._checkpointer = None
-            if checkpointer is not None:
-                checkpointer.close()
-
-
-def then(saves: Saves | None, act: Callable[[], object]) -> None:
-    """Calls ``act`` after the saves under way."""
-    if saves is None:
-        act()
-    else:
-        saves.then(act)
-
-
-def close(saves: Saves | None) -> None:
-    """Ends background saves; a failure is only logged if another error is being raised."""
-    is_failing = sys.exc_info()[1] is not None
-    try:
-        if saves is not None:
-            saves.close()
-    except CloudCheckpointError as failure:
-        if not is_failing:
-            raise
-        logger.error("a checkpoint was not saved: %s", failure)
+            try:
+                self.finish()
+            finally:
+                self._checkpointer.close()
+        except CloudCheckpointError as failure:
+            if not is_failing:
+                raise
+            logger.error("a checkpoint was not saved: %s", failure)

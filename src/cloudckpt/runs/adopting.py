@@ -22,11 +22,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from cloudckpt.checkpoint.baseline import LONGEST_SAVE, Baseline
 from cloudckpt.checkpoint.commit import commit, conditions_work
-from cloudckpt.checkpoint.draft import Draft
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
+from cloudckpt.checkpoint.manifest import Manifest
 from cloudckpt.checkpoint.objects import (
     CLAIM,
     METADATA,
@@ -39,7 +40,6 @@ from cloudckpt.checkpoint.objects import (
 )
 from cloudckpt.checkpoint.pending import MOST_BYTES, Pending
 from cloudckpt.checkpoint.record import Heads, Record, bound
-from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.global_plan import plan_together
 from cloudckpt.dcp.writer import CommitHook, run_after
@@ -159,11 +159,11 @@ class _Adoption:
     def carry_out(self, until: float) -> None:
         by_rank = self._awaited(self._owner(), until)
         baseline = Baseline(self._uri.key(METADATA), None)
-        draft = self._draft(by_rank)
-        self._check_objects(draft.objects)
-        self._commit(draft, by_rank[0], baseline)
+        manifest = self._draft(by_rank)
+        self._check_objects(manifest.objects)
+        self._commit(manifest, by_rank[0], baseline)
         keys, threads = list(self._seen), self._config.requests_at_once
-        needed, mark = {one.folder for one in draft.objects}, keep_name(by_rank[0].attempt)
+        needed, mark = {one.folder for one in manifest.objects}, keep_name(by_rank[0].attempt)
         keys += [self._uri.beside(one).key(mark) for one in by_rank[0].held if one not in needed]
         delete_quietly(self._store, keys, self._config.retry, threads=threads)
 
@@ -237,13 +237,13 @@ class _Adoption:
                 known[key] = found
         self._seen = known
 
-    def _draft(self, by_rank: Mapping[int, Pending]) -> Draft:
+    def _draft(self, by_rank: Mapping[int, Pending]) -> Manifest:
         """The manifest to be committed.
 
         Raises:
             IncompleteSaveError: If the ranks' records do not fit together.
         """
-        uri, written, records = str(self._uri), list[Written](), list[Record]()
+        uri, written, plans = str(self._uri), list[Record](), list[Record]()
         known: Heads = {}
         try:
             for rank in range(len(by_rank)):
@@ -252,18 +252,17 @@ class _Adoption:
                 if any(found.rank != rank for found in one.objects if not found.folder):
                     raise ValueError("objects of another rank")
                 # names compress well: nothing follows from how many bytes they have become
-                most = max(MOST_BYTES, bound(len(one.record)))
-                record = Record.parse(one.record, uri, most, known)
-                extents = Extents.unpack(one.extents, one.columns)
-                records.append(record)
-                written.append(Written(uri, one.objects, extents, structure=record.structure))
-            planned, _, _ = plan_together(records, to_lowest_rank=True, uri=uri)
-            if planned.counts != tuple(len(one.extents) for one in written):
+                most = max(MOST_BYTES, bound(len(one.plan)))
+                plans.append(Record.parse(one.plan, uri, most, known))
+                record = Record.parse(one.record, uri, MOST_BYTES)
+                written.append(replace(record, objects=one.objects, location=uri))
+            planned, _, _ = plan_together(plans, to_lowest_rank=True, uri=uri)
+            if [rows.numel() for rows in planned.rows] != [len(one.extents) for one in written]:
                 raise ValueError("two ranks have written the same")
             # the attempt names the mark that keeps the objects it refers to
             refers = any(found.folder for one in written for found in one.objects)
             attempt = by_rank[0].attempt if refers else random_suffix()
-            return Draft.of(planned, written, attempt=attempt, uri=uri)
+            return Manifest(planned.written(written, attempt=attempt, uri=uri), uri)
         except _SENSELESS as exc:
             raise self._incomplete(
                 f"what the ranks have left does not fit together: {exc}"
@@ -289,13 +288,13 @@ class _Adoption:
 
         view.each(check, objects)
 
-    def _commit(self, draft: Draft, pending: Pending, baseline: Baseline) -> None:
+    def _commit(self, manifest: Manifest, pending: Pending, baseline: Baseline) -> None:
         store, uri = self._store, str(self._uri)
-        body = draft.data(pending.notes)
-        trial = self._uri.key(trial_name(draft.attempt))
+        body = manifest.data(pending.notes)
+        trial = self._uri.key(trial_name(manifest.attempt))
         setting = self._config.conditional_writes
         conditional = conditions_work(store, setting, trial, self._retrier)
-        self._hook.before_commit(uri, draft.metadata)
+        self._hook.before_commit(uri, manifest.metadata)
         baseline.check_age(uri)
 
         def check() -> None:
@@ -321,7 +320,7 @@ class _Adoption:
             "saving processes sent the rest",
             uri,
         )
-        run_after(self._hook, uri, draft.metadata)
+        run_after(self._hook, uri, manifest.metadata)
 
     def _of_another_job(self) -> IncompleteSaveError:
         return self._incomplete(

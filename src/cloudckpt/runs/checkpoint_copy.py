@@ -11,7 +11,7 @@ import torch
 
 from cloudckpt.checkpoint.baseline import Baseline, begin
 from cloudckpt.checkpoint.commit import publish
-from cloudckpt.checkpoint.draft import Draft
+from cloudckpt.checkpoint.manifest import Manifest
 from cloudckpt.checkpoint.objects import (
     OF_RANKS,
     ObjectRecord,
@@ -161,7 +161,7 @@ def copy_checkpoint(
         replace(one, target=target.uri.key(data_name(0, ordinal, attempt)))
         for ordinal, one in enumerate(objects.values())
     ]
-    draft = Draft.of_copy(part.said, _renamed(part, source, tasks, attempt), attempt)
+    manifest = Manifest.of_copy(part.said, _renamed(part, source, tasks, attempt), attempt)
     if not is_of_a_run:
         progress.total = sum(task.size for task in tasks)
     try:
@@ -177,10 +177,10 @@ def copy_checkpoint(
             target.config,
             baseline=baseline,
             attempt=random_suffix(),
-            objects=[ObjectRecord(one.name, one.size, one.checksum) for one in draft.objects],
+            objects=[ObjectRecord(one.name, one.size, one.checksum) for one in manifest.objects],
             own=written,
-            kept={one.name for one in draft.objects} - written,
-            data=partial(draft.data, part.said.notes),
+            kept={one.name for one in manifest.objects} - written,
+            data=partial(manifest.data, part.said.notes),
         )
     except CommitUnknownError:
         raise

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from cloudckpt.checkpoint.columns import unfilled
 from cloudckpt.checkpoint.committed import CommitObject
+from cloudckpt.checkpoint.lazy import table_behind
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.checkpoint.places import Places
@@ -45,6 +46,20 @@ class StoredItem:
     chunks: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTimes:
+    """How long a save took. Times are milliseconds since 1970, by each rank's own clock.
+
+    Attributes:
+        ranks: For each rank: its number, when it began to plan, when its first byte went out, when
+            the store had all of its data, and how many bytes it sent.
+        committing: When the commit began.
+    """
+
+    ranks: tuple[tuple[int, int, int, int, int], ...]
+    committing: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContents:
     """The content of a checkpoint.
@@ -56,6 +71,7 @@ class CheckpointContents:
         has_checksums: Whether its blocks can be verified; those of torch's own writers can't.
         shared: For each checkpoint beside it that it refers to, how many of its bytes are there,
             envelopes included; empty if it stands alone.
+        times: How long the save took; None if cloudckpt has not written it.
     """
 
     uri: str
@@ -63,6 +79,7 @@ class CheckpointContents:
     notes: Notes
     has_checksums: bool
     shared: Mapping[str, int] = field(default_factory=dict)
+    times: SaveTimes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +110,7 @@ def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents
         notes=notes,
         has_checksums=read.has_checksums,
         shared={str(location.beside(folder)): size for folder, size in read.shared().items()},
+        times=read.times(),
     )
 
 
@@ -126,25 +144,34 @@ class ReadContent:
     def shared(self) -> dict[str, int]:
         """The bytes of items in checkpoints beside this one, by folder."""
         found: dict[str, int] = {}
-        if (inventory := self.said.inventory) is not None and len(inventory.extents):
-            extents, sums = inventory.extents, unfilled(len(inventory.objects)).zero_()
+        if (record := self.said.record) is not None and len(record.extents):
+            extents, sums = record.extents, unfilled(len(record.objects)).zero_()
             sums.index_add_(0, extents.objects, extents.lengths)
-            for one, nbytes in zip(inventory.objects, sums.tolist(), strict=True):
+            for one, nbytes in zip(record.objects, sums.tolist(), strict=True):
                 if one.folder:
                     found[one.folder] = found.get(one.folder, 0) + nbytes
         return found
 
+    def times(self) -> SaveTimes | None:
+        """How long the save took; None if that was not recorded."""
+        record = self.said.record
+        if record is None or not len(record.times):
+            return None
+        ranks = tuple(tuple(row) for row in record.times.tolist())
+        return SaveTimes(ranks=ranks, committing=record.committing)
+
     def items(self) -> Iterator[StoredItem]:
         """All entries."""
-        if (inventory := self.said.inventory) is None:
+        table = table_behind(self.metadata)
+        if table is None:
             for name, entry in self.metadata.state_dict_metadata.items():
                 yield self.item(name, entry)
             return
-        for name, known in inventory.entries.items():
+        for name, known in table.entries.items():
             if known.shape is None:
                 yield self.item(name, None)
             else:
-                dtype = inventory.properties[known.properties].dtype
+                dtype = table.properties[known.properties].dtype
                 yield _stored(name, known.shape, dtype, known.count)
 
     def item(self, name: str, entry: object) -> StoredItem:

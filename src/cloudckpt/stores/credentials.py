@@ -39,7 +39,7 @@ class Source(Protocol):
     """The result of one lookup in the environment, files and services."""
 
     def secrets(self) -> tuple[str, ...]:
-        """What requests are authorized with; fetches it if it was not yet.
+        """What requests are authorized with now; fetched or renewed if that is due.
 
         Raises:
             CredentialsError: If it can't be used.
@@ -61,6 +61,7 @@ class Credentials(Generic[S]):
 
     Attributes:
         current: What authorizes requests.
+        were_held: Whether there were any once.
         have_worked: Whether a request has succeeded with such credentials: refused later, they
             were replaced, and this side does not have the new ones yet.
     """
@@ -70,7 +71,8 @@ class Credentials(Generic[S]):
         self._look = look
         self._lock = threading.Lock()
         self._looked_at = 0.0
-        self._failed = self._held = False
+        self._failed = False
+        self.were_held = False
         self._failure: tuple[float, StoreError] | None = None  # of the last look, and its end
         self.have_worked = False
         self.current = look()
@@ -98,12 +100,6 @@ class Credentials(Generic[S]):
                     self._failed = False
         return self.current
 
-    def used(self) -> tuple[str, ...]:
-        """What a request was authorized with just now."""
-        secrets = self.current.secrets()
-        self._held = True
-        return secrets
-
     def failed(self, error: CredentialsError) -> StoreError:
         """The error for a request without credentials; the next request looks them up again.
 
@@ -111,7 +107,7 @@ class Credentials(Generic[S]):
         retries look until their deadline. Otherwise it is final: the job is set up wrongly.
         """
         self._failed = True
-        if not self._held:
+        if not self.were_held:
             return error
         text = "the credentials can't be refreshed for now"
         return ConnectionLostError(text, uri=error.uri, cause=error, certain=True)

@@ -1,13 +1,15 @@
-"""What the stores that are reached over HTTP have in common: requests, errors, downloads."""
+"""What the stores that are reached over HTTP have in common: requests, errors, downloads, pages."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from urllib.parse import quote, urlencode
 
 from cloudckpt.errors import (
     ClockError,
@@ -31,30 +33,43 @@ from cloudckpt.stores.base import (
     ObjectInfo,
     ObjectStore,
     Progress,
+    Retry,
     nbytes,
 )
 from cloudckpt.stores.credentials import Credentials
-from cloudckpt.stores.http.bodies import Reply, whole_number
+from cloudckpt.stores.http.bodies import Reply, http_date, reading
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.expect import EXPECT
-from cloudckpt.stores.http.messages import http_date, reading
+from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.origins import Origin, Route
-from cloudckpt.stores.redaction import conceal, told
+from cloudckpt.stores.redaction import conceal
 from cloudckpt.waiting import current
 
 __all__ = [
-    "Authorized",
+    "SUCCESS",
+    "UNRESERVED",
+    "Access",
+    "Marks",
     "Request",
     "RestStore",
+    "Signed",
+    "encode_query",
 ]
 
 P = TypeVar("P")
+
+UNRESERVED = "/-._~"
+"""What stays as it is in a key that becomes the path of a URL."""
+
+SUCCESS = frozenset({200, 201, 202, 204, 206})
+
+Marks = tuple[str, ...]
+"""Where a page of a listing begins, in the store's words; empty for the first page."""
 
 _MOST_SKEW = 120.0  # seconds between clocks; stores allow five to fifteen minutes
 _BUSY = 60.0  # seconds after an answer that asks to slow down in which others may come
 _LARGE = 1024**2  # bytes of a body for which a round trip pays
 _NO_EXPECTATIONS = 417
-_SUCCESS = frozenset({200, 201, 202, 204, 206})
 
 
 @dataclass(frozen=True, repr=False)  # its headers may authorize the store to read a copy's source
@@ -81,24 +96,25 @@ class Request:
 
 
 @dataclass(frozen=True, repr=False)
-class Authorized:
-    """A request as it may be sent.
-
-    Attributes:
-        url: Where to.
-        headers: All of them.
-        source: The credentials that authorize it.
-        secrets: What they are.
-        hidden: What of them no message may show.
-        region: That it is signed for, if it is.
-    """
+class Signed:
+    """A request as it may be sent: its URL, all its headers, and the credentials in them."""
 
     url: str
     headers: Mapping[str, str]
     source: Any
     secrets: tuple[str, ...]
-    hidden: tuple[str, ...] = ()
-    region: str = ""
+
+
+class Access(Protocol):
+    """How one bucket is reached."""
+
+    credentials: Credentials[Any]
+    http_options: HttpOptions
+
+    def authorize(
+        self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
+    ) -> tuple[str, Mapping[str, str]]:
+        """The URL and headers with which a request may be sent, given its other headers."""
 
 
 class RestStore(ObjectStore):
@@ -110,22 +126,21 @@ class RestStore(ObjectStore):
 
     Attributes:
         metadata_prefix: What the headers with an object's metadata begin with.
+        renewable: The refusals that other credentials may mend, if there are any.
+        shown: How many of the secrets, from the first, are names that a message may show.
     """
 
     metadata_prefix: str
+    renewable: tuple[type[StoreError], ...] = (CredentialsError,)
+    shown = 0
 
-    def __init__(self, root: str, http: HttpClient, credentials: Credentials[Any]) -> None:
+    def __init__(self, root: str, access: Access) -> None:
         self.root = root
-        self._http = http
-        self._credentials = credentials
+        self._http = HttpClient(access.http_options)
+        self._credentials = access.credentials
+        self._authorize = access.authorize
         self._busy_until = 0.0  # by the monotonic clock
         self._knows_expect = True
-
-    @abstractmethod
-    def _authorized(
-        self, method: str, url: str, headers: Mapping[str, str]
-    ) -> tuple[str, Mapping[str, str]]:
-        """The URL and headers with which a request may be sent."""
 
     @abstractmethod
     def failure(
@@ -153,13 +168,11 @@ class RestStore(ObjectStore):
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         """The URL of an object's content."""
 
+    @abstractmethod
     def _read(
         self, key: str, if_version: str | None, headers: Mapping[str, str]
     ) -> contextlib.AbstractContextManager[Reply]:
         """The answer to a GET of an object's content, of that version only if one is given."""
-        if if_version:
-            headers = {**headers, "If-Match": if_version}
-        return self.exchange("GET", self.object_url(key), headers, key=key)
 
     def _version(self, reply: Reply, key: str) -> str:
         """The version of the object that an answer is about."""
@@ -172,10 +185,6 @@ class RestStore(ObjectStore):
         if reply.length is None:
             raise ConnectionLostError("the answer has no length", uri=self.uri(key))
         return reply.length
-
-    def _refusals(self) -> tuple[type[StoreError], ...]:
-        """What other credentials may mend, if there are any."""
-        return (CredentialsError,)
 
     def naming(self, attempt: str) -> dict[str, str]:
         """The header that gives a new object the name of its write; none for no name."""
@@ -205,6 +214,7 @@ class RestStore(ObjectStore):
             uri=self.uri(key),
         )
 
+    @contextlib.contextmanager
     def exchange(
         self,
         method: str,
@@ -215,49 +225,71 @@ class RestStore(ObjectStore):
         *,
         key: str,
         is_long: bool = False,
-    ) -> contextlib.AbstractContextManager[Reply]:
-        """Sends a request, see there; an answer that is no success is raised as its error."""
-        return self._sent(Request(method, url, headers, body, progress, key, is_long))
+        successes: Collection[int] = SUCCESS,
+    ) -> Iterator[Reply]:
+        """Signs a request, sends it, and yields the answer if its status is one of ``successes``.
 
-    @contextlib.contextmanager
-    def _sent(self, request: Request) -> Iterator[Reply]:
-        """Signs a request and sends it; once more for each kind of refusal that `recover` mends.
+        It is sent once more for each kind of refusal that `recover` mends. A failure of the last
+        try is certain only if those of all others are.
 
-        A failure of the last try is certain only if those of all others are.
+        Raises:
+            StoreError: For any other answer, and for what can't be read of this one.
         """
+        request = Request(method, url, headers, body, progress, key, is_long)
+        uri, waiting = self.uri(key), current()
         was_certain, seen = True, set[type[StoreError]]()
-        used: Authorized | None = None
+        signed: Signed | None = None
+        reply: Reply | None = None
         try:
             with contextlib.ExitStack() as stack:
-                reply = None
                 while reply is None:
-                    used = None
+                    signed = None
                     try:
-                        used = self.authorized(request)
-                        reply = stack.enter_context(self._attempt(request, used))
+                        signed = self._signed(request)
+                        if waiting is not None:
+                            waiting.sends(f"{method} {uri}")
+                        answer = stack.enter_context(
+                            self._http.send(
+                                method, signed.url, signed.headers, body, progress, is_long=is_long
+                            )
+                        )
+                        if answer.status not in successes:
+                            raise self._refusal(answer, method, uri)
+                        reply = answer
                     except StoreError as refused:
                         was_certain = was_certain and refused.certain
-                        if type(refused) in seen or not self.recover(refused, used):
+                        if type(refused) in seen or not self.recover(refused, signed):
                             raise
+                        stack.close()
                         seen.add(type(refused))
                 self._credentials.have_worked = True
-                yield reply
+                with reading(uri):
+                    yield reply
         except CloudCheckpointError as error:
             if isinstance(error, StoreError):
                 error.certain = error.certain and was_certain
-                self._advise(error, request)
+                self._advise(error, signed)
             if error.uri is None:
-                error.uri = self.uri(request.key)
-            conceal(error, used.hidden if used else ())
-            may_be_renewed = self._credentials.have_worked and used and used.secrets
+                error.uri = uri
+            conceal(error, signed.secrets[self.shown :] if signed else ())
+            may_be_renewed = self._credentials.have_worked and signed and signed.secrets
             if may_be_renewed and type(error) is CredentialsError and error.status:
                 raise _expired(error) from error
             raise
 
-    def _advise(self, error: StoreError, request: Request) -> None:
-        """Adds to an error what this kind of store knows of such a request."""
+    def _refusal(self, reply: Reply, method: str, uri: str) -> StoreError:
+        """The error for an answer that is no success; remembers that a store throttles."""
+        with reading(uri):
+            answer = reply.read_refusal() if method != "HEAD" else b""
+            error = self.failure(reply.status, reply.headers, answer, method, uri)
+        if isinstance(error, ThrottledError):
+            self._busy_until = time.monotonic() + _BUSY
+        return error
 
-    def authorized(self, request: Request) -> Authorized:
+    def _advise(self, error: StoreError, signed: Signed | None) -> None:
+        """Adds to an error what this kind of store knows of what was sent, if anything was."""
+
+    def _signed(self, request: Request) -> Signed:
         """A request as it may be sent. Credentials may have to be fetched for it.
 
         Raises:
@@ -266,29 +298,28 @@ class RestStore(ObjectStore):
         """
         if not {".", ".."}.isdisjoint(request.key.split("/")):
             raise InvalidRequestError("'.' and '..' can't be part of a key", certain=True)
-        method, headers = request.method, request.headers
-        if request.body or method in ("PUT", "POST"):
-            headers = {"Content-Length": str(nbytes(request.body)), **headers}
+        size, given = nbytes(request.body), dict(request.headers)
+        if request.body or request.method in ("PUT", "POST"):
+            given = {"Content-Length": str(size), **given}
         try:
             source = self._credentials.source()
-            url, headers = self._authorized(method, request.url, headers)
-            if self._asks_first(request):  # not signed: proxies may drop it
-                headers = {**headers, **EXPECT}
-            secrets = self._credentials.used()
-            return Authorized(url, headers, source, secrets, hidden=secrets)
+            secrets = source.secrets()
+            url, headers = self._authorize(request, given, secrets)
+            self._credentials.were_held = True
         except StoreError as error:
             error.certain = True  # nothing was sent
             if not isinstance(error, CredentialsError):
                 raise
             meaning = self._credentials.failed(error)
+        else:
+            # a body is sent only when the server has said so, see http.expect
+            is_busy = self._knows_expect and time.monotonic() < self._busy_until
+            if is_busy and size >= _LARGE:
+                headers = {**headers, **EXPECT}  # not signed: proxies may drop it
+            return Signed(url, headers, source, secrets)
         raise meaning
 
-    def _asks_first(self, request: Request) -> bool:
-        """Whether a body is sent only when the server has said so, see :mod:`.http.expect`."""
-        is_busy = self._knows_expect and time.monotonic() < self._busy_until
-        return is_busy and nbytes(request.body) >= _LARGE
-
-    def recover(self, refused: StoreError, used: Authorized | None) -> bool:
+    def recover(self, refused: StoreError, signed: Signed | None) -> bool:
         """Whether a request that was refused may succeed if it is signed and sent again.
 
         With other credentials; without a header that the server does not know; or with a new
@@ -296,37 +327,50 @@ class RestStore(ObjectStore):
 
         Args:
             refused: The refusal.
-            used: What was sent; None if nothing was.
+            signed: What was sent; None if nothing was.
         """
         if isinstance(refused, ClockError):  # if the clocks agree, the request was held back
             return abs(refused.ahead or 0.0) < _MOST_SKEW
-        if used is not None and refused.status == _NO_EXPECTATIONS and EXPECT.keys() & used.headers:
+        if signed is None:
+            return False
+        if refused.status == _NO_EXPECTATIONS and EXPECT.keys() & signed.headers:
             self._knows_expect = False
             return True
-        if used is None or not used.secrets or not isinstance(refused, self._refusals()):
+        if not signed.secrets or not isinstance(refused, self.renewable):
             return False
-        return self._credentials.renew(used.source, used.secrets)
+        return self._credentials.renew(signed.source, signed.secrets)
 
-    @contextlib.contextmanager
-    def _attempt(self, request: Request, used: Authorized) -> Iterator[Reply]:
-        method, uri = request.method, self.uri(request.key)
-        if (waiting := current()) is not None:
-            waiting.sends(f"{method} {uri}")
-        with self._open(request, used) as reply, reading(uri):
-            if reply.status not in _SUCCESS:
-                answer = reply.read_refusal() if method != "HEAD" else b""
-                error = self.failure(reply.status, reply.headers, answer, method, uri)
-                if isinstance(error, ThrottledError):
-                    self._busy_until = time.monotonic() + _BUSY
-                raise error
-            yield reply
+    def _all_pages(
+        self, prefix: str, ask: Callable[[Marks], tuple[P, Marks | None]], retry: Retry
+    ) -> Iterator[P]:
+        """The pages of a listing, each asked for when it is needed, and again if it is refused.
 
-    def _open(self, request: Request, used: Authorized) -> contextlib.AbstractContextManager[Reply]:
-        """Sends a request; its answer, whatever its status."""
-        return self._http.send(
-            request.method, used.url, used.headers, request.body, request.progress,
-            is_long=request.is_long,
-        )  # fmt: skip
+        A store that says that there is more without saying where, or that leads back to a page that
+        was there, would be asked without an end; and if that were taken for the end, what is left
+        out would be taken for missing.
+
+        Args:
+            prefix: What is listed.
+            ask: Asks for the page that begins at some marks, none for the first. Returns it and the
+                marks of the next one, or None after the last page.
+            retry: Tries the request for a page again.
+
+        Raises:
+            ServerError: If they do not end.
+        """
+        begun = set[Marks]()
+        marks: Marks | None = ()
+        while marks is not None:
+            begun.add(marks)
+            page, marks = retry(functools.partial(ask, marks))
+            if marks is not None and (not any(marks) or marks in begun):
+                where = "back to a page that was there" if any(marks) else "nowhere"
+                raise ServerError(
+                    f"the listing does not end: its page leads {where}, although it says that more "
+                    "follows",
+                    uri=self.uri(prefix),
+                )
+            yield page
 
     def _written(
         self,
@@ -373,7 +417,7 @@ class RestStore(ObjectStore):
         size = nbytes(into)
         wanted = {"Range": f"bytes={start}-{start + size - 1}"}
         with self._read(key, if_version, wanted) as reply:
-            total = _check_range(reply, start, size, self.uri(key))
+            total = reply.check_range(start, size, self.uri(key))
             version = self._version(reply, key)
             try:
                 reply.read_into(into, progress)
@@ -381,10 +425,6 @@ class RestStore(ObjectStore):
                 error.version = version
                 raise
             return self._described(reply, key, total)
-
-    def _attempt_in(self, reply: Reply) -> str:
-        """The name of the write that made the object that an answer is about."""
-        return reply.headers.get(self.metadata_prefix + ATTEMPT, "")
 
     def head(self, key: str) -> ObjectInfo:
         try:
@@ -408,7 +448,7 @@ class RestStore(ObjectStore):
             key,
             size,
             self._version(reply, key),
-            attempt=self._attempt_in(reply),
+            attempt=reply.headers.get(self.metadata_prefix + ATTEMPT, ""),
             modified=http_date(reply.headers.get("Last-Modified", "")),
             answered=http_date(reply.headers.get("Date", "")),
         )
@@ -465,31 +505,9 @@ def _expired(refused: CredentialsError) -> ExpiredCredentialsError:
     return error
 
 
-def _check_range(reply: Reply, start: int, size: int, uri: str) -> int:
-    """Whether the answer is the range that was asked for; returns the object's size."""
-    if reply.status == 200:  # a store that ignores Range, if only now and then
-        if start != 0 or reply.length != size:
-            raise ServerError(
-                f"the store ignored the Range header: {reply.length} bytes were offered for "
-                f"{start}-{start + size - 1}",
-                uri=uri,
-            )
-        return size
-    unit, _, span = told(reply.headers.get("Content-Range", "")).partition(" ")
-    extent, _, total = span.partition("/")
-    whole = whole_number(total)
-    if unit != "bytes" or whole is None:
-        raise ConnectionLostError("the answer has no usable Content-Range", uri=uri, cause=span)
-    if whole < start + size:
-        raise RangeNotSatisfiableError(
-            f"the object ends before the range does: bytes {extent} of {total} were offered "
-            f"for {start}-{start + size - 1}",
-            uri=uri,
-        )
-    if extent != f"{start}-{start + size - 1}":  # the object is as long as it should be
-        raise ServerError(
-            f"other bytes were offered than were asked for: {extent} of {total} for "
-            f"{start}-{start + size - 1}; check the endpoint and the proxy",
-            uri=uri,
-        )
-    return whole
+def encode_query(query: Mapping[str, str]) -> str:
+    """The query of a URL; empty values are written without an equals sign."""
+    return "&".join(
+        urlencode({name: value}, quote_via=quote) if value else quote(name)
+        for name, value in query.items()
+    )

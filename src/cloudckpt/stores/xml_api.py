@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import unquote_plus
 from xml.etree.ElementTree import Element
 
@@ -20,19 +20,16 @@ from cloudckpt.stores.base import (
     Retry,
     Upload,
     nbytes,
+    once,
     random_suffix,
     whole_checksum,
 )
-from cloudckpt.stores.http.bodies import Reply
-from cloudckpt.stores.http.messages import encode_query, iso_date
-from cloudckpt.stores.pages import Marks, all_pages
+from cloudckpt.stores.http.bodies import Reply, iso_date
 from cloudckpt.stores.redaction import told
-from cloudckpt.stores.rest import RestStore
+from cloudckpt.stores.rest import Marks, RestStore, encode_query
 
 __all__ = [
-    "Completion",
-    "Dialect",
-    "XmlMultipart",
+    "XmlStore",
     "error_fields",
     "key_text",
     "required",
@@ -41,35 +38,11 @@ __all__ = [
     "unqualified",
 ]
 
-_PIECE = 64 * 1024
-_DEEPEST = 100  # levels; real answers have six
-_MOST_ELEMENTS = 1_000_000  # five thousand blobs of Azure have some two hundred thousand
+_MOST_TAGS = 1_000_000  # a thousand blobs of Azure have some seventy thousand
 
 # an encoding that Python does not know, or that expat can't use, comes as one of the other two
 _NO_XML = (ElementTree.ParseError, LookupError, ValueError)
 _NOT_THE_XML = "the answer is not the XML it should be; check the endpoint and the proxy"
-
-
-class _Builder(ElementTree.TreeBuilder):
-    """Refuses what no store answers, and what would take more memory than its bytes suggest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._depth = self._elements = 0
-
-    def doctype(self, name: str, public: str | None, system: str | None) -> None:
-        raise ElementTree.ParseError("it has a document type, which may declare entities")
-
-    def start(self, tag: str, attributes: dict[str, str], /) -> Element:
-        self._depth += 1
-        self._elements += 1
-        if self._depth > _DEEPEST or self._elements > _MOST_ELEMENTS:
-            raise ElementTree.ParseError("it has too many elements, or too many in each other")
-        return super().start(tag, attributes)
-
-    def end(self, tag: str, /) -> Element:
-        self._depth -= 1
-        return super().end(tag)
 
 
 def unqualified(body: bytes, uri: str, name: str = "") -> Element:
@@ -82,7 +55,7 @@ def unqualified(body: bytes, uri: str, name: str = "") -> Element:
 
     Raises:
         ServerError: If it has another root.
-        Exception: If the body is no XML that a store answers; see :func:`~.http.messages.reading`.
+        Exception: If the body is no XML that a store answers; see :func:`~.http.bodies.reading`.
     """
     root = _parsed(body)
     for element in root.iter():
@@ -147,92 +120,85 @@ def error_fields(body: bytes) -> Mapping[str, str]:
 
 
 def _parsed(body: bytes) -> Element:
-    body = body.lstrip()  # of the white space that has kept the connection alive
-    parser = ElementTree.XMLParser(target=_Builder())  # noqa: S314 - the builder bounds it
-    for start in range(0, max(len(body), 1), _PIECE):  # a refusal is heard behind each piece only
-        parser.feed(body[start : start + _PIECE])
-    root: Element = parser.close()
-    return root
+    """What no store answers is refused before it takes more memory than its bytes suggest.
+
+    Such as a document type, which may declare entities. In what expat reads as a text of single
+    bytes, all tags begin with the byte of ASCII.
+    """
+    if b"\0" in body or b"<!DOCTYPE" in body or body.count(b"<") > _MOST_TAGS:
+        raise ElementTree.ParseError("it has a document type, too many elements, or no text")
+    # white space has kept the connection alive
+    return ElementTree.fromstring(body.lstrip())  # noqa: S314 - bounded above
 
 
-def _nothing(crc32c: int) -> Mapping[str, str]:
-    return {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dialect:
-    """Where the vendors differ.
+class XmlStore(RestStore):
+    """A store whose uploads in parts are those of S3's protocol.
 
     Attributes:
-        creation: Headers of the request that begins an upload.
-        part: Headers of a part, from its CRC32C.
-        completion: Headers of the request that completes an upload, from the object's CRC32C.
+        bucket_url: The URL of the bucket, for a query to be appended.
+        creation_headers: Of the request that begins an upload.
         part_checksum: The XML element of a part's CRC32C in that request, if it is to be there.
     """
 
-    creation: Mapping[str, str]
-    part: Callable[[int], Mapping[str, str]] = _nothing
-    completion: Callable[[int], Mapping[str, str]] = _nothing
+    bucket_url: str
+    creation_headers: Mapping[str, str]
     part_checksum: str | None = None
 
+    @abstractmethod
+    def part_headers(self, crc32c: int) -> Mapping[str, str]:
+        """The headers of what carries bytes of an object, from their CRC32C."""
 
-@dataclass(frozen=True)
-class Completion:
-    """The answer to a completion: the object's ETag, empty if it was not told, and the headers."""
+    def completion_headers(self, crc32c: int) -> Mapping[str, str]:
+        """The headers of the request that completes an upload, from the object's CRC32C."""
+        return {}
 
-    tag: str
-    headers: Mapping[str, str]
-
-
-class XmlMultipart:
-    """The operations on the multipart uploads of one bucket."""
-
-    def __init__(self, store: RestStore, bucket_url: str, dialect: Dialect) -> None:
-        self._store = store
-        self._bucket_url = bucket_url
-        self._dialect = dialect
-
-    def create(self, key: str, part_size: int) -> Upload:
-        """Begins an upload."""
-        url, attempt = self._store.object_url(key, {"uploads": ""}), random_suffix()
-        headers = {**self._dialect.creation, **self._store.naming(attempt)}
-        with self._store.exchange("POST", url, headers, key=key) as reply:
-            upload_id = text(unqualified(reply.read_all(), self._store.uri(key)), "UploadId")
+    def create_upload(self, key: str, part_size: int) -> Upload:
+        url, attempt = self.object_url(key, {"uploads": ""}), random_suffix()
+        headers = {**self.creation_headers, **self.naming(attempt)}
+        with self.exchange("POST", url, headers, key=key) as reply:
+            upload_id = text(unqualified(reply.read_all(), self.uri(key)), "UploadId")
         if not upload_id:
-            raise ServerError("the answer names no upload", uri=self._store.uri(key))
+            raise ServerError("the answer names no upload", uri=self.uri(key))
         return Upload(key, upload_id, part_size, attempt=attempt)
 
     def put_part(
-        self, upload: Upload, number: int, body: Body, checksum: int, progress: Progress | None
+        self,
+        upload: Upload,
+        number: int,
+        body: Body,
+        *,
+        checksum: int,
+        progress: Progress | None = None,
     ) -> Part:
-        """Sends a part."""
-        url = self._store.object_url(upload.key, {"partNumber": str(number), "uploadId": upload.id})
-        headers = self._dialect.part(checksum)
-        with self._store.exchange("PUT", url, headers, body, progress, key=upload.key) as reply:
+        url = self.object_url(upload.key, {"partNumber": str(number), "uploadId": upload.id})
+        headers = self.part_headers(checksum)
+        with self.exchange("PUT", url, headers, body, progress, key=upload.key) as reply:
             tag = reply.headers.get("ETag")
         if not tag:
-            raise ConnectionLostError("the answer has no ETag", uri=self._store.uri(upload.key))
+            raise ConnectionLostError("the answer has no ETag", uri=self.uri(upload.key))
         return Part(number, nbytes(body), tag, checksum)
 
-    def complete(
+    def _completed(
         self, upload: Upload, parts: Sequence[Part], condition: Mapping[str, str]
-    ) -> Completion:
-        """Makes the object out of its parts, under the condition of these headers."""
+    ) -> tuple[str, Mapping[str, str]]:
+        """Makes the object out of its parts, under the condition of these headers.
+
+        Returns:
+            The object's ETag, empty if it was not told, and the headers of the answer.
+        """
         whole = whole_checksum(parts, CRC32C)
         headers = {"Content-Type": "application/xml", **condition}
         if whole is not None:
-            headers |= self._dialect.completion(whole)
-        url = self._store.object_url(upload.key, {"uploadId": upload.id})
+            headers |= self.completion_headers(whole)
+        url = self.object_url(upload.key, {"uploadId": upload.id})
         body = [memoryview(self._completion(parts))]
-        uri = self._store.uri(upload.key)
-        with self._store.exchange(
-            "POST", url, headers, body, key=upload.key, is_long=True
-        ) as reply:
-            root = result_of(self._store, reply, "POST", uri)
+        uri = self.uri(upload.key)
+        with self.exchange("POST", url, headers, body, key=upload.key, is_long=True) as reply:
+            root = result_of(self, reply, "POST", uri)
             tag = text(root, "ETag")
             if not tag and root.tag not in ("", "CompleteMultipartUploadResult"):
                 raise ServerError("the completion has no result", uri=uri)
-            return Completion(tag, dict(reply.headers))
+            return tag, reply.headers
 
     def _completion(self, parts: Sequence[Part]) -> bytes:
         root = ElementTree.Element("CompleteMultipartUpload")
@@ -240,38 +206,36 @@ class XmlMultipart:
             entry = ElementTree.SubElement(root, "Part")
             ElementTree.SubElement(entry, "PartNumber").text = str(part.number)
             ElementTree.SubElement(entry, "ETag").text = part.tag
-            if self._dialect.part_checksum is not None and part.checksum is not None:
+            if self.part_checksum is not None and part.checksum is not None:
                 checksum = to_base64(part.checksum)
-                ElementTree.SubElement(entry, self._dialect.part_checksum).text = checksum
+                ElementTree.SubElement(entry, self.part_checksum).text = checksum
         body: bytes = ElementTree.tostring(root, "utf-8", xml_declaration=True)
         return body
 
-    def abort(self, upload: Upload) -> None:
-        """Discards an upload; one that is gone is no error."""
-        url = self._store.object_url(upload.key, {"uploadId": upload.id})
+    def abort_upload(self, upload: Upload) -> None:
+        url = self.object_url(upload.key, {"uploadId": upload.id})
         with (
             contextlib.suppress(ObjectNotFoundError),
-            self._store.exchange("DELETE", url, {}, key=upload.key),
+            self.exchange("DELETE", url, {}, key=upload.key),
         ):
             pass
 
-    def open_uploads(self, prefix: str, retry: Retry) -> Iterator[Upload]:
-        """The uploads under a prefix, page by page."""
+    def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
 
         def ask(marks: Marks) -> tuple[list[Upload], Marks | None]:
             named = zip(("key-marker", "upload-id-marker"), marks, strict=False)
             more = {name: mark for name, mark in named if mark}
             query = {"uploads": "", "encoding-type": "url", "prefix": prefix, **more}
-            url = f"{self._bucket_url}?{encode_query(query)}"
-            with self._store.exchange("GET", url, {}, key=prefix) as reply:
-                uri = self._store.uri(prefix)
+            url = f"{self.bucket_url}?{encode_query(query)}"
+            with self.exchange("GET", url, {}, key=prefix) as reply:
+                uri = self.uri(prefix)
                 page = unqualified(reply.read_all(), uri, "ListMultipartUploadsResult")
                 found = [_open_upload(page, entry) for entry in page.iterfind("Upload")]
             marker = key_text(page, page.findtext("NextKeyMarker") or "")
             following = marker, text(page, "NextUploadIdMarker")
             return found, following if text(page, "IsTruncated") == "true" else None
 
-        for uploads in all_pages(self._store.uri(prefix), ask, retry):
+        for uploads in self._all_pages(prefix, ask, retry):
             yield from uploads
 
 

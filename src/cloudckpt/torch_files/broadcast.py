@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,31 +37,29 @@ from cloudckpt.transfer.memory import settled, why_not_filled
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["BroadcastingTorchSaveReader"]
+__all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
 
 
-@dataclass(frozen=True)
-class _FileTensor:
-    """A tensor of the file: its name, element type and shape."""
-
-    fqn: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Script:
+class _Script(NamedTuple):
     """What the reading rank sends to all, in this order.
 
     Attributes:
-        tensors: The tensors.
+        tensors: Element types and shapes, by name.
         values: Everything that is not a tensor, as written by ``torch.save``.
         world: How many ranks take part.
     """
 
-    tensors: Sequence[_FileTensor]
-    values: Mapping[str, bytes]
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    values: dict[str, bytes]
     world: int
+
+
+class _Target(NamedTuple):
+    """A tensor that takes a region of a tensor in the file."""
+
+    item: ReadItem
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
 
 
 class BroadcastingTorchSaveReader(OurReader):
@@ -146,7 +144,7 @@ class BroadcastingTorchSaveReader(OurReader):
             )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Tells the reading rank in which group this rank will receive."""
+        """Reports the group in which this rank will receive."""
         ranks = dist.get_process_group_ranks(self._group) if dist.is_initialized() else [0]
         return dataclasses.replace(plan, storage_data=tuple(ranks))
 
@@ -180,8 +178,7 @@ class BroadcastingTorchSaveReader(OurReader):
         return [dataclasses.replace(plan, storage_data=script) for plan in plans]
 
     def _script(self, kinds: Mapping[str, LoadItemType], world: int) -> _Script:
-        tensors: list[_FileTensor] = []
-        values: dict[str, bytes] = {}
+        script = _Script({}, {}, world)
         missing = [fqn for fqn in kinds if fqn not in self._content]
         if missing:
             count = "1 key is" if len(missing) == 1 else f"{len(missing)} keys are"
@@ -193,35 +190,16 @@ class BroadcastingTorchSaveReader(OurReader):
             )
         for fqn, kind in kinds.items():
             stored = self._content[fqn]
-            why = ""
-            if isinstance(stored, torch.Tensor) != (kind != LoadItemType.BYTE_IO):
-                wanted = "none" if kind == LoadItemType.BYTE_IO else "a tensor"
-                why = f"is a {type(stored).__name__}, and the state dict has {wanted} for it"
-            elif any(isinstance(one, torch.Tensor) for one in _leaves(stored)):
-                why = (
-                    "holds tensors, and the planner asks for it as one value: use a planner that "
-                    "flattens the state dict, and give it the same structure"
-                )
-            elif not isinstance(stored, torch.Tensor):
-                buffer = io.BytesIO()
-                torch.save(stored, buffer)
-                values[fqn] = buffer.getvalue()
-            elif (
-                type(stored) not in (torch.Tensor, torch.nn.Parameter)
-                or stored.layout != torch.strided
-                or stored.is_quantized
-            ):
-                why = (
-                    f"is a {type(stored).__name__} of layout {stored.layout}, which can't be "
-                    "sharded: convert it to a plain tensor and save it again"
-                )
-            else:
-                tensors.append(_FileTensor(fqn, stored.dtype, tuple(stored.shape)))
-            if why:
+            if why := _why_not_sent(stored, kind):
                 raise UnsupportedTensorError(
                     f"{fqn} in the file {why}", uri=self.checkpoint_id, item=fqn
                 )
-        return _Script(tensors, values, world)
+            if isinstance(stored, torch.Tensor):
+                script.tensors[fqn] = stored.dtype, tuple(stored.shape)
+            else:
+                torch.save(stored, buffer := io.BytesIO())
+                script.values[fqn] = buffer.getvalue()
+        return script
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Receives what the ranks need, tensor by tensor.
@@ -258,14 +236,14 @@ class BroadcastingTorchSaveReader(OurReader):
         failures: list[BaseException] = []
         targets: dict[str, list[_Target]] = {}
         with _kept(failures):
-            targets = _targets(plan, planner, script.tensors, str(self._uri))
-            types = {one.fqn: one.dtype for one in script.tensors}
+            targets = self._targets(script, plan, planner)
             found = {fqn: of[0].tensor for fqn, of in targets.items()}
+            types = {fqn: dtype for fqn, (dtype, _) in script.tensors.items()}
             check_types(found, types.get, str(self._uri), logs=bool(self._content))
-        for tensor in script.tensors:
-            whole = torch.empty(0, dtype=tensor.dtype, device=device)
+        for fqn, (dtype, shape) in script.tensors.items():
+            whole = torch.empty(0, dtype=dtype, device=device)
             with _kept(failures):
-                whole = self._room(tensor, device)
+                whole = self._room(fqn, dtype, shape, device)
             failed.fill_(bool(failures))
             if script.world > 1:
                 with _kept(failures, interrupts_only=True):
@@ -277,8 +255,9 @@ class BroadcastingTorchSaveReader(OurReader):
                     flat = whole.reshape(-1).view(torch.uint8)
                     dist.broadcast(flat, src=self.coordinator_rank, group=self._group)
             with _kept(failures):
-                for target in targets.get(tensor.fqn, ()):
-                    target.take(whole)
+                for _, tensor, offsets in targets.get(fqn, ()):
+                    ends = map(operator.add, offsets, tensor.shape)
+                    copy_into(tensor, whole[tuple(map(slice, offsets, ends))])
         if failures:
             raise failures[0]
         if failed:
@@ -289,63 +268,83 @@ class BroadcastingTorchSaveReader(OurReader):
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(script.values[item.storage_index.fqn]))
 
-    def _room(self, tensor: _FileTensor, device: str) -> torch.Tensor:
+    def _room(
+        self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
+    ) -> torch.Tensor:
         """The tensor on the reading rank, room for it on others; row-major."""
-        stored: torch.Tensor | None = self._content.get(tensor.fqn)
+        stored: torch.Tensor | None = self._content.get(fqn)
         if stored is not None:
             plain = stored.detach().resolve_conj().resolve_neg()
             return plain.to(device, memory_format=torch.contiguous_format).contiguous()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def _targets(
+        self, script: _Script, plan: LoadPlan, planner: LoadPlanner
+    ) -> dict[str, list[_Target]]:
+        """The tensors of this rank that are loaded into, by name.
+
+        Raises:
+            ShapeMismatchError: If a tensor has another shape in the file than in the state dict.
+            UnsupportedTensorError: If a tensor can't be loaded into.
+        """
+        found: dict[str, list[_Target]] = {}
+        entries = getattr(getattr(planner, "metadata", None), "state_dict_metadata", {})
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                continue
+            fqn, start = item.storage_index.fqn, item.storage_index.offset
+            begin = start if start is not None else (0,) * len(item.storage_offsets)
+            # the planner's chunks are those of the state dict: the file has all of each tensor
+            offsets = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
+            tensor, (_, stored) = (
+                settled(planner.resolve_tensor(item)).detach(),
+                script.tensors[fqn],
+            )
+            wanted = tuple(getattr(entries.get(fqn), "size", stored))
+            ends = [at + length for at, length in zip(offsets, tensor.shape, strict=False)]
+            fits = len(stored) == tensor.dim() and all(map(int.__le__, ends, stored))
+            if wanted != stored or not fits:
+                raise ShapeMismatchError(
+                    f"{fqn} has shape {stored} in the file and {wanted} in the state dict",
+                    uri=self.checkpoint_id,
+                    item=fqn,
+                )
+            check_fillable(tensor, fqn, str(self._uri))
+            found.setdefault(fqn, []).append(_Target(item, tensor, offsets))
+        return found
 
 
-@dataclass(frozen=True)
-class _Target:
-    """A tensor that takes a region, beginning at ``offsets``, of a tensor in the file."""
-
-    item: ReadItem
-    tensor: torch.Tensor
-    offsets: tuple[int, ...]
-
-    def take(self, whole: torch.Tensor) -> None:
-        for axis, (start, length) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
-            whole = whole.narrow(axis, start, length)
-        copy_into(self.tensor, whole)
-
-
-def _targets(
-    plan: LoadPlan, planner: LoadPlanner, tensors: Sequence[_FileTensor], uri: str
-) -> dict[str, list[_Target]]:
-    """The tensors of this rank that are loaded into, by name.
+def check_fillable(tensor: torch.Tensor, name: str, uri: str) -> None:
+    """Refuses a tensor that can't be loaded into.
 
     Raises:
-        ShapeMismatchError: If a tensor has another shape in the file than in the state dict.
-        UnsupportedTensorError: If a tensor can't be loaded into.
+        UnsupportedTensorError: If it has no memory of its own.
     """
-    found: dict[str, list[_Target]] = {}
-    shapes = {tensor.fqn: tensor.shape for tensor in tensors}
-    entries = getattr(getattr(planner, "metadata", None), "state_dict_metadata", {})
-    for item in plan.items:
-        if item.type == LoadItemType.BYTE_IO:
-            continue
-        fqn, start = item.storage_index.fqn, item.storage_index.offset
-        begin = start if start is not None else (0,) * len(item.storage_offsets)
-        # the planner's chunks are those of the state dict: the file has all of each tensor
-        offsets = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
-        tensor, stored = settled(planner.resolve_tensor(item)).detach(), shapes[fqn]
-        wanted = tuple(getattr(entries.get(fqn), "size", stored))
-        ends = [at + length for at, length in zip(offsets, tensor.shape, strict=False)]
-        fits = len(stored) == tensor.dim() and all(map(int.__le__, ends, stored))
-        if wanted != stored or not fits:
-            raise ShapeMismatchError(
-                f"{fqn} has shape {stored} in the file and {wanted} in the state dict",
-                uri=uri,
-                item=fqn,
+    why = "" if travels_as_bytes(tensor) else why_not_filled(tensor)
+    if why:
+        raise UnsupportedTensorError(f"{name} can't be loaded into: {why}", uri=uri, item=name)
+
+
+def _why_not_sent(stored: Any, kind: LoadItemType) -> str:
+    """Why an entry of the file can't be loaded as what the planner asks for; empty if it can."""
+    wants_tensor = kind != LoadItemType.BYTE_IO
+    if isinstance(stored, torch.Tensor) != wants_tensor:
+        wanted = "a tensor" if wants_tensor else "none"
+        return f"is a {type(stored).__name__}, and the state dict has {wanted} for it"
+    if not wants_tensor:
+        if any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(stored)):
+            return (
+                "holds tensors, and the planner asks for it as one value: use a planner that "
+                "flattens the state dict, and give it the same structure"
             )
-        why = "" if travels_as_bytes(tensor) else why_not_filled(tensor)
-        if why:
-            raise UnsupportedTensorError(f"{fqn} can't be loaded into: {why}", uri=uri, item=fqn)
-        found.setdefault(fqn, []).append(_Target(item, tensor, offsets))
-    return found
+        return ""
+    is_plain = type(stored) in (torch.Tensor, torch.nn.Parameter) and not stored.is_quantized
+    if not is_plain or stored.layout != torch.strided:
+        return (
+            f"is a {type(stored).__name__} of layout {stored.layout}, which can't be sharded: "
+            "convert it to a plain tensor and save it again"
+        )
+    return ""
 
 
 def _by_name(state: Any, uri: str) -> dict[str, Any]:
@@ -362,11 +361,6 @@ def _by_name(state: Any, uri: str) -> dict[str, Any]:
             "two entries of the file have the same name when it is flattened", uri=uri, cause=exc
         ) from exc
     return {**{str(key): value for key, value in state.items()}, **flattened}
-
-
-def _leaves(value: Any) -> list[Any]:
-    """What dicts, lists and tuples hold; none of a tensor."""
-    return [] if isinstance(value, torch.Tensor) else torch.utils._pytree.tree_leaves(value)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -134,109 +132,52 @@ def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 class Claims:
-    """Tensors of any strides, of which none shares memory with another.
+    """Ranges of memory, each of an owner, of which none overlaps another owner's.
 
-    Columns of a matrix lie in between each other and don't overlap. Where that is not plain from
-    the strides, tensors whose bytes lie in between each other count as overlapping.
+    What lies in between the first and the last byte of a view counts as the view's. Views of one
+    owner, such as the boxes of one tensor, are the owner's to keep apart.
     """
 
     def __init__(self) -> None:
-        self._taken: dict[torch.device, _Regions] = {}
+        self._taken: dict[torch.device, _Ranges] = {}
 
-    def overlap(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor shares memory with one that was added."""
-        if not tensor.numel():
+    def overlap(self, tensor: torch.Tensor, owner: Hashable) -> bool:
+        """Whether a tensor shares memory with one that was added for another owner."""
+        ranges = self._taken.get(tensor.device)
+        if ranges is None or not tensor.numel():
             return False
-        claim = _Claim.of(tensor)
-        regions = self._of(tensor)
-        first, stop = regions.within(claim.start, claim.stop)
-        return any(
-            _share_bytes(claim, other)
-            for region in regions.claims[first:stop]
-            for other in region
-            if other.start < claim.stop and claim.start < other.stop
-        )
+        first, stop = ranges.within(*_range_of(tensor))
+        return any(other != owner for other in ranges.owners[first:stop])
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Adds a tensor, which overlaps none that was added before."""
+    def add(self, tensor: torch.Tensor, owner: Hashable) -> None:
+        """Adds a tensor, which overlaps none of another owner that was added before."""
         if tensor.numel():
-            self._of(tensor).add(_Claim.of(tensor))
-
-    def _of(self, tensor: torch.Tensor) -> _Regions:
-        return self._taken.setdefault(tensor.device, _Regions([], [], []))
+            self._taken.setdefault(tensor.device, _Ranges()).add(*_range_of(tensor), owner)
 
 
-class _Claim(NamedTuple):
-    """The memory of a tensor.
-
-    Attributes:
-        start: Its first byte.
-        stop: Behind its last one.
-        steps: Strides, in bytes, and how many steps each takes; the bytes of an element are steps
-            of one byte.
-    """
-
-    start: int
-    stop: int
-    steps: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Claim:
-        start, itemsize = tensor.data_ptr(), tensor.itemsize
-        if tensor.is_contiguous():
-            nbytes = tensor.numel() * itemsize
-            return cls(start, start + nbytes, ((1, nbytes),))
-        sizes = zip(tensor.stride(), tensor.shape, strict=True)
-        steps = [(stride * itemsize, size) for stride, size in sizes if size > 1]
-        last = sum(stride * (size - 1) for stride, size in steps)
-        return cls(start, start + last + itemsize, ((1, itemsize), *steps))
+def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte that a tensor shows, and behind the last."""
+    first, end = extent(tensor)
+    start = tensor.data_ptr()
+    return start, start + end - first
 
 
-@dataclass
-class _Regions:
-    """Ranges of memory in order, which do not overlap, and the claims that lie in each."""
+class _Ranges:
+    """Ranges in order, which do not overlap."""
 
-    starts: list[int]
-    stops: list[int]
-    claims: list[list[_Claim]]
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.stops: list[int] = []
+        self.owners: list[Hashable] = []
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
-        """The first of the regions that have bytes of a range, and behind the last."""
+        """The first of the ranges that have bytes of a range, and behind the last."""
         return bisect_right(self.stops, start), bisect_left(self.starts, stop)
 
-    def add(self, claim: _Claim) -> None:
-        """Adds a claim; regions that it touches become one with it."""
-        first, stop = self.within(claim.start, claim.stop)
-        joined = [claim, *(other for region in self.claims[first:stop] for other in region)]
-        self.starts[first:stop] = [min(other.start for other in joined)]
-        self.stops[first:stop] = [max(other.stop for other in joined)]
-        self.claims[first:stop] = [joined]
-
-
-def _share_bytes(one: _Claim, other: _Claim) -> bool:
-    """Whether two claims share bytes, or might.
-
-    With strides that divide each other, bytes have coordinates, as in a matrix: the steps of each
-    stride from the first of the two claims, each fewer than make a step of the next larger stride.
-    A claim that stays within these bounds is a box, and boxes apart in one coordinate are disjoint.
-    """
-    one, other = sorted((one, other))
-    sizes, others = dict(one.steps), dict(other.steps)
-    strides = sorted({*sizes, *others}, reverse=True)
-    unclear = (
-        0 in strides
-        or len(sizes) < len(one.steps)
-        or len(others) < len(other.steps)
-        or any(a % b for a, b in itertools.pairwise(strides))
-    )
-    if unclear:
-        return True
-    rest, above, apart = other.start - one.start, 0, False
-    for stride in strides:
-        at, rest = divmod(rest, stride)
-        size, size_of_other = sizes.get(stride, 1), others.get(stride, 1)
-        if above and max(size, at + size_of_other) > above // stride:
-            return True  # it goes on in the next row
-        apart = apart or at >= size
-        above = stride
-    return not apart
+    def add(self, start: int, stop: int, owner: Hashable) -> None:
+        """Adds a range; those that it overlaps, which are the owner's, become one with it."""
+        first, last = self.within(start, stop)
+        joined = slice(first, last)
+        self.starts[joined] = [min([start, *self.starts[joined]])]
+        self.stops[joined] = [max([stop, *self.stops[joined]])]
+        self.owners[joined] = [owner]

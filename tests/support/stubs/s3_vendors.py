@@ -5,6 +5,7 @@ Where it says nothing, they do what is worst for a client: they ignore a conditi
 """
 
 import datetime
+import hashlib
 import http.client
 import re
 import secrets
@@ -326,7 +327,8 @@ class HuggingFaceStub(VendorStub):
         if time.time() > until:
             self.expired.append(request)
             return answer(403, body=b"<Error><Code>AccessDenied</Code></Error>")
-        headers, span = {"ETag": '"xet"'}, request.headers.get("Range")
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+        span = request.headers.get("Range")
         if span is None:
             return answer(200, headers, content)
         first, last = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", span).groups())

@@ -24,11 +24,12 @@ from cloudckpt.errors import (
 from cloudckpt.stores.azure.errors import TOKEN_REFUSED
 from cloudckpt.stores.azure.tokens import Tokens
 from cloudckpt.stores.credentials import Credentials, check_credential
-from cloudckpt.stores.http.messages import iso_date
+from cloudckpt.stores.http.bodies import iso_date
 from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.origins import Origin, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone
 from cloudckpt.stores.refusals import Meaning
+from cloudckpt.stores.rest import Request
 
 try:
     from azure.storage.blob import ContainerClient, generate_blob_sas
@@ -39,7 +40,7 @@ except ImportError as exc:
         cause=exc,
     ) from exc
 
-__all__ = ["API_VERSION", "ContainerAccess"]
+__all__ = ["ContainerAccess"]
 
 API_VERSION = "2021-12-02"
 """The REST API version that requests are written for: the first with the cold tier, and later than
@@ -99,6 +100,8 @@ class ContainerAccess:
         )
         parts = urlsplit(place.endpoint)
         self.is_azure = _is_azure(parts.hostname)
+        # of a read-only copy in another region
+        self._is_secondary = self.is_azure and "-secondary" in _first_of(place.endpoint)
         self.http_options = HttpOptions.of_environment(config, place.endpoint)
 
         def look() -> _Source:
@@ -143,29 +146,31 @@ class ContainerAccess:
         self.credentials = Credentials(look)
 
     def authorize(
-        self, method: str, url: str, headers: Mapping[str, str]
+        self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
     ) -> tuple[str, dict[str, str]]:
-        """The URL and headers to send a request with, given all its other headers.
+        """As of :class:`~cloudckpt.stores.rest.Access`.
 
         Raises:
             AccessDeniedError: If it would write to an endpoint that can only be read.
             CredentialsError: If there are no credentials, or they can't be renewed.
             TransientStoreError: If they temporarily can't be renewed.
         """
-        if self._place.is_secondary and method not in ("GET", "HEAD"):
+        method, url = request.method, request.url
+        if self._is_secondary and method not in ("GET", "HEAD"):
             raise AccessDeniedError(
                 f"{urlsplit(self.url).netloc} is the secondary endpoint of the account, a copy "
                 "that can only be read; write to the account's own endpoint, without -secondary",
                 uri=self._uri,
             )
-        headers = {**headers, "x-ms-date": email.utils.formatdate(usegmt=True)}
+        headers["x-ms-version"] = API_VERSION
+        headers["x-ms-date"] = email.utils.formatdate(usegmt=True)
         source = self.credentials.current
         if source.sas:
             return f"{url}{'&' if '?' in url else '?'}{source.sas}", headers
         if source.sign is not None:
             headers["Authorization"] = source.sign(method, url, headers)
         elif source.token is not None:
-            headers["Authorization"] = f"Bearer {source.token()}"
+            headers["Authorization"] = f"Bearer {secrets[0]}"
         return url, headers
 
     def reaches(self, other: ContainerAccess) -> bool:
@@ -293,12 +298,6 @@ class _Place:
 
     endpoint: str
     account: str
-
-    @property
-    def is_secondary(self) -> bool:
-        """Whether it is the endpoint of a read-only copy in another region."""
-        host = urlsplit(self.endpoint).hostname
-        return _is_azure(host) and "-secondary" in _first_of(self.endpoint)
 
 
 def _from_environment(container: str, uri: str) -> _Given:

@@ -31,7 +31,7 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
 )
-from cloudckpt.stores.azure.access import API_VERSION, ContainerAccess
+from cloudckpt.stores.azure.access import ContainerAccess
 from cloudckpt.stores.azure.errors import from_answer
 from cloudckpt.stores.azure.names import check_blob
 from cloudckpt.stores.base import (
@@ -47,12 +47,10 @@ from cloudckpt.stores.base import (
     random_suffix,
 )
 from cloudckpt.stores.capabilities import Capabilities
-from cloudckpt.stores.http.client import HttpClient
-from cloudckpt.stores.http.messages import encode_key, encode_query, http_date
+from cloudckpt.stores.http.bodies import Reply, http_date
 from cloudckpt.stores.origins import Route
-from cloudckpt.stores.pages import all_pages
 from cloudckpt.stores.redaction import told
-from cloudckpt.stores.rest import Request, RestStore
+from cloudckpt.stores.rest import UNRESERVED, Marks, RestStore, Signed, encode_query
 from cloudckpt.stores.xml_api import text, unqualified
 
 __all__ = ["AzureStore"]
@@ -79,8 +77,7 @@ class AzureStore(RestStore):
     def __init__(self, container: str, config: Config, host: str = "", root: str = "") -> None:
         """``host`` is the URI's blob endpoint, if it names one; ``root`` is for messages."""
         self._access = ContainerAccess(container, host, config, root or f"az://{container}")
-        http = HttpClient(self._access.http_options)
-        super().__init__(root or f"az://{container}", http, self._access.credentials)
+        super().__init__(root or f"az://{container}", self._access)
         options = config.azure
         is_azure = self._access.is_azure
         self._checksums = is_azure if options.checksum == "auto" else options.checksum == "on"
@@ -102,7 +99,7 @@ class AzureStore(RestStore):
         self._begun: dict[str, Upload] = {}
         self._aborted: set[str] = set()
 
-    def _advise(self, error: StoreError, request: Request) -> None:
+    def _advise(self, error: StoreError, signed: Signed | None) -> None:
         if isinstance(error.__cause__, urllib3.exceptions.NameResolutionError):
             error.message += "; check the name of the storage account"
 
@@ -310,7 +307,7 @@ class AzureStore(RestStore):
             **query,
         }
 
-        def ask(marks: tuple[str, ...]) -> tuple[P, tuple[str, ...] | None]:
+        def ask(marks: Marks) -> tuple[P, Marks | None]:
             more = {"marker": marks[0]} if marks else {}
             url = f"{self._access.url}?{encode_query({**query, **more})}"
             with self.exchange("GET", url, {}, key=prefix) as reply:
@@ -318,7 +315,7 @@ class AzureStore(RestStore):
                 marker = page.findtext("NextMarker")
                 return read(page), (marker,) if marker else None
 
-        return all_pages(self.uri(prefix), ask, retry)
+        return self._all_pages(prefix, ask, retry)
 
     def _delete(self, key: str, if_version: str | None) -> None:
         headers = {"x-ms-delete-snapshots": "include", **_present({"If-Match": if_version})}
@@ -343,7 +340,7 @@ class AzureStore(RestStore):
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         check_blob(key, self.uri(key))
-        url = f"{self._access.url}/{encode_key(key)}"
+        url = f"{self._access.url}/{quote(key, safe=UNRESERVED)}"
         return f"{url}?{encode_query(query)}" if query else url
 
     def failure(
@@ -351,12 +348,15 @@ class AzureStore(RestStore):
     ) -> StoreError:
         return from_answer(status, headers, body, action, uri, refused=self._access.refused)
 
-    def _authorized(
-        self, method: str, url: str, headers: Mapping[str, str]
-    ) -> tuple[str, Mapping[str, str]]:
-        return self._access.authorize(method, url, {**headers, "x-ms-version": API_VERSION})
+    def _read(
+        self, key: str, if_version: str | None, headers: Mapping[str, str]
+    ) -> contextlib.AbstractContextManager[Reply]:
+        if if_version:
+            headers = {**headers, "If-Match": if_version}
+        return self.exchange("GET", self.object_url(key), headers, key=key)
 
-    def _refusals(self) -> tuple[type[StoreError], ...]:
+    @property
+    def renewable(self) -> tuple[type[StoreError], ...]:  # type: ignore[override]
         # some refusals of a signature are worded as if it were valid: all of them in Azurite, those
         # of a replaced policy in Azure; whether the environment has another is soon known
         is_given = self._access.credentials.current.given
@@ -378,11 +378,7 @@ def _crc64(headers: Mapping[str, str]) -> int | None:
 
 def block_id(upload: Upload, number: int) -> str:
     """The identifier of a block, which no block of another upload has."""
-    return base64.b64encode(_block_name(upload, number).encode("ascii")).decode("ascii")
-
-
-def _block_name(upload: Upload, number: int) -> str:
-    return f"{upload.id}{number:0{_NUMBER}}"
+    return base64.b64encode(f"{upload.id}{number:0{_NUMBER}}".encode("ascii")).decode("ascii")
 
 
 def _upload_of(block: str) -> str:

@@ -34,6 +34,7 @@ from cloudckpt.stores.http.tls_errors import causes
 from cloudckpt.stores.origins import Origin, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone, told
 from cloudckpt.stores.refusals import by_status
+from cloudckpt.stores.rest import Request
 
 try:
     import google.auth
@@ -75,7 +76,9 @@ class BucketAccess:
             or "nothing: Google's own"
         )
         self.http_options = HttpOptions.of_environment(config, self.endpoint)
-        self._payer = config.gcs.user_project
+        self._payer: dict[str, str] = {}
+        if config.gcs.user_project is not None:
+            self._payer["x-goog-user-project"] = config.gcs.user_project
         self._user = (config.gcs.impersonate, config.gcs.anonymous)
         is_wanted = is_trusted and not config.gcs.anonymous
         if not is_wanted and config.gcs.impersonate:
@@ -96,24 +99,23 @@ class BucketAccess:
         """Whether one request may involve buckets of both: same endpoint and same user."""
         return (self.endpoint, self._user) == (other.endpoint, other._user)
 
-    def headers(self, method: str, url: str) -> Mapping[str, str]:
-        """The headers that authorize a request and say who pays for it.
+    def authorize(
+        self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
+    ) -> tuple[str, Mapping[str, str]]:
+        """As of :class:`~cloudckpt.stores.rest.Access`.
 
         Raises:
             CredentialsError: If the credentials can't be refreshed.
             ConnectionLostError: If they temporarily can't be refreshed.
         """
-        headers = self.credentials.current.headers(method, url)
-        if self._payer is not None:
-            headers["x-goog-user-project"] = self._payer
-        return headers
+        source = self.credentials.current
+        if isinstance(source, _Token):
+            source.apply(request.method, request.url, headers)
+        return request.url, {**headers, **self._payer}
 
 
 class _NoToken:
     """What authorizes requests that need nothing."""
-
-    def headers(self, method: str, url: str) -> dict[str, str]:
-        return {}
 
     def secrets(self) -> tuple[str, ...]:
         return ()
@@ -184,27 +186,24 @@ class _Token:
             self._credentials.with_non_blocking_refresh()
             self.universe = self._credentials.universe_domain  # may ask the metadata server
 
-    def headers(self, method: str, url: str) -> dict[str, str]:
-        """What google-auth wants a request to carry: the token, and what else it knows of.
+    def apply(self, method: str, url: str, headers: dict[str, str]) -> None:
+        """Adds what google-auth wants a request to carry: the token, and what else it knows of.
 
         ``before_request`` is its hook for that. It finds out in the background where the account
         may be used from (regional access boundaries), and says so in a header. If the background
         could not refresh a token minutes before its end, the hook tries it itself: that it fails,
         too, is no reason not to use a token that is still valid.
         """
-        headers: dict[str, str] = {}
-        self.secrets()
         if time.monotonic() >= self._next_refresh:
             try:
                 with self._fetching():
                     self._credentials.before_request(self._request, method, url, headers)
-                return headers
+                return
             except StoreError:
                 if self._credentials.token_state is _INVALID:
                     raise
                 self._next_refresh = time.monotonic() + _PAUSE
         self._credentials.apply(headers)
-        return headers
 
     def secrets(self) -> tuple[str, ...]:
         with self._fetching():

@@ -9,8 +9,10 @@ object made of parts is compared with the parts'.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 from urllib.parse import quote
 
 from cloudckpt.checksum import CRC32C, to_base64
@@ -22,6 +24,7 @@ from cloudckpt.errors import (
     PreconditionFailedError,
     ServerError,
     StoreError,
+    TransientStoreError,
 )
 from cloudckpt.stores.base import (
     MOST_READ,
@@ -32,25 +35,34 @@ from cloudckpt.stores.base import (
     Progress,
     Retry,
     Upload,
+    nbytes,
     once,
+    random_suffix,
     whole_checksum,
 )
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.gcs.access import BucketAccess
 from cloudckpt.stores.gcs.errors import from_answer
 from cloudckpt.stores.gcs.json_api import (
-    JsonObjects,
+    BRIEF,
+    LISTED,
+    RESOURCE,
+    answer_of,
     carried_out,
     creation_headers,
+    described,
     generation,
+    insertion,
+    listed,
+    metadata_of,
+    of_payload,
     parse_crc32c,
+    resource_of,
 )
-from cloudckpt.stores.http.bodies import Reply
-from cloudckpt.stores.http.client import HttpClient
-from cloudckpt.stores.http.messages import encode_key, encode_query
+from cloudckpt.stores.http.bodies import Reply, http_date
 from cloudckpt.stores.origins import Route
-from cloudckpt.stores.rest import RestStore
-from cloudckpt.stores.xml_api import Dialect, XmlMultipart
+from cloudckpt.stores.rest import UNRESERVED, Marks, encode_query
+from cloudckpt.stores.xml_api import XmlStore
 
 __all__ = ["GCSStore"]
 
@@ -60,18 +72,16 @@ _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
 _MAX_OBJECT = 5 * 1024**4
 
-_WITHOUT_MULTIPART = (
-    "; if this store, like many emulators, has no multipart uploads of the XML API, send objects "
-    "whole: Config(part_size=5 * 1024**3, memory_budget=…), six times the largest object"
-)
 _NOT_IMPLEMENTED = 501
 
-# how servers refuse a request that they do not have, which some take for a bucket and a key
-_UNKNOWN_PATH = frozenset({404, 405, 501})
 _COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-compress", "x-gzip", "zstd"})
 
 
-class GCSStore(RestStore):
+_Page = tuple[list[ObjectInfo], list[str]]
+"""The objects and the folders, each with a slash at its end, that a page of a listing has."""
+
+
+class GCSStore(XmlStore):
     """One bucket of Google Cloud Storage, or of an emulator."""
 
     metadata_prefix = "x-goog-meta-"
@@ -79,17 +89,18 @@ class GCSStore(RestStore):
     def __init__(self, bucket: str, config: Config) -> None:
         root = f"gs://{bucket}"
         options = config.gcs
-        creation = {"Content-Type": "application/octet-stream", **creation_headers(options)}
+        self.creation_headers = {
+            "Content-Type": "application/octet-stream",
+            **creation_headers(options),
+        }
         self._access = BucketAccess(config, root)
-        super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
+        super().__init__(root, self._access)
         endpoint, is_google = self._access.endpoint, self._access.is_google
         checksums = is_google if options.checksum == "auto" else options.checksum == "on"
-        self._objects = JsonObjects(self, endpoint, bucket, options, checksums=checksums)
-        self._bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
-        dialect = Dialect(creation=creation)
-        if checksums:
-            dialect = replace(dialect, part=lambda crc: {"x-goog-hash": f"crc32c={to_base64(crc)}"})
-        self._multipart = XmlMultipart(self, self._bucket_url, dialect)
+        self._options, self._checksums, self._endpoint = options, checksums, endpoint
+        self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"  # of the JSON API
+        self.bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
+        self._tokens: dict[tuple[object, ...], str] = {}  # of copies that are under way
         self._may_be_cached = False  # whether data of the bucket may come from a cache
         self.capabilities = Capabilities(
             conditional_writes=is_google or None,
@@ -114,30 +125,33 @@ class GCSStore(RestStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        wanted = "0" if if_absent else None if if_version is None else generation(if_version)
-        return self._objects.insert(
-            key, body, crc32c=checksum, attempt=attempt, if_generation=wanted, progress=progress
-        )
+        options = self._options
+        resource = resource_of(options, attempt)
+        if self._checksums:
+            resource["crc32c"] = to_base64(checksum)
+        boundary = f"cloudckpt-{random_suffix()}{random_suffix()}"
+        before, after = insertion(resource, boundary)
+        query = {"uploadType": "multipart", "name": key, "fields": RESOURCE}
+        if if_absent or if_version is not None:
+            query["ifGenerationMatch"] = "0" if if_version is None else generation(if_version)
+        if options.kms_key_name is not None:
+            query["kmsKeyName"] = options.kms_key_name
+        size = nbytes(body)
+        with self.exchange(
+            "POST",
+            self._url(f"/upload{self._path}", query),
+            {"Content-Type": f"multipart/related; boundary={boundary}"},
+            [memoryview(before), *body, memoryview(after)],
+            of_payload(progress, len(before), size),
+            key=key,
+        ) as reply:
+            made = described(answer_of(reply), key)
+        if made.size != size:
+            raise ServerError(f"{size} bytes were sent, but {made.size} stored", uri=self.uri(key))
+        return made
 
-    def create_upload(self, key: str, part_size: int) -> Upload:
-        try:
-            return self._multipart.create(key, part_size)
-        except (InvalidRequestError, ObjectNotFoundError, ServerError) as error:
-            is_unknown = isinstance(error, InvalidRequestError) or error.status in _UNKNOWN_PATH
-            if is_unknown and not self._access.is_google:
-                error.message += _WITHOUT_MULTIPART
-            raise
-
-    def put_part(
-        self,
-        upload: Upload,
-        number: int,
-        body: Body,
-        *,
-        checksum: int,
-        progress: Progress | None = None,
-    ) -> Part:
-        return self._multipart.put_part(upload, number, body, checksum, progress)
+    def part_headers(self, crc32c: int) -> Mapping[str, str]:
+        return {"x-goog-hash": f"crc32c={to_base64(crc32c)}"} if self._checksums else {}
 
     def complete_upload(
         self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
@@ -145,16 +159,23 @@ class GCSStore(RestStore):
         size = sum(part.size for part in parts)
         whole = whole_checksum(parts, CRC32C)
         # without a condition: multipart uploads know none, but each can be completed only once
-        done = self._multipart.complete(upload, parts, {})
-        fields = {name.lower(): value for name, value in done.headers.items()}
-        version = fields.get("x-goog-generation")
-        crc32c = parse_crc32c(fields.get("x-goog-hash", ""))
+        _, headers = self._completed(upload, parts, {})
+        version = headers.get("x-goog-generation")
+        crc32c = parse_crc32c(headers.get("x-goog-hash", ""))
         if version is None or crc32c is None:  # the hash is not told of what KMS encrypts
             with carried_out():
-                made = self._objects.stat(upload.key)
+                made = self.head(upload.key)
         else:
             made = ObjectInfo(upload.key, size, version, crc32c)
-        return self._objects.checked(made, size, whole)
+        if made.size == size and made.checksum in (None, whole):
+            return made
+        with contextlib.suppress(StoreError):
+            self.delete(made.key)
+        raise StoreError(  # its parts are gone, so it can't be tried again
+            "the store put the parts together wrongly: size or CRC32C are not theirs; the object "
+            "was deleted",
+            uri=self.uri(made.key),
+        )
 
     def copies_from(self, source: ObjectStore) -> bool:
         return isinstance(source, GCSStore) and self._access.shares_realm(source._access)
@@ -168,18 +189,55 @@ class GCSStore(RestStore):
         attempt: str = "",
         if_absent: bool = False,
     ) -> ObjectInfo:
-        assert isinstance(source, GCSStore)
-        with self._copying(source, found):
-            return self._objects.copy(
-                source._objects, found, key, attempt=attempt, if_absent=if_absent
-            )
+        """Copies an object, as of all stores.
 
-    def abort_upload(self, upload: Upload) -> None:
-        self._multipart.abort(upload)
+        Google copies at once within a location and storage class. Otherwise it takes several
+        requests, each for as much as Google likes; a retry continues where the last one ended.
+        """
+        assert isinstance(source, GCSStore)
+        options = self._options
+        kms = options.kms_key_name
+        resource = {**resource_of(options, attempt), "metadata": metadata_of(options, attempt)}
+        body = json.dumps({**resource, **({"kmsKeyName": kms} if kms else {})}).encode()
+        query = {
+            "destinationKmsKeyName": kms or "",
+            "ifGenerationMatch": "0" if if_absent else "",
+            "ifSourceGenerationMatch": generation(found.version),
+            **BRIEF,
+        }
+        target = f"{self._path.removeprefix('/storage/v1')}/{quote(key, safe='')}"
+        path = f"{source._path}/{quote(found.key, safe='')}/rewriteTo{target}"
+        copied = (path, found.version, attempt, if_absent)
+        token, answer = self._tokens.pop(copied, ""), dict[str, Any]()
+        with self._copying(source, found):
+            while not answer.get("done"):
+                try:
+                    with self.exchange(
+                        "POST",
+                        self._url(path, {**query, "rewriteToken": token}),
+                        {"Content-Type": "application/json"},
+                        [memoryview(body)],
+                        key=key,
+                        is_long=True,
+                    ) as reply:
+                        answer = answer_of(reply)
+                        if answer["done"]:
+                            made = described(answer["resource"], key)
+                        else:
+                            token = str(answer["rewriteToken"])
+                except TransientStoreError:
+                    if token:
+                        self._tokens[copied] = token
+                    raise
+            if made.size != found.size:
+                raise ServerError(
+                    f"{found.size} bytes were copied, but {made.size} stored", uri=self.uri(key)
+                )
+        return made
 
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
         try:
-            yield from self._multipart.open_uploads(prefix, retry)
+            yield from super().list_uploads(prefix, retry)
         except InvalidRequestError as error:
             if error.status != _NOT_IMPLEMENTED:  # a store without such uploads has none open
                 raise
@@ -217,32 +275,74 @@ class GCSStore(RestStore):
         return info
 
     def head(self, key: str) -> ObjectInfo:
-        return self._objects.stat(key)
+        # metadata, which no cache keeps
+        url = self._url(f"{self._path}/{quote(key, safe='')}", {"fields": RESOURCE})
+        with self.exchange("GET", url, {}, key=key) as reply:
+            answered = http_date(reply.headers.get("Date", ""))
+            return replace(described(answer_of(reply), key), answered=answered)
 
     def look(self, key: str) -> ObjectInfo:
         return self.head(key) if self._may_be_cached else super().look(key)
 
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
-        for objects, _ in self._objects.pages(prefix, retry):
+        for objects, _ in self._pages(prefix, retry):
             yield from objects
 
     def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
-        for objects, folders in self._objects.pages(prefix, retry, delimiter="/"):
+        for objects, folders in self._pages(prefix, retry, delimiter="/"):
             yield from objects
             yield from (folder.removeprefix(prefix).rstrip("/") for folder in folders)
 
     def _delete(self, key: str, if_version: str | None) -> None:
-        self._objects.delete(key, None if if_version is None else generation(if_version))
+        condition = generation(if_version) if if_version else ""
+        query = {"ifGenerationMatch": condition, **BRIEF}
+        url = self._url(f"{self._path}/{quote(key, safe='')}", query)
+        with (
+            contextlib.suppress(ObjectNotFoundError),
+            self.exchange("DELETE", url, {}, key=key),
+        ):
+            pass
+
+    def _pages(self, prefix: str, retry: Retry, delimiter: str = "") -> Iterator[_Page]:
+        """The pages of a listing."""
+        query = {
+            "projection": "noAcl",
+            "prefix": prefix,
+            "delimiter": delimiter,
+            "fields": f"items({LISTED}),{'prefixes,' if delimiter else ''}nextPageToken",
+            **BRIEF,
+        }
+
+        def ask(marks: Marks) -> tuple[_Page, Marks | None]:
+            url = self._url(self._path, {**query, "pageToken": marks[0] if marks else ""})
+            with self.exchange("GET", url, {}, key=prefix) as reply:
+                page = answer_of(reply)
+                found = [listed(item) for item in page.get("items", ())]
+                token = page.get("nextPageToken")
+                return (found, sorted(page.get("prefixes", ()))), (token,) if token else None
+
+        return self._all_pages(prefix, ask, retry)
+
+    def _url(self, path: str, query: Mapping[str, str]) -> str:
+        """A URL of the JSON API; a name in its path is one segment, whose slashes are encoded.
+
+        The discovery document demands ``userProject`` there.
+        """
+        given = {name: value for name, value in query.items() if value}
+        if self._options.user_project is not None:
+            given["userProject"] = self._options.user_project
+        url = self._endpoint + path
+        return f"{url}?{encode_query(given)}" if given else url
 
     def route(self) -> Route:
         return Route(
-            url=self._bucket_url,
+            url=self.bucket_url,
             endpoint_from=self._access.endpoint_from,
             http=self._access.http_options,
         )
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
-        url = f"{self._bucket_url}/{encode_key(key)}"
+        url = f"{self.bucket_url}/{quote(key, safe=UNRESERVED)}"
         return f"{url}?{encode_query(query)}" if query else url
 
     @contextlib.contextmanager
@@ -255,7 +355,11 @@ class GCSStore(RestStore):
         ranges and leaves its size open (https://cloud.google.com/storage/docs/transcoding). It is
         not what its size and checksum say.
         """
-        url = self._objects.content_url(key, generation(if_version) if if_version else None)
+        # what ``alt=media`` of the metadata's URL may be redirected to, where Google's own clients
+        # read: https://cloud.google.com/storage/docs/request-endpoints
+        condition = generation(if_version) if if_version else ""
+        query = {"alt": "media", "ifGenerationMatch": condition}
+        url = self._url(f"/download{self._path}/{quote(key, safe='')}", query)
         asked = {**headers, "Accept-Encoding": "gzip"}
         with self.exchange("GET", url, asked, key=key) as reply:
             _check_encoding(reply, self.uri(key))
@@ -266,11 +370,6 @@ class GCSStore(RestStore):
     ) -> StoreError:
         is_google = self._access.is_google
         return from_answer(status, headers, body, action, uri, is_google=is_google)
-
-    def _authorized(
-        self, method: str, url: str, headers: Mapping[str, str]
-    ) -> tuple[str, Mapping[str, str]]:
-        return url, {**headers, **self._access.headers(method, url)}
 
     def _version(self, reply: Reply, key: str) -> str:
         # what everybody may read and somebody else has written, without forbidding it to be cached
@@ -289,9 +388,8 @@ def _replaced(uri: str, version: str | None = None) -> ConnectionLostError:
 
 
 def _check_encoding(reply: Reply, uri: str) -> None:
-    fields = {name.lower(): value for name, value in reply.headers.items()}
     for name in ("content-encoding", "x-goog-stored-content-encoding"):
-        codings = {coding.strip().lower() for coding in fields.get(name, "").split(",")}
+        codings = {coding.strip().lower() for coding in reply.headers.get(name, "").split(",")}
         if found := codings & _COMPRESSIONS:
             coding = ", ".join(sorted(found))
             raise InvalidRequestError(

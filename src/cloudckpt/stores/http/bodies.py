@@ -1,4 +1,7 @@
-"""Bodies on the wire: sent from memory and received into it, in few calls to the socket."""
+"""Bodies on the wire: sent from memory and received into it, in few calls to the socket.
+
+And the guard of all that reads an answer, whatever an odd peer may have sent.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,33 @@ import ssl
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 
 import urllib3
 from urllib3.util.ssltransport import SSLTransport
 
-from cloudckpt.errors import ConnectionLostError
+from cloudckpt.errors import (
+    CloudCheckpointError,
+    ConnectionLostError,
+    RangeNotSatisfiableError,
+    ServerError,
+)
 from cloudckpt.stores.base import Body, Progress
 from cloudckpt.stores.http.native_tls import TLSSocket
 from cloudckpt.stores.http.stalls import Counter, LateError, Watch
+from cloudckpt.stores.redaction import reason, told
 
-__all__ = ["STEP", "Reply", "StoppedError", "cut", "steps", "whole_number"]
+__all__ = [
+    "STEP",
+    "Reply",
+    "StoppedError",
+    "http_date",
+    "iso_date",
+    "reading",
+    "steps",
+    "whole_number",
+]
 
 _PIECE = 64 * 1024
 _MOST_ERROR_BYTES = 64 * 1024
@@ -38,12 +58,6 @@ _GATHER = 256 * 1024
 _BROKEN = (OSError, http.client.HTTPException, ValueError, OverflowError)
 
 
-def cut(view: memoryview) -> Iterator[memoryview]:
-    """A view in steps."""
-    for start in range(0, view.nbytes, STEP):
-        yield view[start : start + STEP]
-
-
 class StoppedError(Exception):
     """Carries what ``progress`` raised past who would take it for an error of their own."""
 
@@ -51,17 +65,13 @@ class StoppedError(Exception):
         self.error = error
 
 
-def _reporting(progress: Progress | None) -> Progress:
+def _report(progress: Progress | None, count: int) -> None:
     """Calls ``progress``; what it raises is told from what a connection or an answer raises."""
-
-    def moved(count: int) -> None:
-        if progress is not None:
-            try:
-                progress(count)
-            except BaseException as error:
-                raise StoppedError(error) from error
-
-    return moved
+    if progress is not None:
+        try:
+            progress(count)
+        except BaseException as error:
+            raise StoppedError(error) from error
 
 
 _WHOLE = re.compile("[0-9]{1,18}")
@@ -74,7 +84,6 @@ def whole_number(text: str | None) -> int | None:
 
 def steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes]:
     """Cuts large views into steps and gathers small ones, which would cost a call each."""
-    moved = _reporting(progress)
     gathered: list[memoryview] = []
     waiting = 0
     for view in body:
@@ -85,15 +94,16 @@ def steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes]
                 continue
         if waiting:
             yield b"".join(gathered)
-            moved(waiting)
+            _report(progress, waiting)
             gathered, waiting = [], 0
         if view.nbytes >= _SMALL:
-            for piece in cut(view):
+            for start in range(0, view.nbytes, STEP):
+                piece = view[start : start + STEP]
                 yield piece
-                moved(piece.nbytes)
+                _report(progress, piece.nbytes)
     if waiting:
         yield b"".join(gathered)
-        moved(waiting)
+        _report(progress, waiting)
 
 
 class Reply:
@@ -148,18 +158,54 @@ class Reply:
             return self._sock.obstacle
         return "TLS inside the TLS of a proxy"
 
+    def check_range(self, start: int, size: int, uri: str) -> int:
+        """The size of the object, if the answer is the range of it that was asked for.
+
+        Raises:
+            RangeNotSatisfiableError: If the object ends before the range does.
+            StoreError: If it is anything else.
+        """
+        if self.status == 200:  # a store that ignores Range, if only now and then
+            if start != 0 or self.length != size:
+                raise ServerError(
+                    f"the store ignored the Range header: {self.length} bytes were offered for "
+                    f"{start}-{start + size - 1}",
+                    uri=uri,
+                )
+            return size
+        unit, _, span = self.headers.get("Content-Range", "").partition(" ")
+        extent, _, total = span.partition("/")
+        whole = whole_number(total)
+        is_wanted = unit == "bytes" and extent == f"{start}-{start + size - 1}"
+        if is_wanted and whole is not None and whole >= start + size:
+            return whole
+        span, extent = told(span), told(extent)
+        if unit != "bytes" or whole is None:
+            raise ConnectionLostError("the answer has no usable Content-Range", uri=uri, cause=span)
+        if whole < start + size:
+            raise RangeNotSatisfiableError(
+                f"the object ends before the range does: bytes {extent} of {total} were offered "
+                f"for {start}-{start + size - 1}",
+                uri=uri,
+            )
+        raise ServerError(
+            f"other bytes were offered than were asked for: {extent} of {total} for "
+            f"{start}-{start + size - 1}; check the endpoint and the proxy",
+            uri=uri,
+        )
+
     def read_into(self, views: Sequence[memoryview], progress: Progress | None = None) -> None:
         """Receives exactly the bytes of ``views``.
 
         Raises:
             ConnectionLostError: If the body ends early or stalls; ``received`` says what arrived.
         """
-        received, moved = 0, _reporting(progress)
-        for piece in (piece for view in views for piece in cut(view)):
-            left = piece
-            while left.nbytes:
+        received = 0
+        for view in views:
+            done = 0
+            while done < view.nbytes:
                 try:
-                    count = self._step(left)
+                    count = self._step(view[done : done + STEP])
                 except _BROKEN as exc:
                     raise ConnectionLostError(
                         f"the connection broke after {received} bytes", received=received, cause=exc
@@ -168,9 +214,9 @@ class Reply:
                     raise ConnectionLostError(
                         f"the answer ended after {received} bytes", received=received
                     )
-                left = left[count:]
+                done += count
                 received += count
-                moved(count)
+                _report(progress, count)
 
     def read(self, limit: int = _MOST_ERROR_BYTES) -> bytes:
         """What arrives of the body of a short answer, at most ``limit`` bytes."""
@@ -262,10 +308,49 @@ class Reply:
         """Gives the connection back if the body was read, or nearly so; else closes it."""
         left = self._raw.length  # None: unknown; 0 also after HEAD, and for answers without a body
         try:
-            if left is not None and left <= _MOST_ERROR_BYTES:
+            if left == 0:
+                with contextlib.suppress(*_BROKEN):
+                    self._raw.read()  # lets the response notice its end
+            elif left is not None and left <= _MOST_ERROR_BYTES:
                 self.read()
         finally:
             if self._raw.isclosed() and not self._is_last:
                 self._response.release_conn()
             else:
                 self._response.close()
+
+
+def iso_date(text: str) -> float | None:
+    """Seconds since 1970 of a time as RFC 3339 writes it; None for anything else."""
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def http_date(text: str) -> float | None:
+    """Seconds since 1970 of a time as headers write it; None for anything else."""
+    try:
+        date = parsedate_to_datetime(text)
+        return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp()
+    except (TypeError, ValueError, LookupError, OverflowError):
+        return None
+
+
+@contextlib.contextmanager
+def reading(uri: str) -> Iterator[None]:
+    """Around all that reads an answer: whatever an odd one raises is an error of the server.
+
+    Nothing that comes from the wire is read elsewhere, so readers need no checks of their own for
+    what no store answers. What may be tried again is; what ``progress`` raises passes.
+    """
+    try:
+        yield
+    except (CloudCheckpointError, StoppedError, MemoryError):
+        raise
+    except Exception as exc:
+        raise ServerError(
+            "the answer is not what it should be; check the endpoint and the proxy",
+            uri=uri,
+            cause=reason(exc),
+        ) from exc

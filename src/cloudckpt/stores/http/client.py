@@ -18,6 +18,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -57,17 +58,33 @@ _USER_AGENT = f"cloudckpt/{__version__}"
 _TUNNEL = re.compile(r"Tunnel connection failed: (4\d\d)\b.*")
 
 
+@dataclass(eq=False)
+class _Call:
+    """What a thread has under way.
+
+    Attributes:
+        limit: Seconds in which the answer must begin.
+        option: What sets them.
+        asks_first: Whether the server is to say first that it wants the body.
+        connection: What it uses at the moment.
+    """
+
+    limit: float
+    option: str
+    asks_first: bool
+    connection: Connection | None = None
+
+
 class _Ours(http.client.HTTPConnection):
     """What our two layers of a connection, with urllib3's between them, know of each other."""
 
     sock: socket.socket | None
     # set by the classes that _pool_classes makes:
-    answer_limits: Mapping[int, tuple[float, str]]  # seconds and option, by the thread that waits
+    calls: Mapping[int, _Call]  # by the thread
     connect_limit: float  # seconds
-    busy: dict[int, Connection]  # by the thread that uses it
+    contexts: Contexts
     watch: Watch
     connecting: bool = False
-    asks_first: bool = False  # whether the request waits for the server before its body
     is_spent: bool = False  # whether the server still waits for a body, and no request can follow
     begun: bytes = b""  # of the answer, read while the request waited
     raw_response: http.client.HTTPResponse | None = None
@@ -97,9 +114,10 @@ class _Watched(_Ours):
             return
         if self.sock is None and self.auto_open:
             self.connect()
+        call = self.calls[threading.get_ident()]
         if self.sock is not None:
             self.sock.settimeout(None)
-            self.busy[threading.get_ident()] = self.sock
+            call.connection = self.sock
         try:
             with self.watch.step(self.sock, counter=Counter.ACKNOWLEDGED):
                 super().send(data)
@@ -107,15 +125,8 @@ class _Watched(_Ours):
             # A server may refuse a large body before it has come. urllib3 then reads the answer,
             # if it knows this error: without TLS it would be this one.
             raise BrokenPipeError(errno.EPIPE, str(exc)) from exc
-
-    def putheader(self, header: Any, *values: Any) -> None:
-        self.asks_first = self.asks_first or header in EXPECT
-        super().putheader(header, *values)
-
-    def endheaders(self, message_body: Any = None, *, encode_chunked: bool = False) -> None:
-        asks_first, self.asks_first = self.asks_first, False
-        super().endheaders(message_body, encode_chunked=encode_chunked)
-        if asks_first and isinstance(self.sock, socket.socket):
+        if call.asks_first and isinstance(self.sock, socket.socket):  # these were the headers
+            call.asks_first = False
             self.is_spent, self.begun = early_answer(self.sock)
             if self.is_spent:  # urllib3 then reads the answer
                 raise BrokenPipeError(errno.EPIPE, "answered before the body was sent")
@@ -129,15 +140,14 @@ class _Watched(_Ours):
         self.raw_sock = self.sock  # dropped below if it is to close
         if self.sock is not None:
             self.sock.settimeout(None)  # urllib3 has set another one
-        limit, option = self.answer_limits[threading.get_ident()]
-        late = f"no answer began within {limit:g} s ({option})"
+        call = self.calls[threading.get_ident()]
+        late = f"no answer began within {call.limit:g} s ({call.option})"
         # the end of a body may still be on its way: that time is not the server's
-        with self.watch.step(self.raw_sock, late, limit, Counter.ACKNOWLEDGED):
+        with self.watch.step(self.raw_sock, late, call.limit, Counter.ACKNOWLEDGED):
             self.raw_response = super().getresponse()
-        if isinstance(self.raw_sock, WatchedSocket) and self.raw_sock.fills_buffers:
-            reader: object = self.raw_response.fp
-            if isinstance(reader, BodyReader):
-                reader.has_chunks = self.raw_response.chunked
+        reader: object = self.raw_response.fp
+        if isinstance(reader, BodyReader) and isinstance(self.raw_sock, WatchedSocket):
+            reader.has_chunks = self.raw_response.chunked or not self.raw_sock.fills_buffers
         return self.raw_response
 
 
@@ -152,11 +162,24 @@ class _ResumedResponse(http.client.HTTPResponse):
 
 
 class _Connecting(_Ours):
-    """Sits before urllib3's connection, to which a proxy may say one byte after the other."""
+    """Sits before urllib3's connection, to which a proxy may say one byte after the other.
+
+    The socket is to be one of ours. With TLS, that is chosen by the context, so urllib3 gets the
+    one that it would make by itself. TLS inside the TLS of a proxy is no socket, and goes without.
+    """
+
+    # read by urllib3:
+    ssl_context: ssl.SSLContext | None
+    proxy_config: Any
 
     def connect(self) -> None:
         late = f"no connection was made within {self.connect_limit:g} s (4 times connect_timeout)"
-        self.busy[threading.get_ident()] = self
+        if isinstance(self, urllib3.connection.HTTPSConnection):
+            self.ssl_context = self.contexts.to_store()
+            if self.proxy_config is not None:
+                to_proxy = self.contexts.to_proxy()
+                self.proxy_config = self.proxy_config._replace(ssl_context=to_proxy)
+        self.calls[threading.get_ident()].connection = self
         self.connecting, self.is_spent, self.begun = True, False, b""
         try:
             with self.watch.step(self, late, self.connect_limit):
@@ -172,49 +195,21 @@ class _Connecting(_Ours):
     def is_connected(self) -> bool:
         """Not if more has come than was promised: the next answer would begin with it."""
         connected: bool = super().is_connected  # type: ignore[misc]  # urllib3's
-        return connected and not has_unread(self.sock)
-
-
-class _ConnectingByTLS(_Connecting):
-    """The same; the socket is to be one of ours.
-
-    That is chosen by the context, so urllib3 gets the one that it would make by itself. TLS inside
-    the TLS of a proxy is no socket, and goes without.
-    """
-
-    contexts: Contexts  # set by _pool_classes
-    # read by urllib3:
-    ssl_context: ssl.SSLContext | None
-    proxy_config: Any
-
-    def connect(self) -> None:
-        self.ssl_context = self.contexts.to_store()
-        if self.proxy_config is not None:
-            to_proxy = self.contexts.to_proxy()
-            self.proxy_config = self.proxy_config._replace(ssl_context=to_proxy)
-        super().connect()
+        return connected and not (isinstance(self.sock, ssl.SSLSocket) and has_unread(self.sock))
 
 
 def _pool_classes(
-    options: HttpOptions,
-    watch: Watch,
-    busy: dict[int, Connection],
-    answer_limits: Mapping[int, tuple[float, str]],
+    options: HttpOptions, watch: Watch, calls: Mapping[int, _Call]
 ) -> dict[str, type[urllib3.HTTPConnectionPool]]:
     """urllib3's pools, of connections that are watched."""
     shared = {
-        "answer_limits": answer_limits,
+        "calls": calls,
         "connect_limit": _CONNECTING * options.connect_timeout,
-        "busy": busy,
         "contexts": Contexts(options),
         "watch": watch,
     }
     plain = type("Plain", (_Connecting, urllib3.connection.HTTPConnection, _Watched), shared)
-    secure = type(
-        "Secure",
-        (_ConnectingByTLS, urllib3.connection.HTTPSConnection, _Watched),
-        shared,
-    )
+    secure = type("Secure", (_Connecting, urllib3.connection.HTTPSConnection, _Watched), shared)
     return {
         "http": type("PlainPool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": plain}),
         "https": type("SecurePool", (urllib3.HTTPSConnectionPool,), {"ConnectionCls": secure}),
@@ -228,10 +223,9 @@ class HttpClient:
         for name in ("urllib3.connection", "urllib3.connectionpool"):
             logging.getLogger(name).addFilter(_hide_signatures)
         self._watch = Watch(options.stall_timeout)
-        self._busy: dict[int, Connection] = {}
+        self._calls: dict[int, _Call] = {}
         self._traffic = Traffic()
         self._options = options
-        self._answer_limits: dict[int, tuple[float, str]] = {}
         self._timeout = urllib3.Timeout(connect=options.connect_timeout, read=options.read_timeout)
         self._manager = self._new_manager(options)
 
@@ -248,9 +242,7 @@ class HttpClient:
                 user = base64.b64encode(unquote_to_bytes(proxy.auth)).decode("ascii")
                 headers = {"proxy-authorization": f"Basic {user}"}
             manager = urllib3.ProxyManager(proxy.url, proxy_headers=headers, **settings)
-        manager.pool_classes_by_scheme = _pool_classes(
-            options, self._watch, self._busy, self._answer_limits
-        )
+        manager.pool_classes_by_scheme = _pool_classes(options, self._watch, self._calls)
         return manager
 
     @contextlib.contextmanager
@@ -283,11 +275,10 @@ class HttpClient:
                 )
         headers = {"User-Agent": _USER_AGENT, **headers}
         options, thread = self._options, threading.get_ident()
-        self._answer_limits[thread] = (
-            (options.completion_timeout, f"{LONGER} times read_timeout")
-            if is_long
-            else (options.read_timeout, "read_timeout")
-        )
+        limit, option = options.read_timeout, "read_timeout"
+        if is_long:
+            limit, option = options.completion_timeout, f"{LONGER} times read_timeout"
+        self._calls[thread] = _Call(limit, option, asks_first=EXPECT.items() <= headers.items())
         try:
             try:
                 response = self._manager.urlopen(
@@ -337,20 +328,21 @@ class HttpClient:
             finally:
                 reply.close()
         finally:
-            self._busy.pop(thread, None)
-            self._answer_limits.pop(thread, None)
+            self._calls.pop(thread, None)
 
     def interrupt(self, threads: Collection[int]) -> None:
         """Breaks the connections that these threads are using."""
         for thread in threads:
-            if (connection := self._busy.get(thread)) is not None:
-                break_connection(connection)
+            call = self._calls.get(thread)
+            if call is not None and call.connection is not None:
+                break_connection(call.connection)
 
     def moved(self, threads: Collection[int]) -> Sequence[int] | None:
         """As :meth:`~cloudckpt.stores.base.RangeReader.moved`."""
         if not self._traffic.counts:
             return None
-        using = [self._busy.get(thread) for thread in threads]
+        calls = [self._calls.get(thread) for thread in threads]
+        using = [None if call is None else call.connection for call in calls]
         return [0 if one is None else self._traffic.since(one) for one in using]
 
     def close(self) -> None:

@@ -302,10 +302,8 @@ class _Chain:
             self._library.ERR_clear_error()
 
 
-def has_unread(sock: object) -> bool:
+def has_unread(sock: ssl.SSLSocket) -> bool:
     """Whether more has come by TLS than was asked for, and is in the kernel no longer."""
-    if not isinstance(sock, ssl.SSLSocket):
-        return False
     chain = sock._chain if isinstance(sock, LongReadTLSSocket) else None
     return sock.pending() > 0 or (chain is not None and chain.unread > 0)
 
@@ -336,10 +334,8 @@ class WatchedSocket(socket.socket):
 
     is_watched = False
 
-    @property
-    def fills_buffers(self) -> bool:
-        """Whether a long read returns less only if the connection ends, fails, or has no more."""
-        return True
+    fills_buffers = True
+    """Whether a long read returns less only if the connection ends, fails, or has no more."""
 
     def makefile(self, mode: str = "r", buffering: int | None = None, **text: Any) -> Any:
         """As that of ``socket``; what http.client reads answers from is a :class:`BodyReader`."""
@@ -429,7 +425,7 @@ class LongReadTLSSocket(WatchedSocket, TLSSocket):
         return self._why_not
 
     @property
-    def fills_buffers(self) -> bool:
+    def fills_buffers(self) -> bool:  # type: ignore[override]
         return self._why_not is None if self._tried else obstacle() is None
 
     def recv_into(self, buffer: WriteableBuffer, nbytes: int | None = None, flags: int = 0) -> int:

@@ -198,20 +198,6 @@ class Watch:
         limit = self._limit if limit is None else limit
         now = time.monotonic()
         step = _Step(connection, limit, counter, now + limit, now, current())
-        self._begin(step)
-        try:
-            yield
-        except (OSError, http.client.HTTPException) as exc:
-            if not self._end(step):
-                raise LateError(late or self.stalled) from exc
-            raise
-        except BaseException:
-            self._end(step)
-            raise
-        if not self._end(step):
-            raise LateError(late or self.stalled)
-
-    def _begin(self, step: _Step) -> None:
         with self._lock:
             self._steps.add(step)
             if self._thread is None or not self._thread.is_alive():
@@ -221,12 +207,17 @@ class Watch:
                 self._thread.start()
             elif len(self._steps) == 1:
                 self._wake.notify()
-
-    def _end(self, step: _Step) -> bool:
-        """Whether the step ended in time."""
-        with self._lock:
-            self._steps.discard(step)
-        return not step.expired
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as exc:
+            if step.expired:
+                raise LateError(late or self.stalled) from exc
+            raise
+        finally:
+            with self._lock:
+                self._steps.discard(step)
+        if step.expired:
+            raise LateError(late or self.stalled)
 
     def _look(self) -> None:
         while True:

@@ -31,6 +31,7 @@ from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.origins import Route, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone, reason
+from cloudckpt.stores.rest import Request
 from cloudckpt.stores.s3.dialects import DIALECTS, S3Dialect, dialect_of
 from cloudckpt.stores.s3.errors import REGION
 
@@ -80,7 +81,7 @@ class BucketAccess:
         bucket: Its name, or the ARN of an access point.
         base: The URL that keys are appended to, ending in a slash.
         bucket_url: The URL of the bucket, for a query to be appended. This and ``base`` are what
-            the store began with; :meth:`address` says where a URL is by now.
+            the store began with; requests go where the bucket is by now.
         credentials: What requests are signed with.
         is_aws: Whether the endpoint is Amazon's own.
         dialect: What is different there.
@@ -188,16 +189,17 @@ class BucketAccess:
         """Whether one request may be about both buckets: the same S3, asked as the same user."""
         return self._realm == other._realm
 
-    def address(self, url: str) -> str:
-        """Where a URL of this bucket is, if the bucket was found in another region."""
-        return self._place.bucket_url + url.removeprefix(self.bucket_url)
+    def follow(self, region: str, headers: Mapping[str, str]) -> bool:
+        """Goes to the region that the bucket is in, if a request was refused for its own.
 
-    def follow(self, region: str, used: str) -> bool:
-        """Goes to the region that the bucket is in, if a request for ``used`` was refused for it.
+        Args:
+            region: Where the bucket is.
+            headers: Of the request.
 
         Returns:
             Whether the same request has another address or signature now.
         """
+        used = _signed_for(headers.get("Authorization", ""))
         with self._moving:
             if region == used or not REGION.fullmatch(region):
                 return False
@@ -222,7 +224,7 @@ class BucketAccess:
             self._has_moved = True
             return True
 
-    def payload_digest(self, method: str, body: Body) -> str:
+    def _payload_digest(self, method: str, body: Body) -> str:
         """What the signature says of a body: its SHA-256, or that it is not signed.
 
         Integrity rests on CRC32C and TLS, so the bytes of tensors are not hashed again unless that
@@ -238,34 +240,39 @@ class BucketAccess:
             digest.update(view)  # without the GIL, but for the smallest
         return digest.hexdigest()
 
-    def sign(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
-        """The headers with which a request may be sent; ``PAYLOAD_DIGEST`` must be among them.
+    def authorize(
+        self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
+    ) -> tuple[str, Mapping[str, str]]:
+        """As of :class:`~cloudckpt.stores.rest.Access`.
 
         Content-Length is not signed: gateways leave it out if it is zero, and HTTP/2 knows none.
 
         Raises:
             CredentialsError: If the credentials can't be refreshed.
         """
-        given = dict(headers)
-        digest = given.pop(PAYLOAD_DIGEST)
-        source, copies = self.credentials.current, "x-amz-copy-source" in map(str.lower, given)
-        sessions = isinstance(source, Sessions)
-        secrets = source.identity.fetch() if sessions and copies else source.fetch()
+        place, url = self._place, request.url
+        if self._has_moved:
+            url = place.bucket_url + url.removeprefix(self.bucket_url)
+        if self._options.requester_pays:
+            headers["x-amz-request-payer"] = "requester"
         if not secrets:
-            return given
-        length = {name: given.pop(name) for name in ("Content-Length",) if name in given}
-        request = AWSRequest(method, url, headers=given)
-        request.context[PAYLOAD_DIGEST] = digest
+            return url, headers
+        source, copies = self.credentials.current, "x-amz-copy-source" in headers
+        if isinstance(source, Sessions) and copies:
+            secrets = source.identity.secrets()
+        length = {name: headers.pop(name) for name in ("Content-Length",) if name in headers}
+        signed = AWSRequest(request.method, url, headers=headers)
+        signed.context[PAYLOAD_DIGEST] = self._payload_digest(request.method, request.body)
         access_key, secret_key, token = secrets
         keys = ReadOnlyCredentials(access_key, secret_key, token or None)
-        if not sessions:
-            signer: S3SigV4Auth = _Signer(keys, "s3", self.region)
+        if not isinstance(source, Sessions):
+            signer: S3SigV4Auth = _Signer(keys, "s3", place.region)
         elif copies:  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
-            signer = _Signer(keys, "s3express", self.region)
+            signer = _Signer(keys, "s3express", place.region)
         else:
-            signer = _SessionSigner(keys, "s3express", self.region, identity_cache=None)
-        signer.add_auth(request)
-        return length | dict(request.headers.items())
+            signer = _SessionSigner(keys, "s3express", place.region, identity_cache=None)
+        signer.add_auth(signed)
+        return url, length | dict(signed.headers.items())
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import botocore.exceptions
@@ -56,9 +56,6 @@ class Keys:
             )
 
     def secrets(self) -> tuple[str, ...]:
-        return self._latest or self.fetch()
-
-    def fetch(self) -> tuple[str, ...]:
         """Access key, secret key and session token, which may be empty; refreshed if due.
 
         Raises:
@@ -71,10 +68,11 @@ class Keys:
             frozen = self._found.get_frozen_credentials()
         found = (frozen.access_key, frozen.secret_key, frozen.token or "")
         source = self._found.method
-        for value, (variable, entry) in zip(found, _NAMES, strict=True):
-            name = variable if source == "env" else f"{entry} (which boto3 found by {source!r})"
-            check_credential(value, name, self._uri, header=value is not frozen.secret_key)
-        self._latest = found
+        if found != self._latest:
+            for value, (variable, entry) in zip(found, _NAMES, strict=True):
+                name = variable if source == "env" else f"{entry} (which boto3 found by {source!r})"
+                check_credential(value, name, self._uri, header=value is not frozen.secret_key)
+            self._latest = found
         return found
 
     def origin(self) -> Origin:
@@ -101,11 +99,6 @@ def _silence(seconds: float) -> str:
     )
 
 
-def fetching_keys(uri: str) -> contextlib.AbstractContextManager[None]:
-    """Around what boto3 does to find or refresh credentials: its errors are raised as ours."""
-    return fetching("AWS", uri, is_passing=is_passing)
-
-
 _SILENT = (
     botocore.exceptions.ConnectionError,
     botocore.exceptions.HTTPClientError,
@@ -126,6 +119,10 @@ def is_passing(exc: Exception) -> bool:
         if isinstance(inner, _SILENT) and type(inner) is not botocore.exceptions.HTTPClientError:
             return True
     return False
+
+
+fetching_keys = partial(fetching, "AWS", is_passing=is_passing)
+"""Around what boto3 does to find or refresh credentials for a URI: its errors are ours."""
 
 
 def _seconds(value: Any) -> Any:

@@ -8,101 +8,127 @@ compared here.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import urljoin, urlsplit
 
 from urllib3 import HTTPHeaderDict
 
 from cloudckpt.errors import (
+    ConnectionLostError,
     InvalidRequestError,
     PreconditionFailedError,
     ServerError,
     StoreError,
     TransientStoreError,
 )
+from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.http.bodies import Reply
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.redaction import conceal, told
 from cloudckpt.stores.refusals import refusal
-from cloudckpt.stores.rest import Authorized, Request
+from cloudckpt.stores.rest import SUCCESS, RestStore
 
 __all__ = ["Redirects"]
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_ANSWERS = SUCCESS | _REDIRECTS
 _NOT_THERE = dict.fromkeys(
     (404, 410), (ServerError, "the redirect target does not exist (yet)")
 )  # only the store itself can say that there is no such object
 
 
+_HASH = re.compile('"[0-9a-f]{32,128}"')  # of bytes: another ETag might be that of others, too
+_MOST_KNOWN = 10_000  # objects
+
+
 class Redirects:
-    """The reads of one bucket's objects. Safe to use from many threads."""
+    """The reads of one bucket's objects. Safe to use from many threads.
+
+    The version of an object is what HEAD says: of a read that names no version before it, of one
+    that names it after the store has said where the bytes are. In the latter case the bytes are
+    those of the version, which was known before and is there afterwards; so the ETag that their
+    host gives them is noted, and tells of later reads, without HEAD, what they are of.
+    """
 
     def __init__(
-        self,
-        http: HttpClient,
-        version_of: Callable[[str], str],
-        failure: Callable[[int, Mapping[str, str], bytes, str, str], StoreError],
+        self, store: RestStore, http: HttpClient, head: Callable[[str], ObjectInfo]
     ) -> None:
         """
         Args:
-            http: Sends the requests.
-            version_of: Asks the store for the version of a key, by HEAD.
-            failure: The error for an answer of the store that is no success.
+            store: The store that is asked first.
+            http: Sends what goes to other hosts.
+            head: Asks the store for an object, by HEAD.
         """
+        self._store = store
         self._http = http
-        self._version_of = version_of
-        self._failure = failure
+        self._head = head
+        self._known: dict[str, tuple[str, str]] = {}  # by key: the version, and the ETag there
 
     @contextlib.contextmanager
-    def read(self, request: Request, used: Authorized, uri: str) -> Iterator[Reply]:
+    def read(self, key: str, if_version: str | None, headers: Mapping[str, str]) -> Iterator[Reply]:
         """The answer to the GET of an object, by whoever has it; with the store's own ETag.
-
-        The version is that from before the read: if another write comes between, a condition on it
-        fails. If one is given, it is compared after the store has said where the bytes are.
 
         Raises:
             PreconditionFailedError: If the object is not the given version.
             InvalidRequestError: If the target is one that bytes must not come from.
             StoreError: As of any read.
         """
-        wanted, unseen = request.headers.get("If-Match"), None
-        version = wanted or ""
-        if wanted is None:
+        uri, url = self._store.uri(key), self._store.object_url(key)
+        version, tag = self._known.get(key, ("", ""))
+        is_known = version != "" and if_version in (None, version)
+        unseen = None
+        if not is_known:
+            version, tag = if_version or "", ""
+        if not version:
             try:
-                version = self._version_of(request.key)
+                version = self._head(key).version
             except TransientStoreError:
                 raise
             except StoreError as error:  # the answer to HEAD has no body to tell the reason
                 unseen = error
-        with self._http.send("GET", used.url, used.headers) as reply:
-            if reply.status in (200, 206):
-                _check(wanted, reply.headers.get("ETag", ""), uri)
+        with self._store.exchange("GET", url, headers, key=key, successes=_ANSWERS) as reply:
+            if reply.status in SUCCESS:
+                _check(if_version, reply.headers.get("ETag", ""), uri)
                 yield reply
                 return
-            if reply.status not in _REDIRECTS:
-                answer = reply.read_refusal()
-                raise self._failure(reply.status, reply.headers, answer, "GET", uri)
-            location = reply.headers.get("Location", "")
-        if unseen is not None:
-            raise unseen
-        target = _checked(location, used.url, uri)
-        if wanted is not None:
-            _check(wanted, self._version_of(request.key), uri)
-        # the range, and nothing else
-        span = {name: value for name, value in request.headers.items() if name == "Range"}
-        try:
-            with self._http.send("GET", target, span) as reply:
-                if reply.status not in (200, 206):
-                    host = told(urlsplit(target).hostname or "")
-                    action = f"GET from {host}, where the store sent"
-                    raise refusal(reply.status, "", [], action, uri, reply.headers, own=_NOT_THERE)
-                headers = HTTPHeaderDict(reply.headers)  # whose names ignore case
-                headers["ETag"] = version
-                reply.headers = headers
-                yield reply
-        except StoreError as error:
-            conceal(error, (urlsplit(target).query,))
-            raise
+            if unseen is not None:
+                raise unseen
+            target = _checked(reply.headers.get("Location", ""), url, uri)
+            reply.close()
+            if if_version is not None and not is_known:
+                _check(if_version, self._head(key).version, uri)
+            try:
+                # the range, and nothing else
+                span = {name: value for name, value in headers.items() if name == "Range"}
+                with self._http.send("GET", target, span) as answer:
+                    self._note(key, (version, tag), answer, target, proven=if_version is not None)
+                    headers = HTTPHeaderDict(answer.headers)  # whose names ignore case
+                    headers["ETag"] = version
+                    answer.headers = headers
+                    yield answer
+            except StoreError as error:
+                conceal(error, (urlsplit(target).query,))
+                raise
+
+    def _note(
+        self, key: str, known: tuple[str, str], answer: Reply, target: str, *, proven: bool
+    ) -> None:
+        """Compares the ETag of the bytes with the one that is known, or notes it."""
+        uri = self._store.uri(key)
+        if answer.status not in (200, 206):
+            action = f"GET from {told(urlsplit(target).hostname or '')}, where the store sent"
+            raise refusal(answer.status, "", [], action, uri, answer.headers, own=_NOT_THERE)
+        version, tag = known
+        there = answer.headers.get("ETag", "")
+        there = there if _HASH.fullmatch(there) else ""
+        if tag and there != tag:
+            self._known.pop(key, None)
+            raise ConnectionLostError("the object may have been replaced: it is read anew", uri=uri)
+        if proven and there and not tag:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = version, there
 
 
 def _check(pinned: str | None, version: str, uri: str) -> None:

@@ -48,9 +48,6 @@ class Sessions:
         self._keys: Any = None
 
     def secrets(self) -> tuple[str, ...]:
-        return self.fetch()
-
-    def fetch(self) -> tuple[str, ...]:
         """Access key, secret key and token of a session that is valid now.
 
         Raises:
@@ -74,7 +71,7 @@ class Sessions:
 
     def _begin(self) -> dict[str, str]:
         """A new session, in the form that botocore keeps credentials in."""
-        self.identity.fetch()  # whose own problem is told in its own words
+        self.identity.secrets()  # whose own problem is told in its own words
         try:
             keys = self._client.create_session(Bucket=self._bucket)["Credentials"]
         except botocore.exceptions.ClientError as exc:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from urllib.parse import quote
 from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import from_base64, to_base64
@@ -34,12 +35,9 @@ from cloudckpt.stores.base import (
     once,
 )
 from cloudckpt.stores.capabilities import Capabilities
-from cloudckpt.stores.http.bodies import Reply
-from cloudckpt.stores.http.client import HttpClient
-from cloudckpt.stores.http.messages import encode_key, encode_query, iso_date
+from cloudckpt.stores.http.bodies import Reply, iso_date
 from cloudckpt.stores.origins import Route
-from cloudckpt.stores.pages import Marks, all_pages
-from cloudckpt.stores.rest import Authorized, Request, RestStore
+from cloudckpt.stores.rest import UNRESERVED, Marks, Signed, encode_query
 from cloudckpt.stores.s3.access import (
     PAYLOAD_DIGEST,
     UNSIGNED_PAYLOAD,
@@ -50,8 +48,7 @@ from cloudckpt.stores.s3.dialects import AWS
 from cloudckpt.stores.s3.errors import from_answer
 from cloudckpt.stores.s3.redirects import Redirects
 from cloudckpt.stores.xml_api import (
-    Dialect,
-    XmlMultipart,
+    XmlStore,
     key_text,
     required,
     result_of,
@@ -75,17 +72,19 @@ _Page = tuple[list[ObjectInfo], list[str]]
 """The objects and the names of folders that a page of a listing has."""
 
 
-class S3Store(RestStore):
+class S3Store(XmlStore):
     """One bucket of S3 or of a store with its API, see :mod:`cloudckpt.stores.s3.dialects`."""
 
     metadata_prefix = "x-amz-meta-"
+    shown = 1  # the id of a key is no secret, and may be a word such as a bucket's name
 
     def __init__(self, bucket: str, config: Config, root: str | None = None) -> None:
         """``root`` is what messages call the bucket; by default ``s3://bucket``."""
         root = root or f"s3://{bucket}"
         CheckpointURI.parse(root)
         self._access = BucketAccess(bucket, config, root)
-        super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
+        super().__init__(root, self._access)
+        self.bucket_url = self._access.bucket_url
         options, dialect = config.s3, self._access.dialect
         if dialect is AWS and options.storage_class in _ARCHIVES:
             raise ConfigError(
@@ -114,28 +113,37 @@ class S3Store(RestStore):
             equal_parts=dialect.equal_parts,
         )
         self._object_headers = object_headers(options)
-        self._payer = {"x-amz-request-payer": "requester"} if options.requester_pays else {}
-        self._multipart = XmlMultipart(self, self._access.bucket_url, self._uploads())
+        self.creation_headers = self._object_headers
+        self._of_whole: Mapping[str, str] = {}
+        if self._checksums:  # of the whole, or, where the store does not know that, of the parts
+            kind = {
+                "x-amz-checksum-type": "FULL_OBJECT" if dialect.whole_checksums else "COMPOSITE"
+            }
+            self._of_whole = kind if dialect.whole_checksums else {}
+            self.creation_headers = {
+                "x-amz-checksum-algorithm": "CRC32C",
+                **kind,
+                **self._object_headers,
+            }
+            self.part_checksum = "ChecksumCRC32C"
         self._redirects: Redirects | None = None
         if dialect.redirects:
-            self._redirects = Redirects(self._http, self._version_now, self.failure)
+            self._redirects = Redirects(self, self._http, self._head)
 
-    def _version_now(self, key: str) -> str:
-        return self._head(key).version
-
-    def _uploads(self) -> Dialect:
-        """Uploads with a checksum of the whole, or one of the checksums of the parts, or none."""
+    def part_headers(self, crc32c: int) -> Mapping[str, str]:
+        # Object Lock demands the name of the algorithm, or an MD5
         if not self._checksums:
-            return Dialect(creation=self._object_headers)
-        whole = self._dialect.whole_checksums
-        kind = {"x-amz-checksum-type": "FULL_OBJECT" if whole else "COMPOSITE"}
-        return Dialect(
-            creation={"x-amz-checksum-algorithm": "CRC32C", **kind, **self._object_headers},
-            part=self._verified,
-            # the checksums of the parts go along: one that is made of them says no more
-            completion=lambda crc32c: {**_checksum(crc32c), **kind} if whole else {},
-            part_checksum="ChecksumCRC32C",
-        )
+            return {}
+        return {
+            "x-amz-sdk-checksum-algorithm": "CRC32C",
+            "x-amz-checksum-crc32c": to_base64(crc32c),
+        }
+
+    def completion_headers(self, crc32c: int) -> Mapping[str, str]:
+        # the checksums of the parts go along: one that is made of them says no more
+        if not self._of_whole:
+            return {}
+        return {"x-amz-checksum-crc32c": to_base64(crc32c), **self._of_whole}
 
     def put(
         self,
@@ -148,32 +156,18 @@ class S3Store(RestStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        headers = {**self._object_headers, **self._verified(checksum)}
+        headers = {**self._object_headers, **self.part_headers(checksum)}
         if if_absent:
             headers["If-None-Match"] = "*"
         if if_version is not None:
             headers["If-Match"] = if_version
         return self._written(key, headers, body, attempt, progress)
 
-    def create_upload(self, key: str, part_size: int) -> Upload:
-        return self._multipart.create(key, part_size)
-
-    def put_part(
-        self,
-        upload: Upload,
-        number: int,
-        body: Body,
-        *,
-        checksum: int,
-        progress: Progress | None = None,
-    ) -> Part:
-        return self._multipart.put_part(upload, number, body, checksum, progress)
-
     def complete_upload(
         self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
     ) -> ObjectInfo:
         condition = {"If-None-Match": "*"} if if_absent else {}
-        tag = self._multipart.complete(upload, parts, condition).tag
+        tag, _ = self._completed(upload, parts, condition)
         size = sum(part.size for part in parts)
         return self._made(upload.key, size, tag, upload.attempt)
 
@@ -238,12 +232,9 @@ class S3Store(RestStore):
             made = result_of(self, reply, "PUT", self.uri(key))
             return made, _crc32c(made)
 
-    def abort_upload(self, upload: Upload) -> None:
-        self._multipart.abort(upload)
-
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
         asked = prefix if self._dialect.any_prefix else _folder_of(prefix)
-        uploads = self._multipart.open_uploads(asked, retry)
+        uploads = super().list_uploads(asked, retry)
         return (upload for upload in uploads if upload.key.startswith(prefix))
 
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
@@ -274,14 +265,14 @@ class S3Store(RestStore):
 
         def ask(marks: Marks) -> tuple[_Page, Marks | None]:
             more = {"continuation-token": marks[0]} if marks else {}
-            url = f"{self._access.bucket_url}?{encode_query({**query, **more})}"
+            url = f"{self.bucket_url}?{encode_query({**query, **more})}"
             with self.exchange("GET", url, {}, key=prefix) as reply:
                 page = unqualified(reply.read_all(), self.uri(prefix), "ListBucketResult")
                 found = _objects_in(page), _folders_in(page, prefix)
                 follows = text(page, "IsTruncated") == "true"
                 return found, (text(page, "NextContinuationToken"),) if follows else None
 
-        return all_pages(self.uri(prefix), ask, retry)
+        return self._all_pages(prefix, ask, retry)
 
     def _delete(self, key: str, if_version: str | None) -> None:
         condition = {"If-Match": if_version} if if_version else {}
@@ -291,38 +282,31 @@ class S3Store(RestStore):
         ):
             pass
 
-    def _advise(self, error: StoreError, request: Request) -> None:
-        is_denied = isinstance(error, AccessDeniedError)
-        if (
-            is_denied
-            and self._access.payload_digest(request.method, request.body) == UNSIGNED_PAYLOAD
-        ):
+    def _advise(self, error: StoreError, signed: Signed | None) -> None:
+        if signed is None or not isinstance(error, AccessDeniedError):
+            return
+        if signed.headers.get(PAYLOAD_DIGEST) == UNSIGNED_PAYLOAD:
             error.message += (
                 "; if a policy denies unsigned payloads (s3:x-amz-content-sha256), set "
                 "S3Options(payload_signing='on') or CLOUDCKPT_S3_PAYLOAD_SIGNING=on"
             )
 
-    def _open(self, request: Request, used: Authorized) -> contextlib.AbstractContextManager[Reply]:
-        is_read = request.method == "GET" and request.url == self.object_url(request.key)
-        if self._redirects is None or not is_read:
-            return super()._open(request, used)
-        return self._redirects.read(request, used, self.uri(request.key))
+    def _read(
+        self, key: str, if_version: str | None, headers: Mapping[str, str]
+    ) -> contextlib.AbstractContextManager[Reply]:
+        if if_version:
+            headers = {**headers, "If-Match": if_version}
+        if self._redirects is not None:
+            return self._redirects.read(key, if_version, headers)
+        return self.exchange("GET", self.object_url(key), headers, key=key)
 
-    def authorized(self, request: Request) -> Authorized:
-        digest = self._access.payload_digest(request.method, request.body)
-        request = replace(request, headers={**request.headers, PAYLOAD_DIGEST: digest})
-        region = self._access.region
-        ready = super().authorized(request)
-        # the id of a key is no secret, and may be a word such as a bucket's name
-        return replace(ready, region=region, hidden=ready.secrets[1:])
-
-    def recover(self, refused: StoreError, used: Authorized | None) -> bool:
+    def recover(self, refused: StoreError, signed: Signed | None) -> bool:
         """The same; a request to the wrong region may be sent to the one that S3 names."""
         if not isinstance(refused, WrongRegionError):
-            return super().recover(refused, used)
-        if used is None or refused.region is None:
+            return super().recover(refused, signed)
+        if signed is None or refused.region is None:
             return False
-        return self._access.follow(refused.region, used.region)
+        return self._access.follow(refused.region, signed.headers)
 
     def regions(self) -> Regions | None:
         return self._access.regions()
@@ -331,25 +315,13 @@ class S3Store(RestStore):
         return self._access.route()
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
-        url = self._access.base + encode_key(key)
+        url = self._access.base + quote(key, safe=UNRESERVED)
         return f"{url}?{encode_query(query)}" if query else url
 
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
         return from_answer(status, headers, body, action, uri)
-
-    def _authorized(
-        self, method: str, url: str, headers: Mapping[str, str]
-    ) -> tuple[str, Mapping[str, str]]:
-        url = self._access.address(url)
-        return url, self._access.sign(method, url, {**headers, **self._payer})
-
-    def _verified(self, crc32c: int) -> dict[str, str]:
-        """Of a request with payload: Object Lock demands the name of the algorithm, or an MD5."""
-        if not self._checksums:
-            return {}
-        return {"x-amz-sdk-checksum-algorithm": "CRC32C", **_checksum(crc32c)}
 
 
 def open_hugging_face(uri: CheckpointURI, config: Config) -> S3Store:
@@ -374,7 +346,10 @@ def _source(source: ObjectStore, found: ObjectInfo) -> dict[str, str]:
     assert isinstance(source, S3Store)
     bucket = source._access.bucket
     path = f"{bucket}/object/{found.key}" if bucket.startswith("arn:") else f"{bucket}/{found.key}"
-    return {"x-amz-copy-source": encode_key(path), "x-amz-copy-source-if-match": found.version}
+    return {
+        "x-amz-copy-source": quote(path, safe=UNRESERVED),
+        "x-amz-copy-source-if-match": found.version,
+    }
 
 
 def _folder_of(prefix: str) -> str:
@@ -407,7 +382,3 @@ def _crc32c(made: Element) -> int | None:
     """The CRC32C that a result tells; with a number after it, it is of parts, not of bytes."""
     told = text(made, "ChecksumCRC32C")
     return from_base64(told) if told and "-" not in told else None
-
-
-def _checksum(crc32c: int) -> dict[str, str]:
-    return {"x-amz-checksum-crc32c": to_base64(crc32c)}

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from cloudckpt.checkpoint.columns import byte_rows, column_of, counted, raw_bytes, repeated
-from cloudckpt.checkpoint.inventory import Inventory, dims_of
 from cloudckpt.checkpoint.lazy import save_id_of
+from cloudckpt.checkpoint.record import Record
+from cloudckpt.checkpoint.table import Table, dims_of
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION
 
 __all__ = ["metadata_pickle"]
@@ -48,21 +49,22 @@ _FIELDS = (
 _ENCODINGS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
 
-def metadata_pickle(inventory: Inventory, attempt: str) -> bytes:
-    """The pickle of an inventory's metadata, of the save with this random name."""
-    return _Opcodes(inventory).of(attempt)
+def metadata_pickle(record: Record) -> bytes:
+    """The pickle of torch's metadata that says what a record with a table says."""
+    assert record.table is not None
+    return _Opcodes(record, record.table).made()
 
 
 class _Opcodes:
-    def __init__(self, inventory: Inventory) -> None:
-        self._inventory = inventory
+    def __init__(self, record: Record, table: Table) -> None:
+        self._record, self._table = record, table
         self._memo: dict[Any, bytes] = {}
         self._parts: list[bytes] = []
 
-    def of(self, attempt: str) -> bytes:
+    def made(self) -> bytes:
         self._write(b"\x80\x04")
         self._declare()
-        self._describe(attempt)
+        self._describe()
         self._write(_STOP)
         return b"".join(self._parts)
 
@@ -85,7 +87,7 @@ class _Opcodes:
         for name in _FIELDS:
             self._remember((name,), _text(name))
         get = self._memo
-        for number, one in enumerate(self._inventory.properties):
+        for number, one in enumerate(self._table.properties):
             encoding = bytes([_ENCODINGS.index(one.memory_format)])
             self._remember(
                 number,
@@ -95,11 +97,10 @@ class _Opcodes:
                 *(_flag(one.pin_memory), _TUPLE, _BUILD),
             )
         self._fqns = [
-            self._wide(self._remember((None, name), _text(name)))
-            for name in self._inventory.entries
+            self._wide(self._remember((None, name), _text(name))) for name in self._table.entries
         ]
         self._objects = []
-        for written in self._inventory.objects:
+        for written in self._record.objects:
             place = self._remember(written, _text(written.name))
             self._objects.append(int.from_bytes(place[1:], "little"))
         self._write(_DROP_ALL)
@@ -109,19 +110,20 @@ class _Opcodes:
         """The same opcode in the same length for all."""
         return b"j" + get[1:].ljust(4, b"\0")
 
-    def _describe(self, attempt: str) -> None:
+    def _describe(self) -> None:
         self._write(self._memo["Metadata"], _NEW, _DICT, _MARK, _text("state_dict_metadata"))
         self._entries()
         self._write(_text("planner_data"), *self._paths())
         self._write(_text("storage_data"), _DICT, _MARK)
         self._places()
         self._write(_SET, _text("storage_meta"), self._memo["StorageMeta"], _NEW, _DICT, _MARK)
-        self._write(_text("checkpoint_id"), _NONE, _text("save_id"), _text(save_id_of(attempt)))
+        save_id = save_id_of(self._record.attempt)
+        self._write(_text("checkpoint_id"), _NONE, _text("save_id"), _text(save_id))
         self._write(_text("load_id"), _NONE, _text("modules"), _LIST, _SET, _BUILD)
         self._write(_text("version"), _text(CURRENT_DCP_VERSION), _SET, _BUILD)
 
     def _entries(self) -> None:
-        get, chunks = self._memo, self._inventory.chunks
+        get, chunks = self._memo, self._table.chunks
         rows: dict[int, tuple[bytes, int]] = {}
         for dims, found in chunks.items():
             parts = (
@@ -132,7 +134,7 @@ class _Opcodes:
             made = _rows(parts, found.rows.numel())
             rows[dims] = raw_bytes(made.view(-1)), made.shape[1]
         self._write(_DICT, _MARK)
-        for fqn, entry in zip(self._fqns, self._inventory.entries.values(), strict=True):
+        for fqn, entry in zip(self._fqns, self._table.entries.values(), strict=True):
             if entry.shape is None:
                 self._write(fqn, get["BytesStorageMetadata"], _NEW)
                 continue
@@ -147,7 +149,7 @@ class _Opcodes:
         self._write(_SET)
 
     def _paths(self) -> list[bytes]:
-        paths = self._inventory.paths
+        paths = self._table.paths
         if paths is None:
             return [_NONE]
         parts = [_DICT, _MARK]
@@ -164,12 +166,12 @@ class _Opcodes:
         return [*parts, _SET]
 
     def _places(self) -> None:
-        get, inventory = self._memo, self._inventory
+        get, table = self._memo, self._table
         fqns = column_of([int.from_bytes(fqn[1:], "little") for fqn in self._fqns])
-        entries = list(inventory.entries.values())
+        entries = list(table.entries.values())
         objects = column_of(self._objects)
-        extents = inventory.extents
-        for dims, chunks in inventory.chunks.items():
+        extents = self._record.extents
+        for dims, chunks in table.chunks.items():
             of_dims = [number for number, e in enumerate(entries) if dims_of(e.shape) == dims]
             counts = column_of([entries[number].count for number in of_dims])
             names = repeated(fqns[column_of(of_dims)], counts)

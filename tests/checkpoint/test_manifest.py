@@ -18,14 +18,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint import record
 from cloudckpt.checkpoint.committed import CommitObject, Fetched
-from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.foreign import load_metadata
-from cloudckpt.checkpoint.inventory import Inventory
+from cloudckpt.checkpoint.manifest import Manifest, Planned
 from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.written import Extents, Written
+from cloudckpt.checkpoint.table import Table
 from cloudckpt.checksum import CRC32C, CRC64NVME
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -74,27 +73,34 @@ def saves(draw):
     return Metadata(entries, planner_data=paths), plans
 
 
+def extents(rows):
+    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
+    return Extents(*table.t().contiguous())
+
+
 def written(plans, attempt, start=0, length=99):
     """What the ranks have written: each in one object, one item behind the other."""
     found = []
     for rank, plan in enumerate(plans):
         objects = WrittenObject(rank, 0, attempt, 1 << 40, 7 * rank, 30, rank)
         rows = [(0, start + 128 * number, length) for number in range(len(plan))]
-        found.append(Written(URI, (objects,) if plan else (), Extents.of(rows)))
+        found.append(
+            Record(location=URI, objects=(objects,) if plan else (), extents=extents(rows))
+        )
     return found
 
 
 def drawn_up(metadata, plans, attempt=FIRST, **options):
-    return Draft.of(
-        Planned.of(metadata, plans, CRC32C, URI),
-        written(plans, attempt, **options),
-        attempt=attempt,
-        uri=URI,
-    )
+    planned = Planned.of(metadata, plans, CRC32C, URI)
+    return manifest(planned, written(plans, attempt, **options), attempt)
 
 
-def stored(draft, notes=b""):
-    return bytearray(b"".join(draft.data(notes)))
+def manifest(planned, records, attempt=FIRST):
+    return Manifest(planned.written(records, attempt=attempt, uri=URI), URI)
+
+
+def stored(made, notes=b""):
+    return bytearray(b"".join(made.data(notes)))
 
 
 def read(data):
@@ -148,10 +154,10 @@ def spread(draw, plans, attempt):
             st.sampled_from([9, 1 << 32]),
         )
         found.append(
-            Written(
-                URI,
-                objects,
-                Extents.of(draw(st.lists(rows, min_size=len(plan), max_size=len(plan)))),
+            Record(
+                location=URI,
+                objects=objects,
+                extents=extents(draw(st.lists(rows, min_size=len(plan), max_size=len(plan)))),
             )
         )
     return found
@@ -170,10 +176,10 @@ def test_the_next_save_says_what_a_first_one_would(save, data):
                 now[rank] = dataclasses.replace(
                     one, objects=tuple(objects), extents=earlier.extents
                 )
-        draft = Draft.of(planned, after(before, now), attempt=attempt, uri=URI)
-        anew = Draft.of(Planned.of(metadata, plans, CRC32C, URI), now, attempt=attempt, uri=URI)
-        assert stored(draft) == stored(anew)
-        assert read(stored(draft)).metadata == pickle.loads(stored(draft)) == draft.metadata
+        made = manifest(planned, after(before, now), attempt)
+        anew = manifest(Planned.of(metadata, plans, CRC32C, URI), now, attempt)
+        assert made.data()[0] == anew.data()[0]  # but for the time, all is the same
+        assert read(stored(made)).metadata == pickle.loads(stored(made)) == made.metadata
         before = now
 
 
@@ -182,19 +188,8 @@ def after(before, now):
     found = []
     for one, earlier in zip(now, before, strict=True):
         told = pickle.loads(pickle.dumps(one.without(earlier.extents)))
-        assert bool(told.unmoved) == (one.extents == earlier.extents)
         found.append(told.completed(earlier.extents))
     return found
-
-
-def test_a_rank_that_goes_by_another_save_than_the_coordinator_is_refused():
-    _, plans = example()
-    of_the_rank, of_the_coordinator = written(plans, FIRST, start=256), written(plans, FIRST)
-    now = written(plans, SECOND, start=256)[0].without(of_the_rank[0].extents)
-    assert not len(now.extents)
-    for earlier in (of_the_coordinator[0].extents, Extents.none()):
-        with pytest.raises(ValueError, match="lie elsewhere"):
-            now.completed(earlier)
 
 
 def example(ranks=2):
@@ -218,11 +213,11 @@ def test_many_saves_follow_each_other():
     for step in range(1, 20):
         attempt, now = f"{step:016x}", written(plans, f"{step:016x}")
         now[0].extents.lengths[1] = step * 1000
-        draft = Draft.of(planned, after(before, now), attempt=attempt, uri=URI)
+        made = manifest(planned, after(before, now), attempt)
         before = now
         places = {**places_of(plans, attempt)}
         places[MetadataIndex("step")] = (f"__0_0.{attempt}.distcp", 128, step * 1000)
-        assert_says(stored(draft), metadata, places)
+        assert_says(stored(made), metadata, places)
 
 
 def test_stock_torch_reads_it(tmp_path):
@@ -248,7 +243,7 @@ def test_all_places_of_lazy_metadata_are_made_in_one_pass(monkeypatch):
     one_by_one = {index: places[index] for index in places}
     assert len(one_by_one) == len(places) > 1
     assert next(iter(places.items())) in places.items()
-    monkeypatch.setattr(Inventory, "row_of", None)  # nothing is looked up
+    monkeypatch.setattr(Table, "rows", None)  # nothing is looked up
     assert dict(places.items()) == one_by_one == places
     assert list(places.values()) == list(one_by_one.values())
     assert [index.index for index, _ in places.items()] == [index.index for index in one_by_one]
@@ -260,15 +255,14 @@ def test_notes_structure_and_algorithm_come_back(notes):
     told = written(plans, FIRST)
     structure = Structure({("a", 0): {"1": 1}}, {("b",): (3,)})
     told[1] = dataclasses.replace(told[1], structure=structure)
-    draft = Draft.of(Planned.of(metadata, plans, CRC64NVME, URI), told, attempt=FIRST, uri=URI)
-    found = read(stored(draft, notes))
+    found = read(stored(manifest(Planned.of(metadata, plans, CRC64NVME, URI), told), notes))
     assert (found.notes, found.structure, found.checksum) == (notes, structure, CRC64NVME)
 
 
 def test_a_chunk_takes_few_bytes():
     metadata, plans = example(512)
     columns = drawn_up(metadata, plans).data(b"")[1]
-    assert columns.nbytes < 512 * 40 + 1500  # the records of the objects, and hardly anything else
+    assert columns.nbytes < 512 * 12 + 1500  # the records of the objects, and hardly anything else
 
 
 @dataclasses.dataclass
@@ -318,18 +312,18 @@ def test_an_item_that_nobody_has_written_is_named():
 def test_a_rank_that_has_written_fewer_items_than_it_has_planned_is_told():
     metadata, plans = example()
     told = written(plans, FIRST)
-    told[0] = dataclasses.replace(told[0], extents=Extents.of([(0, 0, 9)]))
+    told[0] = dataclasses.replace(told[0], extents=extents([(0, 0, 9)]))
     with pytest.raises(IncompleteSaveError, match="planned 2 items, and written 1"):
-        Draft.of(Planned.of(metadata, plans, CRC32C, URI), told, attempt=FIRST, uri=URI)
+        manifest(Planned.of(metadata, plans, CRC32C, URI), told)
 
 
 def test_a_rank_that_saves_elsewhere_is_told():
     metadata, plans = example()
     told = written(plans, SECOND)
-    told[1] = dataclasses.replace(told[1], uri="s3://bucket/other")
+    told[1] = dataclasses.replace(told[1], location="s3://bucket/other")
     planned = Planned.of(metadata, plans, CRC32C, URI)
     with pytest.raises(DifferentCheckpointsError, match="rank 1 to s3://bucket/other"):
-        Draft.of(planned, told, attempt=SECOND, uri=URI)
+        manifest(planned, told, SECOND)
 
 
 @pytest.mark.parametrize("objects", ["fewer", "smaller"])
@@ -340,16 +334,7 @@ def test_objects_that_do_not_hold_what_they_should_are_refused(objects):
     now[1] = dataclasses.replace(now[1], objects=changed)
     planned = Planned.of(metadata, plans, CRC32C, URI)
     with pytest.raises(IncompleteSaveError, match="other objects"):
-        Draft.of(planned, now, attempt=SECOND, uri=URI)
-
-
-def test_what_a_rank_sends_is_small():
-    _, plans = example()
-    before, now = written(plans, FIRST), written(plans, SECOND)
-    unmoved = now[0].without(before[0].extents)
-    assert len(pickle.dumps(unmoved)) < 300
-    assert pickle.loads(pickle.dumps(unmoved)) == unmoved
-    assert pickle.loads(pickle.dumps(now[0])) == now[0]
+        manifest(planned, now, SECOND)
 
 
 # damage
@@ -417,40 +402,3 @@ def test_a_body_that_somebody_made_up_is_refused_or_consistent(data):
 
 
 GOOD = drawn_up(*example())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"names": ["w"]},
-        {"names": ["w", "w"]},
-        {"names": ["w", 7]},
-        {"shapes": [[8, 8, 1], None]},
-        {"shapes": [[4, 8], None]},
-        {"shapes": [[-1, 8], None]},
-        {"shapes": [[1 << 62, 8], None]},
-        {"shapes": [None, None]},
-        {"properties": [1, 0]},
-        {"properties": [-1, 0]},
-        {"chunks": [3, 1]},
-        {"chunks": [-1, 1]},
-        {"chunks": [True, 1]},
-        {"kinds": [["load", "strided", "contiguous_format", False, False]]},
-        {"kinds": [["float33", "strided", "contiguous_format", False, False]]},
-        {"kinds": [["float32", "strided", "contiguous_format", 0, False]]},
-        {"kinds": []},
-        {"paths": [["w", "w"]]},
-        {"paths": [["w", [-1]]]},
-        {"paths": 7},
-        {"structure": 7},
-        {"whole": [-1]},
-        {"whole": [2]},
-        {"whole": [True]},
-    ],
-    ids=str,
-)
-def test_a_table_that_makes_no_sense_is_refused(change, monkeypatch):
-    to_json = record._json
-    monkeypatch.setattr(record, "_json", lambda said: to_json({**said, **change}))
-    with pytest.raises(CheckpointCorruptError, match="make no sense"):
-        read(stored(drawn_up(*example())))

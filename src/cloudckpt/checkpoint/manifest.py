@@ -1,0 +1,259 @@
+"""What a save commits: the records of all ranks as one, and the bytes of the commit object.
+
+It is made anew for each commit from what all ranks have written. A save of the same structure
+reuses only the plan of the previous save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from cloudckpt.checkpoint.columns import column_of, unfilled
+from cloudckpt.checkpoint.committed import CommitObject
+from cloudckpt.checkpoint.from_torch import NotInColumnsError, check_chunks, table_of_metadata
+from cloudckpt.checkpoint.lazy import lazy_metadata
+from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.record import Extents, Record, bound
+from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.table import Table
+from cloudckpt.checkpoint.torch_pickle import metadata_pickle
+from cloudckpt.checkpoint.trailer import with_trailer
+from cloudckpt.checksum import ChecksumAlgorithm
+from cloudckpt.errors import DifferentCheckpointsError, IncompleteSaveError, UnsupportedValueError
+from cloudckpt.gc_pause import paused_gc
+from cloudckpt.uri import CheckpointURI
+
+__all__ = ["Manifest", "Planned", "earlier_objects"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the ranks are to write, in this save and in later ones by the same plan.
+
+    It is made before they write, so that the plans of all ranks need not be kept meanwhile.
+
+    Attributes:
+        table: All of it.
+        rows: By rank, the rows of the items in its plan, in the plan's order.
+        checksum: The algorithm of the store.
+        structure: What flattening has lost of the state dicts of all ranks; None if each rank
+            reports it with what it has written.
+    """
+
+    table: Table
+    rows: tuple[torch.Tensor, ...]
+    checksum: ChecksumAlgorithm
+    structure: Structure | None = None
+
+    @classmethod
+    def of(
+        cls,
+        metadata: Metadata,
+        indices: Sequence[Sequence[MetadataIndex]],
+        checksum: ChecksumAlgorithm,
+        uri: str,
+    ) -> Planned:
+        """The plan of a planner that makes torch's metadata.
+
+        Args:
+            metadata: The planner's metadata.
+            indices: By rank, the indices of the items in its plan, in the plan's order.
+            checksum: The algorithm of the store.
+            uri: The checkpoint, for messages.
+
+        Raises:
+            IncompleteSaveError: If no rank writes an item that the metadata promise.
+            UnsupportedValueError: If it is no metadata as torch's planners make it.
+        """
+        try:
+            with paused_gc():
+                table = table_of_metadata(metadata)
+                check_chunks(table)
+                rows = tuple(map(table.rows, indices))
+        except NotInColumnsError as exc:
+            raise UnsupportedValueError(
+                f"the planner's plan can't be written in the format of checkpoints: {exc}", uri=uri
+            ) from exc
+        _check_rows(table, rows, uri)
+        return cls(table, rows, checksum)
+
+    def written(self, records: Sequence[Record], *, attempt: str, uri: str) -> Record:
+        """The record of what all ranks have written.
+
+        Args:
+            records: By rank, what it wrote.
+            attempt: The random name of the save: sixteen hexadecimal digits.
+            uri: The checkpoint.
+
+        Raises:
+            DifferentCheckpointsError: If a rank has written to another location.
+            IncompleteSaveError: If the metadata promise an item that no rank has written, or a
+                rank's report is inconsistent.
+        """
+        folder = CheckpointURI.parse(uri).folder
+        for rank, (rows, one) in enumerate(zip(self.rows, records, strict=True)):
+            if one.location != uri:
+                raise DifferentCheckpointsError(
+                    f"the rank that commits saves here, and rank {rank} to {one.location}: give "
+                    "the same checkpoint_id on all ranks, for example by a broadcast of it",
+                    uri=uri,
+                )
+            if rows.numel() != len(one.extents):
+                raise IncompleteSaveError(
+                    f"rank {rank} has planned {rows.numel()} items, and written "
+                    f"{len(one.extents)}; nothing was committed",
+                    uri=uri,
+                )
+        structure = self.structure
+        if structure is None:
+            structure = Structure.merged([one.structure for one in records], uri)
+        # several ranks may refer to the same object of another checkpoint
+        seen = [[each.seen_from(folder) for each in one.objects] for one in records]
+        objects = {each.name: each for of_rank in seen for each in of_rank}
+        numbers = {name: number for number, name in enumerate(objects)}
+        of_ranks = [column_of([numbers[each.name] for each in of_rank]) for of_rank in seen]
+        try:
+            made = Record(
+                table=self.table,
+                extents=_extents(self.table.count, self.rows, records, of_ranks),
+                objects=list(objects.values()),
+                checksum=self.checksum,
+                structure=structure,
+                attempt=attempt,
+                times=torch.cat([one.times for one in records]),
+                committing=round(time.time() * 1000),
+            )
+            made.check_extents()
+        except ValueError as exc:
+            raise IncompleteSaveError(
+                f"a rank has written other objects than it says: {exc}; nothing was committed",
+                uri=uri,
+            ) from exc
+        return made
+
+
+class Manifest:
+    """What a save is about to commit.
+
+    Attributes:
+        attempt: The random name of the save.
+        objects: Its data objects.
+        metadata: torch's metadata for it.
+    """
+
+    def __init__(self, record: Record, uri: str | None = None) -> None:
+        """``record``: what all ranks have written; ``uri``: the checkpoint, for messages.
+
+        Raises:
+            UnsupportedValueError: If the format has no room for it.
+        """
+        self.attempt, self.objects = record.attempt, record.objects
+        self.metadata = lazy_metadata(record)
+        try:
+            self._pickled = metadata_pickle(record)
+            self._record = record.to_bytes(bound(len(self._pickled)))
+        except (KeyError, ValueError) as exc:
+            raise UnsupportedValueError(
+                f"the state dict can't be described in the format of checkpoints: {exc}", uri=uri
+            ) from exc
+
+    @classmethod
+    def of_copy(
+        cls, source: CommitObject, objects: Mapping[str, WrittenObject], attempt: str
+    ) -> Manifest:
+        """The manifest of a copy of a checkpoint.
+
+        Args:
+            source: The checkpoint that is copied.
+            objects: The copies of its data objects, by their original names.
+            attempt: The random name of the copy.
+        """
+        if source.record is not None:
+            renamed = [objects[one.name] for one in source.objects]
+            return cls(dataclasses.replace(source.record, objects=renamed, attempt=attempt))
+        made = cls.__new__(cls)
+        made.attempt, made.objects = attempt, list(objects.values())
+        made.metadata = metadata = dataclasses.replace(source.metadata)
+        with paused_gc():
+            metadata.storage_data = {
+                index: dataclasses.replace(place, relative_path=objects[place.relative_path].name)
+                for index, place in (source.metadata.storage_data or {}).items()
+            }
+        metadata.storage_meta = dataclasses.replace(
+            source.metadata.storage_meta or StorageMeta(), checkpoint_id=None, load_id=None
+        )
+        made._pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
+        made._record = b""
+        return made
+
+    def data(self, notes: bytes = b"") -> list[memoryview]:
+        """All bytes of the commit object, including the notes."""
+        return with_trailer(self._pickled, self._record, notes)
+
+
+def earlier_objects(records: Iterable[Record], folder: str) -> set[str]:
+    """The names of the objects of earlier saves that the checkpoint in ``folder`` will name."""
+    return {
+        one.seen_from(folder).name for of_rank in records for one in of_rank.objects if one.folder
+    }
+
+
+def _check_rows(table: Table, rows: Sequence[torch.Tensor], uri: str) -> None:
+    """Checks that the ranks write all of the table, each chunk once, and nothing else.
+
+    Raises:
+        IncompleteSaveError: If they don't.
+    """
+    is_written = torch.zeros(table.count, dtype=torch.bool, device="cpu")
+    for rank, of_rank in enumerate(rows):
+        if bool((of_rank < 0).any()):
+            raise IncompleteSaveError(
+                f"rank {rank} has written an item that the planner's metadata do not have; nothing "
+                "was committed",
+                uri=uri,
+            )
+        is_written[of_rank] = True
+    missing = (~is_written).nonzero().view(-1)
+    if missing.numel():
+        row = int(missing[0])
+        name = table.name_of(row)
+        entry = table.metadata_of(name)
+        part = ""
+        if isinstance(entry, TensorStorageMetadata):
+            part = f" (offsets {entry.chunks[row - table.entries[name].first].offsets})"
+        raise IncompleteSaveError(
+            f"{name}{part} was planned, but no rank has written it, or it was planned twice; "
+            "nothing was committed",
+            uri=uri,
+            item=name,
+        )
+
+
+def _extents(
+    count: int,
+    rows: Sequence[torch.Tensor],
+    records: Sequence[Record],
+    numbers: Sequence[torch.Tensor],
+) -> Extents:
+    """Where all rows lie, with objects numbered across all ranks."""
+    have_digests = all(one.extents.has_digests for one in records)
+    columns = [unfilled(count) for _ in range(5 if have_digests else 3)]
+    for of_rank, one, number in zip(rows, records, numbers, strict=True):
+        objects, *others = one.extents.all_columns if have_digests else one.extents.columns
+        if bool(((objects < 0) | (objects >= number.numel())).any()):
+            raise ValueError("an item in an object that is not there")
+        for column, values in zip(columns, (number[objects], *others), strict=True):
+            column[of_rank] = values
+    return Extents(*columns)
