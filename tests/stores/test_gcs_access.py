@@ -21,11 +21,10 @@ from cloudckpt.errors import (
     ConnectionLostError,
     CredentialsError,
     StoreError,
-    TransientStoreError,
 )
 from cloudckpt.stores.gcs import access as gcs_access
 from cloudckpt.stores.gcs.store import GCSStore
-from support.dialects import GOOGLE, at_once, error_json
+from support.dialects import GOOGLE
 
 VERBS, call = GOOGLE.verbs, GOOGLE.call
 
@@ -111,24 +110,6 @@ def bearer(request):
     return request.headers["Authorization"]
 
 
-def test_every_request_has_a_token_which_is_fetched_once(open_with, secure):
-    credentials = FakeCredentials()
-    store = open_with(credentials)
-    assert credentials.refreshes == 0  # a store that is only opened asks nobody
-    assert {bearer(call(store, secure, verb)) for verb in VERBS} == {"Bearer token-1"}
-    assert credentials.refreshes == 1
-
-
-def test_a_token_that_ends_soon_is_refreshed_in_the_background(open_with, secure):
-    credentials = FakeCredentials()
-    store = open_with(credentials)
-    assert bearer(call(store, secure, "head")) == "Bearer token-1"
-    credentials.expires_in(60)
-    call(store, secure, "head")
-    assert credentials.is_refreshed.wait(30)
-    assert bearer(call(store, secure, "head")) == "Bearer token-2"
-
-
 REFUSED = google.auth.exceptions.RefreshError("invalid_grant: Bad Request", {})
 SILENT = google.auth.exceptions.TransportError("the token service is down")
 
@@ -167,23 +148,6 @@ def test_a_first_token_that_is_refused_is_final_and_a_refresh_is_tried_again(ope
     with pytest.raises(ConnectionLostError, match=r"can't be refreshed for now.*invalid_grant"):
         store.head("run/object")
     call(store, secure, "head")
-
-
-def test_one_thread_fetches_the_token_for_all(open_with, secure):
-    credentials = FakeCredentials()
-    store = open_with(credentials)
-    secure.respond(lambda request: secure.Answer(**GOOGLE.answers["head"]))
-    assert at_once(8, lambda: store.head("run/object").size) == [4] * 8
-    assert credentials.refreshes == 1
-
-
-def test_a_token_that_the_store_goes_on_to_reject_is_told_after_one_other(open_with, secure):
-    store = open_with(FakeCredentials())
-    refused = error_json(401, "authError", "Invalid Credentials")
-    secure.respond(lambda request: secure.Answer(status=401, body=refused))
-    with pytest.raises(CredentialsError, match="does not accept"):
-        store.head("run/object")
-    assert len(secure.requests) == 2
 
 
 def test_the_project_of_the_option_wins_over_that_of_the_credentials(open_with, secure):
@@ -248,13 +212,6 @@ def workload_file(tmp_path, token_server):
     return tmp_path / "workload.json"
 
 
-@pytest.mark.parametrize("kind", ["account_file", "workload_file"])
-def test_credentials_are_read_from_a_file(open_gcs, secure, token_server, request, kind):
-    store = open_gcs(file=request.getfixturevalue(kind))
-    assert bearer(call(store, secure, "put")) == "Bearer the-token"
-    assert [one.method for one in token_server.requests] == ["POST"]
-
-
 def test_a_token_endpoint_that_is_silent_is_given_up(open_gcs, account_file, token_server):
     token_server.respond(lambda request: token_server.Answer(silent=True))
     store = open_gcs(file=account_file, read_timeout=0.3)
@@ -278,13 +235,6 @@ def test_a_wrong_clock_is_named_where_google_refuses_the_time_of_a_signature(
     assert caught.value.uri.startswith("gs://bucket")
 
 
-def test_a_token_endpoint_that_refuses_is_believed(open_gcs, account_file, token_server):
-    body = {"error": "invalid_grant", "error_description": "Invalid JWT Signature."}
-    token_server.respond(lambda request: token_server.Answer(400, body=json.dumps(body).encode()))
-    with pytest.raises(CredentialsError, match="Invalid JWT Signature"):
-        open_gcs(file=account_file).head("run/object")
-
-
 def test_a_service_account_is_acted_as(open_gcs, account_file, server, monkeypatch):
     other = "other@project.iam.gserviceaccount.com"
     store = open_gcs(file=account_file, impersonate=other)
@@ -294,25 +244,6 @@ def test_a_service_account_is_acted_as(open_gcs, account_file, server, monkeypat
         store.head("run/object")
     asked = [(request.method, request.target) for request in server.requests]
     assert asked == [("CONNECT", "iamcredentials.googleapis.com:443")]
-
-
-def test_an_anonymous_store_looks_for_no_credentials_and_sends_none(open_gcs, secure):
-    store = open_gcs(anonymous=True)
-    for verb in VERBS:
-        assert "Authorization" not in call(store, secure, verb).headers
-
-
-def test_no_credentials_at_all_are_named_and_where_they_are_looked_for():
-    with pytest.raises(CredentialsError) as caught:
-        GCSStore("bucket", Config())
-    for place in (
-        "GOOGLE_APPLICATION_CREDENTIALS",
-        "application_default_credentials.json",
-        "metadata server",
-        "gcloud auth application-default login",
-    ):
-        assert place in str(caught.value)
-    assert caught.value.uri == "gs://bucket"
 
 
 @pytest.mark.parametrize(
@@ -415,161 +346,6 @@ def source(request, monkeypatch):
     return server
 
 
-def tokens_given_out(server):
-    paths = [request.target.partition("?")[0] for request in server.requests]
-    return len([path for path in paths if path.endswith(("token", "/sts"))])
-
-
-def letting_in(secure, token):
-    refused = error_json(401, "authError", "Invalid Credentials")
-
-    def respond(request):
-        if bearer(request) != f"Bearer {token}":
-            return secure.Answer(401, body=refused)
-        return secure.Answer(**GOOGLE.answers["head"])
-
-    secure.respond(respond)
-
-
-def test_a_token_that_is_refused_is_replaced_within_the_request(open_gcs, secure, source):
-    store = open_gcs()
-    call(store, secure, "head")
-    letting_in(secure, "token-2")
-    assert store.head("run/object").size == 4
-    assert tokens_given_out(source) == 2
-
-
-def test_of_many_threads_that_are_refused_one_fetches_the_next_token(
-    open_gcs, secure, metadata_server
-):
-    store = open_gcs()
-    call(store, secure, "head")
-    letting_in(secure, "token-2")
-    found = at_once(8, lambda: [store.head("run/object").size for _ in range(2)])
-    assert found == [[4] * 2] * 8
-    assert tokens_given_out(metadata_server) == 2
-
-
-def test_a_refusal_that_comes_late_does_not_hit_the_next_token(open_gcs, secure, metadata_server):
-    """It is about the token that was sent, not about the one that another thread has fetched."""
-    store = open_gcs()
-    is_late, may_go_on = threading.Event(), threading.Event()
-    late = []
-
-    def respond(request):
-        if bearer(request) == "Bearer token-2":
-            return secure.Answer(**GOOGLE.answers["head"])
-        if request.target.startswith("/storage/v1/b/bucket/o/late") and not late:
-            late.append(request)
-            is_late.set()
-            may_go_on.wait(30)
-        return secure.Answer(401, body=error_json(401, "authError", "Invalid Credentials"))
-
-    secure.respond(respond)
-    found = []
-    slow = threading.Thread(target=lambda: found.append(store.head("late").size))
-    slow.start()
-    assert is_late.wait(30)
-    assert store.head("run/object").size == 4
-    may_go_on.set()
-    slow.join(30)
-    assert store.head("run/object").size == 4
-    assert found == [4]
-    assert tokens_given_out(metadata_server) == 2
-
-
-def test_a_token_that_is_given_out_again_is_not_fetched_for_every_request(open_with, secure):
-    """As a metadata server does until shortly before its end."""
-
-    class Same(FakeCredentials):
-        def named(self):
-            return "the-token"
-
-    credentials = Same()
-    store = open_with(credentials)
-    call(store, secure, "head")
-    letting_in(secure, "another")
-    with pytest.raises(CredentialsError):
-        store.head("run/object")
-    assert credentials.refreshes == 2
-    letting_in(secure, "the-token")
-    for _ in range(5):
-        store.head("run/object")
-    assert credentials.refreshes == 2
-
-
-# what is passing
-
-
-@pytest.fixture
-def no_pauses(monkeypatch):
-    """google-auth asks some services several times itself, with pauses."""
-    monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda seconds: None)
-
-
-def test_a_metadata_server_that_is_overloaded_has_refused_nothing(
-    open_gcs, secure, metadata_server
-):
-    store = open_gcs()
-    metadata_server.respond(lambda request: metadata_server.Answer(503))
-    with pytest.raises(ConnectionLostError):
-        store.head("run/object")
-    metadata_server.work()
-    call(store, secure, "head")
-
-
-@pytest.mark.parametrize(
-    ("status", "expected"), [(503, ConnectionLostError), (429, ConnectionLostError), (400, None)]
-)
-def test_a_token_service_that_is_overloaded_has_not_refused(
-    open_gcs, secure, account_file, token_server, no_pauses, status, expected
-):
-    body = json.dumps({"error": {"code": status, "message": "why", "status": "UNKNOWN"}}).encode()
-    bad = token_server.Answer(status, headers={"Content-Type": "application/json"}, body=body)
-    token_server.respond(lambda asked: bad)
-    store = open_gcs(file=account_file)
-    with pytest.raises(StoreError) as caught:
-        store.head("run/object")
-    assert type(caught.value) is (expected or CredentialsError)
-    assert caught.value.certain
-    assert secure.requests == []
-
-
-def test_another_token_that_can_not_be_had_for_the_moment_is_passing(
-    open_gcs, secure, account_file, numbered, no_pauses
-):
-    store = open_gcs(file=account_file)
-    call(store, secure, "head")
-    letting_in(secure, "token-2")
-    numbered.answer(*[numbered.Answer(503)] * 3)
-    with pytest.raises(ConnectionLostError, match="can't be fetched for now"):
-        store.head("run/object")
-    assert store.head("run/object").size == 4
-
-
-def test_a_name_that_does_not_resolve_is_passing(open_gcs, secure, account_file, monkeypatch):
-    info = json.loads(account_file.read_text())
-    account_file.write_text(json.dumps({**info, "token_uri": "https://tokens.invalid/token"}))
-    store = open_gcs(file=account_file)
-    with pytest.raises(ConnectionLostError, match="for now"):
-        store.head("run/object")
-
-
-# whether there are credentials
-
-
-def test_the_account_of_a_machine_is_found(open_gcs, secure, metadata_server):
-    assert bearer(call(open_gcs(), secure, "head")) == "Bearer token-1"
-
-
-@pytest.mark.parametrize("status", [200, 400, 401, 404])
-def test_the_metadata_server_of_another_cloud_has_no_credentials(open_gcs, metadata_server, status):
-    """It answers at the same address, without Google's header."""
-    metadata_server.respond(lambda request: metadata_server.Answer(status))
-    with pytest.raises(CredentialsError, match="no Google credentials were found"):
-        open_gcs()
-
-
 # universes, and what else google-auth tells
 
 
@@ -585,14 +361,6 @@ def test_credentials_for_another_universe_are_not_sent(
     assert "GOOGLE_CLOUD_UNIVERSE_DOMAIN=cloud.example" in str(caught.value)
     assert caught.value.uri == "gs://bucket"
     assert secure.requests == token_server.requests == []
-
-
-def test_the_universe_of_a_machine_is_compared(open_gcs, secure, metadata_server):
-    metadata_server.texts["/universe/universe-domain"] = "cloud.example"
-    with pytest.raises(CredentialsError, match=r"universe cloud\.example"):
-        open_gcs()
-    assert tokens_given_out(metadata_server) == 0
-    assert secure.requests == []
 
 
 @pytest.mark.parametrize(
@@ -621,31 +389,6 @@ def test_the_universe_of_the_credentials_must_be_that_of_the_endpoint(
     with contextlib.nullcontext() if fits else pytest.raises(CredentialsError, match=universe):
         open_with(credentials, endpoint_url=endpoint)
     assert credentials.refreshes == 0
-
-
-def test_where_an_account_may_be_used_from_is_looked_up_once_in_the_background(
-    open_gcs, secure, account_file, numbered, monkeypatch
-):
-    """Google refuses requests of accounts with a regional access boundary that do not name it."""
-    may_answer, lookups = threading.Event(), []
-
-    def look_up(request, url, headers=None, fail_fast=False):
-        lookups.append((url, threading.current_thread()))
-        may_answer.wait(30)
-        return {"encodedLocations": "0xA30"}
-
-    monkeypatch.setattr("google.oauth2._client._lookup_regional_access_boundary", look_up)
-    store = open_gcs(file=account_file)
-    sent = [call(store, secure, verb).headers for verb in VERBS]  # nobody waits for it
-    assert not any("x-allowed-locations" in headers for headers in sent)
-    may_answer.set()
-    ((url, thread),) = lookups
-    thread.join(30)
-    assert ACCOUNT in url
-    for verb in VERBS:
-        assert call(store, secure, verb).headers["x-allowed-locations"] == "0xA30"
-    assert len(lookups) == 1
-    assert tokens_given_out(numbered) == 1
 
 
 def test_a_refusal_shows_googles_name_for_the_request(open_with, secure):
@@ -692,12 +435,6 @@ def test_an_emulator_is_found_by_the_variable_of_googles_tools(
     assert store.capabilities.conditional_writes is None
 
 
-def test_the_option_wins_over_the_variable(open_gcs, server, monkeypatch):
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://nobody.example")
-    store = open_gcs(endpoint_url=f"{server.url}/")
-    assert call(store, server, "head").target.startswith("/storage/v1/b/bucket/o/")
-
-
 @pytest.mark.parametrize(
     ("endpoint", "known"),
     [
@@ -712,32 +449,6 @@ def test_only_google_is_known_to_honour_conditions(open_with, endpoint, known):
     found = open_with(FakeCredentials(), endpoint_url=endpoint).capabilities
     assert (found.conditional_writes, found.conditional_deletes) == (known, known)
     assert found.create_only is bool(known)
-
-
-def test_a_proxy_for_all_is_asked_for_tls(open_gcs, server, monkeypatch):
-    monkeypatch.setenv("ALL_PROXY", server.url.removeprefix("http://"))
-    store = open_gcs(endpoint_url="https://store.example", anonymous=True)
-    server.answer(status=502)
-    with pytest.raises(TransientStoreError):
-        store.head("run/object")
-    assert server.requests[0].target == "store.example:443"
-
-
-def test_no_message_has_a_secret(open_with, secure):
-    credentials = FakeCredentials()
-    store = open_with(credentials)
-    answers = [
-        secure.Answer(403, body=b"<Error><Code>X</Code><Signed>token-1</Signed></Error>"),
-        secure.Answer(500, body=b"Authorization: Bearer token-1"),
-        secure.Answer(401, body=b'{"error": {"sent": "Bearer token-1"}}'),
-        secure.Answer(mute=True),
-    ]
-    texts = [
-        f"{error} {error.__cause__} {json.dumps(vars(error), default=str)}"
-        for error in GOOGLE.failures(store, secure, *answers)
-    ]
-    assert len(texts) == 4 * len(VERBS)
-    assert not [text for text in texts if "token-" in text]
 
 
 # what is told to people

@@ -1,21 +1,16 @@
 """Checkpoints in Google's store, from the front door to the bucket."""
 
 import dataclasses
-import warnings
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import cloudckpt
 from cloudckpt import Config, GCSOptions, RetryPolicy
-from cloudckpt.errors import CheckpointConflictError
 from cloudckpt.stores.gcs.store import GCSStore
-from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.values import assert_same, blank_like, numbered
 from support.stubs.gcs import GcsStub
 from support.stubs.gcs_answers import RefusalError
-from support.stubs.gcs_state import Attributes
 
 URI = "gs://bucket/run/step-1"
 PART = 5 * 1024**2
@@ -53,72 +48,8 @@ def loaded(config):
     return state
 
 
-def test_what_was_saved_is_loaded(stub, config):
-    save(state_of(3), config)
-    assert_same(loaded(config), state_of(3))
-    keys = stub.state.keys("bucket")
-    assert len(keys) == 3  # what is sent as it lies, what is packed, the metadata
-    assert not stub.state.uploads
-
-
-def test_a_checkpoint_is_replaced_and_leaves_nothing_behind(stub, config):
-    save(state_of(3), config)
-    old = set(stub.state.keys("bucket"))
-    save(state_of(4), config)
-    assert_same(loaded(config), state_of(4))
-    new = set(stub.state.keys("bucket"))
-    assert old & new == {"run/step-1/.metadata"}
-    assert len(new) == 3
-
-
-def test_of_two_writers_one_is_told(stub, config, monkeypatch):
-    put, others = GCSStore.put, []
-
-    def put_late(self, key, *arguments, **named):
-        if key.endswith("/.metadata") and not others:
-            others.append(key)
-            save(state_of(7), config)
-        return put(self, key, *arguments, **named)
-
-    monkeypatch.setattr(GCSStore, "put", put_late)
-    with pytest.raises(CheckpointConflictError):
-        save(state_of(3), config)
-    assert_same(loaded(config), state_of(7))
-    assert len(stub.state.keys("bucket")) == 3
-    assert not stub.state.uploads
-
-
 def is_commit(request):
     return request.query.get("name", "").endswith("/.metadata")
-
-
-BREAKS = {
-    "look": lambda request: request.method == "GET" and request.path.endswith(".metadata"),
-    "beginning": lambda request: "uploads" in request.query,
-    "part": lambda request: request.query.get("partNumber") == "2",
-    "completion": lambda request: request.method == "POST" and "uploadId" in request.query,
-    "object": lambda request: request.query.get("name", "").endswith(".distcp"),
-    "commit": is_commit,
-    "read": lambda request: request.query.get("alt") == "media",
-}
-
-
-@pytest.mark.parametrize("carry_out", [True, False])
-@pytest.mark.parametrize("at", BREAKS)
-def test_a_connection_that_breaks_anywhere_is_survived(stub, config, at, carry_out):
-    broken = []
-
-    def matches(request):
-        is_first = not broken and BREAKS[at](request)
-        broken.extend([request] if is_first else [])
-        return is_first
-
-    stub.state.inject(matches, None, carry_out=carry_out)
-    save(state_of(3), config)
-    assert_same(loaded(config), state_of(3))
-    assert broken
-    assert len(stub.state.keys("bucket")) == 3
-    assert not stub.state.uploads
 
 
 # a bucket that everybody may read, whose data is cached for an hour
@@ -135,22 +66,6 @@ def written_without_cache_control(state):
     for name, stored in state.objects.items():
         attributes = dataclasses.replace(stored.attributes, cache_control=None)
         state.objects[name] = dataclasses.replace(stored, attributes=attributes)
-
-
-def written_by_torch(state, folder, values):
-    """Puts a checkpoint of torch's own writer there, whose names are the same each time."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(values, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    for file in folder.iterdir():
-        state.put("bucket", f"run/step-1/{file.name}", file.read_bytes(), Attributes())
-
-
-def test_a_cached_checkpoint_of_torch_does_not_come_back(public, config, tmp_path):
-    for first in (3, 4):
-        written_by_torch(public, tmp_path / str(first), state_of(first))
-        for _ in range(2):
-            assert_same(loaded(config), state_of(first))
 
 
 @pytest.mark.parametrize("written_by", ["us", "others"])
@@ -188,30 +103,6 @@ def test_a_commit_whose_answer_was_lost_is_not_looked_for_in_a_cache(
     assert len(public.keys("bucket")) == 3
 
 
-def test_a_commit_whose_answer_was_lost_and_that_others_have_replaced_is_a_conflict(
-    public, config, monkeypatch
-):
-    save(state_of(3), config)
-    written_without_cache_control(public)
-    loaded(config)
-    public.inject(is_commit, None)
-    put, others = GCSStore.put, []
-
-    def put_late(self, key, *arguments, **named):
-        try:
-            return put(self, key, *arguments, **named)
-        finally:
-            if key.endswith("/.metadata") and not others:
-                others.append(key)
-                save(state_of(7), config)
-
-    monkeypatch.setattr(GCSStore, "put", put_late)
-    with pytest.raises(CheckpointConflictError):
-        save(state_of(4), config)
-    assert_same(loaded(config), state_of(7))
-    assert len(public.keys("bucket")) == 3
-
-
 @pytest.mark.parametrize(("of_bucket", "wanted"), [("NEARLINE", None), ("STANDARD", "COLDLINE")])
 def test_a_checkpoint_has_the_storage_class_that_is_wanted(stub, config, of_bucket, wanted):
     stub.state.storage_class = of_bucket
@@ -221,17 +112,6 @@ def test_a_checkpoint_has_the_storage_class_that_is_wanted(stub, config, of_buck
     assert_same(loaded(config), state_of(3))
     found = {stored.attributes.storage_class for stored in stub.state.objects.values()}
     assert found == {wanted or of_bucket}
-
-
-def _save_and_load_in_other_layouts(config):
-    cloudckpt.save(spread(full_state(), LAYOUTS["2 rows"]), checkpoint_id=URI, config=config)
-    state = spread(full_state(), LAYOUTS["2 columns"], blank=True)
-    cloudckpt.load(state, checkpoint_id=URI, config=config)
-    check_local_parts(state, LAYOUTS["2 columns"])
-
-
-def test_two_ranks_load_in_another_layout(config, ranks):
-    assert ranks(2, _save_and_load_in_other_layouts, config) == [None, None]
 
 
 NOT_THERE = RefusalError(501, "notImplemented", "Not implemented", "NotImplemented")

@@ -46,11 +46,6 @@ def fail_with(number):
     return fail
 
 
-def test_folders_are_made_as_needed(store, tmp_path):
-    put(store, tmp_path / "run" / "step-1" / "object", b"data")
-    assert (tmp_path / "run/step-1/object").read_bytes() == b"data"
-
-
 @pytest.mark.parametrize("deletions", [1, 1_000])
 def test_a_folder_that_is_deleted_just_then_is_made_again_but_not_forever(
     store, tmp_path, monkeypatch, deletions
@@ -237,20 +232,6 @@ def test_what_fails_before_a_file_appears_has_failed_for_certain(store, tmp_path
     assert caught.value.certain
 
 
-def test_new_folders_are_on_the_disk_too(store, tmp_path, monkeypatch):
-    synced = set()
-    fsync = os.fsync
-
-    def note(descriptor):
-        synced.add(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", note)
-    put(store, tmp_path / "run" / "step-1" / "object", b"data")
-    expected = {tmp_path, tmp_path / "run", tmp_path / "run/step-1"}
-    assert {folder.stat().st_ino for folder in expected} <= synced
-
-
 def test_a_folder_is_made_in_one_that_may_be_written_to_but_not_listed(
     store, tmp_path, monkeypatch
 ):
@@ -278,13 +259,6 @@ def test_the_errors_of_the_file_system_have_names(store, tmp_path, monkeypatch, 
     assert caught.value.uri == (tmp_path / "an object").as_uri()
     assert os.strerror(number) in str(caught.value)
     assert files_below(tmp_path) == []
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_too_many_open_files_are_said_with_their_limit(store, tmp_path, monkeypatch, number):
-    monkeypatch.setattr(os, "open", fail_with(number))
-    with pytest.raises(InvalidRequestError, match=r"may open \(ulimit -n\)"):
-        put(store, tmp_path / "object", b"data")
 
 
 @pytest.mark.parametrize("if_absent", [True, False])
@@ -479,19 +453,6 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(store, tmp_path, verb):
         getattr(store, verb)(key, *more)
 
 
-@pytest.mark.parametrize("length", [200, 217, 255])
-@pytest.mark.parametrize("letter", ["x", "é"])
-def test_every_name_that_the_file_system_takes_is_taken(store, tmp_path, length, letter):
-    key = tmp_path / (letter * (length // len(letter.encode())))
-    put(store, key, b"data", if_absent=True)
-    upload = store.create_upload(str(key), 4)
-    assert [listed.id for listed in store.list_uploads(f"{tmp_path}/")] == [upload.id]
-    part = store.put_part(upload, 1, [memoryview(b"more")], checksum=CRC32C.of(b"more"))
-    store.complete_upload(upload, [part])
-    assert files_below(tmp_path) == [key.name]
-    assert key.read_bytes() == b"more"
-
-
 def test_the_same_store_serves_all_files_of_a_process(tmp_path):
     config = Config()
     one = open_store(CheckpointURI.parse(tmp_path / "a"), config)
@@ -588,11 +549,3 @@ def test_links_to_folders_are_left_out_of_every_listing_with_a_word(store, tmp_p
         "step-1",
     ]
     assert str(tmp_path / "run" / "step-2") in caplog.text
-
-
-def test_a_relative_link_to_a_folder_is_followed(store, tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "data").symlink_to("disk", target_is_directory=True)
-    put(store, tmp_path / "data" / "object", b"data")
-    assert Path(tmp_path, "disk", "object").read_bytes() == b"data"
-    assert [info.key for info in store.list(f"{tmp_path}/data/")] == [f"{tmp_path}/data/object"]

@@ -62,12 +62,6 @@ def test_another_bucket_or_other_options_have_another_store(location, config):
     assert open_store(CheckpointURI.parse(location), config) is not open_store(MEMORY, Config())
 
 
-def test_options_with_tags_open_a_store():
-    options = S3Options(tags={"team": "nlp"})
-    config = dataclasses.replace(Config(), s3=options)
-    assert isinstance(open_store(MEMORY, config), MemoryStore)
-
-
 forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
@@ -90,10 +89,6 @@ def test_a_name_like_that_of_a_directory_bucket_proves_no_conditions(open_s3):
     assert not knows_conditions(open_s3(EXPRESS_BUCKET, endpoint_url="http://store.example"))
 
 
-def test_every_value_of_the_option_is_a_row():
-    assert {*get_args(get_type_hints(S3Options)["dialect"])} == {"auto", *DIALECTS}
-
-
 def test_a_directory_bucket_is_known_by_its_name():
     assert dialect_of("fast--usw2-az1--x-s3", "s3.amazonaws.com", is_amazon=True) is EXPRESS
     assert dialect_of("x-s3", "s3.amazonaws.com", is_amazon=True) is AWS
@@ -118,13 +113,6 @@ def test_a_bucket_is_addressed_as_its_vendor_demands(open_s3, endpoint, given, u
     assert open_s3(endpoint_url=endpoint, addressing_style=given).route().url == url
 
 
-def test_the_style_of_the_profile_wins_over_that_of_the_row(open_s3, tmp_path, monkeypatch):
-    file = tmp_path / "config"
-    file.write_text("[default]\ns3 =\n  addressing_style = path\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
-    assert open_s3(endpoint_url="http://cwlota.com").route().url == "http://cwlota.com/bucket"
-
-
 @pytest.mark.parametrize(
     ("bucket", "options", "named"),
     [
@@ -137,30 +125,6 @@ def test_the_style_of_the_profile_wins_over_that_of_the_row(open_s3, tmp_path, m
 def test_an_option_that_could_have_no_effect_is_refused(open_s3, bucket, options, named):
     with pytest.raises(ConfigError, match=named):
         open_s3(bucket, **{"endpoint_url": None, **options})
-
-
-WORDS = {True: "yes", False: "no", None: "tried first"}
-
-
-def documented(name, row):
-    """A row as docs/s3.md has it, but for what was tested."""
-    hosts = ", ".join(f"`{host}`" for host in row.hosts) or "the option"
-    if name == "aws":
-        hosts = "Amazon's hosts"
-    elif name == "express":
-        hosts = "the bucket's name"
-    title = f"[{row.title}]({row.documentation})" if row.documentation else row.title
-    deletes = "yes" if row.conditional_deletes else "looks before"
-    words = (row.verifies_checksums, row.conditional_writes, deletes, row.copies_parts)
-    cells = [title, f"`{name}`", hosts if name != "other" else "all else"]
-    cells += [WORDS.get(word, word) for word in words]
-    return f"| {' | '.join(cells)} |"
-
-
-def test_the_documentation_has_every_row():
-    text = (Path(__file__).parents[2] / "docs" / "s3.md").read_text()
-    for name, row in DIALECTS.items():
-        assert f"\n{documented(name, row)} " in text
 
 
 # deletions
@@ -289,10 +253,6 @@ def assert_same(found, expected):
 HONOURED = {name for name in STUBS if name not in ("oracle", "google")}
 
 
-def test_there_is_a_stub_for_every_row():
-    assert STUBS.keys() == DIALECTS.keys()
-
-
 def test_a_checkpoint_lives_in_every_dialect(place, s3_client):
     if place.name not in HONOURED:
         with pytest.raises(ConfigError, match="ignores conditional writes"):
@@ -400,16 +360,6 @@ def test_a_session_that_is_refused_is_begun_anew(express):
     put(store, "key")
     assert express.stub.refused == ["Put"]
     assert len(express.stub.sessions) == 1
-
-
-def test_keys_of_a_role_go_to_the_beginning_of_a_session_only(open_place, monkeypatch):
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "token-of-the-role")
-    place = open_place("express")
-    put(place.store(), "key")
-    (_, begun), (_, written) = place.stub.log
-    assert begun.headers["x-amz-security-token"] == "token-of-the-role"
-    assert written.headers["x-amz-security-token"] is None
-    assert written.headers["x-amz-s3session-token"] in place.stub.sessions
 
 
 @pytest.mark.parametrize(

@@ -301,11 +301,6 @@ def test_no_proxy_is_respected(asked, server, monkeypatch, hosts):
     assert asked(server.url).startswith("/")
 
 
-def test_a_proxy_may_be_written_without_its_scheme(asked, server, monkeypatch):
-    monkeypatch.setenv("HTTP_PROXY", server.url.removeprefix("http://"))
-    assert asked("http://store.example").startswith("http://store.example/")
-
-
 @pytest.mark.parametrize("dialect", ["google", "azure"], indirect=True)  # boto3 knows none
 @pytest.mark.parametrize("variable", ["ALL_PROXY", "all_proxy"])
 def test_a_proxy_for_all_is_asked_unless_there_is_one_for_the_scheme(
@@ -329,20 +324,6 @@ def test_retry_after_is_passed_on(store, status):
 def test_retry_after_may_be_a_date(store):
     later = email.utils.formatdate(time.time() + 3600, usegmt=True)
     assert 3000 < failure(store, 503, {"Retry-After": later}).retry_after <= 3600
-
-
-def test_a_date_to_retry_after_is_by_the_clock_of_the_store(store):
-    theirs = time.time() + 600
-    headers = {
-        "Date": email.utils.formatdate(theirs, usegmt=True),
-        "Retry-After": email.utils.formatdate(theirs + 2, usegmt=True),
-    }
-    assert failure(store, 503, headers).retry_after == 2.0
-
-
-def test_of_two_retry_afters_the_finer_counts(store):
-    headers = {"Retry-After": "2", "x-ms-retry-after-ms": "1500"}  # Azure sends both
-    assert failure(store, 503, headers).retry_after == 1.5
 
 
 @pytest.mark.parametrize(

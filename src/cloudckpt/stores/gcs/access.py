@@ -164,7 +164,11 @@ class _Request(google.auth.transport.requests.Request):
     timeout = (10.0, 60.0)  # seconds to connect, and to wait for an answer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **{"timeout": self.timeout, **kwargs})
+        answer = super().__call__(*args, **{"timeout": self.timeout, **kwargs})
+        # google-auth takes any failure of the service of workload identities for a refusal
+        if answer.status == 429 or answer.status >= 500:
+            raise google.auth.exceptions.TransportError(f"HTTP {answer.status}", answer)
+        return answer
 
 
 class _Token:
