@@ -54,6 +54,8 @@ def _exists(dialect: str, parameters: Mapping[str, Any]) -> bool:
         return False  # an upload begins with its first block
     if fault == "reset within the body" and step in _BODILESS:
         return False
+    if dialect == "azure" and isinstance(fault, str) and "200" in fault:
+        return False  # it has no such answers
     if dialect == "s3" and (step, fault) == ("look", "denied"):
         return False  # the answer to HEAD tells no reason: the store is asked in another way
     return parameters.get("refusal", "denied") in TROUBLES[dialect]

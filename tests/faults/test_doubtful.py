@@ -15,7 +15,6 @@ from cloudckpt.errors import (
     ConnectionLostError,
     ObjectNotFoundError,
     PreconditionFailedError,
-    ThrottledError,
 )
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
@@ -31,7 +30,6 @@ from .refusals import (
     GATEWAYS,
     AnswerFirst,
     NoTag,
-    denied,
     internal_error,
 )
 from .selection import everywhere, on
@@ -42,22 +40,12 @@ from .states import (
     impatient,
     load_step,
 )
-from .test_save import FAULTS, STEPS
+from .test_save import STEPS
 
 FEW = ["envoy", "corporate proxy", "precondition"]  # of the gateways: passing, denying, lying
 
 
 class TestDoubtfulCommits:
-    @everywhere()
-    def test_a_commit_whose_answers_always_get_lost_is_found_out(
-        self, saved, store, proxy, shaky, direct
-    ):
-        uri = saved()
-        proxy.inject(Reset("answer"), operation="PutObject", path="*/.metadata")
-        cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
-        assert load_step(uri, direct, SMALL) == 2
-        store.assert_tidy()
-
     @everywhere()
     def test_the_same_bytes_of_somebody_else_are_no_proof_of_a_commit(
         self, saved, store, proxy, shaky, direct
@@ -73,22 +61,6 @@ class TestDoubtfulCommits:
             cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         assert [rule.injected for rule in rules] == [1, 1]
         assert load_step(uri, direct, SMALL) == 2  # nothing was deleted
-
-    @everywhere()
-    @pytest.mark.parametrize("fault", ["reset", "internal error"])
-    def test_a_commit_that_may_yet_arrive_is_called_unknown_and_loses_no_data(
-        self, saved, store, proxy, shaky, direct, fault
-    ):
-        uri = saved()
-        before = store.objects()
-        proxy.inject(FAULTS[fault], operation="PutObject", path="*/.metadata")
-        with pytest.raises(CommitUnknownError) as caught:
-            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
-        assert caught.value.uri == f"{uri}/.metadata"
-        assert caught.value.cause
-        assert len(proxy.requests("PutObject", "*/.metadata")) == ATTEMPTS
-        assert load_step(uri, direct, SMALL) == 1
-        assert {key.rpartition(".")[2] for key in store.objects() - before} == {"distcp"}
 
     @everywhere()
     def test_a_commit_that_nobody_can_confirm_is_called_unknown_and_can_be_loaded(
@@ -127,19 +99,6 @@ class TestDoubtfulCommits:
 
     @everywhere(gateway=["precondition"])
     @pytest.mark.parametrize("gateway", FEW)
-    def test_a_first_checkpoint_that_a_gateway_refuses_and_then_forwards_has_its_data(
-        self, store, proxy, shaky, direct, gateway
-    ):
-        uri, kept = store.uri("run/first"), []
-        fault = AnswerFirst(GATEWAYS[gateway], kept)
-        proxy.inject(fault, operation="PutObject", path="*/.metadata")
-        with pytest.raises(CommitUnknownError):
-            cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=shaky)
-        kept[0].forward()
-        assert load_step(uri, direct, SMALL) == 1
-
-    @everywhere(gateway=["precondition"])
-    @pytest.mark.parametrize("gateway", FEW)
     def test_a_commit_that_a_gateway_refuses_and_forwards_at_once_is_found_out(
         self, saved, store, proxy, shaky, direct, gateway
     ):
@@ -149,18 +108,6 @@ class TestDoubtfulCommits:
         cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         assert load_step(uri, direct, SMALL) == 2
         store.assert_tidy()
-
-    def test_an_async_save_keeps_the_data_of_a_commit_that_may_yet_arrive(
-        self, saved, store, proxy, shaky, direct
-    ):
-        uri, kept = saved(), []
-        fault = AnswerFirst(GATEWAYS["envoy"], kept)
-        proxy.inject(fault, operation="PutObject", path="*/.metadata")
-        future = cloudckpt.async_save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
-        with pytest.raises(CommitUnknownError):
-            future.result(150)
-        kept[0].forward()
-        assert load_step(uri, direct, SMALL) == 2
 
     @everywhere()
     def test_a_commit_without_a_connection_leaves_no_trace(
@@ -181,29 +128,6 @@ class TestDoubtfulCommits:
         with pytest.raises(ConnectionLostError):
             cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         assert store.objects() == before
-
-    @everywhere()
-    @pytest.mark.parametrize("fault", ["slow down", "too many requests"])
-    def test_a_commit_that_was_turned_away_leaves_no_trace(
-        self, saved, store, proxy, shaky, direct, fault
-    ):
-        uri = saved()
-        before = store.objects()
-        proxy.inject(FAULTS[fault], operation="PutObject", path="*/.metadata")
-        with pytest.raises(ThrottledError):
-            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
-        assert store.objects() == before
-        assert load_step(uri, direct, SMALL) == 1
-
-    @everywhere()
-    def test_a_commit_that_was_denied_leaves_no_trace(self, saved, store, proxy, shaky, direct):
-        uri = saved()
-        before = store.objects()
-        proxy.inject(denied(), operation="PutObject", path="*/.metadata")
-        with pytest.raises(AccessDeniedError):
-            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
-        assert store.objects() == before
-        assert load_step(uri, direct, SMALL) == 1
 
 
 class TestSilentSuccess:
