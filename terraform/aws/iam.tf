@@ -2,10 +2,12 @@ locals {
   permissions = jsondecode(file("${path.module}/permissions.json"))
   roles       = toset(["reader", "writer"])
 
-  s3_actions = { for role in local.roles : role => distinct(flatten([
-    values(local.permissions[role]),
-    [for option in var.object_options : values(local.permissions.options[option][role])],
-  ])) }
+  s3_actions = { for role in local.roles : role => [
+    for action in distinct(flatten([
+      values(local.permissions[role]),
+      [for option in var.object_options : values(local.permissions.options[option][role])],
+    ])) : action if !(var.append_only && startswith(action, "s3:Delete"))
+  ] }
   kms_actions = { for role in local.roles : role => distinct(flatten(values(local.permissions.options.kms[role]))) }
 
   # a role that nobody can assume has no valid trust policy
@@ -27,6 +29,16 @@ data "aws_iam_policy_document" "access" {
     sid       = "Objects"
     actions   = [for action in local.s3_actions[each.key] : action if !startswith(action, "s3:ListBucket")]
     resources = ["${aws_s3_bucket.checkpoints.arn}/*"]
+  }
+
+  dynamic "statement" {
+    for_each = var.inspect ? [aws_s3_bucket.checkpoints.arn] : []
+
+    content {
+      sid       = "Settings"
+      actions   = ["s3:GetBucketVersioning", "s3:GetLifecycleConfiguration"]
+      resources = [statement.value]
+    }
   }
 
   dynamic "statement" {
@@ -59,7 +71,7 @@ data "aws_iam_policy_document" "trust" {
   for_each = local.assumed_roles
 
   dynamic "statement" {
-    for_each = length(var.service_accounts[each.key]) > 0 ? var.eks_cluster_name[*] : []
+    for_each = length(var.service_accounts[each.key]) > 0 ? var.eks_cluster[*] : []
 
     content {
       sid     = "PodIdentity"
@@ -131,11 +143,11 @@ resource "aws_iam_role_policy_attachment" "access" {
 
 resource "aws_eks_pod_identity_association" "this" {
   # a pod has one role: who writes, reads with that
-  for_each = var.eks_cluster_name == null ? {} : merge([
+  for_each = var.eks_cluster == null ? {} : merge([
     for role in local.assumed_roles : { for account in var.service_accounts[role] : account => role }
   ]...)
 
-  cluster_name    = var.eks_cluster_name
+  cluster_name    = var.eks_cluster.name
   namespace       = split("/", each.key)[0]
   service_account = split("/", each.key)[1]
   role_arn        = aws_iam_role.this[each.value].arn

@@ -125,3 +125,13 @@ resource "aws_s3_bucket_policy" "checkpoints" {
 
   depends_on = [aws_s3_bucket_public_access_block.checkpoints]
 }
+
+resource "aws_vpc_endpoint" "s3" {
+  count = var.gateway_endpoint == null ? 0 : 1
+
+  vpc_id            = var.gateway_endpoint.vpc_id
+  route_table_ids   = var.gateway_endpoint.route_table_ids
+  service_name      = "com.amazonaws.${aws_s3_bucket.checkpoints.region}.s3"
+  vpc_endpoint_type = "Gateway"
+  tags              = var.tags
+}

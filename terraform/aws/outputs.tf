@@ -27,3 +27,8 @@ output "instance_profile_names" {
   description = "Names of the instance profiles of the roles."
   value       = { for role, profile in aws_iam_instance_profile.this : role => profile.name }
 }
+
+output "pods" {
+  description = "The service accounts, each as \"namespace/name\", that get a role by EKS Pod Identity."
+  value       = keys(aws_eks_pod_identity_association.this)
+}

@@ -75,14 +75,14 @@ variable "service_accounts" {
   }
 
   validation {
-    condition     = length(setunion(var.service_accounts.reader, var.service_accounts.writer)) == 0 || var.eks_cluster_name != null || var.oidc_provider_arn != null
-    error_message = "Service accounts need eks_cluster_name (EKS Pod Identity) or oidc_provider_arn (IRSA)."
+    condition     = length(setunion(var.service_accounts.reader, var.service_accounts.writer)) == 0 || var.eks_cluster != null || var.oidc_provider_arn != null
+    error_message = "Service accounts need eks_cluster (EKS Pod Identity) or oidc_provider_arn (IRSA)."
   }
 }
 
-variable "eks_cluster_name" {
-  description = "EKS cluster with the Pod Identity agent, whose service accounts get the roles; null for none."
-  type        = string
+variable "eks_cluster" {
+  description = "EKS cluster with the Pod Identity agent, whose service accounts get the roles; null for none. An object, so that its name may be that of a cluster of the same plan."
+  type        = object({ name = string })
   default     = null
 }
 
@@ -102,4 +102,25 @@ variable "tags" {
   description = "Tags of all resources."
   type        = map(string)
   default     = {}
+}
+
+variable "inspect" {
+  description = "Whether the roles may also read the lifecycle and the versioning of the bucket, so that a job can check them."
+  type        = bool
+  default     = false
+}
+
+variable "append_only" {
+  description = "Whether writers may delete nothing. What failed saves and replaced checkpoints leave behind then stays, and cloudckpt logs it."
+  type        = bool
+  default     = false
+}
+
+variable "gateway_endpoint" {
+  description = "VPC from which S3 is reached by a gateway endpoint, which costs nothing, instead of through a NAT gateway, which bills each byte; null for none."
+  type = object({
+    vpc_id          = string
+    route_table_ids = list(string)
+  })
+  default = null
 }

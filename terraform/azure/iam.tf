@@ -2,10 +2,12 @@ locals {
   permissions = jsondecode(file("${path.module}/permissions.json"))
   roles       = toset(["reader", "writer"])
 
-  data_actions = { for role in local.roles : role => distinct(flatten([
-    values(local.permissions[role]),
-    [for option in var.object_options : values(local.permissions.options[option][role])],
-  ])) }
+  data_actions = { for role in local.roles : role => [
+    for action in distinct(flatten([
+      values(local.permissions[role]),
+      [for option in var.object_options : values(local.permissions.options[option][role])],
+    ])) : action if !(var.append_only && endswith(action, "/delete"))
+  ] }
 
   federated = { for pair in flatten([for role in local.roles : [for account in var.service_accounts[role] : { role = role, account = account }]]) :
     "${pair.role}_${replace(pair.account, "/[/.]/", "_")}" => pair
@@ -53,4 +55,30 @@ resource "azurerm_federated_identity_credential" "this" {
   issuer              = var.aks_oidc_issuer_url
   subject             = "system:serviceaccount:${replace(each.value.account, "/", ":")}"
   audience            = ["api://AzureADTokenExchange"]
+}
+
+# The settings are those of the account, which the custom roles know nothing of.
+resource "azurerm_role_definition" "inspect" {
+  count = var.inspect ? 1 : 0
+
+  name              = "cloudckpt settings of ${var.storage_account_name}"
+  description       = "Reads how long checkpoints and their versions are kept."
+  scope             = var.resource_group.id
+  assignable_scopes = [var.resource_group.id]
+
+  permissions {
+    actions = [
+      "Microsoft.Storage/storageAccounts/blobServices/read",
+      "Microsoft.Storage/storageAccounts/managementPolicies/read",
+    ]
+  }
+}
+
+resource "azurerm_role_assignment" "inspect" {
+  for_each = var.inspect ? local.roles : toset([])
+
+  scope              = azurerm_storage_account.checkpoints.id
+  role_definition_id = azurerm_role_definition.inspect[0].role_definition_resource_id
+  principal_id       = azurerm_user_assigned_identity.this[each.key].principal_id
+  principal_type     = "ServicePrincipal"
 }

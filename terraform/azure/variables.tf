@@ -115,3 +115,15 @@ variable "tags" {
   type        = map(string)
   default     = {}
 }
+
+variable "inspect" {
+  description = "Whether the roles may also read the lifecycle policy and the settings of the blob service, so that a job can check them."
+  type        = bool
+  default     = false
+}
+
+variable "append_only" {
+  description = "Whether writers may delete nothing. What failed saves and replaced checkpoints leave behind then stays, and cloudckpt logs it."
+  type        = bool
+  default     = false
+}

@@ -2,6 +2,11 @@ locals {
   permissions = jsondecode(file("${path.module}/permissions.json"))
   roles       = toset(["reader", "writer"])
 
+  granted = { for role in local.roles : role => [
+    for permission in distinct(concat(flatten(values(local.permissions[role])), var.inspect ? ["storage.buckets.get"] : [])) :
+    permission if !(var.append_only && permission == "storage.objects.delete")
+  ] }
+
   # a pod is granted access under its own name, without a Google service account in between
   pool = var.gke_project == null ? "" : "principal://iam.googleapis.com/projects/${var.gke_project.number}/locations/global/workloadIdentityPools/${var.gke_project.id}.svc.id.goog/subject"
   grants = merge(
@@ -24,7 +29,7 @@ resource "google_project_iam_custom_role" "this" {
   role_id     = "${replace(var.name, "-", "_")}_${each.key}"
   title       = "cloudckpt ${each.key} of ${var.name}"
   description = "What cloudckpt needs as a ${each.key} of checkpoints."
-  permissions = distinct(flatten(values(local.permissions[each.key])))
+  permissions = local.granted[each.key]
 }
 
 resource "google_storage_bucket_iam_member" "this" {

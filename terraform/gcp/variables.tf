@@ -120,3 +120,15 @@ variable "labels" {
   type        = map(string)
   default     = {}
 }
+
+variable "inspect" {
+  description = "Whether the roles may also read the settings of the bucket, so that a job can check them."
+  type        = bool
+  default     = false
+}
+
+variable "append_only" {
+  description = "Whether writers may delete nothing. Google asks for the same permission of whoever replaces an object: each checkpoint then needs a location of its own."
+  type        = bool
+  default     = false
+}

@@ -452,3 +452,22 @@ def test_loading_asks_for_nothing_that_a_reader_may_not_do(cloud):
 )
 def test_an_operation_that_nobody_may_do_is_not_mistaken_for_another(cloud, method, target):
     assert OPERATIONS[cloud](method, target) not in permissions(cloud)["writer"]
+
+
+FORMS = {
+    "aws": r"(s3|kms):[A-Z]\w+",
+    "azure": r"Microsoft\.Storage/storageAccounts/blobServices/containers/blobs/[a-z/]+",
+    "gcp": r"storage\.(objects|multipartUploads)\.[a-z]+",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_permissions_name_no_wildcard_and_a_readers_are_a_part_of_a_writers(name):
+    listed = permissions(name)
+    for roles in (listed, *listed.get("options", {}).values()):
+        assert roles["reader"].items() <= roles["writer"].items()
+        needed = [entry for entries in roles["writer"].values() for entry in entries]
+        assert all(re.fullmatch(FORMS[name], permission) for permission in needed)
+    changing = re.compile(r"put|write|delete|create|abort|add|action", re.IGNORECASE)
+    read = [entry for entries in listed["reader"].values() for entry in entries]
+    assert not [entry for entry in read if changing.search(entry)]

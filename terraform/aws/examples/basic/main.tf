@@ -16,8 +16,8 @@ provider "aws" {
 module "checkpoints" {
   source = "../.."
 
-  name             = "example-checkpoints"
-  eks_cluster_name = "training"
+  name        = "example-checkpoints"
+  eks_cluster = { name = "training" }
   service_accounts = {
     writer = ["training/trainer"]
     reader = ["serving/server"]
