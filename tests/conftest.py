@@ -16,6 +16,7 @@ from support.economy import (  # noqa: F401 - fixtures, a hook
     memory_is_given_back,
     one_thread_of_torch,
     pytest_collection_modifyitems,
+    pytest_ignore_collect,
     pytest_runtestloop,
 )
 from support.emulators import DUMMY_AWS, moto_server

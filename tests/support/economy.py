@@ -5,6 +5,7 @@ import gc
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import botocore.compat
@@ -21,6 +22,7 @@ __all__ = [
     "memory_is_given_back",
     "one_thread_of_torch",
     "pytest_collection_modifyitems",
+    "pytest_ignore_collect",
     "pytest_runtestloop",
 ]
 
@@ -40,7 +42,26 @@ _LONG = (
 gc.disable()  # until all is collected: nearly all that is made until then stays
 
 
+# what `make test-fast` runs: rooms whose tests decide by themselves, without processes and servers
+_FAST_ROOMS = ("checkpoint", "stores", "tests", "transfer")
+_SLOW_FIXTURES = frozenset({"ranks", "s3_url", "stub_server"})
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Rooms without a fast test are not even imported where only fast ones are asked for."""
+    room = collection_path.is_dir() and collection_path.name not in (*_FAST_ROOMS, "support")
+    return True if room and "fast" in config.option.markexpr.split() else None
+
+
+def _is_fast(item: pytest.Item) -> bool:
+    fixtures = getattr(item, "fixturenames", ())
+    return item.path.parent.name in _FAST_ROOMS and _SLOW_FIXTURES.isdisjoint(fixtures)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in filter(_is_fast, items):
+        item.add_marker("fast")
+
     def turn(item: pytest.Item) -> int:
         path = item.path.as_posix()
         return next((turn for turn, name in enumerate(_LONG) if path.endswith(name)), len(_LONG))
