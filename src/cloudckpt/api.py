@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from cloudckpt.dcp.report import LoadReport
 from cloudckpt.dcp.save_loop import SaveLoop
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import (
+    CloudCheckpointError,
     CommitUnknownError,
     ConfigError,
     InvalidURIError,
@@ -126,7 +127,8 @@ def save(
         check_together(use_collectives)
         return ToSave(writer_for(checkpoint_id, storage_writer, config, base), planner)
 
-    return save_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
+    with naming("save to", checkpoint_id if storage_writer is None else storage_writer):
+        return save_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
 
 
 @suggesting
@@ -185,7 +187,20 @@ def load(
             raise ConfigError("strict=False is for the planner that load makes; leave planner= out")
         return ToLoad(reader, CloudLoadPlanner(getattr(reader, "checkpoint_id", ""), strict=False))
 
-    return load_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
+    with naming("load from", checkpoint_id if storage_reader is None else storage_reader):
+        return load_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
+
+
+@contextlib.contextmanager
+def naming(action: str, target: object) -> Iterator[None]:
+    """Errors raised within begin with the action and its location, if that is valid."""
+    try:
+        yield
+    except CloudCheckpointError as error:
+        location: Any = getattr(target, "checkpoint_id", target)
+        if error.action is None and CheckpointURI.accepts(location):
+            error.action = f"{action} {CheckpointURI.parse(location)}"
+        raise
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,7 @@ class CloudCheckpointError(Exception):
         item: The state-dict entry it is about, if there is one.
         cause: The text of the underlying error, kept because ``__cause__`` does not survive
             pickling.
+        action: What was called, such as ``save to s3://bucket/run/step-1``, if it is known.
     """
 
     def __init__(
@@ -138,10 +139,11 @@ class CloudCheckpointError(Exception):
         self.uri = uri
         self.item = item
         self.cause = _text(cause)
+        self.action: str | None = None
 
     def __str__(self) -> str:
-        parts = [self.message]
-        if self.uri is not None and self.uri not in self.message:
+        parts = [self.message if self.action is None else f"{self.action} failed: {self.message}"]
+        if self.uri is not None and self.uri not in parts[0]:
             parts.append(f"at {self.uri}")
         if self.item is not None and self.item not in self.message:
             parts.append(f"item {self.item!r}")

@@ -430,7 +430,7 @@ def test_what_a_connection_moves_is_counted_amid_a_call(server, client):
 
 def test_an_answer_that_never_begins_is_given_up(server, open_client):
     server.answer(silent=True)
-    failure(open_client(read_timeout=0.3), server.url, match="GET got no answer")
+    failure(open_client(read_timeout=0.3), server.url, match="no answer from")
 
 
 def test_an_answer_that_may_take_long_has_a_limit_of_its_own(server, open_client):
@@ -524,7 +524,7 @@ def test_an_idle_connection_that_was_closed_is_replaced(server, client):
 
 def test_nobody_there_is_a_lost_connection(client):
     text = str(failure(client, f"http://127.0.0.1:{free_port()}/key?X-Secret=1"))
-    assert re.search(r"GET found no connection to 127.0.0.1:\d+ .*refused", text)
+    assert re.search(r"no connection to 127.0.0.1:\d+ .*refused", text)
     for word in ("host=", "X-Secret", " at 0x"):
         assert word not in text
 

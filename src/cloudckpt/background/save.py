@@ -168,11 +168,13 @@ class Save:
             self.written.set_result(result)
             return
         release_frames(error, apart_from=told)
+        if isinstance(error, CloudCheckpointError) and error.action is None:
+            error.action = f"save to {self.where}"
         self.written.set_exception(error)
         if not isinstance(error, SaveInProgressError):  # that is raised by save itself
             # nobody may ever read the future, as when the trainer ends
-            text = str(error).replace(f" | at {self.where}", "")
-            logger.error("save to %s failed: %s", self.where, text)
+            ours = isinstance(error, CloudCheckpointError)
+            logger.error("%s", error if ours else f"save to {self.where} failed: {error}")
 
     def _result_of(
         self, carry_out: Callable[[Save], Any]

@@ -306,9 +306,11 @@ class HttpClient:
                 if lasting is not None:
                     raise lasting from exc
                 unsent = _never_connected(exc)
-                why = f"found no connection to {host}" if unsent else "got no answer"
+                why = f"no connection to {host}" if unsent else f"no answer from {host}"
                 raise ConnectionLostError(
-                    f"{method} {why}", cause=_plain(exc), certain=unsent
+                    f"{why} ({method}); `cloudckpt doctor URI` shows which setting names it",
+                    cause=_plain(exc),
+                    certain=unsent,
                 ) from exc
             connection: object = response.connection
             if not isinstance(connection, _Ours) or connection.raw_response is None:
