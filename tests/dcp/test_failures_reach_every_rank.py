@@ -713,7 +713,7 @@ def test_two_ranks_that_fail_differently_are_both_named(local, ranks):
     assert [type(error) for error in told] == [RanksFailedError] * 3
     assert told[0].failures.keys() == {0, 1}
     assert all("rank 0: " in str(error) and "rank 1: " in str(error) for error in told)
-    assert all(str(error).startswith("2 ranks failed in step 'write': ") for error in told)
+    assert all(error.message.startswith("2 ranks failed in step 'write': ") for error in told)
 
 
 class Different(DefaultSavePlanner):
