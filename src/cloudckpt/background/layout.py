@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -26,7 +26,6 @@ from cloudckpt.transfer.memory import (
 
 __all__ = ["Layout", "Region"]
 
-_WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _ATOMIC = frozenset((type(None), bool, int, float, complex, str, bytes))
 
@@ -57,31 +56,6 @@ class Region:
     def size(self) -> int:
         """Bytes."""
         return self.end - self.first
-
-    def pieces(self, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of target and source tensors, each of at most ``most`` bytes.
-
-        They have a wide element type, which torch copies faster than bytes, except for odd ends.
-        """
-        assert self.copy is not None
-        wide_type = next(dtype for dtype in _WIDE if self.first % dtype.itemsize == 0)
-        for start in range(0, self.size, most):
-            end = min(start + most, self.size)
-            wide = (end - start) // wide_type.itemsize * wide_type.itemsize
-            parts = ((wide_type, start, start + wide), (torch.uint8, start + wide, end))
-            for dtype, begin, stop in parts:
-                if stop > begin:
-                    yield (
-                        _flat(self.copy, dtype, begin, stop),
-                        _flat(self.storage, dtype, self.first + begin, self.first + stop),
-                    )
-
-
-def _flat(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, end: int) -> torch.Tensor:
-    """Bytes of a storage as a tensor."""
-    flat = torch.empty(0, dtype=dtype, device=storage.device)
-    size = dtype.itemsize
-    return flat.set_(storage, start // size, ((end - start) // size,), (1,))
 
 
 @dataclass

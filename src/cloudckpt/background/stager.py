@@ -27,8 +27,6 @@ __all__ = ["StagedState", "Stager"]
 
 _CHUNK = 16 * 1024 * 1024
 """Bytes that one call copies."""
-_SMALL = 64 * 1024
-"""Bytes below which wrapping them in tensors takes longer than copying them."""
 _WORTH_THREADS = 32 * 1024 * 1024
 """Bytes from which the copy is spread over threads."""
 _SHRINK = 2
@@ -225,32 +223,34 @@ class Stager(AsyncStager):
             pause *= 2
 
     def _copy(self, layout: Layout, memory: Memory) -> None:
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        base = memory.address
+        on_host: list[tuple[int, int, int]] = []
         for region in layout.regions:
             if region.storage.device.type == "cpu":
-                if region.size < _SMALL:
-                    source = region.storage.data_ptr() + region.first
-                    ctypes.memmove(base + region.place, source, region.size)
-                else:
-                    pairs.extend(region.pieces(_CHUNK))
+                place = memory.address + region.place
+                source = region.storage.data_ptr() + region.first
+                for start in range(0, region.size, _CHUNK):
+                    size = min(_CHUNK, region.size - start)
+                    on_host.append((place + start, source + start, size))
                 continue
             with self._beside_compute(region.storage.device):
-                for place, bytes_ in region.pieces(region.size):
-                    place.copy_(bytes_, non_blocking=self._pin)
-        self._copy_on_host(pairs)
+                source_bytes = torch.empty(0, dtype=torch.uint8, device=region.storage.device)
+                source_bytes.set_(region.storage, region.first, (region.size,), (1,))
+                assert region.copy is not None
+                target = torch.empty(0, dtype=torch.uint8, device="cpu").set_(region.copy)
+                target.copy_(source_bytes, non_blocking=self._pin)
+        self._copy_on_host(on_host)
         for stream in self._streams.values():
             stream.synchronize()
 
-    def _copy_on_host(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if self._threads < 2 or sum(place.nbytes for place, _ in pairs) < _WORTH_THREADS:
-            _copy_all(pairs)
+    def _copy_on_host(self, chunks: list[tuple[int, int, int]]) -> None:
+        if self._threads < 2 or sum(size for _, _, size in chunks) < _WORTH_THREADS:
+            _copy_all(chunks)
             return
         group = TaskGroup(self._threads, name="cloudckpt-stage")
 
         def produce() -> None:
             for start in range(self._threads):
-                group.submit(functools.partial(_copy_all, pairs[start :: self._threads]))
+                group.submit(functools.partial(_copy_all, chunks[start :: self._threads]))
 
         group.run(produce)  # an interrupt waits for them: they read the state and write the copy
 
@@ -281,10 +281,10 @@ class Stager(AsyncStager):
         self.close()
 
 
-def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    with torch.no_grad():  # each thread has its own mode
-        for target, source in pairs:
-            target.copy_(source)
+def _copy_all(chunks: list[tuple[int, int, int]]) -> None:
+    """Copies memory, given by target, source and bytes; without the GIL."""
+    for target, source, size in chunks:
+        ctypes.memmove(target, source, size)
 
 
 def _on_cuda(layout: Layout) -> bool:
