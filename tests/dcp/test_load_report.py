@@ -6,6 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -119,6 +123,45 @@ def test_a_parameter_without_saved_state_is_said_to_be_new_or_frozen(tmp_path):
     optimizer.step()
     with pytest.raises(MissingKeyError, match="frozen"):
         cloudckpt.load({"optimizer": optimizer.state_dict()}, checkpoint_id=uri)
+
+
+def test_a_value_in_place_of_a_container_does_not_count_as_loaded(tmp_path):
+    uri = _saved(tmp_path, {"x": 5, "y": 1})
+    state = {"x": {"a": torch.zeros(2), "b": 7}, "y": 0}
+    report = cloudckpt.load(state, checkpoint_id=uri, strict=False)
+    assert report.loaded == ("y",)
+    assert {*report.left_alone} == {"x.a", "x.b"}
+    assert report.unexpected == ()
+    assert state["x"]["b"] == 7
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.bool])
+def test_state_of_an_optimizer_that_torch_converts_is_named(tmp_path, kind):
+    model = torch.nn.Linear(2, 2)
+    optimizer = _optimizer(model)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].to(kind)
+    uri = _saved(tmp_path, {"optimizer": optimizer.state_dict(), "n": torch.ones(1, dtype=kind)})
+    state = {"optimizer": optimizer.state_dict(), "n": torch.zeros(1, dtype=kind)}
+    report = cloudckpt.load(state, checkpoint_id=uri)
+    assert {*report.doubtful} == {f"optimizer.state.{number}.exp_avg" for number in (0, 1)}
+    assert str(kind) in str(report)
+
+
+def test_a_group_without_parameters_is_named_where_torch_loses_its_options(tmp_path):
+    def state(model):
+        groups = [[*layer.parameters()] for layer in model]
+        optimizer = torch.optim.Adam([{"params": params, "lr": 0.5} for params in groups])
+        return {"optimizer": get_optimizer_state_dict(model, optimizer)}, optimizer
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
+    uri = _saved(tmp_path, state(model)[0])
+    wanted, optimizer = state(model)
+    report = cloudckpt.load(wanted, checkpoint_id=uri)
+    set_optimizer_state_dict(model, optimizer, wanted["optimizer"])
+    lost = [number for number, one in enumerate(optimizer.param_groups) if "lr" not in one]
+    assert {*report.doubtful} == {f"optimizer.param_groups.{number}.params" for number in lost}
+    assert lost == [1]
 
 
 @pytest.mark.parametrize("given", [{"x": {}}, {"x": []}, {"x": None}], ids=str)

@@ -234,15 +234,25 @@ def test_what_would_not_load_is_refused_by_name_if_it_is_to_be(local, value):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_first_save_of_a_manager_refuses_what_would_not_load(local, asynchronous):
-    for unloadable in ("auto", "warn"):
-        config = local.having(unloadable=unloadable).config
-        with (
-            contextlib.nullcontext()
-            if unloadable == "warn"
-            else pytest.raises(UnsupportedValueError, match="own"),
-            cloudckpt.CheckpointManager(
-                local.at(unloadable).uri, config=config, asynchronous=asynchronous
-            ) as manager,
-        ):
-            manager.save(1, {"own": OfTheUser()})
+def test_a_manager_refuses_what_would_not_load_until_a_save_has_succeeded(local, asynchronous):
+    state = {"own": OfTheUser()}
+    options = {"asynchronous": asynchronous, "on_failure": "log_all", "max_failures": 9}
+    with cloudckpt.CheckpointManager(local.uri, config=local.config, **options) as manager:
+        for step in (1, 2):
+            manager.save(step, state)
+            with contextlib.suppress(UnsupportedValueError):
+                manager.wait_until_finished()
+        assert manager.all_steps() == []
+        manager.save(3, {"own": 3})
+        manager.wait_until_finished()
+        manager.save(4, state)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3, 4]
+
+
+def test_a_manager_saves_what_would_not_load_if_it_may(local):
+    config = local.having(unloadable="warn").config
+    with cloudckpt.CheckpointManager(local.uri, config=config) as manager:
+        manager.save(1, {"own": OfTheUser()})
+    with cloudckpt.CheckpointManager(local.uri, read_only=True) as manager:
+        assert manager.all_steps() == [1]

@@ -134,7 +134,7 @@ class Config(Options):
         "auto",
         "what happens to a save with values that a load takes only with trust_pickle=True, such as "
         "objects of your classes: a warning, once for each; or an error that names them. 'auto' "
-        "is an error at the first save of a CheckpointManager, and else a warning",
+        "is an error in a CheckpointManager until a save has succeeded, and else a warning",
     )
     overwrite: bool = option(True, "replace a checkpoint at the same URI, atomically")
     incremental: bool = option(

@@ -155,13 +155,16 @@ class _Load:
         planner, content, uri = self._planner, self._content, self._uri or ""
         for note in content.notes:
             logger.warning("%s: %s", uri, note)
+        wanted = getattr(planner, "state_dict", self.state_dict)
+        metadata = getattr(planner, "metadata", None) or self._metadata  # some make their own
+        ours = planner if isinstance(planner, CloudLoadPlanner) else None
         report = LoadReport.of(
-            getattr(planner, "state_dict", self.state_dict),
-            self._plan,
-            getattr(planner, "metadata", None) or self._metadata,  # some make their own
+            wanted,
+            metadata,
             uri,
-            left_alone=planner.left_alone if isinstance(planner, CloudLoadPlanner) else {},
-            known=content.others,
+            left_alone={} if ours is None else ours.left_alone,
+            converted=None if ours is None else ours.converted,
+            unused=content.others if ours is None else content.others | ours.unused,
         )
         if self._meeting.rank == 0 and getattr(planner, "tells", True):
             report.log()

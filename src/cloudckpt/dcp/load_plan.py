@@ -32,6 +32,7 @@ from cloudckpt.errors import CheckpointCorruptError, CheckpointError, Unsupporte
 __all__ = [
     "check_types",
     "check_whole",
+    "conversions",
     "plan_reads",
     "saved_types",
     "table_of",
@@ -66,18 +67,22 @@ def table_of(metadata: Metadata, uri: str) -> Table:
         ) from exc
 
 
-def plan_reads(state_dict: Mapping[str, Any], table: Table) -> LoadPlan:
+def plan_reads(state_dict: Mapping[str, Any], table: Table) -> tuple[LoadPlan, set[str]]:
     """Plans as torch's ``create_default_local_load_plan`` does, for what the checkpoint has.
 
     Args:
         state_dict: What to load, by flat names; tensors of the checkpoint's shapes.
         table: What the checkpoint has.
 
+    Returns:
+        The plan, and the names of tensors that were saved in other parts.
+
     Raises:
         ValueError: If the checkpoint has a tensor where the state dict has none.
         UnsupportedTensorError: If a tensor has a partial placement.
     """
     items: list[ReadItem] = []
+    moved: set[str] = set()
     for name, value in state_dict.items():
         entry = table.entries.get(name)
         if entry is None:
@@ -97,8 +102,11 @@ def plan_reads(state_dict: Mapping[str, Any], table: Table) -> LoadPlan:
                 offsets, sizes = (
                     column[entry.place : stop] for column in (chunks.offsets, chunks.sizes)
                 )
-                items += _reads(name, number, own, offsets, sizes)
-    return LoadPlan(items)
+                reads, is_as_saved = _reads(name, number, own, offsets, sizes)
+                items += reads
+                if not is_as_saved:
+                    moved.add(name)
+    return LoadPlan(items), moved
 
 
 def check_whole(
@@ -134,18 +142,31 @@ def check_whole(
         )
 
 
-def check_types(
-    state_dict: Mapping[str, Any],
-    dtype_of: Callable[[str], torch.dtype | None],
-    uri: str,
-    *,
-    logs: bool,
-) -> None:
-    """Checks that tensors' types can hold what was saved; logs which are converted.
+def conversions(
+    state_dict: Mapping[str, Any], dtype_of: Callable[[str], torch.dtype | None]
+) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """By the names of tensors that are of another type than was saved: that type, and theirs.
 
     Args:
         state_dict: What to load, by flat names.
         dtype_of: The type of what was saved, see :func:`saved_types`.
+    """
+    found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+    for name, value in state_dict.items():
+        wanted = getattr(value, "dtype", None)
+        saved = dtype_of(name)
+        if saved is not None and saved != wanted and isinstance(wanted, torch.dtype):
+            found[name] = saved, wanted
+    return found
+
+
+def check_types(
+    converted: Mapping[str, tuple[torch.dtype, torch.dtype]], uri: str, *, logs: bool
+) -> None:
+    """Checks that tensors' types can hold what was saved; logs which are converted.
+
+    Args:
+        converted: See :func:`conversions`.
         uri: The checkpoint.
         logs: Whether this rank logs conversions.
 
@@ -154,12 +175,7 @@ def check_types(
             complex. A narrower one of the same kind is taken, and integers that it can't hold
             wrap, as in torch.
     """
-    converted: list[tuple[str, torch.dtype, torch.dtype]] = []
-    for name, value in state_dict.items():
-        wanted = getattr(value, "dtype", None)
-        saved = dtype_of(name)
-        if saved is None or saved == wanted or not isinstance(wanted, torch.dtype):
-            continue
+    for name, (saved, wanted) in converted.items():
         if not torch.can_cast(saved, wanted):
             raise UnsupportedTensorError(
                 f"{name} is {saved} in the checkpoint and {wanted} in the state dict, which can't "
@@ -167,9 +183,8 @@ def check_types(
                 uri=uri,
                 item=name,
             )
-        converted.append((name, saved, wanted))
     if converted and logs:
-        name, saved, wanted = converted[0]
+        name, (saved, wanted) = next(iter(converted.items()))
         logger.warning(
             "%s: tensors converted while they are loaded: %d, the first of them %s, from %s to %s. "
             "To load what was saved, load into tensors of that type, for example by model.to(%s)",
@@ -244,8 +259,12 @@ def _reads(
     own: ChunkStorageMetadata,
     offsets: torch.Tensor,
     sizes: torch.Tensor,
-) -> list[ReadItem]:
-    """What to read of a tensor for one of this rank's chunks of it."""
+) -> tuple[list[ReadItem], bool]:
+    """What to read of a tensor for one of this rank's chunks of it.
+
+    Also whether that is all of one chunk, or nothing.
+    """
+    is_as_saved = True
     rows: Sequence[int] = range(len(offsets))
     if len(rows) > _FEW:
         begin = column_of(own.offsets)
@@ -254,7 +273,7 @@ def _reads(
         found = overlap.nonzero().flatten()
         rows, offsets, sizes = found.tolist(), offsets[found], sizes[found]
     size = torch.Size
-    made = []
+    made: list[ReadItem] = []
     for row, first, shape in zip(rows, offsets.tolist(), sizes.tolist(), strict=True):
         starts = [max(*pair) for pair in zip(first, own.offsets, strict=True)]
         lengths = [
@@ -263,6 +282,7 @@ def _reads(
         ]
         if lengths and min(lengths) <= 0:
             continue
+        is_as_saved = not made and lengths == shape
         made.append(
             ReadItem(
                 LoadItemType.TENSOR,
@@ -273,4 +293,4 @@ def _reads(
                 size(lengths),
             )
         )
-    return made
+    return made, is_as_saved

@@ -37,6 +37,7 @@ from cloudckpt.checkpoint.torch_private import (
 )
 from cloudckpt.dcp.load_plan import (
     check_types,
+    conversions,
     plan_reads,
     saved_types,
     table_of,
@@ -156,6 +157,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         map_location: Device of tensors that are nested in other values; None: the one they were
             saved from.
         left_alone: What keeps its value though the checkpoint has something there, and why.
+        converted: What is loaded in another way than it was saved, and how.
+        unused: Values that were read, and not taken.
     """
 
     map_location: str | torch.device | None = None
@@ -167,6 +170,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         self.tells = tells
         self._whole: dict[str, list[str]] = {}  # by what is loaded: the missing keys that it is for
         self.left_alone: dict[str, str] = {}
+        self.converted: dict[str, str] = {}
+        self.unused: set[str] = set()
 
     @classmethod
     def like(cls, planner: DefaultLoadPlanner, uri: str) -> CloudLoadPlanner:
@@ -224,7 +229,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             check_shards(value, name)
         self._take_lengths(table)
         left: list[str] = []
-        self.left_alone = {}
+        self.left_alone, self.unused = {}, set()
         if self.flatten_state_dict:
             self.left_alone = self._empty(table)
             left = self._take_whole(table)
@@ -233,9 +238,12 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             raise self._missing(missing)
         self._leave_unfit(table)
         with paused_gc():
-            plan = plan_reads(self.state_dict, table)
+            plan, moved = plan_reads(self.state_dict, table)
         logs = self.tells and self.is_coordinator
-        check_types(self.state_dict, saved_types(self.metadata), self._uri, logs=logs)
+        types = conversions(self.state_dict, saved_types(self.metadata))
+        check_types(types, self._uri, logs=logs)
+        self.converted = dict.fromkeys(moved, "saved in other parts")
+        self.converted |= {name: f"{saved} to {now}" for name, (saved, now) in types.items()}
         if logs:
             tell_replaced(self.state_dict, self.metadata, self._uri, left)
         return plan
@@ -255,6 +263,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         elif not self.allow_partial_load:
             raise self._missing(missing)
         else:
+            self.unused.add(read_item.dest_index.fqn)
             why = f"the checkpoint has a {type(value).__name__} in place of what it is in"
             self.left_alone.update(dict.fromkeys(missing, why))
 

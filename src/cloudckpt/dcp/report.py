@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.checkpoint.lazy import table_behind
-from cloudckpt.dcp.load_plan import saved_types
+from cloudckpt.dcp.load_plan import conversions, saved_types
 
 __all__ = ["LoadReport"]
 
@@ -29,7 +29,17 @@ _ROWS = {
     "converted": "converted",
     "left_alone": "left alone",
     "optimizer": "optimizer state not loaded",
+    "doubtful": "loaded, and changed by torch",
 }
+
+_CAST = (
+    "which torch.optim.Optimizer.load_state_dict converts to the type of the parameter, unless the "
+    "optimizer has a load_state_dict of its own"
+)
+_EMPTY = (
+    "a group without parameters, of which set_optimizer_state_dict loses lr, betas, eps and "
+    "weight_decay: leave it out, or set them again"
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class LoadReport:
         left_alone: What keeps its value though the checkpoint has something there, and why.
         optimizer: The saved state of optimizers for which the state dict has no place, such as of
             parameters that are frozen now, or of an optimizer that has made no step.
+        doubtful: What was loaded, and what torch's own functions change when the state dict is
+            passed on to an optimizer, and how: state of whole numbers, and empty groups.
     """
 
     uri: str
@@ -58,51 +70,50 @@ class LoadReport:
     converted: Mapping[str, str] = field(default_factory=dict)
     left_alone: Mapping[str, str] = field(default_factory=dict)
     optimizer: tuple[str, ...] = ()
+    doubtful: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
         wanted: Mapping[str, Any],
-        plan: LoadPlan,
         metadata: Metadata,
         uri: str,
         *,
-        left_alone: Mapping[str, str],
-        known: Collection[str] = (),
+        left_alone: Mapping[str, str] | None = None,
+        converted: Mapping[str, str] | None = None,
+        unused: Collection[str] = (),
     ) -> LoadReport:
         """The report of a load that has succeeded.
 
         Args:
             wanted: What was to be loaded, by flat names.
-            plan: What was read.
             metadata: What the checkpoint has.
             uri: The checkpoint.
-            left_alone: What was left out of ``wanted``, and why.
-            known: Further names that are not unexpected.
+            left_alone: What keeps its value though the checkpoint has something there, and why.
+            converted: What was loaded in another way, and how; None if the planner does not say.
+            unused: Names of values that are of other ranks, or were read and not taken.
         """
-        stored = metadata.state_dict_metadata
-        others = [
-            name
-            for name in stored
-            if name not in wanted and name not in left_alone and name not in known
-        ]
-        names = [name for name in wanted if isinstance(name, str)]
-        beside = {name[: found.start()] for name in names if (found := _GROUPS.search(name))}
+        stored, left = _names_in(metadata), left_alone or {}
+        if converted is None:
+            types = conversions(wanted, saved_types(metadata))
+            converted = {name: f"{saved} to {now}" for name, (saved, now) in types.items()}
+        groups = [name for name in wanted if isinstance(name, str) and "param_groups" in name]
+        beside = {name[: found.start()] for name in groups if (found := _GROUPS.search(name))}
         states = tuple(f"{prefix}state." for prefix in beside)
-        dtype_of = saved_types(metadata)
-        converted = dict.fromkeys(_moved(plan.items, metadata), "saved in other parts")
-        for name, value in wanted.items():
-            saved, now = dtype_of(name), getattr(value, "dtype", None)
-            if saved is not None and isinstance(now, torch.dtype) and saved != now:
-                converted[name] = f"{saved} to {now}"
+        missing = wanted.keys() - stored - left.keys()
+        apart = missing.union(left, unused)
+        others = stored - wanted.keys() - left.keys() - {*unused}
+        optimizer = {name for name in others if states and name.startswith(states)}
+        others -= optimizer
         return cls(
             uri=uri,
-            loaded=tuple(name for name in wanted if name in stored and name not in left_alone),
-            missing=tuple(name for name in wanted if name not in stored and name not in left_alone),
-            unexpected=tuple(name for name in others if not states or not name.startswith(states)),
+            loaded=tuple(name for name in wanted if name not in apart) if apart else (*wanted,),
+            missing=tuple(name for name in wanted if name in missing) if missing else (),
+            unexpected=tuple(name for name in stored if name in others) if others else (),
             converted=converted,
-            left_alone={name: why for name, why in left_alone.items() if f"{name}." not in states},
-            optimizer=tuple(name for name in others if states and name.startswith(states)),
+            left_alone={name: why for name, why in left.items() if f"{name}." not in states},
+            optimizer=tuple(name for name in stored if name in optimizer) if optimizer else (),
+            doubtful=_doubtful(wanted, groups, states, metadata),
         )
 
     def __str__(self) -> str:
@@ -150,34 +161,31 @@ def _above(names: Iterable[str]) -> str:
     return top if all(name.startswith(f"{top}.") for name in others) and others else first
 
 
-def _moved(items: Sequence[ReadItem], metadata: Metadata) -> set[str]:
-    """The tensors of which something is read that is not all of a part that was saved."""
-    tensors = [item for item in items if item.type == LoadItemType.TENSOR]
-    moved: set[str] = set()
-    seen: set[tuple[str, Any]] = set()
-    by_rank: dict[int, tuple[list[int], list[tuple[int, ...]], list[str]]] = {}
+def _names_in(metadata: Metadata) -> AbstractSet[str]:
+    """The names that a checkpoint has, in their order."""
     table = table_behind(metadata)
-    for item in tensors:
-        name, index = item.dest_index.fqn, item.storage_index.index
-        place = name, item.dest_index.offset
-        if place in seen:
-            moved.add(name)
-        seen.add(place)
-        if table is not None:
-            entry = table.entries[item.storage_index.fqn]
-            rows, lengths, names = by_rank.setdefault(len(item.lengths), ([], [], []))
-            rows.append(entry.place + (index or 0))
-            lengths.append(tuple(item.lengths))
-            names.append(name)
-            continue
-        stored = metadata.state_dict_metadata.get(item.storage_index.fqn)
-        if not isinstance(stored, TensorStorageMetadata) or index is None:
-            continue
-        if stored.chunks[index].sizes != item.lengths:
-            moved.add(name)
-    for depth, (rows, lengths, names) in by_rank.items():
-        if depth and table is not None:
-            sizes = table.chunks[depth].sizes[torch.tensor(rows, device="cpu")]
-            differs = (sizes != torch.tensor(lengths, device="cpu")).any(1).tolist()
-            moved.update(name for name, moves in zip(names, differs, strict=True) if moves)
-    return moved
+    return metadata.state_dict_metadata.keys() if table is None else table.entries.keys()
+
+
+def _doubtful(
+    wanted: Mapping[str, Any], groups: Sequence[str], states: tuple[str, ...], metadata: Metadata
+) -> dict[str, str]:
+    """What torch's functions that take a loaded state of an optimizer change, and how."""
+    found: dict[str, str] = {}
+    params = {name: wanted[name] for name in groups if name.endswith(".params")}
+    if any(isinstance(one, list) and one and isinstance(one[0], str) for one in params.values()):
+        found.update((name, _EMPTY) for name, one in params.items() if one == [])
+    table = table_behind(metadata)
+    kinds = [] if table is None else [one.dtype for one in table.properties]
+    if states and any(map(_is_cast, kinds)):
+        dtype_of = saved_types(metadata)
+        for name in wanted:
+            if name.startswith(states) and not name.endswith(".step"):
+                dtype = dtype_of(name)
+                if dtype is not None and _is_cast(dtype):
+                    found[name] = f"{dtype}, {_CAST}"
+    return found
+
+
+def _is_cast(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)

@@ -83,6 +83,10 @@ class Saves:
 
     Which of them have failed, and so whether training goes on, is the same on all ranks; which of
     them are committed is known to each rank at another moment.
+
+    Attributes:
+        last_failure: The last failure that was counted.
+        has_committed: Whether a save of this job is known here to be committed.
     """
 
     def __init__(
@@ -107,6 +111,7 @@ class Saves:
         self._all: list[Save] = []
         self._lock = threading.Lock()  # saves end on other threads
         self.last_failure: CloudCheckpointError | None = None
+        self.has_committed = False
 
     @property
     def newest(self) -> int | None:
@@ -129,7 +134,7 @@ class Saves:
 
     def committed(self, save: Save) -> None:
         """Ends a save, and forgets those before it that have ended."""
-        save.outcome, save.when = "committed", time.monotonic()
+        save.outcome, save.when, self.has_committed = "committed", time.monotonic(), True
         with self._lock:
             at = self._all.index(save) if save in self._all else 0
             open_ = [one for one in self._all[:at] if one.outcome in ("under way", "ended")]

@@ -105,7 +105,6 @@ class StepSaver:
         """
         self._saves, self._line, self._in_use = saves, line, in_use
         self._direct = make_sync_checkpointer(options)
-        self._has_begun = False  # whether a save has
         self.checkpointer: Checkpointer = self._direct
         if in_background:
             self.checkpointer = AsyncCheckpointer(
@@ -181,12 +180,11 @@ class StepSaver:
                 base=base,
                 # who never called restore() may not know that there are steps of this number
                 keep_existing=not (self._line.has_restored or force),
-                is_first=not self._has_begun,
+                is_first=not self._saves.has_committed,
             )
         except BaseException:
             self._in_use.end(step)
             raise
-        self._has_begun = True
         written = None if futures is None else futures[1]
         if written is not None and not written.skipped:
             save.number = written.number

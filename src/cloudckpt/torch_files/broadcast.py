@@ -20,7 +20,7 @@ from cloudckpt.checkpoint.shard import travels_as_bytes
 from cloudckpt.checkpoint.torch_private import device_for_collectives, flatten_state_dict
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
-from cloudckpt.dcp.load_plan import check_types
+from cloudckpt.dcp.load_plan import check_types, conversions
 from cloudckpt.dcp.reader import OurReader
 from cloudckpt.errors import (
     CheckpointError,
@@ -239,7 +239,7 @@ class BroadcastingTorchSaveReader(OurReader):
             targets = self._targets(script, plan, planner)
             found = {fqn: of[0].tensor for fqn, of in targets.items()}
             types = {fqn: dtype for fqn, (dtype, _) in script.tensors.items()}
-            check_types(found, types.get, str(self._uri), logs=bool(self._content))
+            check_types(conversions(found, types.get), str(self._uri), logs=bool(self._content))
         for fqn, (dtype, shape) in script.tensors.items():
             whole = torch.empty(0, dtype=dtype, device=device)
             with _kept(failures):
