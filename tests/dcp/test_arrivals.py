@@ -155,27 +155,6 @@ def test_nothing_is_said_of_ranks_that_have_come_and_are_slow(ranks, tmp_path):
     assert ranks(2, _slow_at_first, tmp_path) == [[], []]
 
 
-def _manage(folder):
-    options = {"save_interval_steps": 2, "asynchronous": False}
-    is_late = dist.get_rank() == 1
-    with (
-        lines(folder, PATIENT if is_late else SOON) as found,
-        cloudckpt.CheckpointManager(f"{folder}/run", **options) as manager,
-    ):
-        for step in range(1, 5):
-            if is_late and step == 2:
-                come_late(folder)
-            manager.save(step, state())
-        assert manager.restore(state()) == 4
-    return found
-
-
-def test_a_manager_says_it_of_its_own_calls(ranks, tmp_path):
-    first, late = ranks(2, _manage, tmp_path)
-    assert late == []
-    assert first[0].startswith("CheckpointManager.save has waited on rank 0")
-
-
 def _marks_after_a_wait(folder):
     is_late = dist.get_rank() == 1
     with lines(folder, PATIENT if is_late else SOON):

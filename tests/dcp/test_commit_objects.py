@@ -197,14 +197,6 @@ def test_a_verification_finds_damage_in_what_only_other_readers_read(saved, monk
     assert caught.value.uri.endswith("/.metadata")
 
 
-def test_values_of_a_hundred_megabytes_go_there_and_back(saved):
-    state = {"large": "x" * 100_000_000, "t": numbered(3), "small": 5}
-    cloudckpt.save(state, checkpoint_id=saved.uri)
-    loaded = {"large": "", "t": torch.zeros(3), "small": 0}
-    cloudckpt.load(loaded, checkpoint_id=saved.uri)
-    assert_same(loaded, state)
-
-
 @pytest.mark.parametrize("state", [{}, {"e": torch.zeros(0, 3)}, {"s": torch.tensor(1)}, {"d": {}}])
 def test_next_to_nothing_goes_there_and_back(saved, state):
     for _ in range(2):

@@ -1,6 +1,5 @@
 """What people do first, and what they are told to write instead."""
 
-import logging
 import os
 from collections import OrderedDict, UserDict
 
@@ -158,27 +157,6 @@ def test_processes_that_do_not_know_each_other_are_told_once(tmp_path, caplog, m
         cloudckpt.save(state, checkpoint_id=tmp_path)
     assert caplog.text.count("this is one of 2 processes (WORLD_SIZE)") == 1
     meeting._warn_of_others.cache_clear()
-
-
-@pytest.mark.parametrize("is_fresh", [True, False])
-@pytest.mark.parametrize("names", ["model and optimizer", "optimizer", "none"])
-def test_an_optimizer_that_has_no_place_for_its_state_is_told_of(tmp_path, caplog, is_fresh, names):
-    def training(steps: int):
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(steps):
-            model(torch.ones(2)).sum().backward()
-            optimizer.step()
-        if names == "none":
-            return optimizer.state_dict()
-        alone = {"optimizer": optimizer}
-        return alone if names == "optimizer" else {"model": model, **alone}
-
-    cloudckpt.save(training(1), checkpoint_id=tmp_path)
-    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
-        cloudckpt.load(training(0 if is_fresh else 1), checkpoint_id=tmp_path)
-    told = [one.getMessage() for one in caplog.records if one.name == "cloudckpt"]
-    assert ["get_state_dict(model, optimizer)" in text for text in told] == [True] * is_fresh
 
 
 KINDS = {

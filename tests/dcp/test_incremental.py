@@ -196,16 +196,6 @@ def test_a_mark_of_a_save_that_was_killed_is_swept(place) -> None:
     assert not place.names()
 
 
-def test_what_was_copied_without_its_base_names_it(place) -> None:
-    for step in (1, 2):
-        saved(place, step)
-    cloudckpt.delete(place.at("step-1").uri, config=place.config)
-    for name in place.at("step-1").data():
-        _remove(place.at("step-1"), name)
-    with pytest.raises(CheckpointCorruptError, match="step-1: what was copied without"):
-        loaded(place.at("step-2"))
-
-
 def _remove(place: Place, name: str) -> None:
     store = place.writer()._store()
     store.delete(place.writer().uri.key(name))
@@ -290,15 +280,6 @@ def test_what_deletes_a_copy_by_another_tool_leaves_the_original_what_it_needs(p
     assert is_at(loaded(place.at("step-2")), 2)
     cloudckpt.delete(place.at("step-2").uri, config=place.config)
     assert not place.names()
-
-
-def test_a_base_is_taken_by_name(place) -> None:
-    first = saved(place, 1)
-    saved(place, 5)
-    assert saved(place, 3, base=place.at("step-1").uri) < first / 10
-    assert list(cloudckpt.inspect(place.at("step-3").uri, config=place.config).shared) == [
-        place.at("step-1").uri
-    ]
 
 
 @on_disk

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -291,35 +290,6 @@ def test_a_writer_and_a_reader_serve_one_checkpoint_after_another(door, place, r
     assert len(place.at("step-0").names()) == len(place.at("step-1").names()) == 3
 
 
-def _never_reset(place: Place) -> None:
-    writer, reader = place.writer(), place.reader()
-    for step in range(3):
-        state = {"t": numbered(40, first=step), f"mine {dist.get_rank()}": step}
-        dcp.save(state, storage_writer=writer)
-        loaded = blank_like(state)
-        dcp.load(loaded, storage_reader=reader)
-        assert_same(loaded, state)
-
-
-@on_disk
-def test_a_writer_that_nobody_resets_replaces_its_checkpoint(place, ranks):
-    ranks(2, _never_reset, place)
-    assert len(place.names()) == 3
-
-
-def test_storage_meta_reaches_the_planner(local):
-    class Curious(DefaultSavePlanner):
-        def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
-            self.told = storage_meta
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)
-
-    planner = Curious()
-    metadata = save({"t": numbered(3)}, local, planner=planner)
-    assert isinstance(planner.told, StorageMeta)
-    assert planner.told.checkpoint_id == metadata.storage_meta.checkpoint_id == local.uri
-    assert planner.told.save_id in metadata.storage_meta.save_id
-
-
 def test_save_returns_the_metadata_that_was_committed(place):
     state = {"t": numbered(3), "n": {"v": 1}}
     returned, stored = save(state, place), place.reader().read_metadata()
@@ -423,18 +393,6 @@ def test_what_torch_has_saved_without_collectives_is_refused_and_not_taken_for_n
             load_it({"t": torch.zeros(5)}, local)
         assert "use_collectives=False" in str(caught.value)
         assert not isinstance(caught.value, FileNotFoundError)
-
-
-def test_a_reader_forgets_the_checkpoint_it_read_before(local):
-    """One by us, with checksums, then one by torch, without."""
-    ours, theirs = local.at("ours"), local.at("theirs")
-    save({"t": numbered(5)}, ours)
-    dcp.save({"t": numbered(5, first=9)}, storage_writer=FileSystemWriter(theirs.path))
-    reader = local.reader()
-    for place, first in ((ours, 0), (theirs, 9), (ours, 0)):
-        loaded = {"t": torch.zeros(5)}
-        cloudckpt.load(loaded, checkpoint_id=place.uri, storage_reader=reader)
-        assert_same(loaded["t"], numbered(5, first=first))
 
 
 # ---- overwriting

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
 import cloudckpt
-from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -163,22 +162,6 @@ def test_a_planner_of_the_user_plans_again(local):
     for planner in (DefaultLoadPlanner(), DefaultLoadPlanner(allow_partial_load=True)):
         with overtaken(local, "get_range", ".distcp", lambda: save(local, 2)):
             assert load(local, no_dist=True, planner=planner) == 2
-
-
-def test_a_load_of_everything_has_nothing_of_the_save_that_was_replaced(local):
-    def save_with(key: str, step: int) -> None:
-        state = state_of(step) | {key: torch.full((7,), step), f"{key} too": step}
-        cloudckpt.save(state, checkpoint_id=local.uri, config=local.config, no_dist=True)
-
-    options = CheckpointerConfig(config=local.config, no_dist=True)
-    save_with("old", 1)
-    with (
-        cloudckpt.checkpointer.make_sync_checkpointer(options) as checkpointer,
-        overtaken(local, "get_range", ".distcp", lambda: save_with("new", 2)),
-    ):
-        state = checkpointer.load(local.uri)
-    assert step_of(state) == 2
-    assert state.keys() == {*state_of(2), "new", "new too"}
 
 
 def test_a_planner_of_torchs_that_makes_the_state_dict_loads_one_save(local):

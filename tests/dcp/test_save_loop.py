@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -309,24 +308,6 @@ def _in_the_background(place: Place, save, kind):
 )
 def test_saves_in_the_background_plan_once(local, ranks, save, kind):
     assert ranks(2, _in_the_background, local, save, kind) == [(3, True)] * 2
-
-
-def test_two_threads_that_save_the_same_structure_do_not_share_a_draft(local):
-    """Each fills in the bytes of a commit object, which must be of no other save."""
-    places = [local.at(f"{number}") for number in range(4)]
-
-    def save(number: int) -> None:
-        for step in range(8):
-            state = {"t": torch.full((50,), float(number * 100 + step)), "v": "x" * step}
-            place = places[number]
-            cloudckpt.save(state, checkpoint_id=place.uri, config=place.config, no_dist=True)
-            state = {"t": torch.zeros(50), "v": ""}
-            cloudckpt.load(state, checkpoint_id=place.uri, config=place.config, no_dist=True)
-            assert (state["t"] == number * 100 + step).all()
-            assert state["v"] == "x" * step
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(save, range(4)))
 
 
 def _of_all_kinds() -> dict:

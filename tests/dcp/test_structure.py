@@ -129,38 +129,6 @@ def test_everything_comes_back_as_it_was_saved(save, place):
     assert_same(loaded(place), state())
 
 
-@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
-def test_asynchronous_saves_of_stock_torch_keep_the_structure(ranks, local, kind):
-    ranks(1, _save_in_the_background, local, kind)
-    assert_same(loaded(local), state())
-
-
-def _save_in_the_background(place: Place, kind) -> None:
-    writer = place.writer()
-    dcp.async_save(state(), storage_writer=writer, async_checkpointer_type=kind).result(PATIENCE)
-
-
-class Trainer:
-    """A Stateful whose state has integer keys."""
-
-    def __init__(self, content) -> None:
-        self.content = content
-
-    def state_dict(self):
-        return self.content
-
-    def load_state_dict(self, content) -> None:
-        self.content = content
-
-
-def test_what_stateful_objects_return_comes_back(local):
-    by_save({"trainer": Trainer({1: {}, 2: numbered(2)})}, local)
-    assert_same(loaded(local), {"trainer": {1: {}, 2: numbered(2)}})
-    trainer = Trainer({1: {}, 2: torch.zeros(2)})
-    cloudckpt.load({"trainer": trainer}, checkpoint_id=local.uri)
-    assert_same(trainer.content, {1: {}, 2: numbered(2)})
-
-
 # ---- conversion
 
 

@@ -59,16 +59,6 @@ def test_a_folder_may_be_called(name, local):
     assert [folder.name for folder in pathlib.Path(local.path).iterdir()] == [name]
 
 
-def test_a_bucket_itself_may_hold_a_checkpoint(bucket, s3_config):
-    root = Place(f"s3://{bucket}", s3_config)
-    s3 = root.at("run")
-    _save_and_load(root)
-    _save_and_load(s3)
-    _save_and_load(root)
-    keys = [entry["Key"] for entry in s3.client().list_objects_v2(Bucket=root.uri[5:])["Contents"]]
-    assert len(keys) == 2 * (len(s3.data()) + 1)
-
-
 # ---- modes of torch
 
 
