@@ -111,8 +111,8 @@ def check_supported(tensor: torch.Tensor, fqn: str) -> None:
         kind = "a nested tensor: save its components instead"
     elif tensor.layout != torch.strided:
         kind = f"a tensor of layout {tensor.layout}: save its indices and values instead"
-    elif not has_stored_form(tensor.dtype):
-        kind = f"of type {tensor.dtype}, which torch.save can't write: view it as another type"
+    elif not has_stored_form(tensor.dtype) or str(tensor.dtype).startswith("torch.bits"):
+        kind = f"of type {tensor.dtype}, which torch can't save: view it as another type"
     elif not travels_as_bytes(tensor) and not has_memory(tensor):
         kind = "a tensor whose memory was freed, or that never had any"
     if kind is not None:

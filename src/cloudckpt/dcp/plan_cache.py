@@ -88,8 +88,7 @@ class KnownPlan:
         forms: By item, its form in an object; None unless it is a small tensor in host memory.
         extents: Where the items lay in this rank's objects in the last save.
         saves: How many saves have used the plan.
-        record: What it writes, as a record without locations; empty if columns can't express it,
-            None until it is needed.
+        record: What it writes, as a record without locations; None until it is needed.
         copies: What this rank has in common with others.
         of_all: On the coordinator, what it knows of all ranks.
     """

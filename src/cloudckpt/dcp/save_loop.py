@@ -193,7 +193,6 @@ class SaveLoop:
             if planned is not None:
                 plan, cached = planner.finish_plan(planned.step), None
                 number, saves, structure = planned.number, 0, planned.structure
-                self._ours.note_structure(Structure())  # the coordinator knows it
             else:
                 entry = self._restore_plan(planner)
                 plan, cached = entry.plan, self._cached_layout(entry)
@@ -208,8 +207,8 @@ class SaveLoop:
             mine.append(
                 replace(entry, extents=written.extents, saves=entry.saves + 1, record=self._record)
             )
-            if known is not None:  # the coordinator knows how the values were nested, too
-                written = replace(written.without(known.extents), structure=Structure())
+            if known is not None:
+                written = written.without(known.extents)
             return entry.digest, written, entry.copies.weighed(planner)
 
         @self._logged

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -42,7 +41,6 @@ from cloudckpt.errors import (
     CommitUnknownError,
     ConfigError,
     IncompleteSaveError,
-    UnsupportedTensorError,
 )
 from cloudckpt.events import Event, Span, Transferred, emit
 from cloudckpt.gc_pause import paused_gc
@@ -260,10 +258,8 @@ class CloudStorageWriter(OurWriter):
         """Waits until it is known which checkpoint exists already, before anything is sent.
 
         Raises:
-            UnsupportedTensorError: If torch can't save the element type of a tensor.
             CheckpointExistsError: If a checkpoint exists and ``overwrite`` is off.
         """
-        _check_types(plan, str(self.uri))
         self.wait_for_baseline()
         return plan
 
@@ -554,26 +550,3 @@ def run_after(hook: CommitHook, uri: str, metadata: Metadata) -> None:
         hook.after_commit(uri, metadata)
     except Exception:
         logger.exception("the hook after the commit of %s failed; the checkpoint is committed", uri)
-
-
-def _check_types(plan: SavePlan, uri: str) -> None:
-    """Refuses element types whose size torch's planner can't determine; its error names no tensor.
-
-    These are integers of 1 to 7 bits, which ``torch.save`` can't write either, and bits types.
-    """
-    types = {
-        item.tensor_data.properties.dtype: item.index.fqn
-        for item in plan.items
-        if item.tensor_data is not None
-    }
-    for dtype, fqn in types.items():
-        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-            continue
-        try:
-            torch.iinfo(dtype)
-        except TypeError as exc:
-            raise UnsupportedTensorError(
-                f"{fqn} is of type {dtype}, which torch can't save: view it as torch.uint8",
-                uri=uri,
-                item=fqn,
-            ) from exc
