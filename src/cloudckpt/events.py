@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
-import os
 import sys
 import threading
 import time
@@ -287,29 +285,6 @@ class Timeline:
                 f"{event.nbytes / 1024**2:>10.1f} {event.rank:>5}  {event.uri}{note}"
             )
         return "\n".join(lines)
-
-    def chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file for ``chrome://tracing`` and Perfetto."""
-        entries = [
-            {
-                "name": event.phase,
-                "cat": "cloudckpt",
-                "ph": "X" if event.seconds > 0 else "i",
-                "ts": event.began * 1e6,
-                "dur": event.seconds * 1e6,
-                "pid": event.rank,
-                "tid": event.phase,
-                "args": {
-                    "uri": event.uri,
-                    "bytes": event.nbytes,
-                    "detail": event.detail,
-                    "failed": event.failed,
-                },
-            }
-            for event in self.events
-        ]
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": entries, "displayTimeUnit": "ms"}, file)
 
 
 @contextlib.contextmanager

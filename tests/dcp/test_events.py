@@ -1,7 +1,6 @@
 """What saving and loading tell while they do it."""
 
 import io
-import json
 import logging
 import sys
 import threading
@@ -66,14 +65,11 @@ def test_an_asynchronous_save_has_a_timeline(local, kind):
     assert all(phase in table for phase in ("stage", "plan", "upload", "commit"))
 
 
-def test_a_timeline_becomes_a_trace(local, tmp_path):
+def test_a_recording_of_a_checkpoint_has_no_other(local):
     with events.record(local.uri) as timeline:
         cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
         cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.at("x").uri, config=local.config)
-    timeline.chrome_trace(tmp_path / "trace.json")
-    entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [entry["name"] for entry in entries] == ["plan", "upload", "commit"]
-    assert all(entry["ph"] == "X" and entry["dur"] > 0 for entry in entries)
+    assert phases(timeline.events) == ["plan", "upload", "commit"]
 
 
 def test_a_failed_phase_says_so(local, heard):
