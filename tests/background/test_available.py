@@ -11,8 +11,6 @@ from cloudckpt.config import MIB
 from cloudckpt.errors import StagingMemoryError
 from dcp.values import numbered
 
-UNLIMITED_V1 = "9223372036854771712\n"
-
 
 class Machine:
     """A folder that looks like ``/``."""
@@ -25,21 +23,18 @@ class Machine:
         text = f"MemTotal: 99999999 kB\nMemFree: 1 kB\nMemAvailable: {size // 1024} kB\n"
         self.write("proc/meminfo", text)
 
-    def belongs(self, *lines: str) -> None:
-        self.write("proc/self/cgroup", "\n".join(lines) + "\n")
+    def belongs(self, groups: str) -> None:
+        self.write("proc/self/cgroup", f"{groups}\n")
 
-    def v2(self, path: str, limit: object, current: int, inactive: int = 0) -> None:
-        folder = f"sys/fs/cgroup/{path}"
-        self.write(f"{folder}/memory.max", f"{limit}\n")
-        self.write(f"{folder}/memory.current", f"{current}\n")
-        self.write(f"{folder}/memory.stat", f"anon 5\ninactive_file {inactive}\nshmem 7\n")
-
-    def v1(self, path: str, limit: object, usage: int, inactive: int = 0) -> None:
-        folder = f"sys/fs/cgroup/memory/{path}"
-        self.write(f"{folder}/memory.limit_in_bytes", f"{limit}\n")
-        self.write(f"{folder}/memory.usage_in_bytes", f"{usage}\n")
-        text = f"inactive_file 0\ntotal_inactive_file {inactive}\n"
-        self.write(f"{folder}/memory.stat", text)
+    def limit(self, folder: str, limit: object, used: int, reclaimable: int = 0) -> None:
+        """Has a cgroup; sizes are in MiB, but for those that are as the kernel writes them."""
+        of_first = folder.startswith("sys/fs/cgroup/memory")
+        names = ("limit_in_bytes", "usage_in_bytes") if of_first else ("max", "current")
+        size = limit * MIB if isinstance(limit, int) and limit < 2**40 else limit
+        self.write(f"{folder}/memory.{names[0]}", f"{size}\n")
+        self.write(f"{folder}/memory.{names[1]}", f"{used * MIB}\n")
+        stat = f"inactive_file {0 if of_first else reclaimable * MIB}\n"
+        self.write(f"{folder}/memory.stat", f"{stat}total_inactive_file {reclaimable * MIB}\n")
 
     def write(self, name: str, text: str) -> None:
         path = self.root / name
@@ -56,68 +51,52 @@ def machine(tmp_path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_without_cgroups_it_is_what_the_machine_has(machine):
-    assert machine.left == 8000 * MIB
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+UNLIMITED = 2**63 - 4096  # of the first version of cgroups
+
+P, PJ = f"{V2}/p", f"{V2}/p/j"
+
+# cgroups; by folder: limit, usage, and what of it can be reclaimed; what is left
+MACHINES = {
+    "no cgroups": ("", {}, 8000),
+    "what can be reclaimed is free": ("0::/job", {f"{V2}/job": (1000, 700, 200)}, 500),
+    "an ancestor is the tightest": (
+        "0::/p/j",
+        {P: (300, 9, 9), PJ: (900, 9, 9)},
+        300,
+    ),
+    "a child is the tightest": ("0::/p/j", {P: (900, 9, 9), PJ: (300, 9, 9)}, 300),
+    "a limit above the machine's memory": ("0::/job", {f"{V2}/job": (9999, 1, 0)}, 8000),
+    "no limit": ("0::/job", {f"{V2}/job": ("max", 5, 0)}, 8000),
+    "beyond its limit": ("0::/job", {f"{V2}/job": (10, 20, 0)}, 0),
+    "the first version": (
+        "5:cpu,cpuacct:/other\n4:memory:/slurm/job\n0::/",
+        {
+            f"{V1}/slurm/job": (1000, 900, 50),
+            f"{V1}/slurm": (UNLIMITED, 0, 0),
+            f"{V1}/other": (1, 1, 0),
+        },
+        150,
+    ),
+    "a container's cgroup is the root": ("4:memory:/docker/0123abc", {V1: (64, 4, 0)}, 60),
+    "a path outside of the namespace": ("0::/../job", {f"{V2}/job": (64, 4, 0)}, 60),
+}
 
 
-def test_a_limit_counts_what_is_used_and_not_what_can_be_reclaimed(machine):
-    machine.belongs("0::/job")
-    machine.v2("job", 1000 * MIB, 700 * MIB, inactive=200 * MIB)
-    assert machine.left == 500 * MIB
-
-
-@pytest.mark.parametrize("tightest", ["pod", "pod/job", "pod/job/rank"])
-def test_the_tightest_of_all_ancestors_counts(machine, tightest):
-    machine.belongs("0::/pod/job/rank")
-    for path in ("pod", "pod/job", "pod/job/rank"):
-        machine.v2(path, 300 * MIB if path == tightest else 900 * MIB, 100 * MIB)
-    assert machine.left == 200 * MIB
-
-
-def test_a_limit_above_what_the_machine_has_changes_nothing(machine):
-    machine.belongs("0::/job")
-    machine.v2("job", 9999 * MIB, 1)
-    machine.has(20 * MIB)
-    assert machine.left == 20 * MIB
-
-
-def test_no_limit_is_none(machine):
-    machine.belongs("0::/job")
-    machine.v2("job", "max", 5 * MIB)
-    assert machine.left == 8000 * MIB
-
-
-def test_a_cgroup_beyond_its_limit_has_nothing_left(machine):
-    machine.belongs("0::/job")
-    machine.v2("job", 10, 20)
-    assert machine.left == 0
-
-
-def test_the_first_version_of_cgroups_limits_too(machine):
-    machine.belongs("5:cpu,cpuacct:/elsewhere", "4:memory:/slurm/job", "0::/")
-    machine.v1("slurm/job", 1000 * MIB, 900 * MIB, inactive=50 * MIB)
-    machine.v1("slurm", UNLIMITED_V1.strip(), 0)
-    machine.v1("elsewhere", 1, 1)
-    assert machine.left == 150 * MIB
-
-
-def test_a_container_sees_its_own_cgroup_as_the_root(machine):
-    machine.belongs("4:memory:/docker/0123abc")
-    machine.v1("", 64 * MIB, 4 * MIB)
-    assert machine.left == 60 * MIB
-
-
-def test_a_path_outside_of_the_namespace_stays_below_the_mount(machine):
-    machine.belongs("0::/../job")
-    machine.v2("job", 64 * MIB, 4 * MIB)
-    assert machine.left == 60 * MIB
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_is_left_is_what_the_tightest_limit_leaves(machine, name):
+    groups, folders, left = MACHINES[name]
+    machine.belongs(groups)
+    for folder, (limit, used, reclaimable) in folders.items():
+        machine.limit(folder, limit, used, reclaimable)
+    assert machine.left == left * MIB
 
 
 @pytest.mark.parametrize("missing", ["memory.max", "memory.current", "memory.stat"])
 @pytest.mark.parametrize("text", [None, "", "lots\n", "-5\n", "inactive_file\n", "\xff\n"])
 def test_what_can_not_be_read_limits_nothing(machine, missing, text):
     machine.belongs("0::/job")
-    machine.v2("job", 64 * MIB, 4 * MIB)
+    machine.limit("sys/fs/cgroup/job", 64, 4)
     path = machine.root / "sys/fs/cgroup/job" / missing
     path.unlink()
     if text is not None:
@@ -135,10 +114,10 @@ def test_the_files_of_this_machine_can_be_read():
 
 def test_a_copy_that_the_cgroup_has_no_room_for_is_refused(machine, monkeypatch):
     machine.belongs("0::/job")
-    machine.v2("job", 64 * MIB, 63 * MIB)
+    machine.limit("sys/fs/cgroup/job", 64, 63)
     monkeypatch.setattr(arenas, "available_memory", lambda: machine.left)
     with Stager() as stager:
         with pytest.raises(StagingMemoryError, match=r"needs 2 MiB, .* has 1 MiB left"):
             stager.stage({"t": numbered(2 * MIB // 4)})
-        machine.v2("job", 64 * MIB, 63 * MIB, inactive=MIB)
+        machine.limit("sys/fs/cgroup/job", 64, 63, 1)
         stager.stage({"t": numbered(2 * MIB // 4)})

@@ -13,7 +13,6 @@ import threading
 import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from unittest import mock
 
 import pytest
@@ -27,7 +26,6 @@ import cloudckpt
 from cloudckpt import BackgroundOptions, CloudStorageWriter
 from cloudckpt.background import arena as arenas
 from cloudckpt.background import process
-from cloudckpt.background.channel import Job
 from cloudckpt.background.process import _Worker
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpointer import CommitHook
@@ -134,13 +132,6 @@ def test_one_process_carries_out_all_saves_and_never_imports_torch(one, where, r
     assert "libtorch" not in mapped
 
 
-def test_what_was_stuck_in_one_save_does_not_count_as_stuck_in_the_next(one, local):
-    begin(one, 1, local).result(PATIENCE)
-    one._process._worker.is_stuck = True  # the last it said, as the store came back for the end
-    begin(one, 2, local).result(PATIENCE)
-    assert not one._process._worker.is_stuck
-
-
 VALUES = {
     "base": numbered(60, 50),
     "rows": numbered(60, 50)[7:9],
@@ -194,14 +185,6 @@ class Casting(DefaultSavePlanner):
     def resolve_data(self, write_item):
         found = super().resolve_data(write_item)
         return found.clone() if isinstance(found, torch.Tensor) else found
-
-
-def test_tensors_that_lie_in_no_arena_are_saved_too(one, local):
-    begin(one, 1, local, Casting(), nbytes=9 * MIB).result(PATIENCE)
-    assert step_at(local, 9 * MIB) == 1
-    with saver(stager=BlockingAsyncStager()) as other:
-        begin(other, 2, local, nbytes=9 * MIB).result(PATIENCE)
-    assert step_at(local, 9 * MIB) == 2
 
 
 def test_the_trainer_is_told_what_was_sent(one, local):
@@ -552,25 +535,6 @@ def test_closing_ends_a_save_that_takes_too_long(shaky, gate):
     assert "did not read" not in str(error)
     assert eventually(lambda: not is_running(pid))
     assert ".metadata" not in shaky.names()
-
-
-def test_a_job_that_could_not_be_sent_is_not_blamed_on_a_time_limit(local):
-    with saver() as one:
-        begin(one, 1, local).result(PATIENCE)
-        send = Connection.send
-
-        def refuse(connection, message):
-            if isinstance(message, Job):
-                raise OSError("no buffer space")
-            send(connection, message)
-
-        with mock.patch.object(Connection, "send", refuse):
-            error = begin(one, 2, local).exception(PATIENCE)
-        assert isinstance(error, SaveProcessError)
-        assert "can't be reached" in str(error)
-        assert "no buffer space" in str(error)
-        begin(one, 3, local).result(PATIENCE)
-    assert step_at(local) == 3
 
 
 def test_a_save_sends_nothing_more_for_being_finished_without_its_trainer(shaky, proxy):
