@@ -34,28 +34,6 @@ _SHRINK = 2
 
 
 @dataclass
-class _Buffer:
-    """Room for one staged copy; its arena is made when it is first needed."""
-
-    arena: Arena | None = None
-
-    def fit(self, size: int, *, pin: bool) -> Arena:
-        """An arena of at least ``size`` bytes; an arena that does not fit is freed first."""
-        held = self.arena
-        if held is not None and (held.size < size or held.size > max(size * _SHRINK, _CHUNK)):
-            self.release()
-            held = None
-        if held is None:
-            held = self.arena = Arena(max(size, 1), pin=pin)
-        return held
-
-    def release(self) -> None:
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
-
-
-@dataclass
 class StagedState:
     """A staged copy, and the right to its memory.
 
@@ -78,18 +56,18 @@ class StagedState:
 
 
 class _Lease:
-    """The buffer in use. It ends once: when it is released, or when its last tensor is gone.
+    """The use of the arena. It ends once: when it is released, or when its last tensor is gone.
 
-    The buffer is moved from the queue to the lease, or back, by one call into C, which an
-    interrupt can't come in the middle of: it is always at one of the two places.
+    A token is moved from the queue to the lease, or back, by one call into C, which an interrupt
+    can't come in the middle of: it is always at one of the two places.
     """
 
-    def __init__(self, free: queue.SimpleQueue[_Buffer]) -> None:
-        self._held: list[_Buffer] = []
+    def __init__(self, free: queue.SimpleQueue[None]) -> None:
+        self._held: list[None] = []
         self._free = free
 
     def take(self, seconds: float = 0) -> None:
-        """Takes the buffer.
+        """Takes the token.
 
         Raises:
             queue.Empty: If it is not free in that time.
@@ -105,14 +83,13 @@ class _Lease:
 class Stager(AsyncStager):
     """torch's ``AsyncStager`` with memory that is kept, shared, and never written while it is read.
 
-    A staged copy holds its buffer until its last tensor is gone (or, in cloudckpt's own saves,
-    until the save has ended). :meth:`stage` waits for a free buffer, so a checkpoint can't mix two
-    steps, which torch's own persistent stager does not prevent.
+    A staged copy holds its memory until its last tensor is gone (or, in cloudckpt's own saves,
+    until the save has ended). :meth:`stage` waits for that, so a checkpoint can't mix two steps,
+    which torch's own persistent stager does not prevent.
 
-    Memory: one copy of what is staged for each buffer, and nothing else. A buffer is reallocated
-    when the state dict outgrows it or shrinks below half of it.
-
-    With CUDA, buffers are pinned and filled on a separate stream, for which :meth:`stage` waits.
+    Memory: one copy of what is staged, and nothing else. It is allocated anew when the state dict
+    outgrows it or shrinks below half of it. With CUDA it is pinned, and filled on a separate
+    stream, for which :meth:`stage` waits.
     """
 
     _synchronize_after_execute = False
@@ -127,15 +104,15 @@ class Stager(AsyncStager):
         """
         Args:
             threads: Threads that copy on the CPU; default: as many as torch uses, at most 8.
-            pin_memory: Whether to pin buffers; default: if CUDA is available.
+            pin_memory: Whether to pin the memory; default: if CUDA is available.
             patience: Seconds to wait until the copy before is no longer used.
         """
         self._threads = threads if threads is not None else min(8, torch.get_num_threads())
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._patience = patience
-        self._buffer = _Buffer()
-        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()  # the buffer, if it is free
-        self._free.put(self._buffer)
+        self._arena: Arena | None = None
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()  # has a token if it is free
+        self._free.put(None)
         self._streams: dict[torch.device, torch.Stream] = {}
         self._process = os.getpid()
         self._closed = False
@@ -183,7 +160,7 @@ class Stager(AsyncStager):
                 ) from None
             if self._closed:
                 raise ClosedError("the stager was closed")
-            arena = self._buffer.fit(layout.size, pin=self._pin and _on_cuda(layout))
+            arena = self._fitting(layout)
             memory = arena.memory(lease.end)
             with paused_gc():
                 layout.place(memory)
@@ -192,13 +169,28 @@ class Stager(AsyncStager):
                 content = layout.rebuild(state_dict)
         except BaseException:
             for stream in self._streams.values():
-                stream.synchronize()  # an accelerator may still be copying into the buffer
+                stream.synchronize()  # an accelerator may still be copying into it
             lease.end()
             raise
         return StagedState(content, arena, layout.size, lease, memory)
 
+    def _fitting(self, layout: Layout) -> Arena:
+        """The arena; one that is too small, or far too large, is freed first and replaced."""
+        size, held = layout.size, self._arena
+        if held is not None and (held.size < size or held.size > max(size * _SHRINK, _CHUNK)):
+            self._free_arena()
+        if self._arena is None:
+            is_on_cuda = any(region.storage.device.type == "cuda" for region in layout.regions)
+            self._arena = Arena(max(size, 1), pin=self._pin and is_on_cuda)
+        return self._arena
+
+    def _free_arena(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
     def _take(self, lease: _Lease, patience: float) -> None:
-        """Takes the buffer; the garbage collector frees one held only by reference cycles.
+        """Takes the arena; the garbage collector frees one held only by reference cycles.
 
         torch 2.9's planners, and what torch 2.15 keeps of a save, leave such cycles. The collector
         runs after 0, 1, 3, 7, … seconds of waiting.
@@ -272,7 +264,7 @@ class Stager(AsyncStager):
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        self._buffer.release()
+        self._free_arena()
 
     def __enter__(self) -> Stager:
         return self
@@ -285,7 +277,3 @@ def _copy_all(chunks: list[tuple[int, int, int]]) -> None:
     """Copies memory, given by target, source and bytes; without the GIL."""
     for target, source, size in chunks:
         ctypes.memmove(target, source, size)
-
-
-def _on_cuda(layout: Layout) -> bool:
-    return any(region.storage.device.type == "cuda" for region in layout.regions)
