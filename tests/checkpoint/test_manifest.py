@@ -253,7 +253,7 @@ def test_all_places_of_lazy_metadata_are_made_in_one_pass(monkeypatch):
 def test_notes_structure_and_algorithm_come_back(notes):
     metadata, plans = example()
     told = written(plans, FIRST)
-    structure = Structure({("a", 0): {"1": 1}}, {("b",): (3,)})
+    structure = Structure({("a", 0, "1"): 1}, (("b",),))
     told[1] = dataclasses.replace(told[1], structure=structure)
     found = read(stored(manifest(Planned.of(metadata, plans, CRC64NVME, URI), told), notes))
     assert (found.notes, found.structure, found.checksum) == (notes, structure, CRC64NVME)

@@ -311,8 +311,8 @@ def _placeholder(
             values[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
     depth = len(path)
     within = Structure(
-        {at: keys for at, keys in structure.keys.items() if at[:depth] == path},
-        {at: places for at, places in structure.empty.items() if at[:depth] == path},
+        {at: key for at, key in structure.keys.items() if at[:depth] == path},
+        tuple(at for at in structure.empty if at[:depth] == path),
     )
     made: Any = within.nested(values, names, uri)
     for element in path:

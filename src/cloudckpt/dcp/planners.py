@@ -271,11 +271,11 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         if not self.flatten_state_dict:
             self.state_dict[name] = self.original_state_dict[name] = value
             return
-        path, names = self.mappings[name], self._names
+        *outer, last = self._names.true(self.mappings[name])
         container: Any = self.original_state_dict
-        for depth, element in enumerate(path[:-1]):
-            container = container[names.name(path[:depth], element)]
-        container[names.name(path[:-1], path[-1])] = value
+        for key in outer:
+            container = container[key]
+        container[last] = value
 
     def _empty(self, table: Table) -> dict[str, str]:
         """Dicts that are empty in the state dict, and not in the checkpoint; and what that has."""
@@ -316,11 +316,12 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         paths = self.metadata.planner_data
         stored = paths if isinstance(paths, Mapping) else {}
         record = record_behind(self.metadata)
-        saved_empty = {} if record is None else record.structure.empty
+        saved_empty = frozenset(() if record is None else record.structure.empty)
         entries = table.entries
         missing = [self.mappings[name] for name in self.state_dict if name not in entries]
         self._whole = {}
         left: list[str] = []
+        own_empty = frozenset(self._names.empty)
         empty = [path for path in self._names.empty if path not in saved_empty]
         for path in (*missing, *empty):
             for depth in range(1, len(path) + 1):
@@ -332,7 +333,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                     and self.mappings.get(whole, path[:depth]) == path[:depth]
                 ):
                     name = ".".join(map(str, path))
-                    if path not in self._names.empty:
+                    if path not in own_empty:
                         self._whole.setdefault(whole, []).append(name)
                         if isinstance(self.state_dict.pop(name), torch.Tensor):
                             left.append(name)
