@@ -10,7 +10,6 @@ all of them is read.
 from __future__ import annotations
 
 import enum
-import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from cloudckpt.checkpoint.base import kind_of
 from cloudckpt.transfer.memory import bytes_of, has_memory, is_plain, settled
 
 __all__ = ["digest_of_all"]
@@ -154,7 +154,7 @@ class _Digest:
                 self._add_each([part for part in parts if isinstance(part, torch.Tensor)])
                 return
             tensor = tensor.as_subclass(torch.Tensor)
-        self._hash.update(_kind_of(tensor.dtype, tensor.shape))
+        self._hash.update(kind_of(tensor.dtype, tensor.shape))
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             return  # the rank that saves it will tell
         if tensor.is_meta or not has_memory(tensor):
@@ -168,11 +168,6 @@ class _Digest:
 
     def _put(self, text: str) -> None:
         self._hash.update(f"{text}\0".encode("utf-8", "surrogatepass"))
-
-
-@functools.lru_cache(maxsize=8192)
-def _kind_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    return f"{dtype}{list(shape)}\0".encode()
 
 
 def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

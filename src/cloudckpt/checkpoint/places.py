@@ -18,7 +18,7 @@ from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.checkpoint.object_index import IndexItem, ObjectIndex
 from cloudckpt.checkpoint.objects import WrittenObject, checked
 from cloudckpt.checkpoint.torch_private import StorageInfo
-from cloudckpt.checksum import CRC32C, Blocks, ChecksumAlgorithm
+from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError, ObjectNotFoundError
 from cloudckpt.gc_pause import paused_gc
@@ -79,10 +79,7 @@ class Places:
         self._uri = uri
         self._commit = commit
         self._objects = {one.name: one for one in commit.objects} if commit is not None else {}
-        self._indexes: dict[str, ObjectIndex | None] = {}
-        self._lost: set[str] = set()  # objects whose damaged index was reported
-        # of chunks, by name and offsets
-        self._shapes: dict[str, dict[tuple[int, ...] | None, tuple[int, ...]]] = {}
+        self._indexes: dict[str, ObjectIndex | None] = {}  # None: damaged, and not needed
 
     def find(
         self,
@@ -106,15 +103,13 @@ class Places:
         with paused_gc():
             places = self._inside(items)
         probed = [
-            place.whole
-            for item, place in zip(items, places, strict=True)
+            item.whole
+            for item in items
             if item.index.offset is not None
             and not item.transforms
             and not self._indexes.get(item.name)
         ]
-        if not probed:
-            return places
-        found = locate(store, probed, config, stats)
+        found = locate(store, probed, config, stats) if probed else {}
         return [
             replace(place, tensor=found[place.whole]) if place.whole in found else place
             for place in places
@@ -150,14 +145,6 @@ class Places:
         with paused_gc():
             return [place.whole for place in self._inside(self._located(indices))]
 
-    def length_of(self, index: MetadataIndex) -> int:
-        """The bytes of an item.
-
-        Raises:
-            CheckpointCorruptError: If it has no place.
-        """
-        return self._located([index])[0].whole.nbytes
-
     def sources(
         self,
         indices: Sequence[MetadataIndex],
@@ -180,19 +167,10 @@ class Places:
             StoreError: If the store refuses or stays unreachable.
         """
         self.read_indexes(store, config, damaged)
+        lost = self._objects.keys() - self._indexes
         with paused_gc():
-            items = [
-                item for item in self._located(indices, damaged) if item.name not in self._lost
-            ]
+            items = [item for item in self._located(indices, damaged) if item.name not in lost]
             return [place.whole for place in self._inside(items, damaged)]
-
-    def _by_index(self, items: Sequence[_Item]) -> list[tuple[ObjectIndex, list[int]]]:
-        """The numbers of the items in each object whose index was read."""
-        by_object: dict[str, list[int]] = {}
-        for number, item in enumerate(items):
-            by_object.setdefault(item.name, []).append(number)
-        pairs = ((self._indexes.get(name), numbers) for name, numbers in by_object.items())
-        return [(index, numbers) for index, numbers in pairs if index is not None]
 
     def _located(
         self,
@@ -202,51 +180,44 @@ class Places:
         """What the metadata say of items; ``damaged`` is called with those without a place."""
         located: list[_Item] = []
         record = self._commit.record if self._commit is not None else None
-        if record is None or record.table is None:
-            for index in indices:
-                try:
-                    located.append(self._described(index))
-                except CheckpointCorruptError as error:
-                    damaged(error)
+        if record is not None and record.table is not None:
+            rows = record.table.rows(indices)
+            if bool((rows < 0).any()):
+                raise self._nowhere(indices[int((rows < 0).nonzero()[0])])
+            named = [(one.name, self._uri.key(one.name), one.size) for one in record.objects]
+            places = (column.tolist() for column in record.extents.at(rows).columns)
+            shapes = record.table.shapes(rows)
+            for index, number, offset, length, shape in zip(indices, *places, shapes, strict=True):
+                name, key, size = named[number]
+                whole = StoredBytes(key, offset, length, None, size, index.fqn)
+                located.append(_Item(index, name, whole, shape))
             return located
-        rows = record.table.rows(indices)
-        if bool((rows < 0).any()):
-            raise self._nowhere(indices[int((rows < 0).nonzero()[0])])
-        named = [(one.name, self._uri.key(one.name), one.size) for one in record.objects]
-        numbers, offsets, lengths = (column.tolist() for column in record.extents.at(rows).columns)
-        for index, number, offset, length, shape in zip(
-            indices, numbers, offsets, lengths, record.table.shapes(rows), strict=True
-        ):
-            name, key, size = named[number]
-            whole = StoredBytes(key, offset, length, None, size, index.fqn)
-            located.append(_Item(index, name, whole, shape))
+        for index in indices:
+            try:
+                located.append(self._described(index))
+            except CheckpointCorruptError as error:
+                damaged(error)
         return located
 
     def _described(self, index: MetadataIndex) -> _Item:
         """The same for one item, from torch's metadata."""
-        commit = self._commit
-        if commit is not None and isinstance(commit.metadata.storage_data, Mapping):
-            entry = commit.metadata.storage_data.get(index)
-            if isinstance(entry, StorageInfo):
-                name = checked(entry.relative_path, str(self._uri))
-                known = self._objects.get(name)
-                size = known.size if known is not None else None
-                key, start = self._uri.key(name), entry.offset
-                whole = StoredBytes(key, start, entry.length, None, size, index.fqn)
-                shape = self._shape(index, commit) if self._objects else ()
-                # older versions of torch do not write this field
-                transforms = getattr(entry, "transform_descriptors", None) or ()
-                return _Item(index, name, whole, shape, transforms)
-        raise self._nowhere(index)
-
-    def _shape(self, index: MetadataIndex, commit: CommitObject) -> tuple[int, ...]:
-        shapes = self._shapes.get(index.fqn)
-        if shapes is None:
-            entry = commit.metadata.state_dict_metadata.get(index.fqn)
-            chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else ()
-            shapes = {tuple(one.offsets): tuple(one.sizes) for one in reversed(chunks)}
-            self._shapes[index.fqn] = shapes
-        return shapes.get(index.offset, ())
+        metadata = None if self._commit is None else self._commit.metadata
+        places = None if metadata is None else metadata.storage_data
+        entry = places.get(index) if isinstance(places, Mapping) else None
+        if metadata is None or not isinstance(entry, StorageInfo):
+            raise self._nowhere(index)
+        name, shape = checked(entry.relative_path, str(self._uri)), tuple[int, ...]()
+        known = self._objects.get(name)
+        stored = metadata.state_dict_metadata.get(index.fqn)
+        if known is not None and isinstance(stored, TensorStorageMetadata):
+            hinted = stored.chunks[index.index : index.index + 1] if index.index else []
+            same = (one for one in (*hinted, *stored.chunks) if one.offsets == index.offset)
+            shape = next((tuple(one.sizes) for one in same), ())
+        size = None if known is None else known.size
+        key, start = self._uri.key(name), entry.offset
+        whole = StoredBytes(key, start, entry.length, None, size, index.fqn)
+        # older versions of torch do not write this field
+        return _Item(index, name, whole, shape, getattr(entry, "transform_descriptors", None) or ())
 
     def _nowhere(self, index: MetadataIndex) -> CheckpointCorruptError:
         return self._corrupt(
@@ -273,13 +244,13 @@ class Places:
             for record, sink in zip(records, sinks, strict=True)
         ]
         lost: set[str | None] = set()
-
-        folders = {self._uri_of(record): record.folder for record in records if record.folder}
+        folders = {self._uri.object(record.name): record.folder for record in records}
 
         def note(error: CheckpointCorruptError) -> None:
-            if (folder := folders.get(error.uri or "")) and _is_gone(error):
+            if isinstance(error.__cause__, ObjectNotFoundError) and folders.get(error.uri or ""):
+                beside = self._uri.beside(folders[error.uri or ""])
                 error.message += (
-                    f"; {self._uri} shares it with {self._uri.beside(folder)}: what was copied "
+                    f"; {self._uri} shares it with {beside}: what was copied "
                     "without that one can't be loaded. Copy both, or use cloudckpt cp, which makes "
                     "a copy that stands alone"
                 )
@@ -289,31 +260,22 @@ class Places:
         download(store, wanted, config, stats, damaged=note)
         for record, sink in zip(records, sinks, strict=True):
             if store.uri(self._uri.key(record.name)) in lost:
-                self._lost.add(record.name)
                 continue
+            kind = None if self._commit is None else self._commit.checksum
+            where = self._uri.object(record.name)
+            assert kind is not None  # the commit object names objects
             try:
-                found = ObjectIndex(sink.data, record, self._checksum, self._uri_of(record))
+                self._indexes[record.name] = ObjectIndex(sink.data, record, kind, where)
             except CheckpointCorruptError as error:
                 if config.verify:
                     raise
                 logger.warning("read without checksums: %s", error)
                 self._indexes[record.name] = None  # the edges of its items are read instead
-            else:
-                self._indexes[record.name] = found
 
     def _index_bytes(self, record: WrittenObject, item: str) -> StoredBytes:
         start, size = record.size - record.index_size, record.index_size
         key, blocks = self._uri.key(record.name), Blocks(CRC32C, size, (record.index_crc,))
         return StoredBytes(key, start, size, blocks, record.size, item)
-
-    def _uri_of(self, record: WrittenObject) -> str:
-        return self._uri.object(record.name)
-
-    @property
-    def _checksum(self) -> ChecksumAlgorithm:
-        assert self._commit is not None
-        assert self._commit.record is not None  # it names objects
-        return self._commit.record.checksum
 
     def _inside(
         self,
@@ -322,7 +284,12 @@ class Places:
     ) -> list[ItemPlace]:
         """The items' contents, according to the indexes that were read."""
         places = [ItemPlace(item.whole, None, item.transforms) for item in items]
-        for index, numbers in self._by_index(items):
+        by_object: dict[str, list[int]] = {}
+        for number, item in enumerate(items):
+            by_object.setdefault(item.name, []).append(number)
+        for name, numbers in by_object.items():
+            if (index := self._indexes.get(name)) is None:
+                continue
             wholes = [items[number].whole for number in numbers]
             try:
                 described = index.find(
@@ -348,7 +315,3 @@ class Places:
 
     def _corrupt(self, message: str, index: MetadataIndex) -> CheckpointCorruptError:
         return CheckpointCorruptError(message, uri=str(self._uri), item=index.fqn)
-
-
-def _is_gone(error: CheckpointCorruptError) -> bool:
-    return isinstance(error.__cause__, ObjectNotFoundError)

@@ -178,7 +178,7 @@ class ReadContent:
         """One entry of the metadata."""
         if isinstance(entry, TensorStorageMetadata):
             return _stored(name, tuple(entry.size), entry.properties.dtype, len(entry.chunks))
-        nbytes = self.places.length_of(MetadataIndex(name))
+        nbytes = self.places.wholes([MetadataIndex(name)])[0].nbytes
         return StoredItem(name=name, shape=None, dtype=None, nbytes=nbytes, chunks=1)
 
     def sources(
