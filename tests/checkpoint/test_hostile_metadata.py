@@ -4,7 +4,6 @@ import enum
 import pathlib
 import pickle
 import struct
-import sys
 from collections import OrderedDict
 
 import pytest
@@ -268,14 +267,6 @@ def test_an_instance_that_contains_itself_is_refused():
 # opcodes
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_beginning_of_metadata_is_told_as_damage(protocol):
-    data = pickle.dumps(HONEST, protocol)
-    for end in range(len(data)):
-        with pytest.raises(CheckpointCorruptError):
-            load_metadata(data[:end], URI)
-
-
 @settings(max_examples=200)
 @given(st.data())
 def test_flipped_bits_of_metadata_without_a_checksum_are_told_by_name_or_harmless(data):
@@ -353,13 +344,3 @@ def test_fields_that_make_no_sense_are_corrupt(name):
     with pytest.raises(CheckpointCorruptError) as caught:
         load_metadata(metadata(**FIELDS[name]), URI)
     assert caught.value.uri == URI
-
-
-def test_the_recursion_limit_does_not_matter():
-    """Callers that are deep in calls of their own read the same."""
-    data = framed(HONEST)
-
-    def down(levels):
-        return down(levels - 1) if levels else load_metadata(data, URI)
-
-    assert down(sys.getrecursionlimit() - 300) == HONEST
