@@ -129,27 +129,27 @@ def test_a_class_of_the_user_is_trusted_once_torch_allows_it():
 
 def test_a_tensor_is_loaded():
     tensor = torch.randn(3, 4).t()
-    found = load_tensor(io.BytesIO(saved(tensor)), "w", URI, trust=False)
+    found = load_tensor(saved(tensor), "w", URI, trust=False)
     assert torch.equal(found, tensor)
 
 
 @pytest.mark.parametrize("value", [7, {"w": torch.ones(3)}, None])
 def test_what_is_no_tensor_is_refused(value):
     with pytest.raises(CheckpointCorruptError, match="not a tensor") as caught:
-        load_tensor(io.BytesIO(saved(value)), "w", URI, trust=False)
+        load_tensor(saved(value), "w", URI, trust=False)
     assert caught.value.item == "w"
 
 
 def test_a_tensor_that_needs_hostile_code_is_refused(marker):
     data = saved([torch.randn(3), hostile(marker)])
     with pytest.raises(UntrustedPickleError):
-        load_tensor(io.BytesIO(data), "w", URI, trust=False)
+        load_tensor(data, "w", URI, trust=False)
     assert not os.path.exists(marker)
 
 
 def test_trust_loads_what_is_there(marker):
     with pytest.raises(CheckpointCorruptError):
-        load_tensor(io.BytesIO(saved(hostile(marker))), "w", URI, trust=True)
+        load_tensor(saved(hostile(marker)), "w", URI, trust=True)
     assert os.path.exists(marker)
 
 
@@ -334,7 +334,7 @@ def test_a_warning_that_is_turned_into_an_error_is_no_damage(monkeypatch, good):
         warnings.simplefilter("error")
         if good:
             check_trusted(data, "item", "s3://bucket/run")
-            loaded = load_tensor(io.BytesIO(data), "item", "s3://bucket/run", trust=False)
+            loaded = load_tensor(data, "item", "s3://bucket/run", trust=False)
             assert torch.equal(loaded, torch.ones(3))
         else:
             with pytest.raises((CheckpointCorruptError, UntrustedPickleError)):

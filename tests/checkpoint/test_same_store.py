@@ -6,7 +6,7 @@ import uuid
 import pytest
 
 from cloudckpt.checkpoint.commit import _elsewhere
-from cloudckpt.checkpoint.objects import ObjectRecord, data_name, look_for
+from cloudckpt.checkpoint.objects import WrittenObject, look_for
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -37,8 +37,8 @@ def uri(store):
 def written(store, uri):
     """Writes objects of a byte; returns what their ranks say of them."""
 
-    def written(count: int) -> list[ObjectRecord]:
-        records = [ObjectRecord(data_name(rank, 0, "0" * 16), 1, 0) for rank in range(count)]
+    def written(count: int) -> list[WrittenObject]:
+        records = [WrittenObject(rank, 0, "0" * 16, 1, 0, 0, 0) for rank in range(count)]
         for record in records:
             store.inner.put(uri.key(record.name), [memoryview(b"1")], checksum=0)
         return records

@@ -33,7 +33,6 @@ from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import (
     CLAIM,
     METADATA,
-    ObjectRecord,
     WrittenObject,
     keep_name,
     pending_name,
@@ -319,7 +318,7 @@ class World:
             str(uri),
         )
         manifest = Manifest(planned.written(written, attempt=attempt, uri=str(uri)), str(uri))
-        objects = [ObjectRecord(one.name, one.size, one.checksum) for one in manifest.objects]
+        objects = manifest.objects
         earlier = earlier_objects(written, uri.folder)
         publish(
             store,

@@ -49,9 +49,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from cloudckpt.checkpoint.baseline import Baseline, conflict
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch
 from cloudckpt.checkpoint.objects import (
-    ObjectRecord,
+    WrittenObject,
     look_for,
-    rank_of,
     trial_name,
 )
 from cloudckpt.checkpoint.references import release
@@ -312,7 +311,7 @@ def no_longer_needed(
     return sorted({uri.key(name) for name in names} - set(needed))
 
 
-def _elsewhere(uri: CheckpointURI, record: ObjectRecord, what: str) -> DifferentCheckpointsError:
+def _elsewhere(uri: CheckpointURI, record: WrittenObject, what: str) -> DifferentCheckpointsError:
     """The error when another rank's object is not there as that rank wrote it.
 
     The same URI may lead ranks to different stores: another AWS_ENDPOINT_URL on one node, or a
@@ -322,7 +321,7 @@ def _elsewhere(uri: CheckpointURI, record: ObjectRecord, what: str) -> Different
     only where that rank wrote it.
     """
     return DifferentCheckpointsError(
-        f"rank {rank_of(record.name)} has written {record.name} of {record.size} bytes, which "
+        f"rank {record.rank} has written {record.name} of {record.size} bytes, which "
         f"{what} for the rank that commits: they write to different stores. Compare on all ranks "
         "what leads to the store: endpoint_url of the options, AWS_ENDPOINT_URL and its like, the "
         "account; for a path, what is mounted there. Nothing was committed",
@@ -330,7 +329,7 @@ def _elsewhere(uri: CheckpointURI, record: ObjectRecord, what: str) -> Different
     )
 
 
-def _gone(uri: CheckpointURI, record: ObjectRecord, what: str) -> CheckpointCorruptError:
+def _gone(uri: CheckpointURI, record: WrittenObject, what: str) -> CheckpointCorruptError:
     """The error when an object that was there before the save is not there as it was written."""
     return CheckpointCorruptError(
         f"an object of an earlier save, which this checkpoint needs, {what}: nothing was "
@@ -346,7 +345,7 @@ def publish(
     *,
     baseline: Baseline,
     attempt: str,
-    objects: Collection[ObjectRecord],
+    objects: Collection[WrittenObject],
     own: Collection[str],
     data: Callable[[], Sequence[memoryview]],
     kept: Collection[str] = (),

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import pickle
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,19 +57,6 @@ class Fetched:
 
     info: ObjectInfo
     data: bytearray
-
-    def pack(self) -> bytes:
-        """Packs it into bytes, for other ranks."""
-        head = json.dumps([self.info.key, self.info.size, self.info.version]).encode()
-        return struct.pack("<I", len(head)) + head + self.data
-
-    @classmethod
-    def unpack(cls, packed: bytes | bytearray | memoryview) -> Fetched:
-        """The reverse."""
-        packed = memoryview(packed)
-        (length,) = struct.unpack_from("<I", packed)
-        key, size, version = json.loads(bytes(packed[4 : 4 + length]))
-        return cls(ObjectInfo(key, size, version), bytearray(packed[4 + length :]))
 
 
 def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:

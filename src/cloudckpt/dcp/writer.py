@@ -23,7 +23,7 @@ from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.committed import fetch, object_names
 from cloudckpt.checkpoint.manifest import Manifest, Planned, earlier_objects
 from cloudckpt.checkpoint.notes import Notes
-from cloudckpt.checkpoint.objects import METADATA, ObjectRecord
+from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.references import Hold, check_beside
 from cloudckpt.checkpoint.sending import Destination, Sender, send_here
@@ -458,7 +458,7 @@ class CloudStorageWriter(OurWriter):
                     self.config,
                     baseline=baseline,
                     attempt=self.attempt,
-                    objects=[ObjectRecord(o.name, o.size, o.checksum) for o in manifest.objects],
+                    objects=manifest.objects,
                     own=self._written,
                     kept=earlier_objects(written, self.uri.folder),
                     data=lambda: manifest.data(self.noted),

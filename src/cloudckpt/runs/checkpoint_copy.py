@@ -14,7 +14,6 @@ from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.manifest import Manifest
 from cloudckpt.checkpoint.objects import (
     OF_RANKS,
-    ObjectRecord,
     WrittenObject,
     checked,
     data_name,
@@ -177,7 +176,7 @@ def copy_checkpoint(
             target.config,
             baseline=baseline,
             attempt=random_suffix(),
-            objects=[ObjectRecord(one.name, one.size, one.checksum) for one in manifest.objects],
+            objects=manifest.objects,
             own=written,
             kept={one.name for one in manifest.objects} - written,
             data=partial(manifest.data, part.said.notes),
