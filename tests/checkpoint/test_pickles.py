@@ -317,7 +317,7 @@ def test_a_description_can_not_change_a_class_of_torch():
 def test_items_are_read_whatever_torch_is_told_about_files():
     with torch.utils.serialization.config.patch("load.mmap", True):
         check_trusted(saved({"step": 1}), "item", URI)
-        load_tensor(io.BytesIO(saved(torch.ones(2))), "item", URI, trust=False)
+        load_tensor(saved(torch.ones(2)), "item", URI, trust=False)
 
 
 @pytest.mark.parametrize("good", [True, False])
