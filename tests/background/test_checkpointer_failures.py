@@ -262,7 +262,7 @@ def _destroyed_while_one_is_slow(place: Place, folder: Path) -> list[object]:
     """What the ranks are told, of whom the first is still writing when the group is destroyed."""
     rank = dist.get_rank()
     gate = Gate(folder)
-    saver = AsyncSaver(options=BackgroundOptions(collective_timeout=10 * PATIENCE))
+    saver = AsyncSaver()
     written = saver.save(of_rank(1), place.writer(), planner=gate if rank == 0 else None).written
     if rank == 0:
         gate.wait()

@@ -138,12 +138,11 @@ class AsyncSaver:
         self._give_back_groups()
 
     def _new_group(self, parent: dist.ProcessGroup | None, have_met: bool) -> dist.ProcessGroup:
-        options = self._options
         with all_expected(parent if parent is not None else dist.group.WORLD):
             return open_group(
                 parent,
                 start_timeout=START_TIMEOUT,
-                collective_timeout=options.collective_timeout,
+                collective_timeout=_LONGEST_SAVE,
                 have_met=have_met,
             )
 
@@ -516,6 +515,7 @@ class AsyncSaver:
 
 
 _BETWEEN_MEETINGS = 0.1  # seconds
+_LONGEST_SAVE = 1800.0  # seconds that a rank of a save waits for others
 _SHUTDOWN_TIMEOUT = 10.0  # seconds for an idle saving process to end
 
 

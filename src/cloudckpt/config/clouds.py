@@ -51,8 +51,8 @@ class S3Options(Options):
         "PUTs of more than 1 MiB",
     )
     dialect: Literal[
-        "auto", "aws", "express", "r2", "coreweave", "minio", "ceph", "oracle", "google",
-        "huggingface", "other",
+        "auto", "aws", "express", "r2", "coreweave", "minio", "ceph", "huggingface",
+        "other",
     ] = option(
         "auto",
         "whose S3 it is, by its row in docs/s3.md; 'auto' knows those with hosts of their own, and "

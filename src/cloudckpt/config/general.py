@@ -43,6 +43,11 @@ class RetryPolicy(Options):
 
     Only failures that may pass are retried: a store that can't be reached, fails internally or asks
     to slow down.
+
+    Attributes:
+        attempts: The most tries; None: as many as the deadline allows.
+        base: The shortest pause, in seconds.
+        cap: The longest one, unless the store asks for more.
     """
 
     variables: ClassVar[str] = "CLOUDCKPT_RETRY_"
@@ -50,15 +55,13 @@ class RetryPolicy(Options):
     deadline: float = option(
         300.0, "for how many seconds after its first failure a request is retried", least=0
     )
-    attempts: int | None = option(
-        None,
-        "the maximum number of tries of a request; default: as many as the deadline allows",
-        least=1,
-    )
-    base: float = option(0.1, "shortest pause in seconds")
-    cap: float = option(8.0, "longest pause in seconds, unless the store asks for more")
+    attempts: int | None = None
+    base: float = 0.1
+    cap: float = 8.0
 
     def _check(self) -> None:
+        least = self.attempts is None or self.attempts >= 1
+        require(least, f"retry attempts={self.attempts}: write at least 1, or None")
         require(
             0 <= self.base <= self.cap and (self.cap > 0 or self.attempts is not None),
             f"retry base={self.base}, cap={self.cap}: 0 <= base <= cap is needed, and attempts if "
@@ -82,7 +85,6 @@ class BackgroundOptions(Options):
         3600.0, "seconds that a save waits for the copy of an earlier one, and closing for saves"
     )
     pin_memory: Switch = option("auto", "pin the staged copy of CUDA tensors; 'auto' is on")
-    collective_timeout: float = timeout(1800.0, "seconds that a rank of a save waits for others")
     outlive: float = option(
         900.0,
         "seconds in which a saving process finishes a staged save whose trainer has ended without "

@@ -14,7 +14,7 @@ import operator
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import (
     TYPE_CHECKING,
@@ -188,7 +188,7 @@ class Options:
                 if value is field.default:
                     value = field.default.from_environment()
                 object.__setattr__(self, field.name, field.default.checked(value))
-            else:
+            elif field.default is MISSING:
                 kind: Any = field.default_factory
                 require(isinstance(value, kind), f"{field.name}={value!r}: must be {field.type}")
         self._check()

@@ -174,17 +174,10 @@ class CoreWeaveStub(AwsStub):
         return f"/{bucket}{url.path}" + (f"?{url.query}" if url.query else "")
 
 
-class OracleStub(VendorStub):
+class OtherStub(VendorStub):
     """If-None-Match only."""
 
     ignored: ClassVar = {**VendorStub.ignored, "Put": ("If-Match",)}
-
-
-class GoogleStub(VendorStub):
-    """Conditions are by generation there, and no request copies a part."""
-
-    ignored: ClassVar = {**VendorStub.ignored, "Put": _CONDITIONS}
-    unknown = ("CopyPart",)
 
 
 class ExpressStub(AwsStub):
@@ -345,9 +338,7 @@ STUBS = {
     "coreweave": CoreWeaveStub,
     "minio": MinioStub,
     "ceph": CephStub,
-    "oracle": OracleStub,
-    "google": GoogleStub,
     "express": ExpressStub,
     "huggingface": HuggingFaceStub,
-    "other": VendorStub,
+    "other": OtherStub,
 }

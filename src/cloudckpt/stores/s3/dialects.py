@@ -147,20 +147,6 @@ DIALECTS: Mapping[str, S3Dialect] = {
         # deletions are ignored: assumed
         conditional_deletes=False,
     ),
-    "oracle": S3Dialect(
-        title="Oracle OCI",
-        documentation="https://docs.oracle.com/iaas/Content/Object/Tasks/s3compatibleapi.htm",
-        hosts=("oraclecloud.com", "customer-oci.com"),
-        # If-None-Match alone is said to be honoured, with which no checkpoint can be replaced:
-        # it is tried
-        addressing_style="path",
-    ),
-    "google": S3Dialect(
-        title="Google, by its XML API",
-        documentation="https://cloud.google.com/storage/docs/interoperability",
-        hosts=("storage.googleapis.com",),
-        copies_parts=False,  # assumed: its reference has no such request
-    ),
     "huggingface": HUGGING_FACE,
     "other": S3Dialect(title="any other"),
 }
