@@ -64,21 +64,6 @@ def kind(request):
     return request.param
 
 
-def test_one_save_after_the_other_keeps_its_step(local, kind):
-    content = state(0)
-    with make_async_checkpointer(config_of(local, kind=kind)) as checkpointer:
-        for step in range(3):
-            content["model"]["weight"].fill_(step)
-            content["step"] = step
-            checkpointer.save(local.at(f"step-{step}").uri, content)
-        checkpointer.close()
-        with make_sync_checkpointer(config_of(local)) as reader:
-            for step in range(3):
-                loaded = reader.load(local.at(f"step-{step}").uri)
-                assert loaded["step"] == step
-                assert (loaded["model"]["weight"] == step).all()
-
-
 def test_a_partial_load_reads_and_changes_only_its_keys(place):
     with make_sync_checkpointer(config_of(place)) as checkpointer:
         checkpointer.save(place.uri, state(3))
@@ -135,15 +120,6 @@ def test_a_failed_save_is_told_once_by_the_next_call(local, kind):
     checkpointer.save(local.uri, state(1))
     with pytest.raises(AccessDeniedError, match="Friday"):
         checkpointer.save(local.uri, state(2))
-    checkpointer.close()
-
-
-def test_a_failed_last_save_is_told_by_close(local, kind):
-    config = config_of(local, kind=kind, commit_hook=Refusing())
-    checkpointer = make_async_checkpointer(config)
-    checkpointer.save(local.uri, state(1))
-    with pytest.raises(AccessDeniedError, match="Friday"):
-        checkpointer.close()
     checkpointer.close()
 
 

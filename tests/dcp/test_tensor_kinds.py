@@ -19,9 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cloudckpt
-from cloudckpt.dcp import loading
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError, UntrustedPickleError
-from cloudckpt.transfer.download import download
 
 from .children import in_a_child
 from .layouts import LAYOUTS, Layout, spread
@@ -272,23 +270,6 @@ def test_of_views_that_share_elements_the_last_one_counts(view, order, size, loc
         cloudckpt.load(dict(zip("ab", targets, strict=True)), checkpoint_id=local.uri)
         assert_same(room, expected)
         room.zero_()
-
-
-def test_columns_of_a_matrix_are_loaded_at_once(local, monkeypatch):
-    rounds = []
-
-    def noted(*arguments, **options):
-        rounds.append(len(arguments[1]))
-        download(*arguments, **options)
-
-    monkeypatch.setattr(loading, "download", noted)
-    state = {str(start): numbered(100, 10, first=start) for start in range(0, 100, 10)}
-    cloudckpt.save(state, checkpoint_id=local.uri)
-    room = torch.zeros(100, 100)
-    targets = {str(start): room[:, start : start + 10] for start in range(0, 100, 10)}
-    cloudckpt.load(targets, checkpoint_id=local.uri)
-    assert_same(room, torch.cat(list(state.values()), 1))
-    assert len(rounds) == 1
 
 
 # ---- what is no tensor
