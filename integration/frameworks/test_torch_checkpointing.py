@@ -1,5 +1,4 @@
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ def storage(environment: dict[str, str]) -> CloudStorage:
         (1, "in background", 2),
         (2, "in background", 1),
         (2, "at once", 2),
-        (2, "in place", 1),
     ],
 )
 def test_what_was_saved_is_loaded_by_any_number_of_ranks(
@@ -39,6 +37,13 @@ def test_what_was_saved_is_loaded_by_any_number_of_ranks(
     assert not [*(tmp_path / "cwd").iterdir()]
 
 
+def test_what_has_no_resharder_comes_back_to_its_rank(job: Job, run: str) -> None:
+    path = f"{run}/step-7"
+    job("torch_checkpointing_job.py", path, "--save=at once", "--own", ranks=2)
+    same = job("torch_checkpointing_job.py", path, "--own", ranks=2)
+    assert [one["own"] for one in same] == [0, 1]
+
+
 def test_what_one_rank_failed_to_save_is_not_there(
     job: Job, run: str, storage: CloudStorage
 ) -> None:
@@ -51,11 +56,10 @@ def test_what_one_rank_failed_to_save_is_not_there(
     assert "failure" in after
 
 
-@pytest.mark.parametrize("how", ["at once", "in place"])
 def test_a_save_that_was_killed_leaves_nothing_and_is_done_again(
-    job: Job, run: str, storage: CloudStorage, how: str
+    job: Job, run: str, storage: CloudStorage
 ) -> None:
-    path = f"{run}/step-7"
+    path, how = f"{run}/step-7", "at once"
     job("torch_checkpointing_job.py", path, f"--save={how}", "--killed", ranks=2, killed=[0, 1])
     assert not storage.exists(Path(path))
     assert not storage.exists(Path(run))
@@ -145,31 +149,6 @@ def test_the_storage_is_one_job_in_all_processes_that_it_is_sent_to() -> None:
     assert sent.job
     assert sent.job == config.job
     assert sent == config
-
-
-class _Told:
-    """What 0.1.1 hands over to callbacks."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-
-@pytest.mark.parametrize("told", [_Told, str])
-def test_what_is_written_in_place_is_there_when_it_is_published(
-    storage: CloudStorage, run: str, told: Callable[[str], object]
-) -> None:
-    config = CloudStorageConfig(published=True)
-    config.create_storage().write(Path(f"{run}/a/x"), b"x")
-    other = CloudStorageConfig(job="0" * 16).create_storage()
-    assert not other.exists(Path(f"{run}/a"))
-    path = str(Path(f"{run}/a"))  # as the writer has it
-    config.publish(told(path), "a logger")
-    config.publish(told(path), "a logger")
-    assert other.read(Path(f"{run}/a/x")) == b"x"
-    with pytest.raises(cloudckpt.errors.ConfigError, match="published=True"):
-        CloudStorageConfig().publish(told(path))
-    with pytest.raises(TypeError, match="finalize_callback"):
-        config.publish(7)
 
 
 def test_files_are_streamed_replaced_and_measured(storage: CloudStorage, run: str) -> None:

@@ -44,6 +44,8 @@ def test_a_fresh_node_goes_on_from_the_newest_checkpoint(
     assert {one["kind"] for one in (*first, *resumed)} == {kind}
     assert resumed[0]["losses"] == pytest.approx(straight["losses"], rel=1e-3)
     assert all(one["step"] == 4 and one["is_gone"] for one in resumed)
+    if before == after:
+        assert [one["drawn"] for one in resumed] == [one["drawn"] for one in first]
     kept = [one.step for one in cloudckpt.list_checkpoints(run) if one.step is not None]
     assert kept == [2, 3, 4]  # and the one that was restored
 

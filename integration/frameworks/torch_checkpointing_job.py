@@ -17,7 +17,6 @@ from torch_checkpointing.config import SyncCheckpointSaverConfig
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
 
 import page
-from cloudckpt.integrations.torch_checkpointing import CloudStorageConfig
 from results import tell
 
 SAVE = 'written = manager.save("s3://bucket/run/step-1000", {"model": model_state})'
@@ -42,9 +41,10 @@ def _killed(self: object, timeout: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("uri")
-    parser.add_argument("--save", choices=["at once", "in background", "in place"])
+    parser.add_argument("--save", choices=["at once", "in background"])
     parser.add_argument("--failing-rank", type=int)
     parser.add_argument("--killed", action="store_true")
+    parser.add_argument("--own", action="store_true", help="something of each rank, too")
     told = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -53,34 +53,32 @@ def main() -> None:
     whole = torch.arange(64.0).reshape(16, 4) if told.save else torch.zeros(16, 4)
     weight = distribute_tensor(whole, mesh, [Shard(0)])
     changed = {"s3://bucket/run/step-1000": told.uri}
-    if told.save in ("at once", "in place"):
+    if told.save == "at once":
         changed |= {
-            "CheckpointManager.Config(": "CheckpointManager.Config(save=at_once, **callback, ",
+            "CheckpointManager.Config(": "CheckpointManager.Config(save=at_once, ",
             WAIT: "",
         }
-    in_place = CloudStorageConfig(published=True)
-    if told.save == "in place":
-        changed["CloudStorageConfig()"] = "in_place"
+    if told.own:
+        changed['{"model": model_state}'] = '{"model": model_state, "own": own}'
     changed |= {LOAD: ""} if told.save else {SAVE: "", WAIT: ""}
     if told.failing_rank == dist.get_rank():
         CheckpointWriter._write_keys = _nothing_written
     if told.killed:
         DefaultStoreBarrier.execute_barrier = _killed
     program = page.code("torch_checkpointing", changed)
-    soon = CheckpointWriterConfig(
-        checkpoint_write_barrier_timeout_sec=5, write_to_temp_dir=told.save != "in place"
-    )
+    soon = CheckpointWriterConfig(checkpoint_write_barrier_timeout_sec=5)
     at_once = SyncCheckpointSaverConfig(writer_config=soon)
     seen: dict[str, object] = {"model_state": {"weight": weight}, "at_once": at_once}
-    seen["in_place"] = in_place
-    seen["callback"] = {"finalize_callback": in_place.publish} if told.save == "in place" else {}
+    own = {"rank": torch.tensor(dist.get_rank() if told.save else -1)}
+    seen["own"] = own
     try:
         exec(program, seen)
     except Exception as error:  # noqa: BLE001 - of this rank, or torch's that another one did not come
         tell(failure=str(error))
     else:
         dist.barrier()
-        tell(weight=weight.full_tensor().flatten().tolist())
+        found = weight.full_tensor().flatten().tolist()
+        tell(weight=found, **({"own": int(own["rank"])} if told.own else {}))
     seen["manager"].close()
     dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import random
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
@@ -53,8 +54,11 @@ def main() -> None:
         )
         trainer.is_fsdp_enabled = True
     restored = saved.restore()
+    # the loop draws nothing from this
+    random.seed(trainer.args.process_index + (100 if restored else 0))
     trainer.train(resume_from_checkpoint=restored)
     tell(
+        drawn=random.random(),
         kind=type(next(trainer.model.parameters())).__name__,
         step=trainer.state.global_step,
         losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],

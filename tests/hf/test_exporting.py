@@ -8,9 +8,14 @@ import torch
 import cloudckpt
 import cloudckpt.format_utils
 from cloudckpt.config import MIB
-from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, KeyCollisionError
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigError,
+    KeyCollisionError,
+)
 from cloudckpt.hf import export_checkpoint
-from cloudckpt.hf.parts import Extent, cut_into_parts
+from cloudckpt.hf.layout import Extent, cut
 from dcp.layouts import LAYOUTS, full_state, spread
 from dcp.values import assert_same, numbered
 
@@ -80,6 +85,28 @@ def test_names_are_mapped_and_left_out(local) -> None:
         export(key_mapping=lambda name: None)
 
 
+def test_stacked_experts_are_neither_split_nor_stacked_without_a_word(local) -> None:
+    stack = {"experts.weight": numbered(8, 3, 2)}
+    cloudckpt.save(stack, checkpoint_id=local.at("stack").uri, config=local.config)
+    with pytest.raises(ConfigError, match="stack of experts") as caught:
+        export_checkpoint(
+            local.at("stack").uri,
+            local.at("model").uri,
+            key_mapping=lambda name: [f"experts.{n}.weight" for n in range(8)],
+            config=local.config,
+        )
+    assert caught.value.item == "experts.weight"
+    single = {f"experts.{n}.weight": numbered(3, 2) for n in range(8)}
+    cloudckpt.hf.save(single, local.at("single").uri, config=local.config)
+    with pytest.raises(KeyCollisionError, match=r"experts\.1\.weight"):
+        cloudckpt.hf.load(
+            stack,
+            local.at("single").uri,
+            key_mapping=lambda name: "experts.weight",
+            config=local.config,
+        )
+
+
 @pytest.mark.parametrize("at", [0, -1], ids=["what is read", "what is copied"])
 def test_damage_is_not_exported(s3, at: int) -> None:
     place = s3.at("checkpoint")
@@ -101,7 +128,7 @@ def test_damage_is_not_exported(s3, at: int) -> None:
 def test_of_16_tensors_of_64_mib_less_than_2_percent_are_sent_again() -> None:
     nbytes = 64 * MIB
     extents = [Extent(n, nbytes, MIB) for n in range(16)]
-    parts = cut_into_parts(b"h" * 4096, extents, least=5 * MIB, most=256 * MIB)
+    parts = cut(b"h" * 4096, extents, least=5 * MIB, most=256 * MIB)
     ours = [one for part in parts if isinstance(part, list) for one in part]
     sent = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in ours)
     assert sent <= 0.02 * 16 * nbytes

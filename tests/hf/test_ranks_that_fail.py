@@ -98,7 +98,7 @@ def test_a_failure_of_one_rank_is_raised_on_all_and_leaves_nothing(
     place, world = local.having(part_size=5 * 1024**2), LAYOUTS[layout].world
     who, expected = PHASES[phase]
     if layout == "2x2 blocks" and phase.startswith("put_part"):
-        who = 0  # which sends for all
+        who = 1  # which puts the larger file together
     outcomes = ranks.outcomes(world, _save, place, layout, who % world, phase, deadline=60.0)
     assert [type(outcome.error).__name__ for outcome in outcomes] == [expected] * world, outcomes
     assert local.names() == []

@@ -5,7 +5,6 @@ import io
 import itertools
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from cloudckpt.errors import (
     ConnectionLostError,
     IncompleteSaveError,
 )
-from cloudckpt.integrations.fsspec import _makes_visible
 from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
 from cloudckpt.integrations.torch_checkpointing.written import is_tensor_memory
 from cloudckpt.runs.sweeping import find_leftovers, sweep
@@ -93,20 +91,13 @@ def names_or_none(files: FileFolders, key: str) -> list[str] | None:
         return None
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("of_run", ["step-7/.metadata", ".cloudckpt-job.json", None])
-def test_the_folder_of_a_run_is_never_committed_as_one_of_files(store, of_run, in_place) -> None:
+def test_the_folder_of_a_run_is_never_committed_as_one_of_files(store, of_run) -> None:
     save(folders(store), "jobs/run/step-8", 8)
     if of_run is not None:
         store.put(f"jobs/run/{of_run}", [memoryview(b"{}")], checksum=0)
-    writer = folders(store, is_published=in_place)
-    if in_place:
-        write(writer, "jobs/run", 9)
-    commit = (
-        partial(writer.publish, "jobs/run") if in_place else partial(save, writer, "jobs/run", 9)
-    )
     with pytest.raises(FileExistsError):
-        commit()
+        save(folders(store), "jobs/run", 9)
     assert f"jobs/run/{MANIFEST}" not in [info.key for info in store.list("jobs/")]
     assert state_of(store, "jobs/run/step-8") == 8
 
@@ -242,18 +233,11 @@ def replaced(store) -> None:
     save(folders(store), "run/step-1", 2)
 
 
-def in_place(store) -> None:
-    files = folders(store, is_published=True)
-    write(files, "run/step-2", 2)
-    files.publish("run/step-2")
-
-
 SCENARIOS = {
     "a first save": (first, "run/step-2", 55),
     "a removal and a save": (replaced, "run/step-1", 75),
-    "a save in place": (in_place, "run/step-2", 85),
 }
-"""What is done, where, and at how many requests it is killed at least: 215 together."""
+"""What is done, where, and at how many requests it is killed at least: 130 together."""
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -405,20 +389,9 @@ def test_slices_are_those_of_the_file(store) -> None:
 # ---- in place, one by one, elsewhere
 
 
-def test_files_in_place_are_seen_at_once_or_when_they_are_published(store) -> None:
+def test_files_that_are_not_in_a_temporary_folder_are_seen_at_once(store) -> None:
     write(folders(store), "run/plain", 1)
     assert state_of(store, "run/plain") == 1
-    waiting = folders(store, is_published=True)
-    write(waiting, "run/step-2", 2)
-    assert state_of(store, "run/step-2") is None
-    waiting.publish("run/step-2")
-    waiting.publish("run/step-2")  # as another rank does
-    assert state_of(store, "run/step-2") == 2
-    late = folders(store, OTHER, is_published=True)
-    with pytest.raises(FileExistsError):
-        write(late, "run/step-2", 3)
-    waiting.remove_folder("run/step-2")
-    assert {info.key.split("/")[1] for info in store.list("run/")} == {"plain"}
 
 
 def test_a_file_that_is_renamed_is_what_other_programs_read_too(store) -> None:
@@ -476,16 +449,14 @@ def test_leftovers_are_swept_and_nothing_that_is_committed(store) -> None:
     save(files, "run/step-1", 1)
     write(files, "run/tmp_step-2", 2)  # killed before the commit
     write(files, "run/plain", 3)
-    write(folders(store, is_published=True), "run/step-4", 4)  # likewise
     for place in (uri, f"{uri}/step-1", f"{uri}/step-1/rank_1", f"{uri}/plain"):
         assert not find_leftovers(place, older_than=3600, config=CONFIG).objects
     assert not find_leftovers(f"{uri}/step-1/rank_1", older_than=0, config=CONFIG).objects
     found = sweep(uri, older_than=0, config=CONFIG)
-    assert len(found.objects) == 16
+    assert len(found.objects) == 8
     assert {CheckpointURI.parse(one).prefix.split("/")[1] for one in found.objects} == {
         "tmp_step-2",
         "step-2",
-        "step-4",
     }
     assert state_of(store, "run/step-1") == 1
     assert state_of(store, "run/plain") == 3
@@ -501,10 +472,6 @@ def test_beneath_a_manifest_that_can_not_be_read_nothing_is_swept(store) -> None
     assert f"{uri}/step-1/{MANIFEST}" in found.unread
     folders(store).remove_folder("run/step-1")
     assert not [*store.list("")]
-
-
-def test_a_removal_by_fsspec_begins_with_the_manifest() -> None:
-    assert _makes_visible(f"run/step-1/{MANIFEST}")
 
 
 # ---- memory

@@ -36,6 +36,7 @@ from cloudckpt.config import Config
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
+    ConfigError,
     KeyCollisionError,
     ObjectNotFoundError,
 )
@@ -48,7 +49,7 @@ from cloudckpt.transfer.retry import Retrier, check_unchanged
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["KeyMapping", "ModelFolder", "ModelPlaces"]
+__all__ = ["KeyMapping", "ModelFolder", "ModelPlaces", "renamed"]
 
 _FIRST_READ = 128 * 1024  # holds the header of a file of about a thousand tensors
 _SHARDS = "shard-"  # prefix of the files that torch's ranks write
@@ -56,6 +57,24 @@ _SHARDING = "DCP_SHARDING_INFO"  # in files that torch's HuggingFaceStorageWrite
 
 KeyMapping = Callable[[str], "str | None"]
 """Maps a tensor's name in the files to its name when loaded; None leaves it out."""
+
+
+def renamed(name: str, mapping: KeyMapping, uri: str) -> str | None:
+    """What a mapping calls a tensor.
+
+    Raises:
+        ConfigError: If that is not one name: a stack of experts is not split.
+    """
+    wanted: object = mapping(name)
+    if wanted is None or isinstance(wanted, str):
+        return wanted
+    raise ConfigError(
+        f"key_mapping returned {wanted!r}, and a tensor has one name, or None to leave it out: to "
+        "split one, such as a stack of experts, save its parts by their names",
+        uri=uri,
+        item=name,
+    )
+
 
 _Chunk = tuple[tuple[int, ...], StoredTensor]
 
@@ -184,7 +203,7 @@ class ModelFolder:
         """
         chunks: dict[str, list[_Chunk]] = {}
         for name, found in self.chunks.items():
-            wanted = mapping(name)
+            wanted = renamed(name, mapping, str(self.uri))
             if wanted in chunks:
                 raise KeyCollisionError(
                     f"key_mapping calls {name} {wanted}, as another one",

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from cloudckpt.api import ToLoad, load_prepared
 from cloudckpt.checkpoint.archives import StoredTensor
-from cloudckpt.checkpoint.model_folder import KeyMapping
+from cloudckpt.checkpoint.model_folder import KeyMapping, renamed
 from cloudckpt.config import MIB, Config, config_or_default
 from cloudckpt.dcp.planners import CloudLoadPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
@@ -30,9 +30,19 @@ from cloudckpt.errors import (
     KeyCollisionError,
 )
 from cloudckpt.hf.commit import FilesUnderConstruction, look_for_older
-from cloudckpt.hf.layout import Chunk, FilePlan, TensorPlan, natural, plan_files
-from cloudckpt.hf.parts import Extent, Range, RankWork, cut_into_parts, least_part, plan_work
-from cloudckpt.hf.sending import FileUpload, send_work
+from cloudckpt.hf.layout import (
+    Chunk,
+    Extent,
+    FilePlan,
+    Mixed,
+    Range,
+    TensorPlan,
+    cut,
+    least_part,
+    natural,
+    plan_files,
+)
+from cloudckpt.hf.sending import FileUpload, RankWork, plan_work, send_work
 from cloudckpt.hf.writer import bytes_of_size, model_location
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
 from cloudckpt.transfer.download import download
@@ -102,6 +112,7 @@ def export_checkpoint(
         CheckpointCorruptError: If bytes of the checkpoint are missing or damaged.
         UnsupportedTensorError: If safetensors files can't hold a tensor.
         KeyCollisionError: If ``key_mapping`` gives two tensors the same name.
+        ConfigError: If it gives a tensor several names, as for a stack of experts.
         CloudCheckpointError: As :func:`save`.
     """
     config = config_or_default(config)
@@ -168,7 +179,7 @@ class _Source:
         self.left_out: list[str] = []
         entries: dict[str, TensorStorageMetadata] = {}
         for name, entry in metadata.state_dict_metadata.items():
-            wanted = name if key_mapping is None else key_mapping(name)
+            wanted = name if key_mapping is None else renamed(name, key_mapping, str(uri))
             if wanted is None or not isinstance(entry, TensorStorageMetadata):
                 self.left_out.append(name)
                 continue
@@ -296,8 +307,8 @@ def _export_by_copies(
             upload.attach(begun)
             extents = [one for tensor in file.tensors for one in found.extents(tensor)]
             least = begun.part_size
-            cut = cut_into_parts(file.header, extents, least=least, most=max(most, 2 * least))
-            for number, part in enumerate(cut, 1):
+            parts = cut(file.header, extents, least=least, most=max(most, 2 * least))
+            for number, part in enumerate(parts, 1):
                 if isinstance(part, Range):
                     info = info_of(part.extent.source.key)
                     task: Callable[[], None] = functools.partial(
@@ -359,7 +370,7 @@ def _checksum_of(planned: Range[StoredBytes], store: ObjectStore) -> int | None:
 
 def _relay(
     source: ObjectStore,
-    content: Sequence[bytes | Range[StoredBytes]],
+    content: Mixed[StoredBytes],
     number: int,
     to: FileUpload,
     config: Config,

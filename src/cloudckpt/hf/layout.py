@@ -1,20 +1,42 @@
-"""The files of a model: their names, their headers, and where each tensor lies. No I/O."""
+"""The files of a model: their names, their headers, where each tensor lies, and parts. No I/O.
+
+Parts follow what lies together: a shard's rows are parts of their own, which its rank sends from
+where they are, and which a store copies from a checkpoint. What is smaller than a part may be, and
+tensors that are cut in columns, are put together by one rank, the owner of the file.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE, SUFFIX, header_bytes
-from cloudckpt.config import whole_number
+from cloudckpt.config import MIB, whole_number
 from cloudckpt.errors import ConfigError, UnsupportedTensorError
-from cloudckpt.transfer.boxes import Box
+from cloudckpt.stores.capabilities import Capabilities
+from cloudckpt.transfer.boxes import Box, aligned
 
-__all__ = ["Chunk", "FilePlan", "TensorPlan", "natural", "needs_index", "plan_files", "weight_map"]
+__all__ = [
+    "Chunk",
+    "Extent",
+    "FilePlan",
+    "Mixed",
+    "Range",
+    "TensorPlan",
+    "cut",
+    "least_part",
+    "natural",
+    "needs_index",
+    "plan_files",
+    "weight_map",
+]
+
+T = TypeVar("T")
 
 _FILE_NAME = re.compile(r"[^/\x00-\x1f]+\.safetensors")
 
@@ -161,3 +183,79 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
     return [
         (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent(Generic[T]):
+    """Bytes that follow one another in a file.
+
+    Attributes:
+        source: Where they come from.
+        nbytes: The number of bytes.
+        grain: They may be cut at multiples of so many bytes.
+        is_scattered: Whether they lie in another order, or apart: all of them have to be collected
+            before any can be sent.
+    """
+
+    source: T
+    nbytes: int
+    grain: int = 1
+    is_scattered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Range(Generic[T]):
+    """Bytes ``start`` to ``stop`` of an extent."""
+
+    extent: Extent[T]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return self.stop - self.start
+
+
+Mixed = list[bytes | Range[T]]
+"""What is to be put together in memory before it can be sent."""
+
+
+def least_part(size: int, limits: Capabilities) -> int:
+    """Minimum bytes of a part of a file of so many bytes: it may have only so many parts."""
+    return max(limits.min_part_size, MIB, -(-size // (limits.max_parts - 1)))
+
+
+def cut(
+    header: bytes, extents: Iterable[Extent[T]], *, least: int, most: int
+) -> Iterator[Range[T] | Mixed[T]]:
+    """Cuts a file into ranges that go from where they are, and what is put together.
+
+    Each has at least ``least`` bytes, but for the last.
+
+    Args:
+        header: The bytes at the start.
+        extents: The rest, in order.
+        least: Minimum bytes of a part.
+        most: Maximum bytes of a range; at least twice ``least``.
+    """
+    mixed: Mixed[T] = [header]
+    size = len(header)
+    for extent in extents:
+        taken = min(aligned(max(least - size, 0), extent.grain), extent.nbytes) if size else 0
+        if extent.is_scattered or extent.nbytes - taken < least:
+            taken = extent.nbytes
+        if taken:
+            mixed.append(Range(extent, 0, taken))
+            size += taken
+        if size >= least:
+            yield mixed
+            mixed, size = [], 0
+        if rest := extent.nbytes - taken:
+            count = -(-rest // most)
+            step = max(rest // count // extent.grain * extent.grain, extent.grain)
+            starts = [taken + number * step for number in range(count)]
+            for start, stop in zip(starts, [*starts[1:], extent.nbytes], strict=True):
+                yield Range(extent, start, stop)
+    if size:
+        yield mixed

@@ -1,40 +1,210 @@
-"""One rank's work on a model: it hands bytes to the ranks that send them, and sends its parts."""
+"""Which rank sends what of a model, and how: from tensor memory, or put together by an owner.
+
+What is put together is handed to the owner of the file in rounds, which all ranks take part in, in
+the same order. In a round an owner assembles one thing: some small tensors, or one large one.
+"""
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import Config
-from cloudckpt.errors import TransferCancelledError
-from cloudckpt.hf.parts import (
-    Elements,
-    FilePart,
-    Held,
-    Range,
-    RankWork,
-    Round,
-    elements_needed,
-)
+from cloudckpt.hf.layout import Chunk, Extent, FilePlan, Mixed, Range, TensorPlan, cut, least_part
 from cloudckpt.stores.base import ObjectStore, Part, Upload
-from cloudckpt.transfer.boxes import aligned
+from cloudckpt.stores.capabilities import Capabilities
+from cloudckpt.transfer.boxes import ALIGNMENT, Box, aligned, row_major_strides
 from cloudckpt.transfer.connections import transfer_group
-from cloudckpt.transfer.memory import bytes_of, host_buffer, is_plain, narrow
-from cloudckpt.transfer.parts import PartPlan, Piece
+from cloudckpt.transfer.memory import bytes_of, is_plain, narrow
+from cloudckpt.transfer.parts import PartPlan, Piece, choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
 
-__all__ = ["FileUpload", "send_work"]
+__all__ = ["Content", "Elements", "FileUpload", "RankWork", "Round", "plan_work", "send_work"]
 
 _GRAIN = 8  # bytes: an alignment that suits elements of all types
-_STATUS = 8  # bytes after what a rank hands to another: the first is 1 if it has failed
 _PARTS_IN_POOL = 6  # see transfer.parts.choose_part_size
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of a chunk, counted in row-major order, and the type that they are stored as."""
+
+    chunk: Chunk
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return (self.stop - self.start) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Bytes of a file that one rank sends: a range from where it is, or what it puts together.
+
+    Attributes:
+        file: The file.
+        parts: The parts that they are sent in: their numbers, and sizes in bytes.
+        of: A range of a tensor, or of a part of one; or several, and other bytes.
+    """
+
+    file: int
+    parts: Sequence[tuple[int, int]]
+    of: Range[TensorPlan] | Mixed[TensorPlan]
+
+    def elements(self) -> Iterator[Elements]:
+        """What it is made of, in order."""
+        for one in self.of if isinstance(self.of, list) else [self.of]:
+            if not isinstance(one, bytes):
+                yield from _elements(one)
+
+
+def _elements(one: Range[TensorPlan]) -> Iterator[Elements]:
+    """What a range is made of; a scattered one is always whole."""
+    source = one.extent.source
+    if one.extent.is_scattered:
+        yield from (Elements(chunk, 0, chunk.numel, source.dtype) for chunk in source.chunks)
+    else:
+        size = source.dtype.itemsize
+        yield Elements(source.chunks[0], one.start // size, one.stop // size, source.dtype)
+
+
+@dataclass
+class Round:
+    """A rank's work in a round: what it hands to other ranks, and what it then puts together."""
+
+    gifts: list[tuple[int, Elements]] = field(default_factory=list)
+    made: Content | None = None
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """A rank's work: rounds, the same number on all ranks, and what is only its own."""
+
+    rounds: Sequence[Round]
+    own: Sequence[Content]
+
+
+def plan_work(
+    files: Sequence[FilePlan],
+    ranks: int,
+    config: Config,
+    limits: Capabilities,
+    *,
+    by_position: bool,
+) -> tuple[list[int], list[RankWork]]:
+    """The part size to begin the upload of each file with, and the work of each rank.
+
+    Where a store wants equal parts, the owner of a file puts all of it together.
+
+    Args:
+        files: The files.
+        ranks: The number of ranks.
+        config: Options.
+        limits: The limits of the store.
+        by_position: Whether a part's number says where it begins, as in a local file.
+    """
+    own: list[list[Content]] = [[] for _ in range(ranks)]
+    queues: list[list[Content]] = [[] for _ in range(ranks)]  # of what needs others
+    owned: Counter[int] = Counter()
+    sizes: list[int] = []
+    for index, file in enumerate(files):
+        shares: Counter[int] = Counter()
+        for tensor in file.tensors:
+            for chunk in tensor.chunks:
+                shares[chunk.rank] += chunk.numel * tensor.dtype.itemsize
+        owner = max(range(ranks), key=lambda rank: (shares[rank], -owned[rank], -rank))
+        owned[owner] += file.size
+        size, contents = _cut(file, config, limits)
+        sizes.append(1 if by_position else size)
+        count = position = 0
+        for content in contents:
+            parts = []
+            for length in _lengths(content, size, limits.equal_parts):
+                count += 1
+                parts.append((position + 1 if by_position else count, length))
+                position += length
+            made = Content(index, parts, content)
+            holders = {one.chunk.rank for one in made.elements()}
+            sender = holders.pop() if isinstance(content, Range) else owner
+            (own if holders <= {sender} else queues)[sender].append(made)
+    rounds = [[Round() for _ in range(ranks)] for _ in range(max(map(len, queues)))]
+    for owner, queue in enumerate(queues):
+        for each, made in zip(rounds, queue, strict=False):
+            each[owner].made = made
+            for elements in made.elements():
+                if elements.chunk.rank != owner:
+                    each[elements.chunk.rank].gifts.append((owner, elements))
+    return sizes, [RankWork([each[rank] for each in rounds], own[rank]) for rank in range(ranks)]
+
+
+def _cut(
+    file: FilePlan, config: Config, limits: Capabilities
+) -> tuple[int, Iterator[Range[TensorPlan] | Mixed[TensorPlan]]]:
+    """The part size of a file, and what it is cut into."""
+    size = choose_part_size(
+        file.size,
+        config.part_size,
+        limits,
+        connections=config.most_connections,
+        copied=config.memory_budget,
+    )
+    extents = [one for tensor in file.tensors for one in _extents(tensor)]
+    if limits.equal_parts:
+        size = aligned(max(size, -(-file.size // limits.max_parts)), ALIGNMENT)
+        return size, iter([[file.header, *(Range(one, 0, one.nbytes) for one in extents)]])
+    least = least_part(file.size, limits)
+    size = aligned(max(size, 2 * least), ALIGNMENT)
+    return size, cut(file.header, extents, least=least, most=size)
+
+
+def _lengths(
+    content: Range[TensorPlan] | Mixed[TensorPlan], size: int, are_equal: bool
+) -> list[int]:
+    """The bytes of the parts of some content; only the last part of a file may be a small one."""
+    if isinstance(content, Range):
+        return [content.nbytes]
+    nbytes = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in content)
+    count = max(-(-nbytes // size) if are_equal else nbytes // size, 1)
+    return [size] * (count - 1) + [nbytes - size * (count - 1)]
+
+
+def _extents(tensor: TensorPlan) -> Iterator[Extent[TensorPlan]]:
+    """What a tensor lies in: its chunks, or all of it if these are not ranges of the file."""
+    chunks = [chunk for chunk in tensor.chunks if chunk.numel]
+    itemsize = tensor.dtype.itemsize
+    if not all(_is_range(chunk.box, tensor.shape) for chunk in chunks):
+        whole = dataclasses.replace(tensor, chunks=chunks)
+        yield Extent(whole, tensor.nbytes, itemsize, is_scattered=True)
+        return
+    strides = row_major_strides(tensor.shape)
+
+    def first(chunk: Chunk) -> int:
+        return sum(start * stride for (start, _), stride in zip(chunk.box, strides, strict=True))
+
+    for chunk in sorted(chunks, key=first):
+        shape = tuple(length for _, length in chunk.box)
+        held = dataclasses.replace(tensor, shape=shape, chunks=[chunk])
+        yield Extent(held, held.nbytes, itemsize)
+
+
+def _is_range(box: Box, shape: Sequence[int]) -> bool:
+    """Whether the elements of a box follow one another in a row-major tensor."""
+    axis = 0
+    while axis < len(shape) and box[axis][1] == 1:
+        axis += 1
+    return [length for _, length in box[axis + 1 :]] == list(shape[axis + 1 :])
 
 
 class FileUpload(ObjectUpload):
@@ -101,7 +271,7 @@ def send_work(
 ) -> list[list[Part]]:
     """Does a rank's work; returns, for each file, the parts that it has sent.
 
-    All ranks of ``group`` call it together. If one fails, all stop after the round.
+    All ranks of ``group`` call it together. One that fails takes part in the rounds to their end.
 
     Args:
         work: What to do.
@@ -114,12 +284,11 @@ def send_work(
 
     Raises:
         CloudCheckpointError: The reason why this rank failed.
-        TransferCancelledError: If only other ranks failed.
     """
     tasks = transfer_group(store, config, "out", name="cloudckpt-save")
     retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
-    budget = max(config.memory_budget, _PARTS_IN_POOL * work.largest)
-    pool = StagingPool(budget, tasks.cancellation)
+    largest = max((one.of.nbytes for one in work.own if isinstance(one.of, Range)), default=0)
+    pool = StagingPool(max(config.memory_budget, _PARTS_IN_POOL * largest), tasks.cancellation)
     files = [
         FileUpload(store, upload.key, upload.part_size, tasks, retrier, stats) for upload in uploads
     ]
@@ -129,24 +298,20 @@ def send_work(
 
     def produce() -> None:
         failure: Exception | None = None
-        if work.rounds:
-            assert group is not None
-            exchange = _Exchange(group, work.rounds)
         for each in work.rounds:
-            received, failure, is_over = exchange.hold(each, sender.copy_to, failure)
-            if failure is not None:
-                raise failure
-            if is_over:
-                raise TransferCancelledError("another rank has failed")
-            try:
-                for part in each.parts:
-                    sender.send(part, received)
-            except Exception as error:  # noqa: BLE001 - told to the others in the next round
-                failure = error
+            assert group is not None
+            out, refused = sender.handed_out(each, dist.get_world_size(group))
+            failure = failure or refused
+            received = _exchanged(out, each, group)
+            if failure is None and each.made is not None:
+                try:
+                    sender.send(each.made, received)
+                except Exception as error:  # noqa: BLE001 - the others wait in the next round
+                    failure = error
         if failure is not None:
             raise failure
-        for part in work.own:
-            sender.send(part, {})
+        for content in work.own:
+            sender.send(content, {})
 
     try:
         tasks.run(produce)
@@ -168,162 +333,102 @@ class _Sender:
         self._resolve = resolve
         self._pool = pool
         self._last: tuple[int, torch.Tensor] | None = None  # a strided tensor is copied once
-        self._whole = torch.empty(0, device="cpu")  # what was collected of a scattered extent
 
-    def _flat(self, item: int) -> torch.Tensor:
-        """The elements of an item, in row-major order."""
+    def _own(self, elements: Elements) -> torch.Tensor:
+        """Elements of this rank, in row-major order."""
+        item = elements.chunk.item
         if self._last is None or self._last[0] != item:
             self._last = None  # before the next is copied
             self._last = item, self._resolve(item).reshape(-1)
-        return self._last[1]
+        return self._last[1][elements.start : elements.stop]
 
-    def copy_to(self, elements: Elements, into: torch.Tensor) -> None:
-        """Copies what another rank gets into ``into``, which has the same number of bytes."""
-        source = self._flat(elements.chunk.item)[elements.start : elements.stop]
-        into.view(elements.dtype).copy_(source)
-
-    def send(self, part: FilePart, received: Mapping[int, torch.Tensor]) -> None:
-        """Assembles a part and sends it; ``received`` has the other ranks' bytes, in order."""
-        content = part.content
-        if isinstance(content, Range):
-            pieces = self._as_it_lies(content)
+    def send(self, content: Content, received: Mapping[int, torch.Tensor]) -> None:
+        """Sends something, of own elements, and of those that were received, by rank."""
+        if isinstance(content.of, list):
+            whole = self._assembled(content, content.of, received)
+            pieces = [Piece(bytes_of(whole).toreadonly(), owner=whole)]
         else:
-            needed = self._needed(content, received)
-            pieces = self._packed(self._elements(content, needed), part.nbytes)
-        plan = PartPlan(part.number)
-        for piece in pieces:
-            plan.pieces.append(piece)
-            plan.size += piece.view.nbytes
-        self._files[part.file].send(plan)
-
-    def _as_it_lies(self, one: Range[Held]) -> Iterator[Piece]:
-        held = one.extent.source
-        (elements,) = elements_needed(one)
-        tensor = self._flat(elements.chunk.item)[elements.start : elements.stop]
-        if tensor.dtype == held.dtype and is_plain(tensor):
-            return iter((Piece(bytes_of(tensor), owner=tensor, item=held.name),))
-        return self._pool.pieces(tensor, held.dtype)
-
-    def _needed(
-        self, content: Sequence[bytes | Range[Held]], received: Mapping[int, torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        """What is needed, in that order: own elements, and bytes that others have handed over."""
-        at = dict.fromkeys(received, 0)
-        for one in elements_needed(list(content)):
-            rank = one.chunk.rank
-            if rank in received:
-                yield received[rank][at[rank] : at[rank] + one.nbytes].view(one.dtype)
-                at[rank] += aligned(one.nbytes, _GRAIN)
+            (elements,) = content.elements()
+            source, tensor = content.of.extent.source, self._own(elements)
+            if tensor.dtype == source.dtype and is_plain(tensor):
+                pieces = [Piece(bytes_of(tensor), owner=tensor, item=source.name)]
             else:
-                yield self._flat(one.chunk.item)[one.start : one.stop]
+                pieces = [*self._pool.pieces(tensor, source.dtype)]
+        for number, nbytes in content.parts:
+            if len(content.parts) > 1:  # of what was put together
+                piece, rest = pieces[0].split(nbytes)
+                self._files[content.file].send(PartPlan(number, [piece], nbytes))
+                pieces = [rest]
+            else:
+                self._files[content.file].send(PartPlan(number, pieces, nbytes))
 
-    def _elements(
-        self, content: Sequence[bytes | Range[Held]], needed: Iterator[torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-        """The elements of a part, in order, and the types that they are stored as."""
-        for one in content:
+    def handed_out(self, each: Round, ranks: int) -> tuple[list[torch.Tensor], Exception | None]:
+        """What this rank hands to each rank in a round, and why it can't, if it can't."""
+        out = [
+            torch.zeros(size, dtype=torch.uint8, device="cpu") for size in _sizes(each.gifts, ranks)
+        ]
+        at = [0] * ranks
+        try:
+            for to, elements in each.gifts:
+                room = out[to][at[to] : at[to] + elements.nbytes]
+                room.view(elements.dtype).copy_(self._own(elements))
+                at[to] += aligned(elements.nbytes, _GRAIN)
+        except Exception as error:  # noqa: BLE001 - raised when all rounds are over
+            return out, error
+        return out, None
+
+    def _assembled(
+        self, content: Content, mixed: Mixed[TensorPlan], received: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor:
+        nbytes = sum(size for _, size in content.parts)
+        whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        used = dict.fromkeys(received, 0)
+
+        def taken(elements: Elements) -> torch.Tensor:
+            rank = elements.chunk.rank
+            if rank not in received:
+                return self._own(elements)
+            start = used[rank]
+            used[rank] += aligned(elements.nbytes, _GRAIN)
+            return received[rank][start : start + elements.nbytes].view(elements.dtype)
+
+        at = 0
+        for one in mixed:
             if isinstance(one, bytes):
-                yield torch.frombuffer(bytearray(one), dtype=torch.uint8), torch.uint8
+                room = whole[at : at + len(one)]
+                room.copy_(torch.frombuffer(bytearray(one), dtype=torch.uint8))
+                at += len(one)
                 continue
-            held = one.extent.source
-            if not one.extent.is_scattered:
-                yield next(needed), held.dtype
-                continue
-            if one.start == 0:
-                whole = torch.empty(held.shape, dtype=held.dtype, device="cpu")
-                for chunk in held.chunks:
-                    room = narrow(whole, chunk.box)
-                    room.copy_(next(needed).view(room.shape))
-                self._whole = whole.reshape(-1)
-            size = held.dtype.itemsize
-            yield self._whole[one.start // size : one.stop // size], held.dtype
-            if one.stop == one.extent.nbytes:
-                self._whole = torch.empty(0, device="cpu")
-
-    def _packed(
-        self, elements: Iterator[tuple[torch.Tensor, torch.dtype]], nbytes: int
-    ) -> Iterator[Piece]:
-        """Copies ``nbytes`` bytes of elements next to each other, and converts them."""
-        room = filled = 0
-        for tensor, dtype in elements:
-            while tensor.numel():
-                if not room:
-                    room, filled = min(nbytes, self._pool.slab_bytes), 0
-                    slab, start = self._pool.reserve(room)
-                count = min(tensor.numel(), (room - filled) // dtype.itemsize)
-                stop = filled + count * dtype.itemsize
-                slab.memory[start + filled : start + stop].view(dtype).copy_(tensor[:count])
-                tensor, filled = tensor[count:], stop
-                if filled == room:
-                    yield Piece(slab.view[start : start + room], lease=slab)
-                    nbytes, room = nbytes - room, 0
+            source = one.extent.source
+            room = whole[at : at + one.nbytes].view(source.dtype)
+            for elements in _elements(one):
+                if one.extent.is_scattered:
+                    box = narrow(room.view(source.shape), elements.chunk.box)
+                    box.copy_(taken(elements).view(box.shape))
+                else:
+                    room.copy_(taken(elements))
+            at += one.nbytes
+        return whole
 
 
-class _Exchange:
-    """The bytes that ranks hand to each other, round after round, in two pieces of memory.
-
-    All ranks take part in each round, also those that have failed: all stop after it.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, rounds: Sequence[Round]) -> None:
-        self._group = group
-        self._rank = dist.get_rank(group)
-        device = torch.device(device_for_collectives(group))
-        sizes = [self._sizes(each) for each in rounds]
-        self._out, self._in = (
-            host_buffer(most, pinned=False) if device.type == "cpu" else _on(device, most)
-            for most in (max(sum(of) for of in both) for both in zip(*sizes, strict=True))
-        )
-
-    def _sizes(self, work: Round) -> tuple[list[int], list[int]]:
-        """The bytes that this rank hands to each rank, and that it gets from each."""
-        size = dist.get_world_size(self._group)
-        handed, expected = [_STATUS] * size, [_STATUS] * size
-        for gift in work.gifts:
-            handed[gift.to] += aligned(gift.elements.nbytes, _GRAIN)
-        for one in (one for part in work.parts for one in elements_needed(part.content)):
-            if one.chunk.rank != self._rank:
-                expected[one.chunk.rank] += aligned(one.nbytes, _GRAIN)
-        return handed, expected
-
-    def hold(
-        self,
-        work: Round,
-        copy_to: Callable[[Elements, torch.Tensor], None],
-        failure: Exception | None,
-    ) -> tuple[dict[int, torch.Tensor], Exception | None, bool]:
-        """Carries out one round.
-
-        Args:
-            work: What this rank does in it.
-            copy_to: Copies what another rank gets.
-            failure: Why this rank failed earlier, if it did.
-
-        Returns:
-            What this rank received, by rank, valid until the next round; why it failed, if it
-            did; and whether any rank has failed.
-        """
-        handed, expected = self._sizes(work)
-        ends = list(itertools.accumulate(handed))
-        if failure is None:
-            try:
-                at = [end - count for end, count in zip(ends, handed, strict=True)]
-                for gift in work.gifts:
-                    count = gift.elements.nbytes
-                    copy_to(gift.elements, self._out[at[gift.to] : at[gift.to] + count])
-                    at[gift.to] += aligned(count, _GRAIN)
-            except Exception as error:  # noqa: BLE001 - raised when the others have been told
-                failure = error
-        for end in ends:
-            self._out[end - _STATUS] = int(failure is not None)
-        out, into = self._out[: ends[-1]], self._in[: sum(expected)]
-        dist.all_to_all_single(into, out, expected, handed, group=self._group)
-        parts = torch.split(into.cpu(), expected)
-        received = {
-            rank: data[:-_STATUS] for rank, data in enumerate(parts) if data.numel() > _STATUS
-        }
-        return received, failure, any(bool(data[-_STATUS]) for data in parts)
+def _sizes(gifts: Sequence[tuple[int, Elements]], ranks: int) -> list[int]:
+    """The bytes for, or of, each rank."""
+    sizes = [0] * ranks
+    for rank, elements in gifts:
+        sizes[rank] += aligned(elements.nbytes, _GRAIN)
+    return sizes
 
 
-def _on(device: torch.device, nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+def _exchanged(
+    out: Sequence[torch.Tensor], each: Round, group: dist.ProcessGroup
+) -> dict[int, torch.Tensor]:
+    """Hands out what each rank gets; returns what this rank has received, by rank."""
+    rank, device = dist.get_rank(group), torch.device(device_for_collectives(group))
+    needed = [] if each.made is None else each.made.elements()
+    others = [(one.chunk.rank, one) for one in needed if one.chunk.rank != rank]
+    expected = _sizes(others, len(out))
+    into = torch.empty(sum(expected), dtype=torch.uint8, device=device)
+    handed = [data.numel() for data in out]
+    dist.all_to_all_single(into, torch.cat([*out]).to(device), expected, handed, group=group)
+    parts = torch.split(into.cpu(), expected)
+    return {at: data for at, data in enumerate(parts) if data.numel()}

@@ -31,14 +31,12 @@ from cloudckpt.errors import (
     IncompleteSaveError,
     InvalidURIError,
     ShapeMismatchError,
-    TransferCancelledError,
     UnsupportedTensorError,
 )
 from cloudckpt.events import Span, Transferred
 from cloudckpt.hf.commit import FilesUnderConstruction, look_for_older
 from cloudckpt.hf.layout import Chunk, TensorPlan, natural, plan_files
-from cloudckpt.hf.parts import RankWork, plan_work
-from cloudckpt.hf.sending import send_work
+from cloudckpt.hf.sending import RankWork, plan_work, send_work
 from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.transfer.boxes import are_apart
 from cloudckpt.transfer.memory import memory_of, settled
@@ -95,13 +93,6 @@ class _Task:
     ranks: int
     work: RankWork
     uploads: Sequence[Upload]
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A rank's report to the coordinator: the parts of each file that it has sent."""
-
-    parts: Sequence[Sequence[Part]]
 
 
 class SafetensorsWriter(OurWriter):
@@ -260,18 +251,13 @@ class SafetensorsWriter(OurWriter):
                     failure = error
                 self.transferred = stats.snapshot()
                 span.nbytes = self.transferred.nbytes
-                is_own = not isinstance(failure, TransferCancelledError)
-                verdict = meeting.exchange(
-                    RankStatus(failure=failure if is_own else None), has_begun=True
-                )
+                verdict = meeting.exchange(RankStatus(failure=failure), has_begun=True)
                 verdict.raise_on_all_ranks("while they sent their parts")
-                if failure is not None:
-                    raise failure
         except BaseException:
             self.discard()
             raise
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(""), 0, _Sent(parts))])
+        future.set_result([WriteResult(MetadataIndex(""), 0, parts)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -286,7 +272,7 @@ class SafetensorsWriter(OurWriter):
         parts: list[list[Part]] = [[] for _ in building.uploads]
         for result in results:
             for one in result:
-                for mine, found in zip(parts, one.storage_data.parts, strict=True):
+                for mine, found in zip(parts, one.storage_data, strict=True):
                     mine.extend(found)
         building.commit([sorted(each, key=lambda part: part.number) for each in parts])
 

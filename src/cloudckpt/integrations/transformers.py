@@ -257,6 +257,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         root = str(meeting.gathered(self._restored)[meeting.rank - local_rank])
         folder = _folder(root, step)
         self._fetch(meeting, step, folder)
+        meeting.begin(lambda: _tell_random_states(folder, meeting))
         self._began_with = step
         if self._args is not None and self._args.load_best_model_at_end:
             self._bring_best(meeting, folder, root)
@@ -335,6 +336,16 @@ class _AsItIs(AsyncStager):
     def synchronize_staging(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def _tell_random_states(folder: str, meeting: Meeting) -> None:
+    """Warns if the Trainer has no random state of this rank to restore."""
+    found = {name for name in os.listdir(folder) if name.startswith("rng_state")}
+    own = "rng_state.pth" if meeting.size == 1 else f"rng_state_{meeting.rank}.pth"
+    if found and own not in found:
+        logger.warning(
+            "rank %d keeps its random state: the checkpoint has %s", meeting.rank, sorted(found)
+        )
 
 
 def _folder(output_dir: str, step: int) -> str:

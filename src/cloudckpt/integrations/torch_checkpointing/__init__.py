@@ -6,8 +6,8 @@
 
 torch_checkpointing commits a checkpoint by renaming the folder that all ranks have written to. Here
 each file goes to an object of its own, and the commit is one conditional write of a manifest:
-``storage`` is what torch_checkpointing calls, ``folders`` has files and folders by their keys,
-``visible`` what a job sees of them, ``written`` a file being written, and ``commit`` the commit.
+``storage`` is what torch_checkpointing calls, ``folders`` has files and folders, and their commit,
+``visible`` what a job sees of them, and ``written`` a file being written.
 Only ``storage`` imports torch_checkpointing.
 """
 

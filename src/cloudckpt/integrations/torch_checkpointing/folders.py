@@ -27,27 +27,37 @@ from __future__ import annotations
 
 import io
 import shutil
+import time
 from collections.abc import Callable
+from functools import partial
 
+from cloudckpt.checkpoint.baseline import Baseline, now
+from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checkpoint.file_folder import (
     MANIFEST,
     FileManifest,
+    StoredFile,
+    beneath,
     content_name,
     folder_of,
     inside,
     is_record_name,
+    manifest_bytes,
+    name_of_record,
     record_bytes,
     record_name,
 )
+from cloudckpt.checkpoint.objects import trial_name
 from cloudckpt.config import Config
 from cloudckpt.errors import (
+    CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointReplacedError,
+    ConfigError,
     ObjectNotFoundError,
     PreconditionFailedError,
 )
-from cloudckpt.integrations.torch_checkpointing.commit import FolderCommit
 from cloudckpt.integrations.torch_checkpointing.visible import (
     CommittedFile,
     PlainFile,
@@ -55,12 +65,13 @@ from cloudckpt.integrations.torch_checkpointing.visible import (
     VisibleFiles,
 )
 from cloudckpt.integrations.torch_checkpointing.written import RecordedFile
-from cloudckpt.stores.base import ObjectStore, random_suffix
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.copying import copies_within
-from cloudckpt.transfer.deleting import delete_all
+from cloudckpt.transfer.deleting import delete_all, delete_quietly
+from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier, retry_if_replaced
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import put_whole
@@ -85,7 +96,6 @@ class FileFolders(VisibleFiles):
         *,
         job: str,
         temporary: str,
-        is_published: bool = False,
     ) -> None:
         """
         Args:
@@ -94,13 +104,10 @@ class FileFolders(VisibleFiles):
             job: Sixteen hexadecimal digits shared by all ranks of the job, and by no other job.
             temporary: The prefix of temporary folders' names; the rest is the name of the folder
                 that they are renamed to. Objects are written beneath that folder.
-            is_published: Whether files written into other folders, too, are visible to this job
-                only until it publishes them.
         """
         super().__init__(store, job, Retrier(config.retry))
         self._config = config
         self._temporary = temporary
-        self._is_published = is_published
 
     # ---- files
 
@@ -126,8 +133,7 @@ class FileFolders(VisibleFiles):
         try:
             pinned = PinnedObject(self._store, file.key, config, TransferStats(uri), file.blocks)
         except ObjectNotFoundError as error:
-            now = self.find(key)
-            if now != found:
+            if self.find(key) != found:
                 raise CheckpointReplacedError("it was replaced or removed", uri=uri) from error
             raise CheckpointCorruptError(
                 "its object is gone: restore it, or load an older checkpoint",
@@ -215,38 +221,94 @@ class FileFolders(VisibleFiles):
             CommitUnknownError: If the store does not say whether the commit took place.
             StoreError: If the commit did not and will not take place.
         """
-        commit = FolderCommit(self._store, self._config, self, self._job, source)
+        records = self._own_records(source)
         if self.exists(target):
             raise CheckpointExistsError(
                 f"{self._store.uri(source)} can't be renamed to this, where something is: remove "
                 "that, or save elsewhere",
                 uri=self._store.uri(target),
             )
-        commit.carry_out(target)
+        self._commit(records, source, target)
         forget_listings()
 
-    def publish(self, folder: str) -> None:
-        """Commits in place what this job has written into a folder; several ranks may call it.
+    def _own_records(self, folder: str) -> list[ObjectInfo]:
+        """The records that this job has written beneath a folder, where nothing else may be."""
+        records = []
+        for info in self.beneath_folder(folder):
+            if not is_record_name(info.key):
+                if info.key != inside(folder) + MANIFEST:
+                    raise FileExistsError(
+                        f"{self._store.uri(info.key)} was not written by this storage, and can't "
+                        "be committed with the folder that it is in: remove it, or write elsewhere"
+                    )
+            elif name_of_record(info.key)[1] == self._job:
+                records.append(info)
+        if not records:
+            raise FileNotFoundError(
+                f"{self._store.uri(folder)}: this job has written nothing there"
+            )
+        return records
+
+    def _commit(self, records: list[ObjectInfo], source: str, target: str) -> None:
+        """Writes the manifest of what the records name, and removes them."""
+        store, key = self._store, inside(target) + MANIFEST
+        times = [info.modified for info in records if info.modified is not None]
+        age = max(0.0, time.time() - min(times)) if times else 0.0
+        baseline = Baseline(key, None, began=now() - age)
+        baseline.check_age(store.uri(target))
+        files: dict[str, StoredFile] = {}
+
+        def read(key: str) -> None:
+            files[beneath(source, name_of_record(key)[0])] = self.record(key)
+
+        group = TaskGroup(
+            self._config.requests_at_once, name="cloudckpt-commit", interrupt=store.interrupt
+        )
+
+        def submit() -> None:
+            for info in records:
+                group.submit(partial(read, info.key))
+
+        group.run(submit)
+        self._check_written(target, files)
+        trial = inside(target) + trial_name(random_suffix())
+        conditional = conditions_work(store, self._config.conditional_writes, trial, self._retrier)
+        body = [memoryview(manifest_bytes(target, FileManifest(job=self._job, files=files)))]
+        try:
+            commit(store, baseline, body, conditional=conditional, retrier=self._retrier)
+        except CheckpointConflictError as error:
+            raise CheckpointExistsError(
+                "another writer has committed this meanwhile: theirs is kept",
+                uri=store.uri(target),
+                cause=error,
+            ) from error
+        keys = [info.key for info in records]
+        delete_quietly(store, keys, self._config.retry, threads=self._config.requests_at_once)
+
+    def _check_written(self, target: str, files: dict[str, StoredFile]) -> None:
+        """Checks that each object exists with its size: other ranks may use another store.
 
         Raises:
-            FileExistsError: If another job has already committed there.
-            CheckpointCorruptError: As for :meth:`rename_folder`, as are its other errors.
+            ConfigError: If a file lies elsewhere than beneath the target, where a manifest can't
+                name it.
+            CheckpointCorruptError: If one is not there.
         """
-        there = self.manifest(folder)
-        if there is None:
-            try:
-                commit = FolderCommit(self._store, self._config, self, self._job, folder)
-                commit.carry_out(folder)
-            except (FileExistsError, FileNotFoundError):
-                there = self.manifest(folder)
-                if there is None or there[1].job != self._job:
-                    raise
-        elif there[1].job != self._job:
-            raise CheckpointExistsError(
-                "another job has committed this: remove it, or save elsewhere",
-                uri=self._store.uri(folder),
-            )
-        forget_listings()
+        listed = self._store.list(inside(target), self._retrier.call)
+        there = {(info.key, info.size) for info in listed}
+        for name, file in files.items():
+            uri = self._store.uri(file.key)
+            if not file.key.startswith(inside(target)):
+                raise ConfigError(
+                    f"{name} was not written beneath {target}, to be committed there: give "
+                    "CloudStorageConfig the temp_dir_prefix of the writer",
+                    uri=uri,
+                )
+            if (file.key, file.size) not in there:
+                raise CheckpointCorruptError(
+                    f"{name} was written, but is not there with its {file.size} bytes; nothing was "
+                    "committed. Compare on all ranks what leads to the store",
+                    uri=uri,
+                )
 
     def move_file(self, source: str, target: str) -> None:
         """Moves a file to another path; a file there is replaced.
@@ -352,7 +414,7 @@ class FileFolders(VisibleFiles):
         return "/".join([*folders, content_name(name, random_suffix())])
 
     def _record_key(self, key: str) -> str:
-        is_pending = self._is_published or self._temporary_folder(key) is not None
+        is_pending = self._temporary_folder(key) is not None
         return record_name(key, self._job, is_pending=is_pending)
 
     def _temporary_folder(self, key: str) -> int | None:

@@ -1,7 +1,7 @@
 """The storage that torch_checkpointing calls, with its paths as URIs.
 
-If its writer writes in place (``write_to_temp_dir=False``), the callback
-:meth:`CloudStorageConfig.publish` commits.
+A checkpoint is committed when its temporary folder is renamed, so its writer is not to write in
+place: leave ``write_to_temp_dir`` on.
 
 Its writers pass paths that ``pathlib`` has made from URIs (``s3:/bucket/run``). Elsewhere cloudckpt
 refuses that form, since it means a local folder; here it can only mean the URI.
@@ -11,7 +11,6 @@ Tested with torch_checkpointing 0.1.1.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import io
 import os
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import default_store
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.errors import ConfigError, InvalidURIError, MissingDependencyError
+from cloudckpt.errors import InvalidURIError, MissingDependencyError
 from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
 from cloudckpt.integrations.torch_checkpointing.written import is_tensor_memory
 from cloudckpt.stores.base import random_suffix
@@ -54,16 +53,12 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
         config: Options; read from the environment by default.
         temp_dir_prefix: That of ``CheckpointWriterConfig``: with another one, commits are refused.
             Files in a folder with this prefix, or in a folder within it, wait for their commit.
-            Empty for a writer that writes in place.
-        published: Whether files written in place also wait for their commit, by :meth:`publish`:
-            until then only the job that writes them sees them.
         job: Sixteen hexadecimal digits shared by all ranks of the job, and by no other job; agreed
             on through the store of torch's process group when this is first used.
     """
 
     config: Config | None = None
     temp_dir_prefix: str = "tmp_"
-    published: bool = False
     job: str = field(default="", repr=False)
 
     def create_storage(self) -> CloudStorage:
@@ -77,37 +72,6 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
 
     def _agree(self) -> None:
         self.job = self.job or _job()
-
-    def publish(self, told: object, *_: object) -> None:
-        """Commits a checkpoint that was written in place: a ``finalize_callback``.
-
-        >>> storage = CloudStorageConfig(published=True)  # doctest: +SKIP
-        >>> save = SyncCheckpointSaverConfig(
-        ...     writer_config=CheckpointWriterConfig(write_to_temp_dir=False)
-        ... )  # doctest: +SKIP
-        >>> CheckpointManager.Config(
-        ...     save=save, storage_config=storage, finalize_callback=storage.publish
-        ... )  # doctest: +SKIP
-
-        All ranks call it after their barrier; the first one commits. Until then no other job sees
-        what was written.
-
-        Args:
-            told: What the writer passes: an object with the ``path``, or the path itself.
-
-        Raises:
-            ConfigError: If ``published`` is off.
-            FileExistsError: If another job has already committed there.
-            CommitUnknownError: If the store did not say whether it carried out the commit.
-        """
-        if not self.published:
-            raise ConfigError("publish needs CloudStorageConfig(published=True)")
-        path = getattr(told, "path", told)
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"publish is a finalize_callback, and was given {told!r} for a path")
-        if os.environ.get("RANK", "0") == "0":
-            folders, key = self.create_storage()._at(path)
-            folders.publish(key)
 
 
 class CloudStorage(Storage):  # type: ignore[misc]
@@ -131,7 +95,6 @@ class CloudStorage(Storage):  # type: ignore[misc]
                 config,
                 job=self._config.job,
                 temporary=self._config.temp_dir_prefix,
-                is_published=self._config.published,
             )
         return self._folders[bucket], uri.prefix
 
@@ -185,12 +148,6 @@ class CloudStorage(Storage):  # type: ignore[misc]
         """Names in a folder, without folders that have nothing committed."""
         folders, key = self._at(path)
         return folders.names(key)
-
-    def glob(self, pattern: str) -> list[str]:
-        folder, _, names = pattern.rpartition("/")
-        if not self.exists(Path(folder)):
-            return []
-        return [f"{folder}/{name}" for name in fnmatch.filter(self.ls(Path(folder)), names)]
 
     def exists(self, path: Path) -> bool:
         """Whether there is a file, or a folder that is committed or being written."""
