@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt.cli.app import main
 from cloudckpt.errors import CheckpointCorruptError
 
 
@@ -50,13 +49,3 @@ def test_diff_compares_a_model_with_a_checkpoint(model, tmp_path):
     found = cloudckpt.diff(location, tmp_path / "checkpoint")
     assert {item.name for item in found.items} == tensors.keys()
     assert {item.verdict for item in found.items} == {"unknown"}  # a model has no checksums
-
-
-def test_the_command_line_looks_at_models(model, capsys, monkeypatch):
-    location, _ = model
-    monkeypatch.setattr("sys.argv", ["cloudckpt", "inspect", str(location)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    printed = capsys.readouterr().out
-    assert "a.weight" in printed

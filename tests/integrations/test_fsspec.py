@@ -11,8 +11,7 @@ from fsspec.registry import _registry, known_implementations
 
 import cloudckpt
 from cloudckpt import Config, RetryPolicy, S3Options
-from cloudckpt.errors import InvalidURIError
-from cloudckpt.integrations.fsspec import S3FileSystem, file_system
+from cloudckpt.integrations.fsspec import S3FileSystem
 from cloudckpt.stores.registry import open_store
 from dcp.values import numbered
 
@@ -73,27 +72,6 @@ def test_what_was_saved_after_a_listing_is_in_the_next(files, run, s3):
     assert len(files.ls(run)) == 3
     cloudckpt.save({"w": numbered()}, checkpoint_id=f"{run}/step-3", config=s3.config)
     assert len(files.ls(run)) == 4
-
-
-def test_a_listing_asks_for_one_level_only(files, run, s3, monkeypatch):
-    store = open_store(cloudckpt.uri.CheckpointURI.parse(run), s3.config)
-    monkeypatch.setattr(store, "list", None)
-
-    assert [entry["type"] for entry in files.ls(run)] == ["file", "directory", "directory"]
-    assert files.isdir(run)
-    assert len(files.glob(f"{run}/step-*")) == 2
-
-
-def test_folders_are_found_by_the_listing_that_finds_files(files, run, s3, monkeypatch):
-    store = open_store(cloudckpt.uri.CheckpointURI.parse(run), s3.config)
-    monkeypatch.setattr(store, "list_level", None)
-    base = run.removeprefix("s3://")
-
-    found = files.find(run, withdirs=True, detail=True)
-    folders = [name for name, entry in found.items() if entry["type"] == "directory"]
-    assert folders == [base, f"{base}/step-1", f"{base}/step-2"]
-    assert f"{base}/notes.txt" in found
-    assert list(found) == sorted(found)
 
 
 def test_what_is_denied_or_in_no_bucket_is_not_passed_over(files, run, s3, monkeypatch):
@@ -242,15 +220,6 @@ def test_modes_that_no_store_has_are_refused(files, run):
         files.open(f"{run}/notes.txt", "wb")
 
 
-def test_files_and_folders_are_copied_and_found(files, run):
-    files.copy(f"{run}/step-1", f"{run}/copy", recursive=True)
-
-    names = {path.rpartition("/")[2] for path in files.find(f"{run}/step-1")}
-    assert {path.rpartition("/")[2] for path in files.find(f"{run}/copy")} == names
-    assert ".metadata" in names
-    assert len(files.glob(f"{run}/step-*")) == 2
-
-
 def test_install_serves_the_schemes_that_no_package_serves(without_packages, run, s3):
     cloudckpt.install(s3.config)
     found, path = fsspec.core.url_to_fs(run)
@@ -280,8 +249,3 @@ def test_options_of_install_hold_for_file_systems_that_were_made_before(without_
     cloudckpt.install(s3.config)
 
     assert found.exists(run)
-
-
-def test_a_scheme_without_a_file_system_is_named() -> None:
-    with pytest.raises(InvalidURIError, match="hf://"):
-        file_system("hf")

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import cloudckpt
 from cloudckpt import events
-from cloudckpt.errors import CheckpointError, ConfigError, RanksFailedError
+from cloudckpt.errors import ConfigError, RanksFailedError
 from cloudckpt.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from cloudckpt.torch_files import broadcast
 from dcp.places import Place
@@ -79,29 +79,6 @@ def test_an_interrupt_of_one_rank_does_not_leave_the_other_waiting(at, model, ra
     assert type(errors[rank]) is KeyboardInterrupt
     assert type(errors[1 - rank]) is RanksFailedError
     assert "KeyboardInterrupt" in str(errors[1 - rank])
-
-
-class NeedsMuchError(Exception):
-    """Survives pickle.dumps, and not pickle.loads."""
-
-    def __init__(self, a, b):
-        super().__init__(f"{a} and {b}")
-
-
-def _fail_by(place: Place) -> None:
-    def fail(*_):
-        raise NeedsMuchError("this", "that")
-
-    with pytest.MonkeyPatch.context() as patched:
-        if dist.get_rank() == 0:
-            patched.setattr(BroadcastingTorchSaveReader, "_room", fail)
-        load(place)
-
-
-def test_an_error_that_cant_travel_is_told_by_its_text(model, ranks):
-    errors = ranks.errors(2, _fail_by, model)
-    assert [type(error) for error in errors] == [CheckpointError, CheckpointError]
-    assert all("this and that" in str(error) for error in errors)
 
 
 def _without_memory(place: Place) -> None:

@@ -278,12 +278,6 @@ def test_a_large_read_goes_straight_into_the_readers_memory_in_parallel(store):
     assert store.calls["get_range"] > 1
 
 
-def test_an_empty_object_is_an_empty_file(store):
-    file = opened(store, b"")
-    assert file.read() == b""
-    assert file.seek(0, io.SEEK_END) == 0
-
-
 def test_a_replaced_object_is_noticed(store):
     file = opened(store, bytes(MIB))
     put(store, bytes([1]) * MIB)
