@@ -51,7 +51,7 @@ WORKER := PYTHONHASHSEED=$(HASHSEED) MALLOC_ARENA_MAX=2 PYTHONDONTWRITEBYTECODE=
 
 COMPOSE := docker compose --file integration/compose.yaml
 
-.PHONY: demo test test-fast test-azurite build docs evolve fuzz soak test-versions integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
+.PHONY: demo test test-fast test-azurite test-terraform gpu build docs evolve fuzz soak test-versions integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo $(if $(URI),--uri $(URI)) $(ARGS)
@@ -128,6 +128,23 @@ integration-frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[s3]' --requirement $<
 	@touch $@
+
+# on a machine with a GPU, in minutes and without a network, by the Python that has torch for it
+gpu:
+	$(PYTHON) tests/gpu/gpu.py $(ARGS)
+
+# what Terraform says of the modules, whose providers it fetches; TFLint where it is installed
+MODULES := $(patsubst %,terraform/%,aws azure gcp)
+
+test-terraform:
+	terraform fmt -check -recursive terraform
+	@for module in $(MODULES); do \
+		echo "$$module:"; \
+		terraform -chdir=$$module init -backend=false -input=false >/dev/null && \
+		terraform -chdir=$$module validate && \
+		terraform -chdir=$$module test || exit 1; \
+		if command -v tflint >/dev/null; then tflint --chdir=$$module || exit 1; fi; \
+	done
 
 # our requests beside those of the vendors' clients: CLOUDS="s3 gcs azure"
 compare: $(VENV)/.integration

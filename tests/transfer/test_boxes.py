@@ -127,16 +127,6 @@ def test_reads_come_in_the_order_of_bytes_and_do_not_overlap(region, itemsize, l
 
 @settings(max_examples=200)
 @given(**PLANS)
-def test_neighbouring_rows_are_one_read(region, itemsize, limit, merge_gap):
-    """Two contiguous reads are apart: what follows at once is not asked for anew."""
-    reads = planned(region, itemsize, limit, merge_gap)
-    for one, following in itertools.pairwise(reads):
-        if one.contiguous and following.contiguous:
-            assert one.stop < following.start
-
-
-@settings(max_examples=200)
-@given(**PLANS)
 def test_what_lies_near_enough_is_one_read_if_the_limit_allows(region, itemsize, limit, merge_gap):
     shape, offsets, lengths = region
     wanted = np.zeros(shape, bool)
@@ -154,30 +144,6 @@ def test_what_lies_near_enough_is_one_read_if_the_limit_allows(region, itemsize,
 )
 def test_nothing_is_read_for_nothing(shape, offsets, lengths):
     assert list(plan_boxes(shape, offsets, lengths, 4, limit=100, merge_gap=0)) == []
-
-
-@pytest.mark.parametrize("limit", [1, 4, 10**9])
-def test_a_tensor_without_dimensions_is_one_read(limit):
-    (read,) = plan_boxes([], [], [], 4, limit=limit, merge_gap=0)
-    assert (read.box, read.start, read.stop, read.contiguous) == ((), 0, 4, True)
-
-
-def test_a_large_region_of_whole_rows_stays_one_read():
-    (read,) = plan_boxes([10**6, 4096], [5, 0], [900_000, 4096], 2, limit=16 * MIB, merge_gap=MIB)
-    assert (read.start, read.stop) == (5 * 8192, 900_005 * 8192)
-    assert read.contiguous
-
-
-def test_half_of_every_row_is_read_with_the_other_half_if_rows_are_short():
-    reads = list(plan_boxes([1000, 64], [0, 0], [1000, 32], 4, limit=64 * KIB, merge_gap=128))
-    assert sum(read.stop - read.start for read in reads) < 2 * 1000 * 32 * 4
-    assert len(reads) == 4  # 256 rows of 256 bytes each
-
-
-def test_half_of_every_row_is_read_alone_if_rows_are_long():
-    reads = list(plan_boxes([10, 4096], [0, 0], [10, 2048], 4, limit=64 * KIB, merge_gap=KIB))
-    assert [read.stop - read.start for read in reads] == [8192] * 10
-    assert all(read.contiguous for read in reads)
 
 
 # slices
@@ -202,11 +168,6 @@ def test_slices_cover_a_tensor_once_in_row_major_order(shape, itemsize, limit):
         assert part.contiguous
         seen.append(elements)
     assert np.concatenate([np.array([], int), *seen]).tolist() == list(range(numbers.size))
-
-
-def test_slices_are_as_large_as_the_limit_allows():
-    parts = list(row_major_slices((1000, 4), 4, 1600))
-    assert [part.box[0] for part in parts] == [(at, 100) for at in range(0, 1000, 100)]
 
 
 # requests
@@ -320,18 +281,6 @@ def test_a_run_that_can_be_cut_takes_few_requests(segments, limit, merge_gap):
     total = sum(one.stop - one.start for one in segments)
     requests = list(pack_requests(segments, limit=limit, merge_gap=merge_gap))
     assert len(requests) <= math.ceil(total / limit) * 1.2 + 1
-
-
-def test_segments_that_overlap_are_read_twice():
-    segments = [segment(0, 100, 1, 0, 0), segment(50, 150, 1, 0, 1)]
-    requests = list(pack_requests(segments, limit=1000, merge_gap=1000))
-    assert [(r[0].start, r[-1].stop) for r in requests] == [(0, 100), (50, 150)]
-
-
-def test_equal_segments_are_both_read():
-    segments = [segment(0, 100, 0, 0, 0), segment(0, 100, 0, 0, 1)]
-    requests = list(pack_requests(segments, limit=1000, merge_gap=1000))
-    assert sorted(name(piece) for request in requests for piece in request) == ["0", "1"]
 
 
 def test_a_billion_bytes_are_planned_quickly():

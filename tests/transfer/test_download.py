@@ -33,7 +33,6 @@ from cloudckpt.transfer.stats import TransferStats
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
 
-KIB = 1024
 BLOCK = 1000
 PATIENT = RetryPolicy(attempts=200, base=0.0, cap=0.0)
 
@@ -130,23 +129,6 @@ def test_every_wanted_byte_arrives(items, parts, request_size, merge_gap, verify
     assert [bytes(want.sink.data) for want in wanted] == expected
 
 
-@pytest.mark.parametrize("size", [64 * KIB - 1, 64 * KIB, 3 * MIB + 12_345])
-@pytest.mark.parametrize("cut", [0, 1, 777])
-def test_small_and_large_targets_are_filled_exactly(store, size, cut):
-    data = stored(store, size + 2 * cut)
-    want = bytes_wanted(source_of(data, block=64 * KIB), cut, cut + size)
-    fetch(store, [want])
-    assert bytes(want.sink.data) == data[cut : cut + size]
-
-
-def test_nothing_wanted_asks_for_nothing(store):
-    put(store, "object", b"data")
-    source = source_of(b"data")
-    assert fetch(store, []).requests == 0
-    assert fetch(store, [bytes_wanted(source, 2, 2)]).requests == 0
-    assert store.calls["get_range"] == 0
-
-
 def as_tensor(data, dtype=torch.float32):
     return torch.frombuffer(bytearray(data), dtype=dtype)
 
@@ -189,17 +171,6 @@ def test_a_contiguous_tensor_takes_its_bytes_in_any_cuts(store, name, request_si
     assert torch.equal(target, as_tensor(data).view(60, 50).to(target.dtype))
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3, 64])
-def test_bytes_at_an_odd_place_become_elements(store, offset):
-    """Another writer's data need not be aligned."""
-    data = some_bytes(offset) + torch.randn(3000).numpy().tobytes()
-    put(store, "object", data)
-    target = torch.zeros(3000, dtype=torch.float64)
-    source = source_of(data, offset=offset, block=0)
-    fetch(store, [Wanted(source, 0, 12_000, FlatSink(target, torch.float32), True)])
-    assert torch.equal(target, as_tensor(data[offset:]).double())
-
-
 def test_a_box_is_taken_out_of_the_rows_around_it(store):
     stored = torch.randn(40, 30)
     data = stored.numpy().tobytes()
@@ -210,17 +181,6 @@ def test_a_box_is_taken_out_of_the_rows_around_it(store):
     stop = start + (9 * 30 + 8) * 4
     fetch(store, [Wanted(source_of(data), start, stop, sink, False)])
     assert torch.equal(target, stored[5:15, 11:19])
-
-
-def test_a_box_goes_into_a_target_of_any_strides(store):
-    data = torch.randn(6, 20).numpy().tobytes()
-    put(store, "object", data)
-    target = torch.zeros(20, 9).t()
-    sink = BoxSink(target, ((2, 6), (0, 20)), torch.float32, None)
-    fetch(store, [Wanted(source_of(data), 0, len(data), sink, False)])
-    assert torch.equal(target[2:8], as_tensor(data).view(6, 20))
-    assert not target[:2].any()
-    assert not target[8:].any()
 
 
 # economy
@@ -461,24 +421,6 @@ def test_an_error_of_one_request_stops_the_others():
 # memory for detours
 
 
-def test_memory_is_used_again():
-    pool = ScratchPool(8 * MIB, Cancellation())
-    places = set()
-    for _ in range(20):
-        with pool.borrowed(3 * MIB, pinned=False) as buffer:
-            assert buffer.numel() >= 3 * MIB
-            places.add(buffer.data_ptr())
-    assert len(places) == 1
-
-
-def test_two_loans_at_once_do_not_overlap():
-    pool = ScratchPool(8 * MIB, Cancellation())
-    with pool.borrowed(MIB, pinned=False) as one, pool.borrowed(MIB, pinned=False) as other:
-        one.fill_(1)
-        other.fill_(2)
-        assert (int(one.min()), int(one.max())) == (1, 1)
-
-
 def test_loans_stay_within_the_limit_whatever_is_asked_for():
     limit, lent, most = 16 * MIB, 0, 0
     pool, lock = ScratchPool(limit, Cancellation()), threading.Lock()
@@ -501,14 +443,6 @@ def test_loans_stay_within_the_limit_whatever_is_asked_for():
     for thread in threads:
         thread.join(60)
     assert 0 < most <= limit
-
-
-def test_a_loan_above_the_limit_is_granted_when_it_is_the_only_one():
-    pool = ScratchPool(2 * MIB, Cancellation())
-    with pool.borrowed(5 * MIB, pinned=False) as buffer:
-        assert buffer.numel() >= 5 * MIB
-    with pool.borrowed(MIB, pinned=False) as buffer:
-        assert buffer.numel() >= MIB
 
 
 def test_a_wait_for_memory_ends_with_the_cancellation():

@@ -14,7 +14,7 @@ import pytest
 from cloudckpt.errors import ServerError, TransferCancelledError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.transfer import group as group_module
-from cloudckpt.transfer.group import Cancellation, TaskGroup
+from cloudckpt.transfer.group import TaskGroup
 
 PATIENCE = 30  # seconds after which a test that hangs fails
 
@@ -76,16 +76,6 @@ def test_all_tasks_have_run_when_the_group_ends():
     assert sorted(done) == list(range(200))
 
 
-def test_a_group_without_tasks_ends():
-    TaskGroup(4, name="no-tasks").run(lambda: None)
-    assert threads_of("no-tasks") == []
-
-
-def test_as_many_tasks_run_at_once_as_the_group_is_wide():
-    meeting = threading.Barrier(5, timeout=PATIENCE)
-    run(TaskGroup(5), *[meeting.wait] * 10)
-
-
 def test_no_more_tasks_run_at_once_than_the_group_is_wide():
     work = Running()
     run(TaskGroup(3), *[work] * 60)
@@ -117,22 +107,6 @@ def test_a_group_grows_when_its_pace_says_so():
     assert pace.has_ended
 
 
-def test_a_group_whose_producer_is_done_grows_too():
-    def produce():
-        for _ in range(12):
-            group.submit(meeting.wait)
-        done.set()
-
-    def late(threads, is_full):
-        return 6 if done.is_set() else 2
-
-    done, meeting = threading.Event(), threading.Barrier(6, timeout=PATIENCE)
-    pace = Widths(2)
-    pace.width = lambda threads, *, is_full: late(threads, is_full)
-    group = TaskGroup(2, pace=pace, most_waiting=math.inf)
-    group.run(produce)
-
-
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_group_shrinks_when_its_pace_says_so_and_all_tasks_are_carried_out(width):
     work = Running(0.002)
@@ -140,11 +114,6 @@ def test_a_group_shrinks_when_its_pace_says_so_and_all_tasks_are_carried_out(wid
     assert len(work.counts) == 400
     assert max(work.counts[-100:]) <= width
     assert threads_of("shrinks") == []
-
-
-def test_nobody_asks_a_pace_before_all_threads_are_busy():
-    run(TaskGroup(8, pace=(pace := Widths(8))), lambda: threading.Event().wait(0.05))
-    assert pace.asked == 0
 
 
 def test_a_failure_ends_a_group_that_grows():
@@ -159,17 +128,6 @@ def test_a_failure_ends_a_group_that_grows():
         group.run(produce)
     assert threads_of("fails") == []
     assert not pace.has_ended
-
-
-def test_few_threads_are_started_for_few_tasks():
-    def produce():
-        first = Gate()
-        group.submit(first.open)
-        first.wait()
-        assert len(threads_of("few-tasks")) == 1
-
-    group = TaskGroup(50, name="few-tasks")
-    group.run(produce)
 
 
 def test_a_producer_does_not_run_ahead_of_the_tasks():
@@ -506,18 +464,6 @@ def test_an_interrupt_at_any_moment_stops_the_tasks(fails):
 
 
 # cancellation
-
-
-def test_a_flag_is_raised_once_and_for_all():
-    cancellation = Cancellation()
-    cancellation.check()
-    cancellation.wait(0)
-    cancellation.cancel()
-    cancellation.cancel()
-    with pytest.raises(TransferCancelledError):
-        cancellation.check()
-    with pytest.raises(TransferCancelledError):
-        cancellation.wait(PATIENCE)
 
 
 def test_the_error_of_a_group_holds_no_reference_to_it_for_ever():

@@ -3,7 +3,6 @@
 import random
 import threading
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,9 +17,6 @@ S3 = Capabilities(
     max_part_size=5 * 1024 * MIB,
     max_parts=10_000,
     max_put_size=5 * 1024 * MIB,
-)
-SMALL = Capabilities(
-    conditional_writes=True, min_part_size=1, max_part_size=1 << 40, max_parts=7, max_put_size=1
 )
 
 
@@ -114,14 +110,6 @@ def test_every_loan_is_given_back_once_with_its_last_part(sizes, part_size):
     assert [(loan.holders, loan.returns) for loan in loans] == [(0, 1)] * len(loans)
 
 
-def test_a_part_that_is_released_again_gives_nothing_back_twice():
-    loan = Loan()
-    (part,) = cut([Piece(memoryview(b"data"), lease=loan)], 10)
-    part.release()
-    part.release()
-    assert (loan.holders, loan.returns) == (0, 1)
-
-
 def test_pieces_show_the_memory_that_they_were_given():
     memory = bytearray(1000)
     parts = cut([Piece(memoryview(memory))], 300)
@@ -194,14 +182,6 @@ def test_parts_of_copies_leave_room_in_the_budget(nbytes, wanted, budget, connec
     assert size < max(budget // 6, 5 * MIB) + MIB  # whole mebibytes
     unlimited = choose_part_size(0, wanted, S3, connections=connections)
     assert size >= min(budget // 6, unlimited)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "wanted", "size"),
-    [(0, None, 16 * MIB), (0, 1000, 1000), (7000, 1000, 1000), (7001, 1000, 1001), (70, 3, 10)],
-)
-def test_small_limits_of_a_store_are_kept(nbytes, wanted, size):
-    assert choose_part_size(nbytes, wanted, SMALL, connections=16) == size
 
 
 @given(nbytes=st.integers(0, 60 << 40), connections=CONNECTIONS)

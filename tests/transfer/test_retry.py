@@ -117,11 +117,6 @@ def test_pauses_are_drawn_between_the_base_and_three_times_the_one_before():
     assert waiting.pauses == [1.5, 2.25, 3.375, 5.0625]
 
 
-def test_pauses_are_not_longer_than_the_cap():
-    _, waiting, _ = run([ServerError("busy")] * 4)
-    assert waiting.pauses == [3.0, 8.0, 8.0, 8.0]
-
-
 @pytest.mark.parametrize("kind", PASSING)
 def test_what_may_go_away_is_tried_until_the_deadline(kind):
     """However often: a store that is started anew, or a load that is spread, takes minutes."""
@@ -174,27 +169,6 @@ def test_those_who_failed_together_do_not_come_back_together():
     assert asked[-1] == (1.0, 8.0)
 
 
-@pytest.mark.parametrize("kind", PASSING)
-@pytest.mark.parametrize("attempts", [1, 2, 5])
-def test_tries_may_be_limited(attempts, kind):
-    errors = [kind(f"failure {n}") for n in range(1, 10)]
-    last = errors[attempts - 1]
-    result, waiting, script = run(errors, attempts=attempts)
-    assert result is last
-    assert (script.calls, len(waiting.pauses)) == (attempts, attempts - 1)
-    assert f"gave up after {attempts} tries" in str(result)
-
-
-def test_time_is_limited_from_the_first_failure_on():
-    """A request of an hour that then fails may still be tried again."""
-    result, _, script = run([ServerError("busy")] * 2, seconds=3600.0, deadline=3700.0)
-    assert result == "done"
-    assert script.calls == 3
-    result, _, script = run([ServerError("busy")] * 3, seconds=3600.0, deadline=3700.0)
-    assert isinstance(result, ServerError)
-    assert script.calls == 3
-
-
 @given(
     failures=st.integers(0, 12),
     attempts=st.integers(1, 12),
@@ -245,16 +219,6 @@ def test_a_real_wait_ends_with_the_cancellation():
 
     with pytest.raises(TransferCancelledError):
         Retrier(RetryPolicy(deadline=7200.0), cancellation).call(fail)
-
-
-def test_every_retry_is_counted():
-    counted, waiting = [], Waiting()
-    script = Script([ServerError("busy")] * 3, waiting)
-    retrier = Retrier(
-        RetryPolicy(), waiting, on_retry=lambda _: counted.append(1), clock=waiting.clock
-    )
-    assert retrier.call(script) == "done"
-    assert len(counted) == 3
 
 
 def test_cleaning_up_does_not_delay_the_error_for_long():
@@ -347,11 +311,6 @@ def test_a_failure_beside_a_replacement_is_one_of_it(version, told):
 def test_a_failure_without_a_replacement_is_none_of_it():
     read = ObjectInfo("run/.metadata", 1, "1")
     check_unchanged(Holding("1"), read, "uri", RetryPolicy(), ObjectNotFoundError("gone"))
-
-
-def test_what_a_retrier_calls_may_call_it_again():
-    retrier = Retrier(RetryPolicy(attempts=1))
-    assert retrier.call(lambda: retrier.call(lambda: 7)) == 7
 
 
 class Look:

@@ -122,61 +122,11 @@ def test_an_object_arrives_as_it_was_written(store, size, piece):
     assert held(store) == [KEY]
 
 
-@pytest.mark.parametrize("size", [0, 1, PART])
-def test_a_small_object_is_one_request(store, size):
-    _, stats = send(store, pieces_of(some_bytes(size), 300))
-    assert dict(store.calls) == {"put": 1}
-    assert (stats.nbytes, stats.requests, stats.retries) == (size, 1, 0)
-
-
-def test_a_large_object_is_sent_in_parts(store):
-    _, stats = send(store, pieces_of(some_bytes(3 * PART + 1), 700))
-    assert dict(store.calls) == {"create_upload": 1, "put_part": 4, "complete_upload": 1}
-    assert (stats.nbytes, stats.retries) == (3 * PART + 1, 0)
-
-
-def test_parts_that_arrive_out_of_order_are_put_in_order():
-    later = threading.Event()
-
-    class Reordering(Checking):
-        """Takes part 1 only when part 2 is there."""
-
-        def put_part(self, upload, number, body, **others):
-            assert number != 1 or later.wait(30)
-            part = super().put_part(upload, number, body, **others)
-            if number == 2:
-                later.set()
-            return part
-
-    store = FaultyStore(Reordering())
-    data = some_bytes(3 * PART)
-    upload, _ = send(store, pieces_of(data, PART), width=2)
-    assert bytes(store.inner.get(KEY)[0]) == data
-    assert upload.checksum == CRC32C.of(data)
-
-
 def test_nothing_is_copied_on_the_way_to_the_store(store):
     data = bytearray(some_bytes(5 * PART + 1))
     send(store, pieces_of(data, 1300))
     assert store.inner.owners
     assert all(owner is data for owner in store.inner.owners)
-
-
-def test_loans_are_given_back_when_their_bytes_are_sent(store):
-    class Loan:
-        holders = 1
-
-        def retain(self):
-            self.holders += 1
-
-        def release(self):
-            self.holders -= 1
-
-    pieces = pieces_of(some_bytes(7 * PART + 1), 300)
-    for piece in pieces:
-        piece.lease = Loan()
-    send(store, pieces)
-    assert {piece.lease.holders for piece in pieces} == {0}
 
 
 @settings(max_examples=60)
@@ -397,13 +347,6 @@ def test_twins_that_can_not_be_listed_fail_nothing(store, caplog):
     assert "could not be listed" in caplog.text
 
 
-def test_twins_of_other_objects_are_left_alone(store):
-    store.inner.create_upload(KEY + "-of-somebody-else", PART)
-    store.fail("create_upload", ConnectionLostError, calls=[1], when="after")
-    send(store, pieces_of(some_bytes(2500), 700))
-    assert held(store) == [KEY, f"upload of {KEY}-of-somebody-else"]
-
-
 # failures
 
 
@@ -487,48 +430,6 @@ def test_an_abort_that_failed_for_now_is_tried_again(store):
 # the faulty store itself
 
 
-def test_faults_strike_the_chosen_calls(store):
-    store.fail("put", ServerError, calls=[2, 3], where=lambda key: key.startswith("a"))
-
-    def put(key):
-        try:
-            store.put(key, [], checksum=0)
-        except ServerError:
-            return "failed"
-        return "done"
-
-    keys = ["a1", "b1", "a2", "b2", "a3", "a4"]
-    assert [put(key) for key in keys] == ["done", "done", "failed", "done", "failed", "done"]
-    assert (store.calls["put"], store.failed["put"]) == (6, 2)
-    assert held(store) == ["a1", "a4", "b1", "b2"]
-    store.fail("put", ServerError)
-    store.heal()
-    assert put("a5") == "done"
-
-
-def test_a_share_of_calls_fails_and_always_the_same():
-    def outcomes(seed):
-        store = FaultyStore(Checking(), seed=seed)
-        store.fail("head", ServerError, probability=0.3)
-        found = []
-        for _ in range(300):
-            with pytest.raises((ServerError, ObjectNotFoundError)) as caught:
-                store.head("missing")
-            found.append(caught.type)
-        return found
-
-    one = outcomes(1)
-    assert outcomes(1) == one
-    assert outcomes(2) != one
-    assert 50 < one.count(ServerError) < 130
-
-
-@pytest.mark.parametrize("verb", ["head", "create_upload", "list", "delete"])
-def test_only_payload_can_be_cut_short(store, verb):
-    with pytest.raises(ValueError, match=verb):
-        store.fail(verb, ServerError, when="during")
-
-
 def test_few_threads_at_a_time_compute_checksums(store, monkeypatch):
     """There is a call for each block, and each gives the GIL away: many threads would queue."""
     inside, most, lock = 0, 0, threading.Lock()
@@ -601,14 +502,4 @@ def test_an_end_whose_parts_fail_leaves_nothing(store, call, width):
     store.fail("put_part", AccessDeniedError, calls=[call])
     with pytest.raises(AccessDeniedError):
         send(store, [Piece(memoryview(data), sums)], width=width, end=end)
-    assert held(store) == []
-
-
-def test_an_end_that_can_not_be_made_ends_the_upload(store):
-    def fail():
-        raise ValueError("no checksums")
-
-    data = some_bytes(3 * PART)
-    with pytest.raises(ValueError, match="no checksums"):
-        send(store, pieces_of(data, 700), end=Piece(memoryview(bytearray(2500)), made=fail))
     assert held(store) == []
