@@ -29,35 +29,6 @@ def test_the_architecture_page_names_every_room_that_exists():
     assert [room for room in rooms if room not in page] == []
 
 
-_WALK = re.compile(r"^\*\*(.*?): (\d+) stops, (\d+) files\.\*\*\n\n(.*?)(?:\n\n|\Z)", re.M | re.S)
-_STOP = re.compile(r"^\| (\d+) \| `([\w/*]+)(?:\.([\w.]+))?` \|", re.M)
-
-
-def test_the_walks_through_the_code_name_what_is_there_and_count_it():
-    source, walks = ROOT / "src" / "cloudckpt", _WALK.findall((ROOT / "docs/flow.md").read_text())
-    assert len(walks) == 2
-    for _, stops, files, table in walks:
-        found = _STOP.findall(table)
-        assert [int(number) for number, _, _ in found] == list(range(1, int(stops) + 1))
-        assert len({path for _, path, _ in found}) == int(files)
-        for _, path, name in found:
-            if path.endswith("/*"):
-                assert (source / path.removesuffix("/*")).is_dir()
-                continue
-            tree = ast.parse((source / f"{path}.py").read_text())
-            for part in name.split("."):
-                [tree] = [n for n in tree.body if getattr(n, "name", None) == part]
-
-
-def test_the_clients_that_requests_were_compared_with_are_those_that_are_pinned():
-    pages = ("decisions.md", "gcs.md", "azure.md")
-    text = " ".join(" ".join((ROOT / "docs" / page).read_text().split()) for page in pages)
-    pinned = (ROOT / "constraints.txt").read_text()
-    for client in ("boto3", "google-cloud-storage", "azure-storage-blob"):
-        named = set(re.findall(rf"{client} (\d+\.\d+)", text))
-        assert named == set(re.findall(rf"^{client}==(\d+\.\d+)\.", pinned, re.MULTILINE))
-
-
 _FENCE = re.compile(r"^( *)```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 _NOT_RUN = re.compile(r"<!-- not run: [^>]{20,} -->\n *$")  # above the fence, with the reason
 
@@ -157,31 +128,6 @@ def test_the_quick_start_runs_as_it_stands_on_one_process_and_on_ranks(tmp_path)
         assert (ended.returncode, ended.stdout) == (0, printed), ended.stderr
 
 
-def test_links_within_the_documentation_lead_somewhere():
-    pages = [
-        *ROOT.glob("*.md"),
-        *(ROOT / "docs").rglob("*.md"),
-        *ROOT.glob("terraform/**/README.md"),
-    ]
-    broken = []
-    for page in pages:
-        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
-        for link in re.findall(r"\]\(([^)\s]+)\)", text):
-            path, _, anchor = link.partition("#")
-            if link.startswith(("http://", "https://")):
-                continue
-            to = (page.parent / path).resolve() if path else page
-            if not to.exists() or (anchor and anchor not in _anchors(to)):
-                broken.append(f"{page.relative_to(ROOT)}: {link}")
-    assert broken == []
-
-
-def _anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 RUN = (
     "background",
     "conversion",
@@ -224,12 +170,6 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code():
     headings = re.findall(r"^### [A-Z][\w ]+: `(.+)`$", page, re.MULTILINE)
     assert len(headings) > 25
     assert [heading for heading in headings if not any(heading in text for text in texts)] == []
-
-
-def test_every_page_is_on_the_site():
-    listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    docs = ROOT / "docs"
-    assert sorted(listed) == sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
 
 
 def test_all_that_is_public_is_in_the_reference():

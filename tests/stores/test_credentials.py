@@ -30,7 +30,7 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.azure.store import AzureStore
-from cloudckpt.stores.credentials import Credentials, check_credential
+from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.gcs.store import GCSStore
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.options import HttpOptions
@@ -347,13 +347,6 @@ def test_what_a_failing_credential_process_says_is_not_shown(
     assert_hidden(attempt("s3://bucket"), SECRET)
 
 
-def test_what_a_store_says_of_a_deletion_is_masked(open_s3, server):
-    server.answer(status=403, body=error_xml("AccessDenied", f"sig={SECRET}", Key="a"))
-    with pytest.raises(StoreError) as caught:
-        open_s3().delete("a")
-    assert_hidden([str(caught.value)], SECRET)
-
-
 @in_all_dialects
 def test_no_store_shows_what_it_holds(azure_key, google_files, tls_server, opened, root):
     google_files()
@@ -458,27 +451,6 @@ def test_white_space_around_a_credential_is_named(
         )
     assert "remove it" in str(caught.value)
     assert server.requests == []
-
-
-@pytest.mark.parametrize(
-    ("variable", "root"),
-    [("GOOGLE_APPLICATION_CREDENTIALS", "gs://bucket"), ("AZURE_CLIENT_SECRET", "az://container")],
-)
-def test_white_space_around_what_leads_to_a_token_is_named(
-    monkeypatch, tls_server, google_files, variable, root
-):
-    google_files()
-    value = os.environ.get(variable, SECRET)
-    monkeypatch.setenv(variable, f"{value}\n")
-    config = CONFIGS[root](tls_server.url)
-    with pytest.raises(CredentialsError, match=f"{variable} ends in white space"):
-        cloudckpt.save({"w": torch.ones(2)}, checkpoint_id=f"{root}/run", config=config)
-
-
-def test_a_secret_key_that_does_not_travel_may_have_any_letters():
-    check_credential("größer", "it", header=False)
-    with pytest.raises(CredentialsError, match="not ASCII"):
-        check_credential("größer", "it")
 
 
 # looked for anew

@@ -12,7 +12,6 @@ import google.auth.exceptions
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from google.auth.compute_engine import _metadata
 
 from cloudckpt import Config, GCSOptions
 from cloudckpt.errors import (
@@ -20,7 +19,6 @@ from cloudckpt.errors import (
     ConfigError,
     ConnectionLostError,
     CredentialsError,
-    StoreError,
 )
 from cloudckpt.stores.gcs import access as gcs_access
 from cloudckpt.stores.gcs.store import GCSStore
@@ -150,15 +148,6 @@ def test_a_first_token_that_is_refused_is_final_and_a_refresh_is_tried_again(ope
     call(store, secure, "head")
 
 
-def test_the_project_of_the_option_wins_over_that_of_the_credentials(open_with, secure):
-    credentials = FakeCredentials()
-    credentials._quota_project_id = "theirs"
-    store = open_with(credentials)
-    assert call(store, secure, "head").headers["x-goog-user-project"] == "theirs"
-    store = open_with(credentials, user_project="mine")
-    assert call(store, secure, "head").headers["x-goog-user-project"] == "mine"
-
-
 # where credentials are found
 
 
@@ -235,17 +224,6 @@ def test_a_wrong_clock_is_named_where_google_refuses_the_time_of_a_signature(
     assert caught.value.uri.startswith("gs://bucket")
 
 
-def test_a_service_account_is_acted_as(open_gcs, account_file, server, monkeypatch):
-    other = "other@project.iam.gserviceaccount.com"
-    store = open_gcs(file=account_file, impersonate=other)
-    monkeypatch.setenv("HTTPS_PROXY", server.url)
-    server.answer(status=502)
-    with pytest.raises(StoreError):
-        store.head("run/object")
-    asked = [(request.method, request.target) for request in server.requests]
-    assert asked == [("CONNECT", "iamcredentials.googleapis.com:443")]
-
-
 @pytest.mark.parametrize(
     ("content", "word"),
     [
@@ -276,74 +254,6 @@ def test_credentials_are_never_sent_in_the_clear():
     options = GCSOptions(endpoint_url="http://store.example", impersonate="x")
     with pytest.raises(ConfigError, match="https"):
         GCSStore("bucket", Config(gcs=options))
-
-
-# many threads, and what is refused
-
-
-@pytest.fixture
-def numbered(token_server):
-    """Gives out token-1, token-2…, after what is queued."""
-    numbers = itertools.count(1)
-
-    token_server.respond(lambda request: token_answer(token_server, f"token-{next(numbers)}"))
-    return token_server
-
-
-ACCOUNT = "job@project.iam.gserviceaccount.com"
-
-
-@pytest.fixture
-def metadata_server(stub_server, monkeypatch):
-    """A metadata server of Google's machines.
-
-    https://cloud.google.com/compute/docs/metadata/querying-metadata: every answer has the header
-    Metadata-Flavor. Its tokens are token-1, token-2…
-    """
-    numbers = itertools.count(1)
-    flavor = {"Metadata-Flavor": "Google", "Content-Type": "application/json"}
-    texts = {
-        "/": "computeMetadata/\n",
-        "/project/project-id": "project",
-        "/instance/service-accounts/default/": json.dumps({"email": ACCOUNT, "scopes": []}),
-        f"/instance/service-accounts/{ACCOUNT}/": json.dumps({"email": ACCOUNT, "scopes": []}),
-    }
-
-    with stub_server() as server:
-
-        def respond(request):
-            assert request.headers["Metadata-Flavor"] == "Google"
-            path = request.target.partition("?")[0].removeprefix("/computeMetadata/v1")
-            if path == "/instance/service-accounts/default/token":
-                token = {"access_token": f"token-{next(numbers)}", "expires_in": 3600}
-                return server.Answer(headers=flavor, body=json.dumps(token).encode())
-            if path not in texts:
-                return server.Answer(404, headers=flavor)
-            kind = "application/json" if texts[path][0] == "{" else "application/text"
-            headers = {**flavor, "Content-Type": kind}
-            return server.Answer(headers=headers, body=texts[path].encode())
-
-        server.texts = texts
-        server.work = lambda: server.respond(respond)
-        server.work()
-        host = server.url.removeprefix("http://")
-        monkeypatch.setenv("GCE_METADATA_IP", host)
-        monkeypatch.setattr(_metadata, "_GCE_METADATA_HOST", host)
-        monkeypatch.setattr(_metadata, "_NO_GCE_CHECK", False, raising=False)  # of newer ones
-        monkeypatch.delenv("NO_GCE_CHECK")
-        monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda seconds: None)
-        yield server
-
-
-@pytest.fixture(params=["account_file", "workload_file", "metadata_server"])
-def source(request, monkeypatch):
-    """Credentials whose tokens are numbered; returns the server that gives them out."""
-    if request.param == "metadata_server":
-        return request.getfixturevalue(request.param)
-    server = request.getfixturevalue("numbered")
-    path = request.getfixturevalue(request.param)
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
-    return server
 
 
 # universes, and what else google-auth tells
@@ -389,15 +299,6 @@ def test_the_universe_of_the_credentials_must_be_that_of_the_endpoint(
     with contextlib.nullcontext() if fits else pytest.raises(CredentialsError, match=universe):
         open_with(credentials, endpoint_url=endpoint)
     assert credentials.refreshes == 0
-
-
-def test_a_refusal_shows_googles_name_for_the_request(open_with, secure):
-    """https://cloud.google.com/storage/docs/json_api/v1/parameters: X-GUploader-UploadID."""
-    store = open_with(FakeCredentials())
-    for verb in VERBS:
-        secure.answer(status=403, headers={"X-GUploader-UploadID": "ABg5-Uy"})
-        with pytest.raises(StoreError, match="request ABg5-Uy"):
-            VERBS[verb](store)
 
 
 # where requests go
@@ -452,20 +353,6 @@ def test_only_google_is_known_to_honour_conditions(open_with, endpoint, known):
 
 
 # what is told to people
-
-
-def test_a_store_tells_where_its_token_comes_from_and_when_it_ends(
-    open_gcs, secure, account_file, workload_file
-):
-    origin = open_gcs(file=account_file).origin()
-    found_by = "found by GOOGLE_APPLICATION_CREDENTIALS"
-    assert origin.source == f"google.oauth2.service_account, {found_by}"
-    assert origin.identity == "job@project.iam.gserviceaccount.com"
-    assert origin.ends > datetime.datetime.now(datetime.timezone.utc).timestamp() + 3000
-    origin = open_gcs(file=workload_file).origin()
-    assert "google.auth.identity_pool" in origin.source
-    assert "GOOGLE_APPLICATION_CREDENTIALS" in origin.source
-    assert "anonymous" in open_gcs(anonymous=True).origin().source
 
 
 def test_a_key_file_that_was_replaced_is_read_when_a_refresh_with_the_old_key_fails(

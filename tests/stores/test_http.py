@@ -6,7 +6,6 @@ Runs against the scripted stub of ``conftest.py``.
 import contextlib
 import io
 import logging
-import operator
 import os
 import random
 import re
@@ -204,13 +203,6 @@ def test_any_framing_of_an_answer_is_understood(server, client, framing):
     server.respond(lambda request: server.Answer(body=data, framing=framing))
     assert get(client, server.url, len(data)) == data
     assert get(client, server.url, len(data)) == data
-
-
-def test_a_redirect_is_not_followed(server, client):
-    server.answer(status=301, headers={"Location": f"{server.url}/elsewhere"})
-    with client.send("GET", f"{server.url}/here", {}) as reply:
-        assert reply.status == 301
-    assert [request.target for request in server.requests] == ["/here"]
 
 
 def test_the_text_of_an_error_is_read_up_to_a_limit(server, client):
@@ -547,23 +539,6 @@ def test_a_closed_client_leaves_no_thread_behind(server):
 # proxies and TLS
 
 
-@pytest.mark.parametrize("scheme", ["http://", "", "//"])
-@pytest.mark.parametrize("user", ["", "user:pass%20word@"])
-def test_a_proxy_gets_the_request_with_its_whole_address_and_the_password_of_its_url(
-    server, open_client, scheme, user
-):
-    server.answer(body=b"data")
-    client = open_client(proxy=server.url.replace("http://", scheme + user))
-    assert get(client, "http://bucket.example/key", 4) == b"data"
-    (request,) = server.requests
-    assert (request.target, request.headers["Host"]) == (
-        "http://bucket.example/key",
-        "bucket.example",
-    )
-    authorization = "Basic dXNlcjpwYXNzIHdvcmQ=" if user else None
-    assert request.headers["Proxy-Authorization"] == authorization
-
-
 @pytest.mark.parametrize(
     "proxy",
     [
@@ -678,34 +653,6 @@ def sockets() -> int:
         with contextlib.suppress(OSError):  # the listing's own
             names.append(os.readlink(f"/proc/self/fd/{number}"))
     return sum(name.startswith("socket:") for name in names)
-
-
-TWO_LENGTHS = b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    ("head", "told", "compare"),
-    [
-        # the sockets of an earlier test may have ended meanwhile
-        (b"HTTP/1.1 200 OK\r\nServer: slow", "no answer began", operator.le),
-        (TWO_LENGTHS, None, operator.eq),
-    ],
-    ids=["cut off and late", "without sense, and the end of its connection"],
-)
-def test_headers_that_no_answer_begins_with_leave_no_connection_open(
-    open_client, head, told, compare
-):
-    def serve(connection):
-        connection.recv(1000)
-        connection.sendall(head)
-        while connection.recv(1000):
-            pass
-
-    client, before = open_client(read_timeout=0.2), sockets()
-    with listening(serve) as port:
-        error = failure(client, f"http://127.0.0.1:{port}/key", match=told)
-    assert compare(sockets(), before)
-    assert error.__cause__ is not None  # it still knows what failed
 
 
 @pytest.mark.parametrize("native_tls", [True, False])

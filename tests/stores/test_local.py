@@ -94,15 +94,6 @@ def test_a_stopped_object_leaves_nothing_behind(store, tmp_path):
     assert files_below(tmp_path) == []
 
 
-def test_a_file_gets_the_permissions_that_the_user_wants(store, tmp_path):
-    before = os.umask(0o027)
-    try:
-        put(store, tmp_path / "object", b"data")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "object").stat().st_mode) == 0o640
-
-
 @pytest.mark.parametrize("if_absent", [True, False])
 def test_bytes_and_entry_are_on_the_disk_before_it_is_said(store, tmp_path, monkeypatch, if_absent):
     key, synced = tmp_path / "object", []
@@ -372,12 +363,6 @@ def test_a_process_that_is_forked_while_the_lock_is_held_does_not_keep_it(
         for descriptor in of_workers:
             os.close(descriptor)
     assert files_below(tmp_path) == []
-
-
-def test_a_version_belongs_to_a_file_not_to_its_bytes(store, tmp_path):
-    first = put(store, tmp_path / "object", b"same")
-    second = put(store, tmp_path / "object", b"same")
-    assert first.version != second.version
 
 
 def swap(upload, how, victim):

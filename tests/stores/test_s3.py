@@ -178,15 +178,6 @@ def test_the_requester_pays_for_every_request(open_s3, server, verb):
     assert "x-amz-request-payer" in request.headers["Authorization"]
 
 
-def test_checksums_are_sent_when_they_are_on(open_s3, server):
-    store, expected = open_s3(dialect="aws"), base64.b64encode(CRC.to_bytes(4, "big")).decode()
-    for verb in ("put", "put_part"):
-        assert call(store, server, verb).headers["x-amz-checksum-crc32c"] == expected
-    created = call(store, server, "create_upload")
-    assert created.headers["x-amz-checksum-algorithm"] == "CRC32C"
-    assert created.headers["x-amz-checksum-type"] == "FULL_OBJECT"
-
-
 def test_the_checksum_of_a_whole_upload_follows_from_its_parts(open_s3, server):
     store = open_s3(dialect="aws")
     first, last = b"first part", b"the last part"
@@ -362,15 +353,6 @@ def test_head_finds_the_region_that_only_another_answer_names(open_s3, server):
     assert regions(server) == ["us-east-1", "us-east-1", "eu-west-3"]
 
 
-def test_the_regions_of_machine_and_bucket_are_known_once_the_store_was_followed(open_s3, server):
-    store = open_s3()
-    assert store.regions() is None  # of another endpoint than Amazon's
-    server.answer(status=400, headers={"x-amz-bucket-region": "eu-west-3"}, body=MALFORMED)
-    call(store, server, "put")
-    assert store.regions() == ("us-east-1", "eu-west-3")
-    assert len(server.requests) == 2
-
-
 @pytest.mark.parametrize("region", [None, "eu-west-3", "us-east-1"])
 def test_a_region_that_was_given_is_that_of_the_bucket(open_s3, monkeypatch, region):
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
@@ -467,12 +449,6 @@ def test_head_finds_out_the_reason_that_its_answer_does_not_tell(
     assert isinstance(caught.value, expected)
 
 
-def test_an_upload_that_is_not_there_is_aborted_in_peace(store, server):
-    server.answer(status=404, body=error_xml("NoSuchUpload"))
-    store.abort_upload(UPLOAD)
-    assert server.requests[0].method == "DELETE"
-
-
 def test_an_abort_that_failed_is_told(store, server):
     server.answer(status=404, body=error_xml("NoSuchBucket"))
     with pytest.raises(BucketNotFoundError):
@@ -484,13 +460,6 @@ def test_a_completion_that_fails_behind_status_200_is_transient(store, server, c
     server.answer(status=200, body=b'<?xml version="1.0" encoding="UTF-8"?>\n' + error_xml(code))
     with pytest.raises(TransientStoreError):
         VERBS["complete_upload"](store)
-
-
-def test_an_object_that_ends_before_the_range_is_too_short(store, server):
-    headers = {"ETag": '"tag"', "Content-Range": "bytes 0-1/2"}
-    server.answer(status=206, headers=headers, body=b"da")
-    with pytest.raises(RangeNotSatisfiableError):
-        get_range(store)
 
 
 @pytest.mark.parametrize(("span", "body"), [("5-8/9", b"data"), ("0-1/9", b"da"), ("0-8/9", b"")])
@@ -585,13 +554,6 @@ def test_a_completion_without_its_object_is_tried_again(store, server, found):
     assert caught.value.uri == "s3://bucket/run/object"
 
 
-def test_a_written_object_that_is_not_named_is_looked_up(store, server):
-    server.answer(status=200)
-    server.answer(headers={"ETag": '"tag"'}, size=4)
-    assert put(store, if_absent=True).version == '"tag"'
-    assert [request.method for request in server.requests] == ["PUT", "HEAD"]
-
-
 def test_a_store_that_ignores_a_range_is_asked_again(store, server):
     whole = {"status": 200, "headers": {"ETag": '"tag"'}, "body": b"another length"}
     server.answer(**whole)
@@ -646,12 +608,6 @@ def test_a_completion_without_a_result_or_with_a_part_of_it_is_transient(store, 
     server.answer(**answer)
     with pytest.raises(TransientStoreError):
         VERBS["complete_upload"](store)
-
-
-def test_an_upload_without_an_id_is_a_broken_answer(store, server):
-    server.answer(body=b"", size=300, hang_up=True)
-    with pytest.raises(TransientStoreError):
-        VERBS["create_upload"](store)
 
 
 # conditions

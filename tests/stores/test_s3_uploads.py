@@ -356,16 +356,6 @@ def test_an_access_point_is_addressed_as_boto3_does(open_s3, server, monkeypatch
     assert {request.target for request in server.requests} == {f"{host}:443"}
 
 
-def test_requests_to_an_access_point_are_signed_for_its_region(open_s3, server, monkeypatch):
-    monkeypatch.setenv("HTTP_PROXY", server.url)  # the stub sees the whole URL
-    store = open_s3(POINT, endpoint_url="http://store.example")
-    server.answer(headers={"ETag": '"tag"'}, size=4)
-    store.head("run/object")
-    [request] = server.requests
-    assert request.target == "http://point-123456789012.store.example/run/object"
-    assert "/eu-west-1/s3/aws4_request" in request.headers["Authorization"]
-
-
 def test_a_checkpoint_is_saved_and_loaded_through_an_access_point(s3_client, proxy, monkeypatch):
     """moto takes the host that boto3 makes of the ARN for that of a bucket."""
     s3_client.create_bucket(Bucket="point-123456789012")
@@ -388,14 +378,3 @@ def test_what_is_no_bucket_is_refused_before_anything_is_sent(open_s3, server, b
     with pytest.raises(InvalidURIError, match=bucket):
         open_s3(bucket)
     assert server.requests == []
-
-
-# who can find the request
-
-
-def test_an_error_of_head_names_the_request(open_s3, server):
-    headers = {"x-amz-request-id": "4442587FB7D0A2F9", "x-amz-id-2": "vlR7PnpV2Ce81l0PRw6jlU=="}
-    server.respond(lambda request: server.Answer(404, headers))
-    with pytest.raises(ObjectNotFoundError) as caught:
-        open_s3().head(KEY)
-    assert "4442587FB7D0A2F9 vlR7PnpV2Ce81l0PRw6jlU==" in str(caught.value)
