@@ -132,6 +132,7 @@ RUN = (
     "background",
     "conversion",
     "layers",
+    "looking",
     "moving",
     "ranks",
     "runs",

@@ -6,13 +6,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from runs.lines import Lines
 
-DRAWN = settings(
-    max_examples=20,
-    stateful_step_count=30,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+RUNS = {"a disk": 20, "S3": 2}  # of a round: an emulator answers some hundred requests a second
 
 
 @pytest.mark.parametrize("where", ["a disk", "S3"])
@@ -23,4 +17,11 @@ def test_a_run_is_what_its_model_says(where, rng, rounds, bucket, s3_config) -> 
             place = None if where == "a disk" else f"s3://{bucket}"
             config = s3_config
 
-        run_state_machine_as_test(seed(rng.getrandbits(32))(Drawn), settings=DRAWN)
+        drawn = settings(
+            max_examples=RUNS[where],
+            stateful_step_count=30,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        run_state_machine_as_test(seed(rng.getrandbits(32))(Drawn), settings=drawn)
