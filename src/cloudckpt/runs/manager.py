@@ -33,12 +33,11 @@ from cloudckpt.runs.claim import ClaimHook
 from cloudckpt.runs.own_line import OwnLine
 from cloudckpt.runs.preemption import Preemption
 from cloudckpt.runs.pruning import Pruner, best_step
-from cloudckpt.runs.restoring import checkpoint_in, goal_of, load_part, restore_newest
+from cloudckpt.runs.restoring import checkpoint_in, goal_of, load_from, restore_newest
 from cloudckpt.runs.saves import OnFailure, RunStatus, Saves
 from cloudckpt.runs.saving import StepSaver, saving_options
 from cloudckpt.runs.schedule import Schedule
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, check_step
-from cloudckpt.runs.verifying import verify as verify_checkpoint
 from cloudckpt.uri import URILike
 
 __all__ = ["CheckpointManager"]
@@ -49,8 +48,8 @@ logger = logging.getLogger("cloudckpt")
 class CheckpointManager(ClosedAtExit):
     """Saves, finds, restores and prunes the checkpoints of one run; use it as a context manager.
 
-    All ranks make the same calls, in the same order; only :meth:`uri` and
-    :meth:`status` may be called by some of them. The names are those of Orbax's manager.
+    All ranks make the same calls, in the same order; only :meth:`uri` and :meth:`status` may be
+    called by some of them.
 
     >>> with CheckpointManager("s3://bucket/run", max_to_keep=3) as manager:  # doctest: +SKIP
     ...     for step in range((manager.restore(state) or 0) + 1, steps):
@@ -131,9 +130,6 @@ class CheckpointManager(ClosedAtExit):
             StoreError: If the store refuses or stays unreachable.
             CloudCheckpointError: As :func:`make_async_checkpointer`.
         """
-        given: object = preemption
-        if not isinstance(given, (Preemption, type(None))):
-            raise ConfigError(f"preemption={given!r}: give a Preemption, such as Preemption()")
         if checkpointer is not None:
             checked(checkpointer)
         self._hook = ClaimHook(None if checkpointer is None else checkpointer.commit_hook)
@@ -404,16 +400,18 @@ class CheckpointManager(ClosedAtExit):
         """
         self._check_open()
         step = None if step is None else check_step(step)
-        load = functools.partial(self._load, state, keys, verify, strict)
+        load = functools.partial(
+            load_from, self._checkpointer, self._meeting, state, keys, verify=verify, strict=strict
+        )
         if source is not None:
             run = Run(source, step_name=self._run.names.pattern, config=self._run.config)
             uri, found = self._meeting.broadcast_from_first(lambda: checkpoint_in(run, step))
-            load(uri)
+            load(uri, self._run.config)
             return found
 
         def load_step(step: int, notes: Notes) -> None:
             with self._pruner.in_use.kept(step):
-                load(self.uri(step))
+                load(self.uri(step), self._run.config)
             self._restored = step
             self._saves.restored(step)
             self._line.go_on_from(step, notes)
@@ -486,26 +484,6 @@ class CheckpointManager(ClosedAtExit):
         finally:
             self._pruner.close(wait=has_ended)
             self._schedule.close()
-
-    def _load(
-        self,
-        state: dict[str, Any],
-        keys: str | Collection[str] | None,
-        verify: bool,
-        strict: bool,
-        uri: str,
-    ) -> None:
-        """Loads a checkpoint, or a part of it, into ``state``."""
-        if verify:
-            config, group = self._run.config, self._meeting.group
-            verify_checkpoint(uri, config=config, process_group=group)
-        load_part(
-            state,
-            keys,
-            lambda part: self._checkpointer.load(
-                uri, part, strict=strict, leave_misfits=not strict
-            ),
-        )
 
     @property
     def _belongs_here(self) -> bool:

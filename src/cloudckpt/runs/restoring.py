@@ -11,6 +11,8 @@ from typing import Any
 from cloudckpt.checkpoint.notes import Notes, read_notes
 from cloudckpt.checkpoint.objects import find_commit
 from cloudckpt.checkpoint.references import distrust
+from cloudckpt.checkpointer import Checkpointer
+from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.writer import CommitHook
 from cloudckpt.errors import (
@@ -23,8 +25,9 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.adopting import adopt_pending
 from cloudckpt.runs.catalog import History, Run, line_of, newest_step, notes_of
+from cloudckpt.runs.verifying import verify as verify_checkpoint
 
-__all__ = ["checkpoint_in", "goal_of", "load_part", "restore_newest"]
+__all__ = ["checkpoint_in", "goal_of", "load_from", "restore_newest"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -178,26 +181,33 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
     return str(source.uri(newest)), newest
 
 
-def load_part(
+def load_from(
+    checkpointer: Checkpointer,
+    meeting: Meeting,
     state: dict[str, Any],
     keys: str | Collection[str] | None,
-    load: Callable[[dict[str, Any]], object],
+    uri: str,
+    config: Config | None,
+    *,
+    verify: bool,
+    strict: bool,
 ) -> None:
-    """Loads a state dict, or those of its entries whose names match one of some patterns.
+    """Loads a checkpoint, or those of its entries whose names match, into a state dict.
 
     Raises:
         ConfigError: If nothing matches.
+        CloudCheckpointError: As of a checkpointer.
     """
-    if keys is None:
-        load(state)
-        return
-    part = _selected(state, [keys] if isinstance(keys, str) else keys)
-    if not part:
+    part = state if keys is None else _selected(state, [keys] if isinstance(keys, str) else keys)
+    if keys is not None and not part:
         raise ConfigError(
             f"keys={keys!r} match nothing in the state: it has {', '.join(map(str, state))}"
         )
-    load(part)
-    _put_back(state, part)
+    if verify:
+        verify_checkpoint(uri, config=config, process_group=meeting.group)
+    checkpointer.load(uri, part, strict=strict, leave_misfits=not strict)
+    if part is not state:
+        _put_back(state, part)
 
 
 def _selected(state: dict[str, Any], keys: Collection[str], path: str = "") -> dict[str, Any]:

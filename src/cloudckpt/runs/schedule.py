@@ -37,6 +37,9 @@ class Schedule:
         Raises:
             ConfigError: If an option is invalid.
         """
+        given: object = preemption
+        if not isinstance(given, (Preemption, type(None))):
+            raise ConfigError(f"preemption={given!r}: give a Preemption, such as Preemption()")
         seconds: object = every_seconds
         if every_steps is not None and (whole_number(every_steps) or 0) < 1:
             raise ConfigError(
