@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 import cloudckpt
+from cloudckpt.checkpoint.file_folder import MANIFEST
+from cloudckpt.checkpoint.objects import CLAIM
 from cloudckpt.errors import CheckpointConflictError, CheckpointExistsError, ConfigError
 from support.forks import child
 from support.wire.faults import Call, Reset, StripHeaders, StripQuery
@@ -191,6 +193,39 @@ FROZEN_AT = {
 _SECONDS = 2.5  # the store's times tell in seconds what came first
 
 
+# the request by which other roads take a location, and the error of who comes too late
+COMMITS = {
+    "hf": ("*/model.safetensors.index.json", "CheckpointConflictError"),
+    "torch_checkpointing": (f"*/{MANIFEST}", "CheckpointExistsError"),
+    "file": ("*/config.json", "PreconditionFailedError"),
+}
+
+
+def overtaken(proxy, endpoint, request, job, arguments, succeed):
+    """The outcome of a child that stands still at a request until another writer is done."""
+    born, stopped, successor = threading.Event(), threading.Event(), threading.Event()
+
+    def stop(_) -> None:
+        assert born.wait(30)
+        trainer.signal(signal.SIGSTOP)
+        stopped.set()
+        assert successor.wait(30)
+
+    operation, path = request
+    rule = proxy.inject(Call(stop), operation=operation, path=path, times=1)
+    patient = impatient(endpoint, read_timeout=60.0, stall_timeout=60.0)
+    with child(job, config=patient, **arguments) as trainer:
+        born.set()
+        assert stopped.wait(60)
+        succeed()
+        successor.set()
+        trainer.signal(signal.SIGCONT)
+        status, outcome = trainer.wait()
+    assert rule.injected == 1
+    assert status == 0
+    return outcome
+
+
 class TestZombies:
     @everywhere(road=["save", "PROCESS"], at=["commit"])
     @pytest.mark.parametrize("at", FROZEN_AT)
@@ -203,29 +238,36 @@ class TestZombies:
         operation, path, replaces = FROZEN_AT[at]
         if replaces:
             cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=direct)
-        born, stopped, successor = threading.Event(), threading.Event(), threading.Event()
+        arguments = {"road": road, "run": run, "step": 2, "nbytes": SMALL}
 
-        def stop(_) -> None:
-            assert born.wait(30)
-            trainer.signal(signal.SIGSTOP)
-            stopped.set()
-            assert successor.wait(30)
-
-        rule = proxy.inject(Call(stop), operation=operation, path=path, times=1)
-        patient = impatient(endpoint, read_timeout=60.0, stall_timeout=60.0)
-        arguments = {"config": patient, "step": 2, "nbytes": SMALL}
-        with child(jobs.save_by, road=road, run=run, **arguments) as trainer:
-            born.set()
-            assert stopped.wait(60)
+        def succeed() -> None:
             if at == "beginning":
                 time.sleep(_SECONDS)
             cloudckpt.save(filled(3, SMALL), checkpoint_id=place, config=direct)
-            successor.set()
-            trainer.signal(signal.SIGCONT)
-            status, outcome = trainer.wait()
-        assert rule.injected == 1
-        assert (status, outcome["error"]) == (0, "CheckpointConflictError")
+
+        outcome = overtaken(proxy, endpoint, (operation, path), jobs.save_by, arguments, succeed)
+        assert outcome["error"] == "CheckpointConflictError"
         assert load_step(place, direct, SMALL) == 3
+
+    @on("s3")
+    @pytest.mark.parametrize("replaces", [False, True])
+    @pytest.mark.parametrize("road", jobs.OTHERS)
+    def test_a_writer_of_other_things_that_was_stopped_cannot_overwrite_either(
+        self, store, proxy, endpoint, direct, road, replaces
+    ):
+        place = store.uri("run/step-2")
+        write, read = jobs.OTHERS[road]
+        if replaces and road != "torch_checkpointing":  # whose folders are never replaced
+            write(place, direct, 1)
+        arguments = {"road": road, "place": place, "step": 2}
+        at, error = COMMITS[road]
+
+        def succeed() -> None:
+            write(place, direct, 3)
+
+        outcome = overtaken(proxy, endpoint, ("PutObject", at), jobs.write_by, arguments, succeed)
+        assert outcome["error"] == error
+        assert read(place, direct) == 3
 
 
 class TestStoresWithoutConditions:
@@ -241,6 +283,22 @@ class TestStoresWithoutConditions:
         assert caught.value.uri == store.root
         assert store.objects() == before
         assert proxy.requests("PutObject", "*/.metadata") == []
+
+    @on("s3", "google", ignored=["both"])
+    @pytest.mark.parametrize("ignored", IGNORED)
+    def test_a_manager_claims_no_run_in_a_store_that_ignores_conditions(
+        self, dialect, store, proxy, unprobed, ignored
+    ):
+        before = store.objects()
+        proxy.inject(ignoring(dialect, ignored), operation="PutObject")
+        options = {"asynchronous": False, "preemption": Preemption(signals=())}
+        with (
+            cloudckpt.CheckpointManager(store.uri("run"), config=unprobed, **options) as manager,
+            pytest.raises(ConfigError, match=r"conditional_writes='off'"),
+        ):
+            manager.save(1, filled(1, SMALL))
+        assert store.objects() == before
+        assert proxy.requests("PutObject", f"*/{CLAIM}") == []
 
     @on("s3", "google")
     @pytest.mark.parametrize("refusal", ["no such condition", "no such argument"])
