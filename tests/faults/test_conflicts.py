@@ -12,6 +12,7 @@ import cloudckpt
 from cloudckpt.checkpoint.file_folder import MANIFEST
 from cloudckpt.checkpoint.objects import CLAIM
 from cloudckpt.errors import CheckpointConflictError, CheckpointExistsError, ConfigError
+from cloudckpt.runs import Preemption
 from support.forks import child
 from support.wire.faults import Call, Reset, StripHeaders, StripQuery
 from support.wire.hop import Fault, Hop
