@@ -236,18 +236,18 @@ class Reply:
         """
         if self.status != 404:
             return self.read()
-        return self._whole(_MOST_ERROR_BYTES, is_beginning=True)
+        return self.read_all(_MOST_ERROR_BYTES, is_beginning=True)
 
-    def read_all(self) -> bytes:
+    def read_all(self, limit: int = _MOST_CONTROL_BYTES, *, is_beginning: bool = False) -> bytes:
         """The whole body of an answer about objects, such as a page of a listing.
+
+        Args:
+            limit: The most bytes that it may have.
+            is_beginning: Whether the first ``limit`` bytes of a longer one are returned.
 
         Raises:
             ConnectionLostError: If the body ends early, stalls, or is no such answer by its size.
         """
-        return self._whole(_MOST_CONTROL_BYTES)
-
-    def _whole(self, limit: int, *, is_beginning: bool = False) -> bytes:
-        """The whole body; if ``is_beginning``, the first ``limit`` bytes of a longer one."""
         data = bytearray()
         receive = self._receive_chunks if self._raw.chunked else self._receive
         try:
