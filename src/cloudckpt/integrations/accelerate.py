@@ -137,7 +137,7 @@ def load_state(
 
     Raises:
         MissingKeyError: If the checkpoint lacks something that was prepared or registered.
-        ConfigError: As :func:`save_state`, or if an optimizer here can't hold what was saved.
+        ConfigError: As :func:`save_state`.
         CloudCheckpointError: As :func:`cloudckpt.load`.
     """
     place, config = str(CheckpointURI.parse(uri)), config or chosen_config() or Config()

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from cloudckpt.config import Config
+from cloudckpt.dcp.install import chosen_config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import MissingDependencyError
 from cloudckpt.integrations.fabric import CloudCheckpointIO
@@ -27,7 +28,6 @@ from cloudckpt.runs.catalog import CheckpointSummary, list_checkpoints
 from cloudckpt.uri import CheckpointURI
 
 try:
-    import fsspec
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 except ImportError as exc:
@@ -96,7 +96,7 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         self._root = uri_of(dirpath)
         self._config = config
         if self._root is not None:
-            _serve(self._root.partition("://")[0], config)
+            register(chosen_config() or config)  # Lightning asks fsspec about folders
         super().__init__(
             dirpath,
             filename,
@@ -153,11 +153,3 @@ def _same(one: str, other: str) -> bool:
     """Whether two URIs are one location; one of ``az`` need not name its account."""
     places = (CheckpointURI.parse(uri) for uri in (one, other))
     return len({(place.scheme, place.bucket, place.prefix) for place in places}) == 1
-
-
-def _serve(scheme: str, config: Config | None) -> None:
-    """Registers the scheme: Lightning asks fsspec about folders, which may not know it."""
-    try:
-        fsspec.get_filesystem_class(scheme)
-    except (ImportError, ValueError):
-        register(config)
