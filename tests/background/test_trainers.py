@@ -167,7 +167,7 @@ def test_a_save_that_the_end_of_the_interpreter_comes_before_is_refused(local, t
     uris = {kind: place.uri for kind, place in places.items()}
     done = _run(tmp_path, AT_THE_END.format(uris=uris))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("AsyncSaveError the interpreter is shutting down") == 2
+    assert done.stdout.count("AsyncSaveError save to ") == 2
     assert done.stdout.count("closed\n") == 2
     assert [step_at(place) for place in places.values()] == [1, 1]
 
