@@ -165,33 +165,6 @@ def test_a_step_that_exists_is_replaced_or_refused(run) -> None:
             manager.wait_until_finished()
 
 
-def test_a_job_that_another_one_has_taken_over_from_deletes_nothing(run, caplog) -> None:
-    with contextlib.ExitStack() as managers:
-        first = managers.enter_context(managed(run, max_to_keep=1, asynchronous=False))
-        first.save(1, state(1))
-        first.wait_until_finished()
-        second = managers.enter_context(managed(run))
-        let_go = threading.Event()
-        first._pruner._thread.submit(let_go.wait, 60)  # as an earlier deletion that is tried again
-        for step in (2, 3):
-            first.save(step, state(step))
-        second.restore(state(), step=1)
-        second.save(1, state(7), force=True)
-        second.wait_until_finished()
-        let_go.set()
-        first.wait_until_finished()
-        assert second.all_steps() == [1]
-        assert caplog.text.count("no old checkpoints are deleted any more") == 1
-        assert f"process {os.getpid()} on host" in caplog.text
-        with pytest.raises(CheckpointConflictError):
-            first.delete(1)
-        found = state()
-        second.restore(found, step=1)
-        assert value(found) == 7
-        second.delete(1)
-        assert second.all_steps() == [2, 3]  # nothing is left of its own line
-
-
 class Overtaken(CommitHook):
     """Has another job claim the run, in the middle of a commit."""
 
@@ -427,11 +400,6 @@ def watched(opened: list[Config]):
         return open_store(uri, config)
 
     return watched
-
-
-def test_what_is_no_configuration_is_refused_in_its_place(run) -> None:
-    with pytest.raises(ConfigError, match=r"write CheckpointerConfig\(config="):
-        CheckpointManager(run, checkpointer=Config())
 
 
 def test_options_in_two_places_are_refused(run) -> None:
