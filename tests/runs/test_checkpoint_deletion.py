@@ -206,9 +206,9 @@ def test_a_folder_that_is_deleted_while_something_is_written_to_it_is_made_again
 
 def test_the_marks_of_a_step_are_read_at_the_same_time(store, monkeypatch) -> None:
     incremental = Config(retry=CONFIG.retry, incremental=True)
-    state = {name: torch.full((50,), 0.0) for name in "abcd"}
+    state = {name: torch.full((50,), float(ord(name))) for name in "abcd"}
     for step, name in enumerate("abcd", start=1):
-        state[name] += 1
+        state[name] += 100 * step
         uri = f"{store.root}/run/step-{step}"
         cloudckpt.save(state, checkpoint_id=uri, config=incremental)
     done, read = threading.Event(), store.get_latest
