@@ -7,7 +7,7 @@
 
 The Trainer writes its checkpoints into ``output_dir``, which may be a scratch disk on each node;
 all ranks save a checkpoint's files as ``<run>/step-<step>``, in one commit, each file as an item.
-Tested with transformers 5.22 and 5.23.
+Tested with transformers 5.23 and 5.24.
 """
 
 from __future__ import annotations
