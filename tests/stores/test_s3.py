@@ -37,6 +37,7 @@ from cloudckpt.errors import (
     WrongRegionError,
 )
 from cloudckpt.stores.base import Part
+from cloudckpt.stores.rest import Request
 from cloudckpt.stores.s3.access import BucketAccess
 from cloudckpt.stores.s3.store import S3Store
 from cloudckpt.transfer.retry import Retrier
@@ -410,15 +411,20 @@ def test_on_aws_the_bucket_is_followed_to_another_host(anonymous):
     options = S3Options(region="us-east-1", anonymous=anonymous)
     access = BucketAccess("bucket", Config(s3=options), "s3://bucket")
     urls = [f"{access.base}run/object?partNumber=1", f"{access.bucket_url}?delete"]
-    assert [access.address(url) for url in urls] == urls
-    assert access.follow("eu-west-3", access.region)
+    secrets = () if anonymous else ("id", "secret", "")
+
+    def sent(url):
+        return access.authorize(Request("GET", url, {}), {}, secrets)
+
+    assert [sent(url)[0] for url in urls] == urls
+    assert access.follow("eu-west-3", *sent(urls[0]))
     host = "https://bucket.s3.eu-west-3.amazonaws.com/"
-    assert [access.address(url) for url in urls] == [
+    assert [sent(url)[0] for url in urls] == [
         f"{host}run/object?partNumber=1",
         f"{host}?delete",
     ]
     assert access.region == "eu-west-3"
-    assert not access.follow("eu-west-3", access.region)
+    assert not access.follow("eu-west-3", *sent(urls[0]))
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])

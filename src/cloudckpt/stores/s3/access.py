@@ -189,11 +189,12 @@ class BucketAccess:
         """Whether one request may be about both buckets: the same S3, asked as the same user."""
         return self._realm == other._realm
 
-    def follow(self, region: str, headers: Mapping[str, str]) -> bool:
+    def follow(self, region: str, url: str, headers: Mapping[str, str]) -> bool:
         """Goes to the region that the bucket is in, if a request was refused for its own.
 
         Args:
             region: Where the bucket is.
+            url: Of the request.
             headers: Of the request.
 
         Returns:
@@ -201,6 +202,8 @@ class BucketAccess:
         """
         used = _signed_for(headers.get("Authorization", ""))
         with self._moving:
+            if not used and url.startswith(self._place.bucket_url):
+                used = self._place.region
             if region == used or not REGION.fullmatch(region):
                 return False
             if self._place.region == region:

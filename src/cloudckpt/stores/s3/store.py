@@ -39,7 +39,6 @@ from cloudckpt.stores.http.bodies import Reply, iso_date
 from cloudckpt.stores.origins import Route
 from cloudckpt.stores.rest import UNRESERVED, Marks, Signed, encode_query
 from cloudckpt.stores.s3.access import (
-    PAYLOAD_DIGEST,
     UNSIGNED_PAYLOAD,
     BucketAccess,
     object_headers,
@@ -285,7 +284,7 @@ class S3Store(XmlStore):
     def _advise(self, error: StoreError, signed: Signed | None) -> None:
         if signed is None or not isinstance(error, AccessDeniedError):
             return
-        if signed.headers.get(PAYLOAD_DIGEST) == UNSIGNED_PAYLOAD:
+        if UNSIGNED_PAYLOAD in signed.headers.values():
             error.message += (
                 "; if a policy denies unsigned payloads (s3:x-amz-content-sha256), set "
                 "S3Options(payload_signing='on') or CLOUDCKPT_S3_PAYLOAD_SIGNING=on"
@@ -306,7 +305,7 @@ class S3Store(XmlStore):
             return super().recover(refused, signed)
         if signed is None or refused.region is None:
             return False
-        return self._access.follow(refused.region, signed.headers)
+        return self._access.follow(refused.region, signed.url, signed.headers)
 
     def regions(self) -> Regions | None:
         return self._access.regions()
