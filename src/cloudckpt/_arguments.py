@@ -18,9 +18,6 @@ _ELSEWHERE = {
     "per_thread_copy_ahead": "write config=Config(memory_budget=…)",
     "single_file_per_rank": "leave it out, each rank writes one or two objects",
     "sync_files": "leave it out, files are always synchronised",
-    "overwrite": "write config=Config(overwrite=…)",
-    "storage_options": "write config=Config(s3=S3Options(…)), or gcs=, azure=",
-    "region": "write config=Config(s3=S3Options(region=…))",
 }
 
 

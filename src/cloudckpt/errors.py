@@ -151,22 +151,11 @@ class CloudCheckpointError(Exception):
             parts.append(f"cause: {self.cause}")
         return " | ".join(parts)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, dict(self.__dict__))
-
 
 def _text(cause: BaseException | str | None) -> str | None:
     if isinstance(cause, BaseException):
         return f"{type(cause).__name__}: {cause}"
     return cause
-
-
-def _rebuild(
-    cls: type[CloudCheckpointError], message: str, state: Mapping[str, Any]
-) -> CloudCheckpointError:
-    error = cls(message)
-    error.__dict__.update(state)
-    return error
 
 
 class InvalidURIError(CloudCheckpointError, ValueError):

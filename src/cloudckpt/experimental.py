@@ -15,12 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._experimental import (
+    CheckpointReader,
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    RankInfo,
+    WriterHook,
+)
+from torch.distributed.checkpoint._experimental.barriers import Barrier
 
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.config.options import require
 from cloudckpt.errors import (
     CheckpointError,
-    InstallError,
     ShapeMismatchError,
     UnsupportedTensorError,
 )
@@ -30,22 +36,6 @@ from cloudckpt.torch_files.torch_file import load_torch_file, write_torch_file
 from cloudckpt.transfer.landing import copy_into
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
-
-try:
-    from torch.distributed.checkpoint._experimental import (
-        CheckpointReader,
-        CheckpointWriter,
-        CheckpointWriterConfig,
-        RankInfo,
-        WriterHook,
-    )
-    from torch.distributed.checkpoint._experimental.barriers import Barrier
-except ImportError as exc:
-    raise InstallError(
-        "this torch has no torch.distributed.checkpoint._experimental, or keeps it elsewhere: "
-        "cloudckpt.experimental adapts it; cloudckpt.save and load need none of it",
-        cause=exc,
-    ) from exc
 
 __all__ = ["CloudCheckpointReader", "CloudCheckpointWriter"]
 
@@ -82,7 +72,7 @@ class CloudCheckpointWriter(CheckpointWriter):
             options: Options of cloudckpt.
 
         Raises:
-            ConfigError: If the options are something else, or were given as torch's configuration.
+            ConfigError: If the options are something else.
         """
         super().__init__(
             config if config is not None else CheckpointWriterConfig(),
@@ -90,7 +80,7 @@ class CloudCheckpointWriter(CheckpointWriter):
             barrier,
             commit_hook,
         )
-        self.options = config_or_default(_misplaced(config, options))
+        self.options = config_or_default(options)
         self.transferred: Transferred | None = None
 
     def write(self, path: str, state_dict: dict[str, Any], **kwargs: Any) -> Future[None] | None:
@@ -138,10 +128,10 @@ class CloudCheckpointReader(CheckpointReader):
             trust_pickle: Whether the file's pickle may run any code.
 
         Raises:
-            ConfigError: If the options are something else, or were given as the rank.
+            ConfigError: If the options are something else.
         """
         super().__init__(rank_info if rank_info is not None else _rank_info())
-        self.options = config_or_default(_misplaced(rank_info, options))
+        self.options = config_or_default(options)
         self.trust_pickle = trust_pickle
         self.transferred: Transferred | None = None
 
@@ -289,12 +279,6 @@ def _is_like(target: Any, source: Any) -> bool:
         if isinstance(source, kind):
             return isinstance(target, kind)
     return isinstance(target, type(source))
-
-
-def _misplaced(first: object, options: Config | None) -> Config | None:
-    """The options, unless they were given in the place of torch's first argument."""
-    require(not isinstance(first, Config), "a cloudckpt.Config goes into options=")
-    return options
 
 
 def _rank_info() -> RankInfo:

@@ -27,8 +27,6 @@ line, and each further one twice as long."""
 
 
 _NO_SUCCESS = 1.0  # seconds
-_DAY = 86_400.0
-_ENDLESS = 3650 * _DAY  # what is longer may be infinite, and have no date
 
 
 class Waiting:
@@ -172,11 +170,8 @@ class _Lines:
 
 
 def _moment(seconds: float) -> str:
-    """The time of day ``seconds`` from now, with the date if that is far away."""
-    if seconds > _ENDLESS:
-        return "it succeeds"
-    form = "%H:%M:%S" if abs(seconds) < _DAY else "%Y-%m-%d %H:%M:%S"
-    return time.strftime(form, time.localtime(time.time() + seconds))
+    """The date and time ``seconds`` from now."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + seconds))
 
 
 _lines = _Lines()

@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt import events
-from cloudckpt.config import Config
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
-    InstallError,
     ShapeMismatchError,
     UnsupportedTensorError,
 )
@@ -48,7 +46,7 @@ try:
     )
 
     from cloudckpt.experimental import CloudCheckpointReader, CloudCheckpointWriter
-except (ImportError, InstallError) as exc:
+except ImportError as exc:
     pytest.skip(
         f"this torch has no torch.distributed.checkpoint._experimental: {exc}",
         allow_module_level=True,
@@ -313,13 +311,11 @@ def test_a_torch_without_the_experimental_api_is_named_when_it_is_needed(monkeyp
         monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.delattr(f"cloudckpt.{name.rpartition('.')[2]}", raising=False)
     assert importlib.import_module("cloudckpt.format_utils")
-    with pytest.raises(InstallError, match="_experimental"):
+    with pytest.raises(ImportError, match="_experimental"):
         importlib.import_module("cloudckpt.experimental")
 
 
 @pytest.mark.parametrize("cls", [CloudCheckpointWriter, CloudCheckpointReader])
-def test_options_in_a_wrong_place_are_not_ignored(cls):
-    with pytest.raises(ConfigError, match="goes into options="):
-        cls(Config())
+def test_options_of_another_class_are_refused(cls):
     with pytest.raises(ConfigError, match=r"give a cloudckpt\.Config"):
         cls(options={})

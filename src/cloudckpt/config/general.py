@@ -11,7 +11,6 @@ from typing import ClassVar, Literal
 
 from cloudckpt.config.clouds import AzureOptions, GCSOptions, S3Options
 from cloudckpt.config.options import (
-    GIB,
     MIB,
     Bytes,
     Options,
@@ -53,7 +52,7 @@ class RetryPolicy(Options):
     variables: ClassVar[str] = "CLOUDCKPT_RETRY_"
 
     deadline: float = option(
-        300.0, "for how many seconds after its first failure a request is retried", least=0
+        300.0, "for how many seconds after its first failure a request is retried", 0, 86_400
     )
     attempts: int | None = None
     base: float = 0.1
@@ -108,7 +107,7 @@ class Config(Options):
         most=512,
     )
     part_size: Bytes | None = option(
-        None, "bytes of an upload part; default: by the size of the shard", 5 * MIB, 5 * GIB
+        None, "bytes of an upload part; default: by the size of the shard", 5 * MIB, 5 * 1024 * MIB
     )
     memory_budget: Bytes = option(
         64 * MIB, "bytes of copies in flight: of accelerators' and strided tensors", 32 * MIB

@@ -16,24 +16,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeVar,
-    cast,
-    get_args,
-    get_origin,
-)
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 from urllib.parse import urlsplit
 
 from cloudckpt._arguments import refuse_unknown
 from cloudckpt.errors import ConfigError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "GIB",
@@ -177,7 +164,7 @@ class Options:
 
     variables: ClassVar[str]
 
-    def __new__(cls, **given: object) -> Self:
+    def __new__(cls, **given: object) -> Any:
         refuse_unknown(cls.__name__, [field.name for field in fields(cls)], given)
         return super().__new__(cls)
 
