@@ -62,7 +62,7 @@ def test_parts_become_the_object(store, moto, bucket, key, monkeypatch):
     parts = [put_part(store, upload, n, pieces[n - 1]) for n in (3, 1, 2)]
     whole = CRC32C.of(b"".join(pieces))
     info = ObjectInfo(key, 2 * PART + 8, "1", whole)  # moto names no generation
-    monkeypatch.setattr(store._objects, "stat", lambda key: info)
+    monkeypatch.setattr(store, "head", lambda key: info)
     assert store.complete_upload(upload, sorted(parts, key=lambda part: part.number)) == info
     assert moto.get_object(Bucket=bucket, Key=key)["Body"].read() == b"".join(pieces)
     assert list(store.list_uploads("")) == []
