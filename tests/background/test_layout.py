@@ -453,6 +453,41 @@ def test_half_of_what_could_not_be_copied_at_once_is_not_taken_for_its_copy(stag
     assert staged["pair"][0].keys() == {"first", "again"}
 
 
+class Frozen(dict):
+    """A mapping that is its own copy, as immutable ones are."""
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+class FrozenList(list):
+    def __deepcopy__(self, memo):
+        return self
+
+
+class CopiedInPart(dict):
+    def __deepcopy__(self, memo):
+        return type(self)(self)
+
+
+@pytest.mark.parametrize("kind", [Frozen, CopiedInPart])
+def test_tensors_in_a_container_that_does_not_copy_them_are_copied(stager, kind):
+    live = torch.ones(3)
+    state = {"outer": kind(inner=kind(w=live), listed=FrozenList([live]), pair=({"w": live},))}
+    staged = stager.stage(state)
+    assert state["outer"]["inner"]["w"] is live
+    live.fill_(7)
+    for copied in (
+        staged["outer"]["inner"]["w"],
+        staged["outer"]["listed"][0],
+        staged["outer"]["pair"][0]["w"],
+    ):
+        assert_same(copied, torch.ones(3))
+
+
 def test_a_mapping_that_is_pickled_amid_a_graph_keeps_its_class(stager):
     loss = torch.ones(3, requires_grad=True) * 2
     staged = stager.stage({"pair": (Attributes(recent=collections.deque([loss])),)})

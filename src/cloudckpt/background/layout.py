@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -78,6 +78,7 @@ class Layout:
     _planned: dict[int, torch.Tensor] = field(default_factory=dict)
     _others: list[tuple[torch.Tensor, _Path]] = field(default_factory=list)
     _parts: dict[int, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # of wrappers
+    _copies_itself: bool = False  # whether a container does, by a method of its own
 
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> Layout:
@@ -105,6 +106,7 @@ class Layout:
             if not (_is_bytes(value) and self._add(value)):
                 self._add_other(value, path)
         elif isinstance(value, (Mapping, list, tuple)):
+            self._copies_itself |= hasattr(type(value), "__deepcopy__")
             for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
                 if type(entry) not in _ATOMIC:
                     self._walk(entry, (*path, key))
@@ -167,7 +169,11 @@ class Layout:
         }
         for tensor, path in self._others:
             self._copy_other(tensor, memo, path)
-        return cast(dict[str, Any], _copied(state_dict, memo, ()))
+        live: set[int] = set()
+        if self._copies_itself:  # and may keep what is in it, as immutable mappings do
+            live.update(id(tensor) for tensor, _ in self._others)
+            live.update(key for key, shown in self._planned.items() if shown.numel())
+        return cast(dict[str, Any], _copied(state_dict, memo, (), live))
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy of a planned tensor."""
@@ -253,8 +259,10 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
     return made.requires_grad_() if tensor.requires_grad else made
 
 
-def _copied(value: Any, memo: dict[int, Any], path: _Path) -> Any:
-    """A deep copy that contains the tensors of ``memo``.
+def _copied(
+    value: Any, memo: dict[int, Any], path: _Path, live: Collection[int] = frozenset()
+) -> Any:
+    """A deep copy that contains the tensors of ``memo``, and none whose id is in ``live``.
 
     What ``copy.deepcopy`` can't copy, such as a mapping proxy or a tensor amid a graph within an
     object, is copied entry by entry or by a pickle.
@@ -264,23 +272,26 @@ def _copied(value: Any, memo: dict[int, Any], path: _Path) -> Any:
     """
     known = len(memo)
     try:
-        return copy.deepcopy(value, memo)
+        made: Any = copy.deepcopy(value, memo)
+        if live:
+            _refuse_live(made, live, set())
+        return made
     except Exception as exc:
         for key in list(memo)[known:]:  # half of what has failed
             del memo[key]
         if isinstance(value, dict):
             made = _shallow(value)
             for key, entry in value.items():
-                made[key] = _copied(entry, memo, (*path, key))
+                made[key] = _copied(entry, memo, (*path, key), live)
             return made
         if type(value) is list:
-            return [_copied(entry, memo, (*path, index)) for index, entry in enumerate(value)]
+            return [_copied(entry, memo, (*path, i), live) for i, entry in enumerate(value)]
         with contextlib.suppress(Exception):  # torch copies no tensor amid a graph, but saves it
             torch.save(value, saved := io.BytesIO())
             saved.seek(0)
             return torch.load(saved, weights_only=False)
         if isinstance(value, Mapping):
-            return {key: _copied(entry, memo, (*path, key)) for key, entry in value.items()}
+            return {key: _copied(entry, memo, (*path, key), live) for key, entry in value.items()}
         raise StagingError(
             f"a value of type {type(value).__name__} can't be copied, and an asynchronous save "
             "needs a copy; leave it out of the state dict",
@@ -289,10 +300,26 @@ def _copied(value: Any, memo: dict[int, Any], path: _Path) -> Any:
         ) from exc
 
 
+def _refuse_live(value: Any, live: Collection[int], seen: set[int]) -> None:
+    """Raises if a copy still has an original tensor, which training goes on to change.
+
+    Raises:
+        TypeError: If it has.
+    """
+    if id(value) in live:
+        raise TypeError("a container within it does not copy its tensors")
+    if id(value) not in seen and isinstance(value, (Mapping, list, tuple)):
+        seen.add(id(value))
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            _refuse_live(entry, live, seen)
+
+
 def _shallow(value: dict[Any, Any]) -> dict[Any, Any]:
     """A copy with the same entries, of the same class where that can be copied."""
     with contextlib.suppress(Exception):  # of classes whose keys are attributes, too
-        return copy.copy(value)
+        made = copy.copy(value)
+        if made is not value:  # what is immutable is its own copy
+            return made
     return {}
 
 
