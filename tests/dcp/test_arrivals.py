@@ -198,6 +198,23 @@ def test_an_interpreter_may_end_while_the_store_is_asked():
     assert (ended.returncode, b"terminate called" in ended.stderr) == (0, False), ended.stderr
 
 
+_WITHOUT_THREADS = """
+def refuse(*given):
+    raise RuntimeError("can't start new thread")
+
+arrivals._thread.start_new_thread = refuse
+call()
+began = time.monotonic()
+arrivals.no_more_expected()
+sys.exit(time.monotonic() - began > 5)
+"""
+
+
+def test_an_end_does_not_wait_for_threads_that_the_system_refused():
+    script = _ENDS.replace("\ncall()\n", _WITHOUT_THREADS)
+    assert subprocess.run([sys.executable, "-c", script], timeout=250).returncode == 0
+
+
 def _is_freed(folder):
     """Whether a group is freed when it is destroyed, right after the ranks have saved with it."""
     group = dist.new_group()

@@ -99,10 +99,13 @@ class _Wait:
         self._group = weakref.ref(group)  # it may be destroyed once the wait is over
         self._call = call
         self.over, self.ended = threading.Event(), threading.Event()
-        with contextlib.suppress(RuntimeError):  # the interpreter ends
-            if not _closed.is_set():
-                _waits.add(self)
-                _thread.start_new_thread(self._run, ())
+        if _closed.is_set():
+            return
+        _waits.add(self)
+        try:
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError:  # the interpreter ends, or the system has no thread left
+            _waits.discard(self)
 
     def _run(self) -> None:
         try:
