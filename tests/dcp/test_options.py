@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -339,16 +340,22 @@ def test_writers_and_readers_of_others_are_refused_with_the_name_of_the_door_for
 
 
 class Telling(cloudckpt.CloudStorageWriter):
-    """A writer of a user's own, which adds something to steps of ours."""
+    """A writer of a user's own, which adds something to steps and results of ours."""
 
     told: ClassVar[list[str]] = []
 
     def write_data(self, plan, planner):
         self.told.append(f"{len(plan.items)} items")
-        return super().write_data(plan, planner)
+        future = torch.futures.Future()
+        results = super().write_data(plan, planner).value()
+        future.set_result(
+            [replace(one, storage_data={"ours": one.storage_data}) for one in results]
+        )
+        return future
 
     def finish(self, metadata, results):
-        super().finish(metadata, results)
+        ours = [[replace(r, storage_data=r.storage_data["ours"]) for r in of] for of in results]
+        super().finish(metadata, ours)
         self.told.append("committed")
 
 

@@ -255,7 +255,7 @@ class SaveLoop:
                 future = writer.write_data(plan, self._planner)
             future.wait()
             results: list[WriteResult] = future.value()
-            if isinstance(writer, CloudStorageWriter):
+            if self._is_incremental:  # the results of a writer derived from ours may be others
                 self._sent += [result.storage_data[0] for result in results]
             return results
 
