@@ -39,7 +39,7 @@ _PLAIN = (
     {"a": {"b": (1,)}}, {},
 )  # fmt: skip
 _KEYS = (
-    "a", "b", "weight", "bias", "ü", "a b", "x" * 200, 0, 1, 17, -1, 2.5, -0.0, True, None, b"b",
+    "a", "b", "weight", "bias", "ü", "a b", "x" * 200, 0, 1, 17, -1, 2.5, -0.0, True, None,
 )  # fmt: skip
 _OVER = 700 * 1024  # bytes that fit into what a tight store takes
 

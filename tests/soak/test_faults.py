@@ -14,6 +14,11 @@ DIALECTS = ["s3", "plain s3", "google", "azure"]
 pytestmark = pytest.mark.parametrize("dialect", DIALECTS, indirect=True)
 
 
+def _quick(faults):
+    """Those that need no time limit to pass, and that every request may meet."""
+    return {name: fault for name, fault in faults.items() if not {"stall", "200"} & {*name.split()}}
+
+
 def inject(proxy, rng, steps, faults) -> str:
     """One to three faults of some requests; returns what they are."""
     told = []
@@ -33,7 +38,7 @@ def test_a_save_leaves_its_own_step_or_the_last_one(
     steps = [(operation, path) for operation, path, *_ in test_save.STEPS.values()]
     cloudckpt.save(filled(0, nbytes), checkpoint_id=uri, config=direct)
     for step in rounds():
-        story = inject(proxy, rng, steps, test_save.LASTING_FAULTS)
+        story = inject(proxy, rng, steps, _quick(test_save.FAULTS))
         error = None
         try:
             config = shaky
@@ -59,7 +64,7 @@ def test_a_load_is_right_or_fails_by_name(store, proxy, shaky, direct, rng, roun
     uri = store.uri("run/latest")
     cloudckpt.save(filled(1), checkpoint_id=uri, config=direct)
     reads = [("GetObject", path) for path in test_load.READS.values()]
-    faults = {**test_load.LASTING_FAULTS, **{f"damage at {at}": Corrupt(at) for at in (0, 300)}}
+    faults = {**_quick(test_load.FAULTS), **{f"damage at {at}": Corrupt(at) for at in (0, 300)}}
     for _ in rounds():
         story = inject(proxy, rng, reads, faults)
         try:
