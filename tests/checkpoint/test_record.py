@@ -137,6 +137,7 @@ def test_a_record_comes_back(digests, written):
         {"whole": [3]},
         {"whole": [True]},
         {"attempt": 7},
+        {"attempt": "../../secret"},
         {"location": None},
         {"committing": 0.5},
         {"checksum": "md5"},

@@ -309,6 +309,12 @@ def test_what_is_damaged_is_refused_by_name(data) -> None:
         Pending.parse(told, "file:///x")
 
 
+@pytest.mark.parametrize("attempt", ["x/../../../precious", "00112233445566FF", "0" * 15])
+def test_a_name_of_a_save_that_keys_must_not_be_made_of_is_refused(attempt) -> None:
+    with pytest.raises(CheckpointCorruptError, match="can't be read"):
+        Pending.parse(replace(TOLD, attempt=attempt).to_bytes(), "file:///x")
+
+
 def _saved_and_left(folder: Path) -> Path:
     """A checkpoint whose trainer has ended before the commit, and its record."""
     ended = job(folder, last=1, dies_at=1, how="at its commit")

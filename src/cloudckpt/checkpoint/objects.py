@@ -30,6 +30,7 @@ __all__ = [
     "PART",
     "WrittenObject",
     "beneath",
+    "check_attempt",
     "check_folder",
     "checked",
     "data_name",
@@ -218,14 +219,23 @@ class WrittenObject:
             raise ValueError("a number of an object is out of range")
         if not made.index_size <= made.size < 1 << 63:
             raise ValueError("an object is smaller than its index")
-        if not re.fullmatch("[0-9a-f]{16}", made.attempt):
-            raise ValueError("an object without the name of a save")
+        check_attempt(made.attempt)
         if made.folder != "":
             check_folder(made.folder)
         return made
 
 
 _FIELDS = tuple(each.name for each in dataclasses.fields(WrittenObject))
+
+
+def check_attempt(attempt: object) -> None:
+    """Refuses anything that can't be the random name of a save: keys are made of it.
+
+    Raises:
+        ValueError: If it can't be.
+    """
+    if type(attempt) is not str or not re.fullmatch("[0-9a-f]{16}", attempt):
+        raise ValueError("no random name of a save")
 
 
 def check_folder(folder: object) -> None:

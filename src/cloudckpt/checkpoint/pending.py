@@ -16,7 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cloudckpt.checkpoint.objects import WrittenObject, check_folder
+from cloudckpt.checkpoint.objects import WrittenObject, check_attempt, check_folder
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import CheckpointCorruptError
 
@@ -133,6 +133,8 @@ def _parse(data: bytes) -> Pending:
         type(one) is not str for one in texts
     ):
         raise ValueError("a field of another type")
+    if texts[2]:
+        check_attempt(texts[2])
     rank, ranks, sent = numbers
     if rank >= ranks:
         raise ValueError("a rank that does not exist")

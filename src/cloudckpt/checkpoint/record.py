@@ -31,7 +31,7 @@ from cloudckpt.checkpoint.columns import (
     unpack_columns,
 )
 from cloudckpt.checkpoint.index import KINDS, kind_of
-from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.objects import WrittenObject, check_attempt
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.table import Chunks, Entry, Paths, Table, entries_of, rows_of
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
@@ -347,6 +347,8 @@ def _head(packed: memoryview, size: int, columns_size: int) -> _Head:
         type(one) is not int or not 0 <= one < _END for one in numbers
     ):
         raise ValueError("a field of another type, or out of range")
+    if texts[0]:
+        check_attempt(texts[0])
     rows, ranks, committing = numbers
     described, structure = document["structure"], Structure()
     if described is not None:

@@ -112,9 +112,15 @@ def listed(item: Mapping[str, Any]) -> ObjectInfo:
 
 
 def answer_of(reply: Reply) -> dict[str, Any]:
-    """The object in the JSON of an answer; empty if it is another value."""
+    """The object in the JSON of an answer.
+
+    Raises:
+        ValueError: If it is another value, or an error: an empty listing would be made of it.
+    """
     answer = json.loads(reply.read_all())
-    return answer if isinstance(answer, dict) else {}
+    if not isinstance(answer, dict) or "error" in answer:
+        raise ValueError("the answer is an error, or no object of JSON")
+    return answer
 
 
 @contextlib.contextmanager
