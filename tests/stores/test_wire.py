@@ -146,7 +146,7 @@ def test_a_key_with_dot_segments_is_never_sent(store, server, key):
 
 NO_LISTINGS = [
     *(b"", b" \n", b"Hello", b"<ok/>", b"<html>", b"<html><p>sign in</p></html>"),
-    b"<EnumerationResults><Blobs>",
+    *(b"<EnumerationResults><Blobs>", b"[]", b"5", b'{"error": {"code": 403}}'),
 ]
 
 

@@ -170,7 +170,7 @@ class GCSStore(XmlStore):
         if made.size == size and made.checksum in (None, whole):
             return made
         with contextlib.suppress(StoreError):
-            self.delete(made.key)
+            self.delete(made.key, if_version=made.version)  # not what came after it
         raise StoreError(  # its parts are gone, so it can't be tried again
             "the store put the parts together wrongly: size or CRC32C are not theirs; the object "
             "was deleted",
