@@ -83,6 +83,10 @@ def test_what_a_replaced_job_has_saved_is_neither_restored_nor_counted(run, two,
     options = {"best_to_keep": 1, "best_metric": "loss", "best_mode": "min", "dry_run": True}
     assert [uri[-1] for uri in prune(run, **options)] == ["1", "2", "3", "4"]
     assert [uri[-1] for uri in prune(run, **options, abandoned=True)] == [*"12346"]
+    caplog.clear()
+    save(new, 7)
+    assert restored(run) == (7, 7)
+    assert "passed over" not in caplog.text  # step 6 is older than the one that was restored
 
 
 @pytest.mark.parametrize("keep_abandoned", [True, False])

@@ -788,6 +788,8 @@ def _save_sharded(run: str) -> None:
     with managed(run) as manager:
         for step in (1, 2):
             manager.save(step, {f"w{rank}": torch.full((300,), float(step))})
+        with pytest.raises(ConfigError, match="match nothing"):  # on the second rank alone
+            manager.restore({f"w{rank}": torch.zeros(300)}, keys="w0")
 
 
 def test_all_ranks_fall_back_alike_whatever_each_of_them_finds(ranks, run) -> None:

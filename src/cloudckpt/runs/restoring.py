@@ -110,17 +110,18 @@ def _log_abandoned(run: Run, history: History, restored: int | None) -> None:
             "%s: nothing is left of the line that was claimed last; the newest step decides",
             run.root,
         )
-    if history.abandoned:
+    passed_over = [
+        f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
+        for step, one in reversed(history.abandoned.items())
+        if restored is None or step > restored
+    ]
+    if passed_over:
         logger.warning(
             "%s: %s restored; passed over, as they are abandoned: %s. To load one of them, "
             "call restore(step=...)",
             run.root,
             "nothing was" if restored is None else f"step {restored} was",
-            ", ".join(
-                f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
-                for step, one in reversed(history.abandoned.items())
-                if restored is None or step > restored
-            ),
+            ", ".join(passed_over),
         )
 
 
@@ -195,14 +196,21 @@ def load_from(
     """Loads a checkpoint, or those of its entries whose names match, into a state dict.
 
     Raises:
-        ConfigError: If nothing matches.
+        ConfigError: If nothing matches on some rank.
         CloudCheckpointError: As of a checkpointer.
     """
-    part = state if keys is None else _selected(state, [keys] if isinstance(keys, str) else keys)
-    if keys is not None and not part:
-        raise ConfigError(
-            f"keys={keys!r} match nothing in the state: it has {', '.join(map(str, state))}"
-        )
+
+    def select() -> dict[str, Any]:
+        if keys is None:
+            return state
+        found = _selected(state, [keys] if isinstance(keys, str) else keys)
+        if not found:
+            raise ConfigError(
+                f"keys={keys!r} match nothing in the state: it has {', '.join(map(str, state))}"
+            )
+        return found
+
+    part = meeting.begin(select)
     if verify:
         verify_checkpoint(uri, config=config, process_group=meeting.group)
     checkpointer.load(uri, part, strict=strict, leave_misfits=not strict)
