@@ -174,7 +174,7 @@ class SaveLoop:
             forget_plans(self._planner)
             raise
         if not isinstance(self._writer, CloudStorageWriter):
-            return metadata or Metadata({})
+            return cast(Metadata, metadata)
         for written in self._sent:
             incremental.remember(self._group, self._ours.uri, attempt, written)
         return metadata or committed_metadata(self._ours.uri, self._ours.config, attempt)
@@ -260,13 +260,14 @@ class SaveLoop:
             return results
 
         @self._logged
-        def finish_checkpoint(results: list[list[WriteResult]]) -> str:
+        def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
             assert metadata is not None
             with committing(writer):
                 writer.finish(metadata, results)
-            return writer.attempt if isinstance(writer, CloudStorageWriter) else ""
+            return writer.attempt if isinstance(writer, CloudStorageWriter) else metadata
 
-        return self._ranks.all_reduce("write", write_data, finish_checkpoint), metadata
+        done = self._ranks.all_reduce("write", write_data, finish_checkpoint)
+        return ("", done) if isinstance(done, Metadata) else (done, metadata)
 
     def _logged(self, step: Callable[..., Any]) -> Any:
         """Wraps a step so that torch's logger records it as it does those of torch's saver."""
