@@ -237,3 +237,12 @@ def test_what_the_format_has_not_is_refused(local, value) -> None:
     with pytest.raises(UnsupportedTensorError, match="step"):
         cloudckpt.hf.save({"w": numbered(3), "step": value}, local.uri, config=local.config)
     assert local.names() == []
+
+
+def _names_of_metadata(place) -> list[str]:
+    writer = cloudckpt.hf.SafetensorsWriter(place.uri, config=place.config)
+    return list(cloudckpt.save({"t": numbered(10)}, storage_writer=writer).state_dict_metadata)
+
+
+def test_every_rank_gets_the_metadata_of_a_model(ranks, local) -> None:
+    assert ranks(2, _names_of_metadata, local) == [["t"], ["t"]]
