@@ -103,7 +103,7 @@ test-version-%: pyproject.toml
 		$$venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[all]' --group test && touch $$venv/.test || exit 1; \
 	fi; \
 	echo "Python $$python, torch $$torch:"; \
-	PYTHONDONTWRITEBYTECODE= CLOUDCKPT_TEST_NOISE=30 $$venv/bin/python -m pytest -q -p no:cacheprovider $(OF_THE_INTERPRETER) $(OF_TORCH)
+	PYTHONDONTWRITEBYTECODE= CLOUDCKPT_TEST_NOISE=30 $$venv/bin/python -m pytest -q -m "not azurite" -p no:cacheprovider $(OF_THE_INTERPRETER) $(OF_TORCH)
 
 integration: $(VENV)/.integration integration/node_modules/.stamp
 	$(BIN)/python -m pytest integration
