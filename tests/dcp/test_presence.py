@@ -102,7 +102,7 @@ def not_found(place: Place) -> str:
 
 
 def test_a_run_without_checkpoints_is_told_so(place):
-    assert "interrupted leaves none" in not_found(place)
+    assert "an interrupted save leaves no checkpoint" in not_found(place)
 
 
 def test_the_only_checkpoint_beneath_a_run_is_named(place):

@@ -85,6 +85,7 @@ class Content:
         state: The state dict, with the ``state_dict()`` of each ``Stateful`` instead of it, and
             with each value of this rank under the rank's name.
         notes: After :meth:`fit`, what is to be said of values of other ranks.
+        left_alone: After :meth:`fit`, the values that this rank keeps, and why.
         others: After :meth:`fit`, the names of other ranks' values.
     """
 
@@ -110,6 +111,7 @@ class Content:
                 replaced: a tuple is saved as one value.
         """
         self.notes: list[str] = []
+        self.left_alone: dict[str, str] = {}
         self.others: set[str] = set()
         self._state_dict, self._rank = state_dict, rank
         self._own: list[_Own] = [] if own is None else own
@@ -199,7 +201,7 @@ class Content:
         Raises:
             CheckpointCorruptError: If the metadata contradicts itself.
         """
-        self.notes, self.others = [], set()
+        self.notes, self.left_alone, self.others = [], {}, set()
         if not self._own:
             return
         record = record_behind(metadata)
@@ -228,12 +230,10 @@ class Content:
 
     def _note(self, own: _Own, saved: list[int], ranks: int) -> None:
         name = ".".join(map(str, own.path))
-        listed = " ".join(map(str, saved))
+        listed = ", ".join(map(str, saved))
         if self._rank not in saved:
-            self.notes.append(
-                f"{name}: rank {self._rank} keeps the value it had, as the checkpoint has those of "
-                f"ranks {listed} only: PerRank.all has these"
-            )
+            self.left_alone[name] = f"saved by ranks {listed} only: see PerRank.all"
+            self.notes.append(f"{name}: rank {self._rank} keeps its value, {self.left_alone[name]}")
         elif self._rank == 0 and max(saved) >= ranks:
             self.notes.append(
                 f"{name}: ranks {listed} have saved it and {ranks} load it: the values of the "

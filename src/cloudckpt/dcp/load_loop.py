@@ -162,7 +162,7 @@ class _Load:
             wanted,
             metadata,
             uri,
-            left_alone={} if ours is None else ours.left_alone,
+            left_alone=content.left_alone | ({} if ours is None else ours.left_alone),
             converted=None if ours is None else ours.converted,
             unused=content.others if ours is None else content.others | ours.unused,
         )

@@ -353,7 +353,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                 continue
             if why := _why_not(value, entry):
                 if self._strict:
-                    raise ShapeMismatchError(f"{name} is {why}", uri=self._uri, item=name)
+                    text = f"{name} is {why}; with strict=False it keeps its value"
+                    raise ShapeMismatchError(text, uri=self._uri, item=name)
             elif not self._strict:
                 why = _why_not_held(value, table.properties[entry.properties].dtype)
             if why:

@@ -207,7 +207,7 @@ class CloudStorageReader(OurReader):
                     "It is a file; if torch.save has written it, 'cloudckpt convert' makes a "
                     "checkpoint of it"
                 )
-        return "Check the location; a save that was interrupted leaves none"
+        return "Check the location; an interrupted save leaves no checkpoint"
 
     def _refuse_parts(self) -> None:
         """Raises if torch has saved here with ``use_collectives=False``."""

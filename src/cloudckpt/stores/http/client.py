@@ -308,7 +308,7 @@ class HttpClient:
                 unsent = _never_connected(exc)
                 why = f"no connection to {host}" if unsent else f"no answer from {host}"
                 raise ConnectionLostError(
-                    f"{why} ({method}); `cloudckpt doctor URI` shows which setting names it",
+                    f"{why} ({method}): check that the endpoint is right and answers",
                     cause=_plain(exc),
                     certain=unsent,
                 ) from exc
