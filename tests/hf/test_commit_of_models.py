@@ -41,7 +41,7 @@ SHAPES = {  # of a model of three tensors: what save is told of its files
     "three files": {"max_shard_size": 64},
     "names of its own": {"fqn_to_file": {n: f"{n}.safetensors" for n in NAMES}},
 }
-RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=1e9)
+RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=86_400.0)
 FOREIGN = "adapter_model.safetensors"
 
 

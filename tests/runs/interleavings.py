@@ -77,7 +77,7 @@ KINDS = (
 )  # fmt: skip
 """What an actor may do, as often as chance has it."""
 
-RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=1e9)
+RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=86_400.0)
 
 
 class KilledError(BaseException):
