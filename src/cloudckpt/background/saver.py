@@ -142,7 +142,7 @@ class AsyncSaver:
             return open_group(
                 parent,
                 start_timeout=START_TIMEOUT,
-                collective_timeout=_LONGEST_SAVE,
+                collective_timeout=_COLLECTIVE_TIMEOUT,
                 have_met=have_met,
             )
 
@@ -515,7 +515,7 @@ class AsyncSaver:
 
 
 _BETWEEN_MEETINGS = 0.1  # seconds
-_LONGEST_SAVE = 1800.0  # seconds that a rank of a save waits for others
+_COLLECTIVE_TIMEOUT = 1800.0  # seconds that a rank of a save waits for others
 _SHUTDOWN_TIMEOUT = 10.0  # seconds for an idle saving process to end
 
 

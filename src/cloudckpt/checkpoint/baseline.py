@@ -72,7 +72,7 @@ class Baseline:
         """Checks that the save is young enough to commit.
 
         Objects of twice that age are swept as leftovers, so none of them may belong to a save that
-        will commit. The commit is sent right after this check; docs/guarantees.md says what happens
+        will commit. The commit is sent right after this check; docs/protocol.md says what happens
         if the machine is suspended in between.
 
         Raises:
