@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from cloudckpt.checkpoint.objects import CLAIM, is_step_name
+from cloudckpt.checkpoint.objects import CLAIM, find_commit, is_step_name
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointExistsError,
@@ -34,7 +34,6 @@ __all__ = [
     "Beginning",
     "begin",
     "conflict",
-    "error_of_run",
     "now",
     "refuse_run",
 ]
@@ -137,7 +136,7 @@ def begin(
     return Baseline(key, version, began)
 
 
-def refuse_run(view: View) -> None:
+def refuse_run(view: View, *, looks_inside: bool = False) -> None:
     """Refuses the folder of a run as the place of a new checkpoint: a folder is never both.
 
     A run has a claim, or folders that are named as steps. One listing of one page tells, and none
@@ -146,35 +145,33 @@ def refuse_run(view: View) -> None:
 
     Args:
         view: Its location is where nothing is yet.
+        looks_inside: Whether each folder in it is asked for a checkpoint, whatever it is called.
 
     Raises:
         ConfigError: If it is the folder of a run.
     """
     location, below = view.location, view.location.key("")
-    if is_step_name(location.folder):
+    if is_step_name(location.folder) and not looks_inside:
         return
     try:
         level = view.level(below)
+        folders = [one for one in level if isinstance(one, str)]
+        steps = [location.join(name) for name in folders if is_step_name(name)]
+        if looks_inside and not steps:
+            uris = [f"{location}/{name}" for name in folders]
+            inside = [CheckpointURI.parse(uri) for uri in uris if CheckpointURI.accepts(uri)]
+            found = view.each(lambda uri: find_commit(view.look, uri), inside)
+            steps = [uri for uri, commit in zip(inside, found, strict=True) if commit is not None]
     except StoreError:
         return
-    names = [one if isinstance(one, str) else one.key.removeprefix(below) for one in level]
-    step = next((name for name in names if is_step_name(name)), None)
-    if step is not None or CLAIM in names:
-        raise error_of_run(location, None if step is None else f"{location}/{step}")
-
-
-def error_of_run(location: CheckpointURI, within: str | None) -> ConfigError:
-    """The error of what would make the folder of a run a checkpoint, too.
-
-    Args:
-        location: The folder.
-        within: A step in it, if one is known.
-    """
-    return ConfigError(
-        f"this is the folder of a run{'' if within is None else f', with {within} in it'}, and "
-        f"a folder is never a run and a checkpoint: name a folder in it, such as {location}/step-1",
-        uri=str(location),
-    )
+    names = {one.key.removeprefix(below) for one in level if isinstance(one, ObjectInfo)}
+    if steps or CLAIM in names:
+        raise ConfigError(
+            f"this is the folder of a run{f', with {steps[0]} in it' if steps else ''}, and a "
+            f"folder is never a run and a checkpoint: name a folder in it, such as "
+            f"{location}/step-1",
+            uri=str(location),
+        )
 
 
 class Beginning(Generic[T]):

@@ -43,10 +43,10 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
 from cloudckpt.transfer.boxes import are_apart
 from cloudckpt.transfer.download import download, raise_it
-from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
 from cloudckpt.transfer.retry import Retrier, check_unchanged
 from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["KeyMapping", "ModelFolder", "ModelPlaces", "renamed"]
@@ -127,25 +127,17 @@ class ModelFolder:
         if claimed_files(data, store.uri(key)) is not None:
             return None
         names = parse_index(data, store.uri(key))
-        files: dict[str, ObjectInfo] = {}
 
-        def look(name: str) -> None:
+        def look(name: str) -> ObjectInfo:
             info = head(uri.key(name))
             if info is None:
                 raise CheckpointCorruptError(
                     f"{name}, which the index names, is not there", uri=str(uri)
                 )
-            files[name] = info
-
-        group = TaskGroup(config.requests_at_once, name="cloudckpt-look", interrupt=store.interrupt)
-
-        def submit() -> None:
-            for name in set(names.values()):
-                group.submit(functools.partial(look, name))
+            return info
 
         def look_at_all() -> list[ObjectInfo]:
-            group.run(submit)
-            return [files[name] for name in sorted(files)]
+            return View(uri, config).each(look, sorted(set(names.values())))
 
         return cls._read(store, uri, look_at_all, committed, names, config)
 

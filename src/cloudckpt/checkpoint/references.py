@@ -42,7 +42,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from cloudckpt.checkpoint.base import Base
@@ -68,6 +68,7 @@ from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier, retry_if_replaced
 from cloudckpt.transfer.upload import creates_only, put_whole
+from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [
@@ -309,7 +310,9 @@ def release(
     if others:
         marks = [_mark_in(uri, folder, said.record.attempt) for folder in others]
         # a copy that another tool has made has the name of the original's save, whose marks stay
-        own = [mark for mark, who in _each_who(store, marks, config) if who == uri.folder]
+        view = View(uri, config)
+        whose = view.each(lambda mark: _who(store, mark, view.retrier), marks)
+        own = [mark for mark, who in zip(marks, whose, strict=True) if who == uri.folder]
         delete_quietly(store, own, config.retry, threads=config.requests_at_once)
     left = {folder: keys - set(needed) for folder, keys in by_folder.items()}
     shared = {
@@ -414,25 +417,6 @@ def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Commi
         return CommitObject.parse(retry_if_replaced(look), store.uri(key))
     except ObjectNotFoundError:
         return None
-
-
-def _each_who(
-    store: ObjectStore, marks: Sequence[str], config: Config
-) -> list[tuple[str, str | None]]:
-    """The folders of the saves that left marks, which are read at the same time."""
-    group = TaskGroup(config.requests_at_once, name="cloudckpt-keep", interrupt=store.interrupt)
-    retrier = Retrier(config.retry, group.cancellation)
-    found: list[tuple[str, str | None]] = []
-
-    def look(mark: str) -> None:
-        found.append((mark, _who(store, mark, retrier)))
-
-    def submit() -> None:
-        for mark in marks:
-            group.submit(functools.partial(look, mark))
-
-    group.run(submit)
-    return found
 
 
 def _who(store: ObjectStore, key: str, retrier: Retrier) -> str | None:

@@ -185,10 +185,11 @@ def _writing(call: Call, target: str, config: Config) -> Iterator[None]:
         ConfigError: If the target is the folder of a run.
         CheckpointExistsError: Of a dry run, if something is there, and is not to be replaced.
     """
+    from cloudckpt.checkpoint.baseline import refuse_run
     from cloudckpt.format_utils import kind_of
-    from cloudckpt.runs.catalog import check_is_no_run
+    from cloudckpt.transfer.view import View
 
-    check_is_no_run(CheckpointURI.parse(target), config)
+    refuse_run(View(CheckpointURI.parse(target), config), looks_inside=True)
     if call.dry_run and not config.overwrite:
         with contextlib.suppress(CheckpointNotFoundError):
             kind_of(target, config=config)

@@ -329,17 +329,7 @@ class FilesUnderConstruction:
 
     def _each(self, items: Sequence[_T], action: Callable[[_T], None]) -> None:
         """Calls ``action`` with each item, on as many threads as there may be connections."""
-        if not items:
-            return
-        group = TaskGroup(
-            self._config.requests_at_once, name="cloudckpt-commit", interrupt=self._store.interrupt
-        )
-
-        def submit() -> None:
-            for item in items:
-                group.submit(functools.partial(action, item))
-
-        group.run(submit)
+        View(self._uri, self._config).each(action, items)
 
 
 def look_for_older(view: View) -> dict[str, ObjectInfo]:

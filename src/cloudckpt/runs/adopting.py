@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from cloudckpt.checkpoint.baseline import LONGEST_SAVE, Baseline
+from cloudckpt.checkpoint.baseline import LONGEST_SAVE, Baseline, refuse_run
 from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.manifest import Manifest
@@ -52,7 +52,6 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     ObjectTooLargeError,
 )
-from cloudckpt.runs.catalog import check_is_no_run
 from cloudckpt.runs.line import Owner
 from cloudckpt.runs.sweeping import clock_of
 from cloudckpt.stores.base import ObjectStore, random_suffix
@@ -108,7 +107,7 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
         if is_committed(store, location, view.retrier):
             logger.info("%s: it is committed already", location)
             return
-        check_is_no_run(location, config)
+        refuse_run(view, looks_inside=True)
         if not view.level(location.key("")):
             raise CheckpointNotFoundError(
                 "there is no checkpoint, nor anything else: check the location",

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from cloudckpt.checkpoint.baseline import error_of_run
 from cloudckpt.checkpoint.notes import Notes, read_notes
 from cloudckpt.checkpoint.objects import (
     CLAIM,
@@ -24,7 +23,6 @@ from cloudckpt.checkpoint.objects import (
 )
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import (
-    AccessDeniedError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CloudCheckpointError,
@@ -256,28 +254,6 @@ def check_is_run(view: View, run: Run) -> None:
             "cloudckpt rm",
             uri=str(run.root),
         )
-
-
-def check_is_no_run(location: CheckpointURI, config: Config) -> None:
-    """Refuses the folder of a run as the location of a checkpoint: a folder is never both.
-
-    Who may not list there is let through.
-
-    Raises:
-        ConfigError: If a job has claimed it, or a checkpoint is in one of its folders.
-        StoreError: If the store is unreachable.
-    """
-    view, below = View(location, config), location.key("")
-    try:
-        level = view.level(below)
-        uris = [f"{location}/{one}" for one in level if isinstance(one, str)]
-        folders = [CheckpointURI.parse(one) for one in uris if CheckpointURI.accepts(one)]
-        found = view.each(partial(find_commit, view.look), folders)
-    except AccessDeniedError:
-        return
-    within = next((one for one, is_there in zip(folders, found, strict=True) if is_there), None)
-    if within is not None or any(_name(one, below) == CLAIM for one in level):
-        raise error_of_run(location, None if within is None else str(within))
 
 
 def summaries(view: View, run: Run) -> list[CheckpointSummary]:

@@ -36,10 +36,10 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.copying import CopyTask, MismatchError, copies_within, relay
 from cloudckpt.transfer.deleting import delete_quietly
-from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.landing import Sink, Wanted
 from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store
 from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["Copied", "Place", "copy_checkpoint"]
@@ -106,27 +106,17 @@ class Place:
         Raises:
             CheckpointCorruptError: If an object is gone.
         """
-        store = self.store
-        found: dict[str, ObjectInfo | None] = dict.fromkeys(keys)
-        group = TaskGroup(
-            self.config.requests_at_once, name="cloudckpt-look", interrupt=store.interrupt
-        )
-        retrier = Retrier(self.config.retry, group.cancellation)
+        store, view = self.store, View(self.uri, self.config)
 
-        def look(key: str) -> None:
+        def look(key: str) -> ObjectInfo:
             try:
-                found[key] = retrier.call(lambda: store.head(key))
+                return view.retrier.call(lambda: store.head(key))
             except ObjectNotFoundError as error:
                 raise CheckpointCorruptError(
                     "an object of the checkpoint is gone", uri=store.uri(key), cause=error
                 ) from error
 
-        def submit() -> None:
-            for key in found:
-                group.submit(partial(look, key))
-
-        group.run(submit)
-        return [info for info in found.values() if info is not None]
+        return view.each(look, keys)
 
 
 class _Nothing(Sink):
