@@ -167,14 +167,16 @@ class BlockChecksums:
         expected = 0
         for start, length, checksum in sorted(self._found):
             if start != expected:
-                raise ValueError(f"byte {expected} of the item was not sent exactly once")
+                raise ValueError(
+                    f"byte {expected} of the item was sent more than once, or not at all"
+                )
             if start % self.block_size == 0:
                 blocks.append(checksum)
             else:
                 blocks[-1] = self._algorithm.joined(blocks[-1], checksum, length)
             expected = start + length
         if expected != nbytes:
-            raise ValueError(f"{expected} of {nbytes} bytes of the item were sent")
+            raise ValueError(f"only {expected} of {nbytes} bytes of the item were sent")
         if self._expected and blocks != list(self._expected):
             raise TensorChangedError.of(self._item)
         return tuple(blocks)

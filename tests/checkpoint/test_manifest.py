@@ -313,7 +313,7 @@ def test_a_rank_that_has_written_fewer_items_than_it_has_planned_is_told():
     metadata, plans = example()
     told = written(plans, FIRST)
     told[0] = dataclasses.replace(told[0], extents=extents([(0, 0, 9)]))
-    with pytest.raises(IncompleteSaveError, match="planned 2 items, and written 1"):
+    with pytest.raises(IncompleteSaveError, match="planned 2 items, but wrote 1"):
         manifest(Planned.of(metadata, plans, CRC32C, URI), told)
 
 

@@ -151,7 +151,7 @@ def test_scalars_of_torch_and_numpy_are_metrics() -> None:
 
 @pytest.mark.parametrize("metrics", [{"a": "1"}, {"a": None}, {1: 1.0}, {"a": torch.ones(2)}])
 def test_other_values_are_no_metrics(metrics) -> None:
-    with pytest.raises(ConfigError, match="is no number"):
+    with pytest.raises(ConfigError, match="is not a number"):
         metrics_of(metrics)
 
 

@@ -207,7 +207,7 @@ def test_a_base_that_has_lost_an_object_is_named_and_everything_is_sent(place, c
     for name in place.at("step-1").data():
         _remove(place.at("step-1"), name)
     assert saved(place, 3) > 4 * FROZEN > 10 * first
-    assert re.search(r"step-2 is no base for it.*step-1/__0_\S* is not there", caplog.text)
+    assert re.search(r"step-2 is no base for it.*step-1/__0_\S* does not exist", caplog.text)
     assert is_at(loaded(place.at("step-3")), 3)
     assert saved(place, 4) < 10 * first
     assert is_at(loaded(place.at("step-4")), 4)
@@ -226,7 +226,7 @@ class Losing(CommitHook):
 
 def test_an_object_of_the_base_that_is_lost_meanwhile_is_named(place) -> None:
     first = saved(place, 1)
-    with pytest.raises(CheckpointCorruptError, match=r"is not there: nothing .*step-1/__0_\d"):
+    with pytest.raises(CheckpointCorruptError, match=r"does not exist: nothing .*step-1/__0_\d"):
         saved(place, 2, commit_hook=Losing(place.at("step-1")))
     assert not place.at("step-2").names()
     assert saved(place, 3) == first
@@ -286,7 +286,7 @@ def test_what_deletes_a_copy_by_another_tool_leaves_the_original_what_it_needs(p
 def test_a_base_elsewhere_is_refused(place, tmp_path) -> None:
     saved(place, 1)
     for base in (str(tmp_path / "step-1"), place.at("step-1/inner").uri):
-        with pytest.raises(ConfigError, match="does not stand beside"):
+        with pytest.raises(ConfigError, match="not in the same folder"):
             saved(place, 2, base=base)
 
 

@@ -108,14 +108,16 @@ def test_a_run_without_checkpoints_is_told_so(place):
 def test_the_only_checkpoint_beneath_a_run_is_named(place):
     save(place.at("step-1000"))
     told = not_found(place)
-    assert f"One is beneath it: did you mean {place.uri}/step-1000?" in told
+    assert f"There is one in folders under it: did you mean {place.uri}/step-1000?" in told
 
 
 def test_the_last_checkpoints_beneath_a_run_are_named(place):
     for step in (5, 200, 1000, 30, 7, 9):
         save(place.at(f"step-{step}"))
     told = not_found(place)
-    assert f"6 are beneath it: did you mean {place.uri}/step-1000? Others are" in told
+    assert (
+        f"There are 6 in folders under it: did you mean {place.uri}/step-1000? Others are" in told
+    )
     assert f"{place.uri}/step-200, {place.uri}/step-30, {place.uri}/step-9" in told
     assert "step-7" not in told
 
@@ -123,7 +125,9 @@ def test_the_last_checkpoints_beneath_a_run_are_named(place):
 def test_checkpoints_further_beneath_are_found(place):
     save(place.at("a/step-1"))
     save(place.at("a/step-2"))
-    assert f"2 are beneath it: did you mean {place.uri}/a/step-2?" in not_found(place)
+    assert f"There are 2 in folders under it: did you mean {place.uri}/a/step-2?" in not_found(
+        place
+    )
 
 
 def test_a_file_is_told_from_nothing(place):

@@ -332,7 +332,7 @@ def test_the_best_step_needs_a_metric(run) -> None:
 
 @pytest.mark.parametrize("metrics", [{"loss": "low"}, {1: 2.0}])
 def test_what_is_no_metric_is_refused(run, metrics) -> None:
-    with managed(run) as manager, pytest.raises(ConfigError, match="is no number"):
+    with managed(run) as manager, pytest.raises(ConfigError, match="is not a number"):
         manager.save(1, state(1), metrics=metrics)
 
 

@@ -101,7 +101,9 @@ class _LastBytes(io.RawIOBase):
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         if self._at < self._first:
-            raise ValueError("more of an archive is to be read than its last bytes")
+            raise ValueError(
+                "only the last bytes of this zip archive were read, and an earlier byte is needed"
+            )
         self._data.seek(self._at - self._first)
         count = self._data.readinto(buffer)
         self._at += count
@@ -115,7 +117,7 @@ def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
     def start_of(info: zipfile.ZipInfo) -> int:
         at = info.header_offset
         if at < 0 or info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
-            raise ValueError("a record that is compressed, encrypted, or nowhere")
+            raise ValueError("a zip record is compressed or encrypted, or its offset is negative")
         *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(head, at)
         return int(at + _LOCAL_HEADER.size + name_length + extra_length)
 
@@ -123,7 +125,9 @@ def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
         start = start_of(info)
         content = head[start : start + info.file_size]
         if zlib.crc32(content) != info.CRC:
-            raise ValueError("a record that is damaged, or not in the first bytes")
+            raise ValueError(
+                "a zip record does not match its CRC, or is not within the bytes that were read"
+            )
         return content
 
     pickled = next(name for name in entries if name.endswith("data.pkl"))
@@ -131,15 +135,15 @@ def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
     order = content_of(entries[f"{root}byteorder"]) if f"{root}byteorder" in entries else b"little"
     described = describe_tensor(content_of(entries[pickled]))
     if described is None or not described.is_row_major or order != b"little":
-        raise ValueError("no plain tensor, or of another byte order")
+        raise ValueError("the pickle does not describe a row-major, little-endian tensor")
     info = entries[f"{root}data/{described.record}"]
     begin, skipped = start_of(info), described.storage_offset * described.dtype.itemsize
     numel = math.prod(described.shape)
     nbytes = numel * described.dtype.itemsize
     if torch.Size(described.shape).numel() != numel:
-        raise ValueError("more elements than torch can count")
+        raise ValueError("the tensor has more elements than torch can count")
     if skipped + nbytes > info.file_size or begin + info.file_size > item.nbytes:
-        raise ValueError("a tensor outside of its record")
+        raise ValueError("the tensor's bytes lie outside of its zip record")
     elements = replace(item, offset=item.offset + begin + skipped, nbytes=nbytes)
     return StoredTensor(elements, described.dtype, described.shape)
 
@@ -180,7 +184,7 @@ def describe_tensor(data: bytes) -> TensorDescription | None:
 def _type_of_storage(name: str) -> Any:
     """The element type of a storage class of torch; of a few, none of which is made."""
     if not name.endswith("Storage"):
-        raise ValueError(f"{name} is no storage")
+        raise ValueError(f"{name} is not a storage class of torch")
     with unwarned():  # such classes are deprecated, and still what torch.save uses
         return getattr(torch, name.rpartition(".")[2]).dtype
 
@@ -196,8 +200,8 @@ def _plain_tensor(described: Stub) -> TensorDescription:
     dtype = more.pop(0) if version == "v3" else _type_of_storage(kind.name)
     is_plain = version in ("v2", "v3") and described.is_call and not any(more)
     if not is_plain or type(storage) is not Stub or not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor with metadata, such as the conjugate bit, or none")
+        raise ValueError("not a plain tensor: it has metadata, such as the conjugate bit")
     numbers = (first, *shape, *stride)
     if len(shape) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError("numbers that no tensor has")
+        raise ValueError("the tensor's offset, shape or strides are not valid numbers")
     return TensorDescription(dtype, record, first, tuple(shape), tuple(stride))

@@ -88,7 +88,9 @@ class Base:
 
     def __init__(self, record: Record, folder: str = "") -> None:
         if not record.extents.has_digests:
-            raise ValueError("a base without digests")
+            raise ValueError(
+                "this record has no digests, so an incremental save can't compare with it"
+            )
         objects = [one if one.folder else replace(one, folder=folder) for one in record.objects]
         self.attempt, self.objects = record.attempt, objects
         # read where they lie in memory: nothing is copied of columns that are contiguous

@@ -79,8 +79,8 @@ class Baseline:
         """
         if now() - self.began > LONGEST_SAVE:
             raise IncompleteSaveError(
-                f"the save has taken more than {LONGEST_SAVE / 3600:g} hours, and its objects may "
-                "be swept as leftovers; nothing was committed",
+                f"the save took more than {LONGEST_SAVE / 3600:g} hours, so a sweep may have "
+                "deleted its objects as leftovers; nothing was committed",
                 uri=uri,
             )
 
@@ -167,8 +167,8 @@ def refuse_run(view: View, *, looks_inside: bool = False) -> None:
     names = {one.key.removeprefix(below) for one in level if isinstance(one, ObjectInfo)}
     if steps or CLAIM in names:
         raise ConfigError(
-            f"this is the folder of a run{f', with {steps[0]} in it' if steps else ''}, and a "
-            f"folder is never a run and a checkpoint: name a folder in it, such as "
+            f"this is the folder of a run{f', which contains {steps[0]}' if steps else ''}, and a "
+            f"folder can't be a run and a checkpoint: save to a folder in it, such as "
             f"{location}/step-1",
             uri=str(location),
         )
@@ -211,8 +211,8 @@ class Beginning(Generic[T]):
 def conflict(uri: str, cause: BaseException | None = None) -> CheckpointConflictError:
     """The error of a save whose location has another commit than when it began."""
     return CheckpointConflictError(
-        "another writer has committed to this location since this save began; this save is "
-        "discarded and theirs is kept",
+        "another writer has committed to this location since this save began; this save was "
+        "discarded, and the other checkpoint was kept",
         uri=uri,
         cause=cause,
     )

@@ -31,7 +31,7 @@ def made_of(kind: Callable[..., Any], *kinds: type[Any]) -> Callable[..., Any]:
 
     def make(*arguments: Any) -> Any:
         if not all(type(argument) in kinds for argument in arguments):
-            raise ValueError("such arguments")
+            raise ValueError("unexpected types of arguments")
         return kind(*arguments)
 
     return make
@@ -40,7 +40,7 @@ def made_of(kind: Callable[..., Any], *kinds: type[Any]) -> Callable[..., Any]:
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
     """Protocols below 3 write bytes as the text that has them in Latin-1."""
     if type(text) is not str or encoding != "latin1":
-        raise ValueError("no bytes")
+        raise ValueError("bytes are not given as Latin-1 text")
     return text.encode("latin1")
 
 
@@ -51,7 +51,7 @@ def _bytearray(content: Any = b"", encoding: str = "latin1") -> bytearray:
 def _layout(name: Any) -> torch.layout:
     found = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(found, torch.layout):
-        raise ValueError(f"{name!r} is no layout")
+        raise ValueError(f"{name!r} is not a tensor layout of torch")
     return found
 
 
@@ -107,7 +107,9 @@ class Building:
             return self.constant(thing.name if issubclass(thing, Stub) else name)
         if id(thing) not in self._built:
             if self._depth == self.deepest:
-                raise DescriptionError(f"it is nested more than {self.deepest} levels deep")
+                raise DescriptionError(
+                    f"invalid pickle: it is nested more than {self.deepest} levels deep"
+                )
             self._depth += 1
             built = self._stub(thing) if isinstance(thing, Stub) else self._container(thing)
             self._depth -= 1
@@ -144,7 +146,7 @@ class Building:
             return entries
         if type(thing) in (tuple, set, frozenset):
             return type(thing)(map(self.value, thing))
-        raise DescriptionError(f"it has a {type(thing).__name__} in it")
+        raise DescriptionError(f"invalid pickle: unexpected {type(thing).__name__}")
 
     def _stub(self, stub: Stub) -> Any:
         if stub.name in self.allowed:
@@ -152,11 +154,11 @@ class Building:
         if not stub.is_call or stub.name not in self.calls:
             return self.instance(stub)
         if stub.state is not None or stub.contents or stub.keywords:
-            raise DescriptionError(f"{stub.name} with contents or a state")
+            raise DescriptionError(f"invalid pickle: unexpected contents or state of {stub.name}")
         try:
             return self.calls[stub.name](*map(self.value, stub.arguments))
         except (TypeError, ValueError, OverflowError) as exc:
-            raise DescriptionError(f"{stub.name} of {exc}") from exc
+            raise DescriptionError(f"invalid pickle: {stub.name} can't be called: {exc}") from exc
 
     def _of_the_user(self, cls: Any, stub: Stub) -> Any:
         """As pickle would make it, of values that are built by now."""
@@ -172,7 +174,9 @@ class Building:
             built.extend(contents)
         if stub.state is not None:
             if isinstance(built, (type, enum.Enum, types.ModuleType, types.FunctionType)):
-                raise DescriptionError(f"it changes {built}, which was there before")
+                raise DescriptionError(
+                    f"invalid pickle: it modifies {built}, which it has not created"
+                )
             _restore(built, self.value(stub.state))
         return built
 
@@ -185,7 +189,9 @@ def _restore(built: Any, state: Any) -> None:
     fields, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
     for name in (*(fields or ()), *(slots or ())):
         if type(name) is not str or name.startswith("__"):
-            raise DescriptionError(f"it sets {name!r} of a {type(built).__name__}")
+            raise DescriptionError(
+                f"invalid pickle: it sets the attribute {name!r} of a {type(built).__name__}"
+            )
     if fields:
         vars(built).update(fields)
     for name, value in (slots or {}).items():

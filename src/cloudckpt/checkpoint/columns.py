@@ -119,13 +119,13 @@ def unpack_columns(data: bytes | memoryview, into: Iterable[torch.Tensor]) -> No
         width, count = data[at] if at < len(data) else 0, column.numel()
         end = at + 1 + width * count
         if width not in _WIDTHS or end > len(data):
-            raise ValueError("a column has no known width, or is cut short")
+            raise ValueError("a packed column has an unknown width, or is truncated")
         if count:
             differences = np.frombuffer(data, f"<i{width}", count, at + 1)
             np.cumsum(differences, dtype=np.int64, out=column.numpy())
         at = end
     if at != len(data):
-        raise ValueError("there are more columns than expected")
+        raise ValueError("there are more packed columns than expected")
 
 
 def deflated(data: bytes) -> bytes:
@@ -145,5 +145,5 @@ def inflated(data: memoryview, size: int) -> bytes:
     except zlib.error as exc:
         raise ValueError(str(exc)) from exc
     if len(found) != size or not stream.eof or stream.unused_data:
-        raise ValueError("compressed data of another size than is said")
+        raise ValueError("the uncompressed data does not have the expected size")
     return found

@@ -103,7 +103,8 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
     """
     if setting == "off":
         logger.warning(
-            "%s: conditional writes are off; concurrent writers of one checkpoint are not detected",
+            "%s: conditional writes are off, so concurrent writers of one checkpoint are not "
+            "detected",
             store.root,
         )
         return False
@@ -119,8 +120,8 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
         if found:
             return True
     raise ConfigError(
-        "the store ignores conditional writes (If-None-Match, If-Match), which protect a commit "
-        "from concurrent writers. If only one job ever writes to a location, set "
+        "the store ignores conditional writes (If-None-Match, If-Match), which protect a "
+        "commit from concurrent writers. If only one job at a time writes to a location, set "
         "Config(conditional_writes='off') or CLOUDCKPT_CONDITIONAL_WRITES=off",
         uri=store.root,
     )
@@ -241,9 +242,8 @@ def _found(
 
 def _unknown(store: ObjectStore, key: str, error: CloudCheckpointError) -> CommitUnknownError:
     return CommitUnknownError(
-        "the store itself did not say whether it carried out the commit, which may have taken "
-        "place or take place yet; look whether this checkpoint is there before you go on. Its data "
-        "was kept",
+        "the store did not confirm the commit, which may have taken place or may still take "
+        "place; check whether this checkpoint exists before you go on. Its data was kept",
         uri=store.uri(key),
         cause=error,
     )
@@ -264,8 +264,8 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
         fetched = None
     if fetched is None or fetched.info.version != baseline.version:
         raise CheckpointConflictError(
-            "the checkpoint that was to be replaced has itself been replaced or deleted since this "
-            "save began; this save is discarded",
+            "the checkpoint to be overwritten was replaced or deleted since this save began; "
+            "this save was discarded",
             uri=uri,
         )
     return trusted(fetched, uri)
@@ -276,7 +276,10 @@ def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
     try:
         return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:
-        logger.warning("the objects of an older checkpoint are left behind: %s", error)
+        logger.warning(
+            "the objects of an older checkpoint could not be identified, and were not deleted: %s",
+            error,
+        )
         return None
 
 
@@ -306,7 +309,10 @@ def no_longer_needed(
             return release(store, uri, gone, config, needed=needed)
         names = gone.names(str(uri))
     except (CloudCheckpointError, MemoryError) as error:
-        logger.warning("the objects of an older checkpoint are left behind: %s", error)
+        logger.warning(
+            "the objects of an older checkpoint could not be identified, and were not deleted: %s",
+            error,
+        )
         return ()
     return sorted({uri.key(name) for name in names} - set(needed))
 
@@ -321,10 +327,10 @@ def _elsewhere(uri: CheckpointURI, record: WrittenObject, what: str) -> Differen
     only where that rank wrote it.
     """
     return DifferentCheckpointsError(
-        f"rank {record.rank} has written {record.name} of {record.size} bytes, which "
-        f"{what} for the rank that commits: they write to different stores. Compare on all ranks "
-        "what leads to the store: endpoint_url of the options, AWS_ENDPOINT_URL and its like, the "
-        "account; for a path, what is mounted there. Nothing was committed",
+        f"rank {record.rank} wrote {record.name} ({record.size} bytes), which {what} for the "
+        "rank that commits: the ranks write to different stores. Compare what selects the "
+        "store on all ranks: endpoint_url, AWS_ENDPOINT_URL and similar variables, the "
+        "account; for a path, the mount. Nothing was committed",
         uri=str(uri),
     )
 
@@ -332,8 +338,8 @@ def _elsewhere(uri: CheckpointURI, record: WrittenObject, what: str) -> Differen
 def _gone(uri: CheckpointURI, record: WrittenObject, what: str) -> CheckpointCorruptError:
     """The error when an object that was there before the save is not there as it was written."""
     return CheckpointCorruptError(
-        f"an object of an earlier save, which this checkpoint needs, {what}: nothing was "
-        "committed. If you save again, everything is sent. Verify the earlier checkpoints",
+        f"an object of an earlier save, which this checkpoint refers to, {what}: nothing was "
+        "committed. Save again, which uploads everything, and verify the earlier checkpoints",
         uri=uri.object(record.name),
     )
 
@@ -415,7 +421,8 @@ def publish(
         raise
     except Exception as error:
         raise CommitUnknownError(
-            "the commit failed in an unexpected way and may have taken place; its data was kept",
+            "the commit failed unexpectedly and may have taken place; its data was kept. Check "
+            "whether this checkpoint exists before you go on",
             uri=str(uri),
             cause=error,
         ) from error
@@ -423,6 +430,6 @@ def publish(
         delete(no_longer_needed(store, uri, replaced, config, needed=named))
     except Exception:
         logger.exception(
-            "%s is committed; the objects of the checkpoint that it has replaced are left behind",
+            "%s is committed; the objects of the checkpoint that it replaced were not deleted",
             uri,
         )

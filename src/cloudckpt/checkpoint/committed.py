@@ -113,7 +113,7 @@ def _range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> bytea
             store.get_range(info.key, at, [memoryview(piece)], if_version=info.version)
         except (PreconditionFailedError, ObjectNotFoundError, RangeNotSatisfiableError) as error:
             raise CheckpointReplacedError(
-                "it was replaced or deleted while its metadata was read; load it again",
+                "the checkpoint was replaced or deleted while its metadata was read; load it again",
                 uri=store.uri(info.key.rpartition("/")[0]),
                 cause=error,
             ) from error
@@ -182,8 +182,8 @@ class CommitObject:
         metadata = load_metadata(data, uri, trust_pickle=trust_pickle)
         if trailer is None and data[-1:] != pickle.STOP and _is_ours(metadata):
             raise CheckpointCorruptError(
-                "the end of the metadata, with the checksums, is missing or damaged: restore it, "
-                "or load an older checkpoint",
+                "the end of the metadata, with its checksums, is missing or damaged: restore "
+                "the object, or load an older checkpoint",
                 uri=uri,
             )
         return cls(fetched.info, metadata, None, notes, trailer, is_whole)
@@ -205,7 +205,8 @@ class CommitObject:
             checksum = CRC32C.of(piece, checksum)
         if checksum != self.trailer.crc:
             raise CheckpointCorruptError(
-                "the metadata for other readers than cloudckpt do not match their checksum",
+                "the metadata for readers other than cloudckpt (torch's pickle) does not match "
+                "its checksum: save the checkpoint again, or restore the object",
                 uri=uri,
                 damages=[Damage(uri, "", "does not match its checksum", 0, size)],
             )
@@ -239,7 +240,11 @@ def names_in(metadata: Metadata, uri: str) -> set[str]:
     }
     data = {name for name in names if "/" not in name and not name.endswith(METADATA)}
     if data != names:
-        logger.warning("%s: the metadata name what is no data of it, which is left as it is", uri)
+        logger.warning(
+            "%s: the metadata names objects that are not data of this checkpoint; they are "
+            "left alone",
+            uri,
+        )
     return data
 
 
@@ -255,7 +260,11 @@ def object_names(fetched: Fetched, uri: str) -> set[str]:
 
 def _with_table(record: Record, uri: str) -> Record:
     if record.table is None or record.table.count != len(record.extents):
-        raise CheckpointCorruptError("the metadata has no names, or no places", uri=uri)
+        raise CheckpointCorruptError(
+            "invalid metadata record: it lacks the names or the locations of items: restore "
+            "the object, or load an older checkpoint",
+            uri=uri,
+        )
     return record
 
 
@@ -267,7 +276,8 @@ def _checked(fetched: Fetched, trailer: Trailer, uri: str) -> memoryview:
     size = trailer.size + trailer.behind_pickle
     if found is None or size != fetched.info.size or CRC32C.of(found) != trailer.body_crc:
         raise CheckpointCorruptError(
-            "the metadata does not match its checksum: restore it, or load an older checkpoint",
+            "the metadata does not match its checksum: restore the object, or load an older "
+            "checkpoint",
             uri=uri,
         )
     return found
@@ -293,6 +303,6 @@ def read_commit(
     try:
         return CommitObject.parse(fetched, uri, trust_pickle=trust_pickle), fetched
     except CheckpointCorruptError as error:
-        logger.warning("fetched again: %s", error)
+        logger.warning("the metadata seems damaged and is read again: %s", error)
     fetched = retrier.call(functools.partial(fetch, store, key, whole=True))
     return CommitObject.parse(fetched, uri, trust_pickle=trust_pickle), fetched

@@ -222,7 +222,11 @@ def read_manifest(data: bytes | bytearray, folder: str, uri: str) -> FileManifes
     content = _opened(data, "cloudckpt files", uri)
     files, job = content.get("files"), content.get("job")
     if not isinstance(files, dict) or not isinstance(job, str):
-        raise CheckpointCorruptError("the manifest names no files, or no job", uri=uri)
+        raise CheckpointCorruptError(
+            "invalid manifest: it lists no files or names no job; write the folder again, or "
+            "load an older checkpoint",
+            uri=uri,
+        )
     read = {
         checked(name, uri): _file(below + checked(_text(described, "object"), uri), described, uri)
         for name, described in files.items()
@@ -252,18 +256,28 @@ def _opened(data: bytes | bytearray, kind: str, uri: str) -> dict[str, Any]:
     line, seal = data[:-9], data[-9:]
     if len(data) < 10 or seal != f"{CRC32C.of(line):08x}\n".encode():
         raise CheckpointCorruptError(
-            "it does not match its checksum: restore it, or load an older checkpoint", uri=uri
+            "the manifest or record does not match its checksum: restore it, or load an older "
+            "checkpoint",
+            uri=uri,
         )
     try:
         content = json.loads(bytes(line))
     except ValueError as error:
-        raise CheckpointCorruptError("it is no JSON", uri=uri, cause=error) from error
+        raise CheckpointCorruptError(
+            "invalid manifest or record: it is not JSON; restore it, or load an older checkpoint",
+            uri=uri,
+            cause=error,
+        ) from error
     if not isinstance(content, dict) or content.get("format") != kind:
-        raise CheckpointCorruptError(f"it is no {kind!r}", uri=uri)
+        raise CheckpointCorruptError(
+            f"invalid manifest or record: its format is not {kind!r}; restore it, or load an older "
+            "checkpoint",
+            uri=uri,
+        )
     if content.get("version") != 1:
         raise CheckpointCorruptError(
-            f"it is of version {content.get('version')!r}, which this cloudckpt does not know: "
-            "install a newer one",
+            f"the manifest or record has version {content.get('version')!r}, which this "
+            "cloudckpt can't read: install a newer one",
             uri=uri,
         )
     return content
@@ -282,10 +296,13 @@ def _file(key: str, described: dict[str, Any], uri: str) -> StoredFile:
         lengths = _lengths(size, block_size)
         whole = algorithm.combine(zip(checksums, lengths, strict=True))
         if size < 0 or whole != int(described["checksum"], 16):
-            raise ValueError("its checksums contradict each other")
+            raise ValueError("the checksum of the file does not match those of its blocks")
     except (KeyError, TypeError, ValueError, ZeroDivisionError, binascii.Error) as error:
         raise CheckpointCorruptError(
-            "what it says of a file makes no sense", uri=uri, cause=error
+            f"invalid description of the file {key}: restore the manifest, or load an older "
+            "checkpoint",
+            uri=uri,
+            cause=error,
         ) from error
     return StoredFile(
         key=key, size=size, checksum=whole, blocks=Blocks(algorithm, block_size, checksums)

@@ -75,20 +75,23 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
         raise
     except UnknownNameError as unknown:
         raise UntrustedPickleError(
-            f"the checkpoint's metadata names {unknown}, which is not on the allow-list: if you "
-            "trust whoever can write to this location, pass trust_pickle=True, or allow the class "
-            "by cloudckpt.format_utils.add_safe_metadata_globals([...])",
+            f"the checkpoint's metadata needs the class {unknown}, which is not on the "
+            "allow-list: if you trust everyone who can write to this location, pass "
+            "trust_pickle=True, or allow the class by "
+            "cloudckpt.format_utils.add_safe_metadata_globals([...])",
             uri=uri,
         ) from None
     except Exception as exc:  # the user's classes, or any where all are trusted, may raise anything
         raise CheckpointCorruptError(
-            "the metadata can't be read: it is damaged, or not that of a checkpoint",
+            "the metadata can't be read: it is damaged, or not the metadata of a checkpoint",
             uri=uri,
             cause=exc,
         ) from exc
     if not isinstance(metadata, Metadata):
         raise CheckpointCorruptError(
-            f"the metadata is a {type(metadata).__name__}, not torch's Metadata", uri=uri
+            f"the metadata is a {type(metadata).__name__}, not torch's Metadata: this is not a "
+            "checkpoint, or it is damaged",
+            uri=uri,
         )
     return metadata
 
@@ -175,7 +178,7 @@ class _MetadataBuilding(Building):
             place = self._place(entry) if self._is_place(entry) else self.value(entry)
             places[self.value(key)] = place
         if len(places) != len(described):
-            raise DescriptionError("storage_data has an item twice")
+            raise DescriptionError("invalid metadata: storage_data contains an item twice")
         return places
 
     def _is_place(self, entry: Any) -> bool:
@@ -186,9 +189,14 @@ class _MetadataBuilding(Building):
     def _place(self, stub: Stub) -> StorageInfo:
         path, offset, length, transforms = _values(stub, _PLACE, "transform_descriptors")
         if type(path) is not str or type(offset) is not int or type(length) is not int:
-            raise DescriptionError("an item's place has fields of wrong types")
+            raise DescriptionError(
+                "invalid metadata: the location of an item has fields of wrong types"
+            )
         if not (0 <= offset < _END and 0 <= length < _END - offset):
-            raise DescriptionError(f"an item's place in {path[:200]!r} is out of range")
+            raise DescriptionError(
+                f"invalid metadata: the offset or length of an item in {path[:200]!r} is out of "
+                "range"
+            )
         if transforms is None:
             return StorageInfo(path, offset, length)
         transforms = self.value(transforms)
@@ -200,9 +208,11 @@ class _MetadataBuilding(Building):
     def _index(self, stub: Stub) -> MetadataIndex:
         fqn, hint, offset = _values(stub, ["fqn", "index", "offset"])
         if type(fqn) is not str or not (offset is None or type(offset) is torch.Size):
-            raise DescriptionError("an item's index has fields of wrong types")
+            raise DescriptionError(
+                "invalid metadata: the index of an item has fields of wrong types"
+            )
         if hint is not None and (type(hint) is not int or not 0 <= hint < _END):
-            raise DescriptionError(f"the index of {fqn[:200]} is out of range")
+            raise DescriptionError(f"invalid metadata: the index of {fqn[:200]} is out of range")
         index = _new(MetadataIndex)
         fields = vars(index)  # its constructor sets each, past its being frozen, four times as long
         fields["fqn"], fields["index"] = fqn, hint
@@ -216,14 +226,20 @@ class _MetadataBuilding(Building):
         _expect(properties, tuple(_PROPERTIES.values()), "properties")
         _expect(chunks, (list,), "chunks")
         if math.prod(_size(size)) * properties.dtype.itemsize >= _END:
-            raise DescriptionError("a tensor is larger than any memory")
+            raise DescriptionError(
+                "invalid metadata: a tensor has more bytes than a 64-bit number can count"
+            )
         built = [self.value(chunk) for chunk in chunks]
         rank = len(size)
         for chunk in built:
             if type(chunk) is not ChunkStorageMetadata:
-                raise DescriptionError("a chunk of a tensor is none")
+                raise DescriptionError(
+                    "invalid metadata: a chunk of a tensor is not a ChunkStorageMetadata"
+                )
             if len(chunk.offsets) != rank or len(chunk.sizes) != rank:
-                raise DescriptionError("a chunk has another number of dimensions than its tensor")
+                raise DescriptionError(
+                    "invalid metadata: a chunk does not have as many dimensions as its tensor"
+                )
         return TensorStorageMetadata(properties, size, built)
 
     def _no_tensor(self, stub: Stub) -> BytesStorageMetadata:
@@ -237,14 +253,14 @@ class _MetadataBuilding(Building):
     def _properties(self, stub: Stub) -> Any:
         state = stub.state
         if type(state) is not tuple or not 5 <= len(state) <= 6 or stub.arguments or stub.contents:
-            raise DescriptionError("expected 5 or 6 tensor properties")
+            raise DescriptionError("invalid metadata: a tensor does not have 5 or 6 properties")
         encoding = self._memory_format(state[3])
         dtype, layout, requires_grad, pin_memory = map(self.value, (*state[:3], state[4]))
         strides = self.value(state[5]) if len(state) == 6 else None
         if strides is not None and not (
             type(strides) is tuple and all(type(stride) is int for stride in strides)
         ):
-            raise DescriptionError("the strides of a tensor are no numbers")
+            raise DescriptionError("invalid metadata: the strides of a tensor are not integers")
         made = with_strides(
             _PROPERTIES[stub.name](dtype, layout, requires_grad, encoding, pin_memory), strides
         )
@@ -263,20 +279,22 @@ class _MetadataBuilding(Building):
             (number,) = described.arguments
             _expect(number, (int,), "memory_format")
             if described.state is not None or described.contents:
-                raise DescriptionError("it changes a memory format")
+                raise DescriptionError("invalid metadata: unexpected state of a memory format")
             return dict(enumerate(_FORMATS.values()))[number]
         outer, _, member = getattr(described, "name", "").rpartition(".")
         if isinstance(described, Stub) or outer not in _ENCODINGS:
-            raise DescriptionError("a memory format of another kind")
+            raise DescriptionError("invalid metadata: unknown memory format")
         return _FORMATS[member]
 
 
 def _size(described: Any) -> torch.Size:
     if type(described) is not torch.Size:
-        raise DescriptionError("a size or an offset is none")
+        raise DescriptionError("invalid metadata: a size or an offset is not a torch.Size")
     for dim in described:
         if type(dim) is not int or not 0 <= dim < _END:
-            raise DescriptionError("a size or an offset is no number, or out of range")
+            raise DescriptionError(
+                "invalid metadata: a size or an offset is negative, too large, or not an integer"
+            )
     return described
 
 
@@ -284,10 +302,10 @@ def _fields(stub: Stub) -> dict[str, Any]:
     """The fields of an instance, not built yet."""
     fields = {} if stub.state is None else stub.state
     if type(fields) is not dict or stub.arguments or stub.contents or stub.keywords:
-        raise DescriptionError("an instance does not consist of fields")
+        raise DescriptionError("invalid metadata: an object has more than named fields")
     for name in fields:
         if type(name) is not str or name.startswith("__"):
-            raise DescriptionError("an instance has a field without a name")
+            raise DescriptionError("invalid metadata: a field of an object has no valid name")
     return fields
 
 
@@ -303,8 +321,8 @@ def _values(stub: Stub, names: list[str], *more: str) -> list[Any]:
     values = [fields.pop(name, None) for name in (*names, *more)]
     if fields:
         raise DescriptionError(
-            f"there are fields that this version does not know ({', '.join(fields)[:200]}): was it "
-            "written by a newer torch?"
+            "the metadata has fields that this version does not know "
+            f"({', '.join(fields)[:200]}): was it written by a newer torch?"
         )
     return values
 
@@ -316,4 +334,7 @@ def _check_fields(made: Any, **kinds: tuple[type[Any], ...]) -> None:
 
 def _expect(value: Any, kinds: tuple[type[Any], ...], what: str) -> None:
     if not isinstance(value, kinds) or (type(value) is bool and bool not in kinds):
-        raise DescriptionError(f"{what} is a {type(value).__name__}")
+        raise DescriptionError(
+            f"invalid metadata: {what} is a {type(value).__name__}, not "
+            f"{' or '.join(kind.__name__ for kind in kinds)}"
+        )

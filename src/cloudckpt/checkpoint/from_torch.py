@@ -39,7 +39,7 @@ def table_of_metadata(metadata: Metadata) -> Table:
     """
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     if type(metadata) is not Metadata or vars(metadata).keys() - known:
-        raise NotInColumnsError("metadata with fields of another's")
+        raise NotInColumnsError("the metadata has a class or fields of its own")
     collected = _Collected()
     for name, described in metadata.state_dict_metadata.items():
         if type(described) is BytesStorageMetadata:
@@ -47,7 +47,7 @@ def table_of_metadata(metadata: Metadata) -> Table:
         elif type(described) is TensorStorageMetadata:
             collected.add_tensor(name, described.size, described.properties, described.chunks)
         else:
-            raise NotInColumnsError("an entry of another class")
+            raise NotInColumnsError(f"the metadata of {name} is a {type(described).__name__}")
     return collected.table(metadata.planner_data)
 
 
@@ -70,10 +70,10 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, list[int]]:
         first = items[0]
         data = first.tensor_data
         if len({item.type for item in items}) != 1 or not all(map(_is_plain, items)):
-            raise NotInColumnsError("an item of another kind")
+            raise NotInColumnsError(f"{name} has a write item of an unknown kind")
         if first.type == WriteItemType.BYTE_IO or data is None:
             if len(items) != 1:
-                raise NotInColumnsError("a value in several items")
+                raise NotInColumnsError(f"{name} is one value, and is written as several items")
             collected.add_value(name)
             continue
         if first.type == WriteItemType.TENSOR:
@@ -85,7 +85,7 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, list[int]]:
             if other.size != data.size or (
                 with_strides(other.properties, None) != with_strides(data.properties, None)
             ):
-                raise NotInColumnsError("a tensor of two shapes or types")
+                raise NotInColumnsError(f"{name} is written with two shapes or types")
         collected.add_tensor(name, data.size, data.properties, chunks)
     made = collected.table(plan.planner_data)
     check_chunks(made)
@@ -142,30 +142,36 @@ class _Collected:
         dims = len(shape)
         plain = type(properties) is TensorProperties and type(chunks) is list
         if not plain or set(map(type, chunks)) - {ChunkStorageMetadata}:
-            raise NotInColumnsError("properties or chunks of another class")
+            raise NotInColumnsError(f"the properties or chunks of {name} are of an unknown class")
         properties = with_strides(properties, None)
         offsets = [chunk.offsets for chunk in chunks]
         sizes = [chunk.sizes for chunk in chunks]
         if set(map(len, offsets)) | set(map(len, sizes)) | {dims} != {dims}:
-            raise NotInColumnsError("a chunk of another number of dimensions than its tensor")
+            raise NotInColumnsError(
+                f"a chunk of {name} does not have as many dimensions as the tensor"
+            )
         if not all(type(dim) is int and dim >= 0 for dim in shape):
-            raise NotInColumnsError("a size that is no number")
+            raise NotInColumnsError(
+                f"the shape of {name} has a negative size or one that is not an integer"
+            )
         if math.prod(shape) * properties.dtype.itemsize >= _END:
-            raise NotInColumnsError("a tensor that is larger than any memory")
+            raise NotInColumnsError(f"{name} has more bytes than a 64-bit number can count")
         key = properties.__getstate__()  # type: ignore[no-untyped-call]
         self._properties.setdefault(key, properties)
         try:
             _extend(self._offsets.setdefault(dims, array("q")), offsets)
             _extend(self._sizes.setdefault(dims, array("q")), sizes)
         except (TypeError, OverflowError) as exc:
-            raise NotInColumnsError("a chunk whose numbers are none") from exc
+            raise NotInColumnsError(
+                f"the offsets or sizes of a chunk of {name} are not integers"
+            ) from exc
         number = self._numbers.setdefault(key, len(self._numbers))
         self.names.append((name, shape, number, len(chunks)))
 
     def table(self, planner_data: Any) -> Table:
         """The table of everything that was added."""
         if not all(type(name) is str for name, *_ in self.names):
-            raise NotInColumnsError("a name that is no string")
+            raise NotInColumnsError("the name of an item is not a string")
         try:
             entries = entries_of(self.names)
             chunks = {
@@ -190,11 +196,14 @@ def _paths(planner_data: Any) -> Paths | None:
     if planner_data is None:
         return None
     if type(planner_data) is not dict:
-        raise NotInColumnsError("planner data of another planner")
+        raise NotInColumnsError("planner_data is not that of torch's planner")
     for name, path in planner_data.items():
         if type(name) is not str or type(path) is not tuple:
-            raise NotInColumnsError("planner data of another planner")
+            raise NotInColumnsError("planner_data is not that of torch's planner")
         for element in path:
             if type(element) is not str and (type(element) is not int or not 0 <= element < _END):
-                raise NotInColumnsError("a path with an element that is neither key nor index")
+                raise NotInColumnsError(
+                    f"the path of {name} in planner_data has an element that is neither a key "
+                    "nor an index"
+                )
     return planner_data

@@ -84,7 +84,9 @@ class Planned:
                 rows = tuple(map(table.rows, indices))
         except NotInColumnsError as exc:
             raise UnsupportedValueError(
-                f"the planner's plan can't be written in the format of checkpoints: {exc}", uri=uri
+                f"the planner's metadata can't be written in the format of checkpoints: {exc}; "
+                "use torch's DefaultSavePlanner, or a planner that returns the same classes",
+                uri=uri,
             ) from exc
         _check_rows(table, rows, uri)
         return cls(table, rows, checksum)
@@ -106,14 +108,14 @@ class Planned:
         for rank, (rows, one) in enumerate(zip(self.rows, records, strict=True)):
             if one.location != uri:
                 raise DifferentCheckpointsError(
-                    f"the rank that commits saves here, and rank {rank} to {one.location}: give "
-                    "the same checkpoint_id on all ranks, for example by a broadcast of it",
+                    f"the rank that commits saves to {uri}, and rank {rank} to {one.location}: "
+                    "give the same checkpoint_id on all ranks, for example by broadcasting it",
                     uri=uri,
                 )
             if rows.numel() != len(one.extents):
                 raise IncompleteSaveError(
-                    f"rank {rank} has planned {rows.numel()} items, and written "
-                    f"{len(one.extents)}; nothing was committed",
+                    f"rank {rank} planned {rows.numel()} items, but wrote {len(one.extents)}; "
+                    "nothing was committed",
                     uri=uri,
                 )
         structure = self.structure
@@ -138,7 +140,7 @@ class Planned:
             made.check_extents()
         except ValueError as exc:
             raise IncompleteSaveError(
-                f"a rank has written other objects than it says: {exc}; nothing was committed",
+                f"a rank wrote other objects than it reported: {exc}; nothing was committed",
                 uri=uri,
             ) from exc
         return made
@@ -220,8 +222,8 @@ def _check_rows(table: Table, rows: Sequence[torch.Tensor], uri: str) -> None:
     for rank, of_rank in enumerate(rows):
         if bool((of_rank < 0).any()):
             raise IncompleteSaveError(
-                f"rank {rank} has written an item that the planner's metadata do not have; nothing "
-                "was committed",
+                f"rank {rank} wrote an item that is not in the planner's metadata; nothing was "
+                "committed",
                 uri=uri,
             )
         is_written[of_rank] = True
@@ -234,8 +236,8 @@ def _check_rows(table: Table, rows: Sequence[torch.Tensor], uri: str) -> None:
         if isinstance(entry, TensorStorageMetadata):
             part = f" (offsets {entry.chunks[row - table.entries[name].first].offsets})"
         raise IncompleteSaveError(
-            f"{name}{part} was planned, but no rank has written it, or it was planned twice; "
-            "nothing was committed",
+            f"{name}{part} was planned, but no rank wrote it, or it was planned twice; nothing "
+            "was committed",
             uri=uri,
             item=name,
         )
@@ -253,7 +255,7 @@ def _extents(
     for of_rank, one, number in zip(rows, records, numbers, strict=True):
         objects, *others = one.extents.all_columns if have_digests else one.extents.columns
         if bool(((objects < 0) | (objects >= number.numel())).any()):
-            raise ValueError("an item in an object that is not there")
+            raise ValueError("the location of an item refers to an object that does not exist")
         for column, values in zip(columns, (number[objects], *others), strict=True):
             column[of_rank] = values
     return Extents(*columns)

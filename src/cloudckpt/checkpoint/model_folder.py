@@ -69,8 +69,8 @@ def renamed(name: str, mapping: KeyMapping, uri: str) -> str | None:
     if wanted is None or isinstance(wanted, str):
         return wanted
     raise ConfigError(
-        f"key_mapping returned {wanted!r}, and a tensor has one name, or None to leave it out: to "
-        "split one, such as a stack of experts, save its parts by their names",
+        f"key_mapping returned {wanted!r}: return one name for each tensor, or None to leave it "
+        "out; to split a tensor, such as a stack of experts, save its parts under their names",
         uri=uri,
         item=name,
     )
@@ -132,7 +132,9 @@ class ModelFolder:
             info = head(uri.key(name))
             if info is None:
                 raise CheckpointCorruptError(
-                    f"{name}, which the index names, is not there", uri=str(uri)
+                    f"the model's index lists the file {name}, which does not exist: upload it, "
+                    "or save the model again",
+                    uri=str(uri),
                 )
             return info
 
@@ -198,7 +200,8 @@ class ModelFolder:
             wanted = renamed(name, mapping, str(self.uri))
             if wanted in chunks:
                 raise KeyCollisionError(
-                    f"key_mapping calls {name} {wanted}, as another one",
+                    f"key_mapping gives {name} the name {wanted}, which another tensor already "
+                    "has: return different names",
                     uri=str(self.uri),
                     item=name,
                 )
@@ -248,7 +251,11 @@ class ModelPlaces(Places):
         for index in indices:
             stored = self._found.get((index.fqn, tuple(index.offset or ())))
             if stored is None:
-                raise self._corrupt(f"{index.fqn} has nothing at {index.offset}", index)
+                raise self._corrupt(
+                    f"{index.fqn} has no shard at offsets {index.offset}: the model's files do "
+                    "not fit its metadata; save the model again",
+                    index,
+                )
             found.append(ItemPlace(stored.elements, stored))
         return found
 
@@ -331,9 +338,13 @@ def _sharding(header: FileHeader, uri: str) -> dict[str, tuple[int, ...]]:
         for entry in header.tensors:
             at = offsets[entry.name]
             if len(at) != len(entry.shape) or not all(type(n) is int and n >= 0 for n in at):
-                raise ValueError(f"{entry.name} is nowhere")
+                raise ValueError(f"the saved_offsets of {entry.name} are invalid")
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise CheckpointCorruptError("the description of shards is damaged", uri=uri) from exc
+        raise CheckpointCorruptError(
+            "invalid description of the shards in the header of the file: download or save the "
+            "file again",
+            uri=uri,
+        ) from exc
     return {name: tuple(at) for name, at in offsets.items()}
 
 
@@ -342,7 +353,8 @@ def _check(chunks: dict[str, list[_Chunk]], names: dict[str, str], uri: str) -> 
     if missing:
         first = min(missing)
         raise CheckpointCorruptError(
-            f"the index names a file for {first} that does not hold it",
+            f"the model's index says which file contains {first}, but that file does not "
+            "contain it: download or save the model again",
             uri=uri,
             item=first,
         )
@@ -352,7 +364,8 @@ def _check(chunks: dict[str, list[_Chunk]], names: dict[str, str], uri: str) -> 
         kinds = {(stored.dtype, len(stored.shape)) for _, stored in found}
         if len({at for at, _ in found}) < len(found) or len(kinds) > 1:
             raise CheckpointCorruptError(
-                f"{name} is in more than one file: an index has to say which one counts",
+                f"{name} is in more than one file: add an index (model.safetensors.index.json) "
+                "that says which file to read",
                 uri=uri,
                 item=name,
             )
@@ -365,7 +378,8 @@ def _check(chunks: dict[str, list[_Chunk]], names: dict[str, str], uri: str) -> 
         filled = sum(math.prod(stored.shape) for _, stored in found)
         if filled != whole or not are_apart(boxes):
             raise CheckpointCorruptError(
-                f"the shards of {name} do not make it up: files are missing, or are of two saves",
+                f"the shards of {name} do not make up a whole tensor: files are missing, or "
+                "come from two saves",
                 uri=uri,
                 item=name,
             )

@@ -72,16 +72,18 @@ class Notes:
                 document, ensure_ascii=False, allow_nan=False, default=_plain
             ).encode()
             if json.loads(data)["user"] != document["user"]:
-                raise ValueError("they would come back as others (keys of JSON are strings)")
+                raise ValueError(
+                    "they would be loaded as different values (in JSON, keys are strings)"
+                )
         except (TypeError, ValueError, RuntimeError) as exc:
             raise ConfigError(
-                f"these notes can't be kept as JSON: {exc}; give strings, numbers, lists and dicts "
-                "of these"
+                f"the notes can't be saved as JSON: {exc}; give strings, numbers, lists and "
+                "dicts of these"
             ) from exc
         if len(data) > MOST_NOTES:
             raise ConfigError(
-                f"these notes take {len(data):,} bytes, and the limit is {MOST_NOTES:,}: what is "
-                "larger belongs into the state dict"
+                f"the notes take {len(data):,} bytes, and the limit is {MOST_NOTES:,}: put "
+                "larger values into the state dict"
             )
         return data
 
@@ -99,13 +101,16 @@ class Notes:
             step, user = found.get("step"), found.get("user", {})
             metrics = {name: _number(value) for name, value in found.get("metrics", {}).items()}
             if not isinstance(user, dict) or not (step is None or type(step) is int):
-                raise ValueError("no notes")
+                raise ValueError("'user' is not a dict, or 'step' not an integer")
             job, continues = found.get("job", ""), continued_from(found.get("continues", []))
             if not isinstance(job, str):
-                raise ValueError("no job")
+                raise ValueError("'job' is not a string")
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
             raise CheckpointCorruptError(
-                "the notes of the checkpoint make no sense", uri=uri, cause=exc
+                "the notes of the checkpoint are invalid: restore the object, or load an older "
+                "checkpoint",
+                uri=uri,
+                cause=exc,
             ) from exc
         return cls(step=step, metrics=metrics, user=user, job=job, continues=continues)
 
@@ -128,10 +133,10 @@ def continued_from(pairs: object) -> dict[str, int]:
         TypeError: See above.
     """
     if not isinstance(pairs, list):
-        raise ValueError("no list of jobs")
+        raise ValueError("'continues' is not a list of jobs")
     found = dict(pairs)
     if any(type(job) is not str or type(step) is not int for job, step in found.items()):
-        raise ValueError("no jobs with their last steps")
+        raise ValueError("'continues' does not list jobs with their last steps")
     return found
 
 
@@ -149,7 +154,9 @@ def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:
             found[name] = float(_plain(value) if hasattr(value, "item") else value)
         # torch raises RuntimeError for tensors of many elements
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            raise ConfigError(f"metrics: {name!r}={value!r} is no number") from None
+            raise ConfigError(
+                f"metrics: {name!r}={value!r} is not a number: give an int or a float"
+            ) from None
     return found
 
 
@@ -168,7 +175,7 @@ def read_notes(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Note
             break
         except ObjectNotFoundError as error:
             raise CheckpointNotFoundError(
-                "there is no committed checkpoint here", uri=str(uri)
+                "there is no committed checkpoint here: check the location", uri=str(uri)
             ) from error
         except (PreconditionFailedError, RangeNotSatisfiableError):  # it was replaced meanwhile
             if not left:
@@ -197,7 +204,7 @@ def _plain(value: Any) -> Any:
         TypeError: If it is not a number.
     """
     if not hasattr(value, "item"):
-        raise TypeError(f"a {type(value).__name__} is none of JSON's values")
+        raise TypeError(f"a {type(value).__name__} can't be written as JSON")
     return value.item()
 
 
@@ -205,5 +212,5 @@ def _number(value: Any) -> float:
     if isinstance(value, str):
         return _SPECIAL[value]
     if type(value) not in (int, float):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     return float(value)

@@ -18,7 +18,10 @@ from cloudckpt.transfer.boxes import ALIGNMENT
 __all__ = ["IndexItem", "ObjectIndex", "code_of"]
 
 _END = 1 << 63
-_CONTRADICTION = "index and metadata contradict each other"
+_CONTRADICTION = (
+    "the index of the object and the metadata of the checkpoint contradict each other: load an "
+    "older checkpoint"
+)
 
 _TYPES = {
     code: dtype
@@ -75,18 +78,23 @@ class ObjectIndex:
         self._uri = uri
         self._algorithm = algorithm
         if len(data) != record.index_size or CRC32C.of(data) != record.index_crc:
-            raise self._corrupt("the index of the object does not match its checksum")
+            raise self._corrupt(
+                "the index of the object does not match its checksum: restore the object, or "
+                "load an older checkpoint"
+            )
         try:
             self._parse(data, record.size - record.index_size)
         except (ValueError, RuntimeError, struct.error) as exc:
-            raise self._corrupt(f"the index of the object makes no sense: {exc}", exc) from exc
+            raise self._corrupt(f"the index of the object is invalid: {exc}", exc) from exc
 
     def _parse(self, data: bytearray | memoryview, end: int) -> None:
         magic, count, kind = HEADER.unpack_from(data)
         if magic != MAGIC or KINDS.get(kind) is not self._algorithm:
-            raise ValueError("it is of a newer version, or of another algorithm")
+            raise ValueError(
+                "it was written by a newer cloudckpt, or with another checksum algorithm"
+            )
         if HEADER.size + ITEM * count > len(data):
-            raise ValueError("it is too short for its items")
+            raise ValueError("it is too short for the items that it lists")
         at = HEADER.size
         self._heads = numbers_in(data, torch.uint16, count, at).to(torch.int64)
         self._tails = numbers_in(data, torch.uint16, count, at + 2 * count).to(torch.int64)
@@ -95,23 +103,23 @@ class ObjectIndex:
         self._sums = at + ITEM * count
         self._data = data
         if count and not 0 <= int(raws.min()) <= int(raws.max()) <= end:
-            raise ValueError("an item is larger than its object")
+            raise ValueError("an item is larger than the object")
         # the sum of lengths that are each at most that of the object: it can't overflow unseen
         self._lengths = self._heads + raws + self._tails
         steps = (self._lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         if steps.to(torch.float64).sum() > 2.0**62:
-            raise ValueError("its items are larger than any object")
+            raise ValueError("the items are larger than any object")
         behind = steps.cumsum(0)
         self._starts = behind - steps
         if (int(behind[-1]) if count else 0) != end or end % ALIGNMENT:
-            raise ValueError("its items do not end where it begins")
+            raise ValueError("the items do not end where the index begins")
         blocks = torch.full_like(raws, block_size_for(0))
         for power in range(block_size_for(0).bit_length(), block_size_for(_END).bit_length()):
             blocks += blocks * (raws // 64 >= 1 << power)
         self._blocks = ((raws + blocks - 1) // blocks).cumsum(0)
         total = int(self._blocks[-1]) if count else 0
         if len(data) != self._sums + total * self._algorithm.nbytes:
-            raise ValueError("it has checksums too many, or too few")
+            raise ValueError("the number of checksums does not fit the items")
 
     def find(
         self, offsets: Sequence[int], lengths: Sequence[int], items: Sequence[str]
@@ -158,7 +166,11 @@ class ObjectIndex:
     ) -> IndexItem:
         algorithm, dtype = self._algorithm, _TYPES.get(code)
         if (dtype is None and code) or (not code and (head or tail)):
-            raise self._corrupt(f"this torch does not know the element type {code}", item=item)
+            raise self._corrupt(
+                f"this torch does not know the element type with code {code}: install a newer "
+                "torch",
+                item=item,
+            )
         blocks = Blocks(algorithm, block_size_for(raw), self._sums_of(first, stop))
         return IndexItem(head, tail, dtype, raw, blocks)
 

@@ -151,14 +151,16 @@ def checked(name: object, uri: str) -> str:
     """
     if not isinstance(name, str):
         raise CheckpointCorruptError(
-            f"the metadata names an object by a {type(name).__name__}", uri=uri
+            f"invalid metadata: the name of an object is a {type(name).__name__}, not a string",
+            uri=uri,
         )
     parts = name.split("/")
     if parts[0] == ".." and len(parts) == 3 and _OF_DATA.fullmatch(parts[2]):
         del parts[0]
     if not name or _UNUSABLE.search(name) or "" in parts or "." in parts or ".." in parts:
         raise CheckpointCorruptError(
-            f"the metadata names an object outside of the checkpoint: {name[:200]!r}", uri=uri
+            f"invalid metadata: it names an object outside of the checkpoint: {name[:200]!r}",
+            uri=uri,
         )
     return name
 
@@ -216,9 +218,11 @@ class WrittenObject:
         made = cls(*fields)
         numbers = made.rank, made.ordinal, made.size, made.checksum, made.index_size, made.index_crc
         if any(type(number) is not int or not 0 <= number < 1 << 64 for number in numbers):
-            raise ValueError("a number of an object is out of range")
+            raise ValueError(
+                "invalid metadata record: a number of an object is negative or too large"
+            )
         if not made.index_size <= made.size < 1 << 63:
-            raise ValueError("an object is smaller than its index")
+            raise ValueError("invalid metadata record: an object is smaller than its index")
         check_attempt(made.attempt)
         if made.folder != "":
             check_folder(made.folder)
@@ -235,7 +239,9 @@ def check_attempt(attempt: object) -> None:
         ValueError: If it can't be.
     """
     if type(attempt) is not str or not re.fullmatch("[0-9a-f]{16}", attempt):
-        raise ValueError("no random name of a save")
+        raise ValueError(
+            "invalid metadata record: the random name of a save is not 16 hexadecimal digits"
+        )
 
 
 def check_folder(folder: object) -> None:
@@ -245,9 +251,9 @@ def check_folder(folder: object) -> None:
         ValueError: If it can't be.
     """
     if type(folder) is not str or folder in ("", ".", "..") or "/" in folder:
-        raise ValueError("invalid folder name")
+        raise ValueError(f"invalid folder name {folder!r}")
     if _UNUSABLE.search(folder):
-        raise ValueError("invalid character in a folder name")
+        raise ValueError(f"the folder name {folder!r} contains a character that is not allowed")
 
 
 _MOST_KEYS = 5000  # keys listed for a hint: five pages of S3
@@ -304,9 +310,12 @@ def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
     if not found:
         return ""
     *others, last = sorted(found, key=natural_order)
-    count = "One is" if not others else f"{len(found)} are"
+    count = "There is one" if not others else f"There are {len(found)}"
     more = f" Others are {', '.join(others[:-4:-1])}" if others else ""
-    return f"{count if seen < _MOST_KEYS else 'Some are'} beneath it: did you mean {last}?{more}"
+    return (
+        f"{count if seen < _MOST_KEYS else 'There are some'} in folders under it: did you mean "
+        f"{last}?{more}"
+    )
 
 
 _DIGITS = frozenset("0123456789")
@@ -374,7 +383,11 @@ def _listed(
     except TransientStoreError:
         raise
     except StoreError as error:
-        logger.warning("%d objects are looked at one by one: %s", len(objects), error)
+        logger.warning(
+            "the objects can't be listed, so %d of them are checked one by one: %s",
+            len(objects),
+            error,
+        )
         return set()
 
 
@@ -388,6 +401,6 @@ def _look_at(
     try:
         found = retrier.call(lambda: store.head(uri.key(record.name))).size
     except ObjectNotFoundError:
-        raise wrong(record, "is not there") from None
+        raise wrong(record, "does not exist") from None
     if found != record.size:
-        raise wrong(record, f"has {found} bytes in place of {record.size}")
+        raise wrong(record, f"has {found} bytes instead of {record.size}")

@@ -101,8 +101,8 @@ class Pending:
             return _parse(bytes(data))
         except (ValueError, KeyError, TypeError, AttributeError, struct.error) as exc:
             raise CheckpointCorruptError(
-                "what a saving process has left can't be read: it is damaged, or of a newer "
-                "cloudckpt",
+                "the file that a saving process left for the next job can't be read: it is "
+                "damaged, or was written by a newer cloudckpt",
                 uri=uri,
                 cause=exc,
             ) from exc
@@ -112,18 +112,24 @@ def _parse(data: bytes) -> Pending:
     body, (crc,) = data[: -_CRC.size], _CRC.unpack(data[-_CRC.size :])
     magic, size = _HEAD.unpack_from(body)
     if magic != _MAGIC or CRC32C.of(body) != crc:
-        raise ValueError("another version, or another checksum than it says")
+        raise ValueError(
+            "invalid pending save: its version is unknown, or its checksum does not match"
+        )
     start = _HEAD.size + size
     document = json.loads(body[_HEAD.size : start])
     parts = []
     for length in document["sizes"]:
         if type(length) is not int or length < 0:
-            raise ValueError("a part of no size")
+            raise ValueError(
+                "invalid pending save: the size of a part is negative or not an integer"
+            )
         parts.append(body[start : start + length])
         start += length
     objects = document["objects"]
     if start != len(body) or len(parts) != (0 if objects is None else 3):
-        raise ValueError("other parts than it says")
+        raise ValueError(
+            "invalid pending save: the number or the sizes of its parts do not match its header"
+        )
     plan, record, notes = parts or (b"", b"", b"")
     numbers = [document[name] for name in ("rank", "ranks", "sent")]
     texts = [document[name] for name in ("save", "job", "attempt")]
@@ -132,12 +138,14 @@ def _parse(data: bytes) -> Pending:
     if any(type(one) is not int or one < 0 for one in numbers) or any(
         type(one) is not str for one in texts
     ):
-        raise ValueError("a field of another type")
+        raise ValueError("invalid pending save: a field has the wrong type")
     if texts[2]:
         check_attempt(texts[2])
     rank, ranks, sent = numbers
     if rank >= ranks:
-        raise ValueError("a rank that does not exist")
+        raise ValueError(
+            "invalid pending save: the number of the rank is not below the number of ranks"
+        )
     return Pending(
         save=texts[0],
         rank=rank,

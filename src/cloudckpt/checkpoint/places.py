@@ -221,7 +221,9 @@ class Places:
 
     def _nowhere(self, index: MetadataIndex) -> CheckpointCorruptError:
         return self._corrupt(
-            f"the metadata does not say where {index.fqn} (offsets {index.offset}) is", index
+            f"invalid metadata: it has no location for {index.fqn} (offsets {index.offset}): "
+            "restore the object, or load an older checkpoint",
+            index,
         )
 
     def _read_indexes(
@@ -250,9 +252,9 @@ class Places:
             if isinstance(error.__cause__, ObjectNotFoundError) and folders.get(error.uri or ""):
                 beside = self._uri.beside(folders[error.uri or ""])
                 error.message += (
-                    f"; {self._uri} shares it with {beside}: what was copied "
-                    "without that one can't be loaded. Copy both, or use cloudckpt cp, which makes "
-                    "a copy that stands alone"
+                    f"; the object is shared with the checkpoint {beside}, and a copy without "
+                    "that checkpoint can't be loaded. Copy both, or use cloudckpt cp, which "
+                    "makes a self-contained copy"
                 )
             damaged(error)
             lost.add(error.uri)
@@ -269,7 +271,7 @@ class Places:
             except CheckpointCorruptError as error:
                 if config.verify:
                     raise
-                logger.warning("read without checksums: %s", error)
+                logger.warning("checksums can't be verified for this object: %s", error)
                 self._indexes[record.name] = None  # the edges of its items are read instead
 
     def _index_bytes(self, record: WrittenObject, item: str) -> StoredBytes:
@@ -310,7 +312,11 @@ class Places:
         if found.dtype is None:
             return ItemPlace(raw, None)
         if math.prod(item.shape) * found.dtype.itemsize != found.raw_length:
-            raise self._corrupt("index and metadata contradict each other", item.index)
+            raise self._corrupt(
+                "the index of the object and the metadata of the checkpoint contradict each "
+                "other: load an older checkpoint",
+                item.index,
+            )
         return ItemPlace(raw, StoredTensor(raw, found.dtype, item.shape))
 
     def _corrupt(self, message: str, index: MetadataIndex) -> CheckpointCorruptError:

@@ -177,7 +177,7 @@ class Record:
         if not self.unmoved:
             return self
         if earlier.digest() != self.unmoved:
-            raise ValueError("its items lie elsewhere than it says")
+            raise ValueError("the items are not where the earlier save wrote them")
         return dataclasses.replace(self, extents=earlier, unmoved="")
 
     def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
@@ -204,7 +204,9 @@ class Record:
             is_inside &= offsets <= limits.sub_(lengths)
             if not bool(is_inside.all()):
                 name = self.table.name_of(start + int((~is_inside).nonzero()[0]))
-                raise ValueError(f"{name[:200]} lies outside of its object")
+                raise ValueError(
+                    f"invalid metadata record: {name[:200]} lies outside of its object"
+                )
 
     def to_bytes(self, most: int | None = None) -> bytes:
         """The record as bytes.
@@ -236,7 +238,10 @@ class Record:
         text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
         parts = text.encode("utf-8", "surrogatepass"), pack_columns(columns)
         if most is not None and sum(map(len, parts)) > most:
-            raise ValueError("it would be larger than readers allow")
+            raise ValueError(
+                "the metadata record would be larger than readers accept; save fewer, larger "
+                "tensors"
+            )
         packed = list(map(deflated, parts))
         sizes = (len(packed[0]), len(parts[0]), len(packed[1]), len(parts[1]))
         return b"".join((_HEADER.pack(_MAGIC, *sizes), *packed))
@@ -275,8 +280,8 @@ def _senseless_is_corrupt(uri: str) -> Iterator[None]:
         yield
     except (ValueError, *kinds) as exc:
         raise CheckpointCorruptError(
-            "the metadata make no sense: they are not as cloudckpt writes them, or a newer "
-            "cloudckpt has written them, which can read them",
+            "the metadata is invalid: it is damaged, or was written by a newer cloudckpt; "
+            "install that, or load an older checkpoint",
             uri=uri,
             cause=exc,
         ) from exc
@@ -305,12 +310,15 @@ Heads = dict[bytes, _Head]
 def _parse(data: memoryview, most: int | None, known: Heads) -> Record:
     magic, packed, size, packed_columns, columns_size = _HEADER.unpack_from(data)
     if magic != _MAGIC:
-        raise ValueError("it is of a version that this cloudckpt does not know")
+        raise ValueError("the metadata record has a version that this cloudckpt does not know")
     if most is not None and size + columns_size > most:
-        raise ValueError("it says that it is larger than it can be")
+        raise ValueError(
+            "invalid metadata record: the size in its header is larger than the commit object "
+            "allows"
+        )
     middle, end = _HEADER.size + packed, _HEADER.size + packed + packed_columns
     if end != len(data):
-        raise ValueError("it is of another length than it says")
+        raise ValueError("invalid metadata record: its length does not match its header")
     document = data[_HEADER.size : middle]
     digest = hashlib.sha256(document).digest() + size.to_bytes(8, "big")
     if (head := known.get(digest)) is None:
@@ -319,7 +327,7 @@ def _parse(data: memoryview, most: int | None, known: Heads) -> Record:
     per_dims = {dims: of_dims.numel() for dims, of_dims in head.rows_of.items()}
     numbers = rows * wide + ranks * 5 + sum(2 * dims * n for dims, n in per_dims.items())
     if numbers > columns_size:
-        raise ValueError("it has fewer columns than rows")
+        raise ValueError("invalid metadata record: it has fewer numbers than items")
     extents, times = unfilled(wide, rows), unfilled(5, ranks)
     boxes = {dims: unfilled(2, dims, count) for dims, count in per_dims.items()}
     columns = [*extents, *times, *(one for box in boxes.values() for one in box.flatten(0, 1))]
@@ -346,7 +354,7 @@ def _head(packed: memoryview, size: int, columns_size: int) -> _Head:
     if any(type(one) is not str for one in texts) or any(
         type(one) is not int or not 0 <= one < _END for one in numbers
     ):
-        raise ValueError("a field of another type, or out of range")
+        raise ValueError("invalid metadata record: a field has the wrong type or is out of range")
     if texts[0]:
         check_attempt(texts[0])
     rows, ranks, committing = numbers
@@ -359,12 +367,12 @@ def _head(packed: memoryview, size: int, columns_size: int) -> _Head:
     if document["table"] is not None:
         table = _table(document["table"])
         if rows not in (0, table.count):
-            raise ValueError("other locations than rows")
+            raise ValueError("invalid metadata record: it has not as many locations as chunks")
         if table.count > max(columns_size, _UNWRITTEN):
-            raise ValueError("it has fewer columns than rows")
+            raise ValueError("invalid metadata record: it has fewer numbers than items")
         rows_of_chunks = rows_of(table.entries)
         if not all(type(number) is int and 0 <= number < len(table.entries) for number in whole):
-            raise ValueError("name index out of range")
+            raise ValueError("invalid metadata record: the number of a name is out of range")
     record = Record(
         objects=objects,
         checksum=KINDS[document["checksum"]],
@@ -399,13 +407,21 @@ def _table(document: Mapping[str, Any]) -> Table:
 
     def checked(name: Any, shape: Any, kind: Any, count: Any) -> tuple[Any, Any, int, int]:
         if type(name) is not str or type(count) is not int or type(kind) is not int:
-            raise ValueError("a name is not a string, or a count not a number")
+            raise ValueError(
+                "invalid metadata record: the name of an item is not a string, or its count of "
+                "chunks not an integer"
+            )
         if shape is None:
             if (count, kind) != (1, 0):
-                raise ValueError("a value with properties")
+                raise ValueError(
+                    "invalid metadata record: an item that is not a tensor has tensor properties"
+                )
             return name, None, 0, 1
         if not 0 <= kind < len(properties) or not 0 <= count < _END:
-            raise ValueError(f"{name[:200]} has chunks or properties that are not there")
+            raise ValueError(
+                "invalid metadata record: the properties or the count of chunks of "
+                f"{name[:200]} are out of range"
+            )
         if (found := shapes.get(key := (kind, tuple(shape)))) is None:
             _check_shape(shape, properties[kind].dtype.itemsize)
             found = shapes[key] = key[1]
@@ -417,7 +433,9 @@ def _table(document: Mapping[str, Any]) -> Table:
 
 def _alike(columns: list[Any]) -> list[Any]:
     if {*map(type, columns)} != {list} or len({*map(len, columns)}) != 1:
-        raise ValueError("columns of names of different lengths")
+        raise ValueError(
+            "invalid metadata record: the columns of names, shapes and properties differ in length"
+        )
     return columns
 
 
@@ -426,10 +444,10 @@ def _described_properties(properties: TensorProperties) -> list[Any]:
     formats = {kind: name for name, kind in _FORMATS.items()}
     dtype = str(properties.dtype).removeprefix("torch.")
     if getattr(torch, dtype, None) is not properties.dtype:
-        raise ValueError(f"torch has no type of the name {dtype}")
+        raise ValueError(f"the element type {dtype} is not an attribute of torch")
     flags = (properties.requires_grad, properties.pin_memory)
     if not all(type(flag) is bool for flag in flags):
-        raise ValueError("flag is not a bool")
+        raise ValueError("requires_grad or pin_memory is not a bool")
     return [dtype, layouts[properties.layout], formats[properties.memory_format], *flags]
 
 
@@ -437,22 +455,29 @@ def _properties(described: Any) -> TensorProperties:
     name, layout, memory_format, requires_grad, pinned = described
     dtype = getattr(torch, name) if type(name) is str else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch does not know the element type {name!r}")
+        raise ValueError(
+            f"this torch does not know the element type {name!r}: install a newer torch"
+        )
     if {type(requires_grad), type(pinned)} != {bool}:
-        raise ValueError("flag is not a bool")
+        raise ValueError("invalid metadata record: requires_grad or pin_memory is not a bool")
     return TensorProperties(dtype, _LAYOUTS[layout], requires_grad, _FORMATS[memory_format], pinned)
 
 
 def _check_shape(shape: Any, itemsize: int) -> None:
     size = itemsize
     if type(shape) is not list:
-        raise ValueError("a shape is not a list")
+        raise ValueError("invalid metadata record: the shape of a tensor is not a list")
     for dim in shape:
         if type(dim) is not int or not 0 <= dim < _END:
-            raise ValueError("a size that is out of range")
+            raise ValueError(
+                "invalid metadata record: a size in the shape of a tensor is negative, too "
+                "large, or not an integer"
+            )
         size *= dim
     if size >= _END:
-        raise ValueError("a tensor is larger than any memory")
+        raise ValueError(
+            "invalid metadata record: a tensor has more bytes than a 64-bit number can count"
+        )
 
 
 def _paths(described: Any) -> Paths | None:
@@ -461,14 +486,16 @@ def _paths(described: Any) -> Paths | None:
     paths: dict[str, tuple[str | int, ...]] = {}
     for name, path in described:
         if type(name) is not str or type(path) is not list:
-            raise ValueError("path without a name")
+            raise ValueError("invalid metadata record: a path is not a list, or has no name")
         if not set(map(type, path)) <= {str} and not all(
             type(one) is str or (type(one) is int and 0 <= one < _END) for one in path
         ):
-            raise ValueError("a path with an element that is neither key nor index")
+            raise ValueError(
+                "invalid metadata record: a path has an element that is neither a key nor an index"
+            )
         paths[name] = tuple(path)
     return paths
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is not a number of the format")
+    raise ValueError(f"invalid metadata record: unexpected number {text}")

@@ -194,7 +194,8 @@ class Hold:
 
     def _damaged(self, record: WrittenObject, what: str) -> CheckpointCorruptError:
         return CheckpointCorruptError(
-            f"its object {record.name} {what}: verify it", uri=str(self.base)
+            f"its object {record.name} {what}: run cloudckpt verify on this checkpoint",
+            uri=str(self.base),
         )
 
 
@@ -206,8 +207,8 @@ def check_beside(uri: CheckpointURI, base: CheckpointURI) -> None:
     """
     if not base.folder or not uri.folder or base.parent != uri.parent:
         raise ConfigError(
-            f"base={base} does not stand beside the checkpoint: both must be in one folder, as the "
-            "steps of a run are",
+            f"base={base} is not in the same folder as the checkpoint: save both as steps of "
+            "one run",
             uri=str(uri),
         )
 
@@ -223,8 +224,9 @@ def _check_readable(
     kind, own = said.checksum, store.capabilities.checksum
     if kind is not own:  # a copy from another cloud keeps its own
         raise ConfigError(
-            f"its checksums are {'of no kind' if kind is None else kind.name}, and those of this "
-            f"store are {own.name}, of which a checkpoint has one kind",
+            f"its objects have {'no checksums' if kind is None else f'{kind.name} checksums'}, "
+            f"but this store needs {own.name}, and a checkpoint has one kind: save without a "
+            "base, or with a base from this store",
             uri=str(base),
         )
     for folder in folders:
@@ -232,8 +234,8 @@ def _check_readable(
             check_folder(folder)
         except ValueError as exc:
             raise ConfigError(
-                f"no checkpoint can refer to the folder {folder!r}: give the steps of the run "
-                "names in UTF-8, without control characters",
+                f"an incremental save can't refer to the folder {folder!r}: use step names in "
+                "UTF-8 without control characters",
                 uri=str(base),
                 cause=exc,
             ) from exc
@@ -261,7 +263,9 @@ def _check_trusted(store: ObjectStore, base: CheckpointURI, said: CommitObject) 
         found = _damaged.intersection(store.uri(base.key(one.name)) for one in said.objects)
     if found:
         raise CheckpointCorruptError(
-            f"{len(found)} of its objects are damaged, of which one is {min(found)}", uri=str(base)
+            f"{len(found)} of its objects are damaged, such as {min(found)}: run cloudckpt "
+            "verify on this checkpoint",
+            uri=str(base),
         )
 
 
@@ -430,5 +434,9 @@ def _who(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
     except ObjectNotFoundError:
         return None
     except (ObjectTooLargeError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s can't be read: %s", store.uri(key), error)
+        logger.warning(
+            "the mark %s of an unfinished save can't be read, so what it protects is kept: %s",
+            store.uri(key),
+            error,
+        )
     return ""

@@ -124,8 +124,8 @@ def type_name(dtype: torch.dtype, fqn: str) -> str:
         return _TYPE_NAMES[dtype]
     except KeyError:
         raise UnsupportedTensorError(
-            f"{fqn} is of type {dtype}, which safetensors files can't hold: convert it, or leave "
-            "it out",
+            f"{fqn} has the element type {dtype}, which safetensors files can't store: convert "
+            "it, or leave it out",
             item=fqn,
         ) from None
 
@@ -149,7 +149,10 @@ def header_bytes(
     position = 0
     for name, dtype, shape in tensors:
         if name in entries:
-            raise UnsupportedTensorError(f"the name {name!r} is taken", item=name)
+            raise UnsupportedTensorError(
+                f"two tensors are to be written under the name {name!r}: rename one of them",
+                item=name,
+            )
         stop = position + math.prod(shape) * dtype.itemsize
         offsets = [position, stop]
         kind = type_name(dtype, name)
@@ -158,12 +161,14 @@ def header_bytes(
     try:
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as exc:
-        raise UnsupportedTensorError("a name of a tensor is no valid text", cause=exc) from exc
+        raise UnsupportedTensorError(
+            "the name of a tensor can't be encoded as UTF-8: rename it", cause=exc
+        ) from exc
     length = aligned(LENGTH_BYTES + len(text), ALIGNMENT) - LENGTH_BYTES
     if length > MOST_HEADER_BYTES:
         raise UnsupportedTensorError(
-            f"a safetensors file of {len(tensors)} tensors needs a header of {length} bytes, and "
-            f"{MOST_HEADER_BYTES} are allowed: give a smaller max_shard_size"
+            f"a safetensors file with {len(tensors)} tensors needs a header of {length} bytes, "
+            f"and the limit is {MOST_HEADER_BYTES}: use a smaller max_shard_size"
         )
     return struct.pack("<Q", length) + text.ljust(length)
 
@@ -175,12 +180,15 @@ def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) ->
         CheckpointCorruptError: If no file of that size has such a header.
     """
     if len(first) < LENGTH_BYTES:
-        raise CheckpointCorruptError("the file is too short for a safetensors file", uri=uri)
+        raise CheckpointCorruptError(
+            f"not a safetensors file, or truncated: it has {size} bytes. Download or save it again",
+            uri=uri,
+        )
     (length,) = struct.unpack_from("<Q", first)
     if not 2 <= length <= min(MOST_HEADER_BYTES, size - LENGTH_BYTES):
         raise CheckpointCorruptError(
-            f"this is no safetensors file, or it was cut off: it has {size} bytes, and claims a "
-            f"header of {length}",
+            f"not a safetensors file, or truncated: it has {size} bytes, and its header should "
+            f"have {length}. Download or save it again",
             uri=uri,
         )
     return int(length)
@@ -199,18 +207,25 @@ def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> F
         document = _document(bytes(text))
         metadata = document.pop(_METADATA, None)
         metadata = {} if metadata is None else metadata  # null, too, means none
-        _expect(_is_texts(metadata), "its __metadata__ are no texts")
+        _expect(_is_texts(metadata), "__metadata__ does not map strings to strings")
         first = LENGTH_BYTES + len(text)
         found = [_entry(name, entry, first, size, uri) for name, entry in document.items()]
         found.sort(key=lambda entry: (entry.start, entry.stop))
         expected = first
         for entry in found:
-            _expect(entry.start == expected, f"{entry.name} does not begin where the last one ends")
+            _expect(
+                entry.start == expected,
+                f"{entry.name} does not begin where the previous tensor ends",
+            )
             expected = entry.stop
-        _expect(expected == size, f"its tensors end at byte {expected} of {size}")
+        _expect(
+            expected == size, f"the tensors end at byte {expected}, and the file at byte {size}"
+        )
     except ValueError as exc:
         raise CheckpointCorruptError(
-            f"the header of a safetensors file is damaged: {exc}", uri=uri
+            f"the header of the safetensors file is invalid: {exc}. Download or save the file "
+            "again",
+            uri=uri,
         ) from exc
     return FileHeader(found, metadata)
 
@@ -249,9 +264,16 @@ def claimed_files(data: bytes | bytearray, uri: str) -> list[str] | None:
         return None
     try:
         files = _document(bytes(data[len(_CLAIM) :])).get("files")
-        _expect(isinstance(files, list) and all(isinstance(one, str) for one in files), "no files")
+        _expect(
+            isinstance(files, list) and all(isinstance(one, str) for one in files),
+            "'files' is not a list of names",
+        )
     except ValueError as exc:
-        raise CheckpointCorruptError(f"a claim is damaged: {exc}", uri=uri) from exc
+        raise CheckpointCorruptError(
+            f"the list of files of an unfinished save of a model is invalid: {exc}. Delete it, "
+            "and save the model again",
+            uri=uri,
+        ) from exc
     assert isinstance(files, list)
     return [checked(name, uri) for name in files]
 
@@ -264,9 +286,11 @@ def parse_index(data: bytes | bytearray, uri: str) -> dict[str, str]:
     """
     try:
         files = _document(bytes(data)).get("weight_map")
-        _expect(_is_texts(files), "its weight_map does not name a file for each tensor")
+        _expect(_is_texts(files), "weight_map does not map names of tensors to names of files")
     except ValueError as exc:
-        raise CheckpointCorruptError(f"the index of a model is damaged: {exc}", uri=uri) from exc
+        raise CheckpointCorruptError(
+            f"the index of the model is invalid: {exc}. Download or save it again", uri=uri
+        ) from exc
     assert isinstance(files, dict)
     for name in set(files.values()):
         checked(name, uri)
@@ -277,20 +301,20 @@ def _document(data: bytes) -> dict[str, Any]:
     try:
         document = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    _expect(isinstance(document, dict), "it is no JSON object")
+        raise ValueError("the JSON is nested too deeply") from None
+    _expect(isinstance(document, dict), "not a JSON object")
     return dict(document)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("it has a name twice")
+        raise ValueError("a JSON object has a name twice")
     return found
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"it has {text}, which is no number of JSON")
+    raise ValueError(f"{text} is not a valid number in JSON")
 
 
 def _expect(ok: bool, message: str) -> None:
@@ -312,22 +336,29 @@ def _entry(name: str, entry: object, first: int, size: int, uri: str) -> TensorE
     for numbers in (shape, offsets):
         _expect(
             isinstance(numbers, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers),
-            f"{name} has numbers that no tensor has",
+            f"the shape or the data_offsets of {name} are not lists of valid integers",
         )
-    _expect(len(offsets) == 2 and len(shape) <= 64, f"{name} has numbers that no tensor has")
+    _expect(
+        len(offsets) == 2 and len(shape) <= 64,
+        f"{name} has too many dimensions, or not two data_offsets",
+    )
     start, stop = offsets
     _expect(start <= stop <= size - first, f"{name} lies outside of the file")
     if not isinstance(kind, str) or kind not in _TYPES:
         raise UnsupportedTensorError(
-            f"{name} is of type {kind!r}, which is not known: read the file with another library, "
-            "and save this tensor as another type",
+            f"{name} has the unknown element type {kind!r}: read the file with another library, "
+            "and save this tensor with another type",
             uri=uri,
             item=name,
         )
     dtype = _TYPES[kind]
     strides = math.prod(n for n in shape if n)  # of a tensor without elements, too
-    _expect(strides * dtype.itemsize < 1 << 63, f"{name} has a shape that no tensor has")
     _expect(
-        math.prod(shape) * dtype.itemsize == stop - start, f"{name} has not the bytes of its shape"
+        strides * dtype.itemsize < 1 << 63,
+        f"the shape of {name} has more bytes than a 64-bit number can count",
+    )
+    _expect(
+        math.prod(shape) * dtype.itemsize == stop - start,
+        f"the data_offsets of {name} do not fit its shape and dtype",
     )
     return TensorEntry(name, dtype, tuple(shape), first + start, first + stop)

@@ -114,7 +114,10 @@ def check_supported(tensor: torch.Tensor, fqn: str) -> None:
     elif not has_stored_form(tensor.dtype) or str(tensor.dtype).startswith("torch.bits"):
         kind = f"of type {tensor.dtype}, which torch can't save: view it as another type"
     elif not travels_as_bytes(tensor) and not has_memory(tensor):
-        kind = "a tensor whose memory was freed, or that never had any"
+        kind = (
+            "a tensor whose memory was freed or never allocated: gather or load it before the "
+            "save, or leave it out"
+        )
     if kind is not None:
         raise UnsupportedTensorError(f"{fqn} is {kind}", item=fqn)
 
@@ -127,8 +130,8 @@ def check_placements(tensor: DTensor, fqn: str) -> None:
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedTensorError(
-            f"{fqn} is a DTensor with a partial placement, which no rank has the values of: "
-            "redistribute it to Replicate() or Shard() before",
+            f"{fqn} is a DTensor with a partial placement, so that no rank has its values: "
+            "redistribute it to Replicate() or Shard() before the save",
             item=fqn,
         )
 
@@ -147,8 +150,8 @@ def check_shards(value: Any, fqn: str) -> None:
             find_tensor_shard(value, MetadataIndex(fqn, chunk.offsets, 0))
     except Exception as exc:
         raise UnsupportedTensorError(
-            f"{fqn} declares by its attributes global_shape, global_offsets, local_offsets and "
-            f"local_sizes which parts of a larger tensor it holds, and they are invalid: {exc}",
+            "the attributes global_shape, global_offsets, local_offsets and local_sizes of "
+            f"{fqn} do not describe parts of a larger tensor: {exc}",
             item=fqn,
             cause=exc,
         ) from exc

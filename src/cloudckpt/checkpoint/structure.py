@@ -95,8 +95,8 @@ class Structure:
             for path, key in part.keys.items():
                 if keys.setdefault(path, key) != key:
                     logger.warning(
-                        "%s: ranks have different keys in %s, %r and %r: when it is loaded without "
-                        "a state dict, the first will be there",
+                        "%s: in %s, ranks have the different keys %r and %r: loading without a "
+                        "state dict gives the first of them",
                         uri, shown(path[:-1]), keys[path], key,
                     )  # fmt: skip
         return cls(keys, tuple(dict.fromkeys(path for part in parts for path in part.empty)))
@@ -114,13 +114,18 @@ class Structure:
             TypeError: See above.
         """
         if not isinstance(document, dict) or document.keys() != {"keys", "empty"}:
-            raise ValueError("expected the keys and empty dicts of a structure")
+            raise ValueError(
+                "invalid metadata record: the structure of the state dict does not consist of "
+                "keys and empty dicts"
+            )
         keys: dict[Path, Key] = {_path(path): key for path, key in document["keys"]}
         if not all(key is None or type(key) in (bool, int, float, str) for key in keys.values()):
-            raise ValueError("a key is not of a known type")
+            raise ValueError("invalid metadata record: a key of the state dict has an unknown type")
         empty = tuple(map(_path, document["empty"]))
         if not all((*keys, *empty)):
-            raise ValueError("an empty path")
+            raise ValueError(
+                "invalid metadata record: the path of a value in the state dict is empty"
+            )
         return cls(keys, empty)
 
     def nested(
@@ -138,7 +143,7 @@ class Structure:
         """
         try:
             if not isinstance(paths, Mapping):
-                raise ValueError("the paths are not a dict")
+                raise ValueError("planner_data is not a dict")
             if not paths and not self:
                 return dict(values)
             tree = _Tree()
@@ -149,7 +154,7 @@ class Structure:
             return tree.built(self.keys)
         except ValueError as exc:
             raise CheckpointCorruptError(
-                "the saved nesting is inconsistent; load it into a state dict",
+                "the nesting of the saved state dict is inconsistent; load it into a state dict",
                 uri=uri,
                 cause=exc,
             ) from exc
@@ -166,7 +171,7 @@ class _Tree:
         """Adds a value that was stored."""
         container = self.container(path[:-1]) if path else None
         if container is None or path[-1] in container:
-            raise ValueError(f"{shown(path)} is there twice, or lies in another value")
+            raise ValueError(f"{shown(path)} exists twice, or within another value")
         container[path[-1]] = value
 
     def container(self, path: Path) -> dict[str | int, Any] | None:
@@ -191,16 +196,16 @@ class _Tree:
                 length = max(container) + 1  # type: ignore[operator]
                 holes -= length - len(container)
                 if holes < 0:
-                    raise ValueError(f"{shown(path)} has too few entries for its length")
+                    raise ValueError(f"{shown(path)} has fewer entries than its length")
                 made = [container.get(index) for index in range(length)]
             else:
                 made = {keys.get((*path, name), name): value for name, value in container.items()}
                 if int in kinds or len(made) != len(container):
-                    raise ValueError(f"{shown(path)} is a list and a dict, or has a key twice")
+                    raise ValueError(f"{shown(path)} is both a list and a dict, or has a key twice")
             if path:
                 self._containers[path[:-1]][path[-1]] = made
         if not isinstance(made, dict):
-            raise ValueError("it is a list")
+            raise ValueError("a list has keys that are not indices")
         return made
 
 
@@ -209,8 +214,8 @@ def _tell(path: Path, what: str, uri: str | None) -> None:
         _told.add((path, what))
         where = f"in state_dict{shown(path)}" if path else "in the state dict"
         logger.warning(
-            "%s: %s %s can't be restored when the checkpoint is loaded without a state dict; into "
-            "a state dict that has it, it can", uri, what, where,
+            "%s: %s %s can't be restored when the checkpoint is loaded without a state dict; "
+            "loading into a state dict with this key works", uri, what, where,
         )  # fmt: skip
 
 
@@ -229,16 +234,18 @@ def _plain(key: Any) -> Key:
             if is_finite and plain == key and hash(plain) == hash(key):
                 return plain
             break
-    raise ValueError(f"{type(key).__name__} is not a plain type")
+    raise ValueError(f"a key of type {type(key).__name__} is not a plain value")
 
 
 def _path(value: Any) -> Path:
     if not isinstance(value, (list, tuple)) or len(value) > _DEEPEST:
-        raise ValueError("a path is not a list, or too long")
+        raise ValueError("invalid path in a state dict: it is not a list, or too long")
     if not all(
         type(element) is str or (type(element) is int and element >= 0) for element in value
     ):
-        raise ValueError("an element of a path is neither a string nor an index")
+        raise ValueError(
+            "invalid path in a state dict: an element is neither a string nor an index"
+        )
     return tuple(value)
 
 
@@ -329,8 +336,8 @@ def containers(state_dict: Mapping[Any, Any]) -> list[Any]:
             path = (*(key for key, _, _ in list(around.values())[1:]), key)
             where = f"state_dict{shown(path[:8])}{'[...]' if len(path) > 8 else ''}"
             raise UnsupportedValueError(
-                f"{where} contains itself, or is nested too deeply to be walked through: leave it "
-                "out of the state dict, or keep it in an object of a class, which is pickled",
+                f"{where} contains itself, or is nested too deeply: leave it out of the state "
+                "dict, or wrap it in an object of a class, which is pickled as a whole",
                 item=".".join(map(str, path[:8])),
             )
         elif id(entry) not in found:
@@ -367,8 +374,8 @@ def collision(
     """The error that names two values by the keys that lead to them."""
     one, other = sorted((shown(first), shown(second)))
     return KeyCollisionError(
-        f"state_dict{one} and state_dict{other} would have the same name in the checkpoint, where "
-        "keys are strings joined by dots: rename one of them",
+        f"state_dict{one} and state_dict{other} would get the same name in the checkpoint, "
+        "where keys are strings joined by dots: rename one of them",
         uri=uri,
         item=".".join(map(str, first)),
     )

@@ -104,7 +104,9 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if not self._persistent:
-            raise pickle.UnpicklingError("it asks its reader for an object")
+            raise pickle.UnpicklingError(
+                "invalid pickle: it refers to an object outside of itself (a persistent ID)"
+            )
         return Stub(pid)
 
 

@@ -180,7 +180,9 @@ class Table:
                 inside &= offsets <= limits.sub_(sizes)
                 if not bool(inside.all()):
                     name, _ = named[int(numbers[int((~inside).any(1).nonzero()[0])])]
-                    raise ValueError(f"a chunk of {name[:200]} lies outside of it")
+                    raise ValueError(
+                        f"invalid metadata: a chunk of {name[:200]} lies outside of the tensor"
+                    )
 
 
 def entries_of(
@@ -199,7 +201,7 @@ def entries_of(
     row, places = 0, dict[int, int]()
     for name, shape, properties, count in names:
         if name in made:
-            raise ValueError(f"the name {name[:200]} is there twice")
+            raise ValueError(f"invalid metadata: {name[:200]} is listed twice")
         place = 0 if shape is None else places.get(len(shape), 0)
         made[name] = Entry(row, count, shape, properties, place)
         row += count

@@ -55,8 +55,8 @@ class Trailer:
             return None
         if data[-1] != _MAGIC[-1] or len(data) < _TRAILER.size:
             raise CheckpointCorruptError(
-                f"the checkpoint's format is not version {_MAGIC[-1]}: unless it is damaged, it "
-                "was written by a newer cloudckpt, which can read it",
+                f"the checkpoint's format is not version {_MAGIC[-1]}: it was written by a "
+                "newer cloudckpt, so install that one; or it is damaged",
                 uri=uri,
             )
         *fields, _ = _TRAILER.unpack_from(data, len(data) - _TRAILER.size)
@@ -83,7 +83,11 @@ def notes_at_end(tail: bytes | bytearray, uri: str) -> bytes:
     end = len(tail) - _TRAILER.size
     start = end - trailer.notes_size
     if start < 0 or CRC32C.of(notes := bytes(tail[start:end])) != trailer.notes_crc:
-        raise CheckpointCorruptError("the notes do not match their checksum", uri=uri)
+        raise CheckpointCorruptError(
+            "the notes do not match their checksum: restore the object, or load an older "
+            "checkpoint",
+            uri=uri,
+        )
     return notes
 
 
@@ -99,7 +103,8 @@ def pickle_in(data: bytes | bytearray, uri: str) -> memoryview:
         pickled = pickled[: trailer.size]
         if not is_whole or CRC32C.of(pickled) != trailer.crc:
             raise CheckpointCorruptError(
-                "the metadata does not match its checksum: restore it, or load an older checkpoint",
+                "the metadata does not match its checksum: restore the object, or load an "
+                "older checkpoint",
                 uri=uri,
             )
     return pickled

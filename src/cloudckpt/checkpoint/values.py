@@ -82,8 +82,8 @@ def untrusted(
     named = re.search(r"GLOBAL (\S+)", text)
     return UntrustedPickleError(
         f"{what} can't be loaded without running code that is not on torch's allow-list: if you "
-        "trust whoever can write to this location, pass trust_pickle=True, or allow the class by "
-        "torch.serialization.add_safe_globals([...])",
+        "trust everyone who can write to this location, pass trust_pickle=True, or allow the "
+        "class by torch.serialization.add_safe_globals([...])",
         uri=uri,
         item=item,
         cause=f"{named[1]} is not allowed" if named else text.partition("\n")[0],
@@ -123,14 +123,18 @@ def load_item(
         if map_location != "cpu":
             check_trusted(data, item, uri)  # which fails, too, if it is the item that can't be read
             raise CheckpointError(
-                f"{item} holds tensors of a device that is not here: load it without a state dict, "
-                'with default_map_location="cpu"',
+                f"{item} contains tensors of a device that this machine does not have: load it "
+                'without a state dict and with default_map_location="cpu"',
                 uri=uri,
                 item=item,
                 cause=exc,
             ) from exc
         raise CheckpointCorruptError(
-            f"{item} can't be read", uri=uri, item=item, cause=exc
+            f"{item} can't be unpickled: it is damaged, or its class has changed; load an older "
+            "checkpoint, or leave it out of the state dict",
+            uri=uri,
+            item=item,
+            cause=exc,
         ) from exc
 
 
@@ -146,7 +150,10 @@ def load_tensor(
     loaded = load_item(data, item, uri, map_location="cpu", trust=trust)
     if not isinstance(loaded, torch.Tensor):
         raise CheckpointCorruptError(
-            f"{item} is a {type(loaded).__name__}, not a tensor", uri=uri, item=item
+            f"{item} is a {type(loaded).__name__}, although the metadata describes it as a "
+            "tensor: load an older checkpoint",
+            uri=uri,
+            item=item,
         )
     return loaded
 
@@ -235,7 +242,7 @@ class _ItemBuilding(Building):
         if not stub.name:
             return self._persistent_load(*arguments)
         if stub.contents or stub.keywords:
-            raise DescriptionError(f"{stub.name} with contents")
+            raise DescriptionError(f"invalid pickle: unexpected contents of {stub.name}")
         state = self.value(stub.state)
         if stub.name == "_io.BytesIO" and not arguments:
             made: Any = io.BytesIO()
@@ -266,35 +273,39 @@ def _numpy_classes() -> Mapping[str, type[Any]]:
 
 def _expect(condition: object, what: str) -> None:
     if not condition:
-        raise DescriptionError(f"{what}: numpy does not pickle plain values so")
+        raise DescriptionError(
+            f"invalid pickle: unexpected {what}, which numpy does not write for plain values"
+        )
 
 
 def _dtype(arguments: Sequence[Any], state: Any) -> Any:
     import numpy
 
     code, *copies = arguments
-    _expect(type(code) is str and _CODE.fullmatch(code), f"the dtype {code!r}")
-    _expect(copies in ([], [False, True]), "the arguments of a dtype")
+    _expect(type(code) is str and _CODE.fullmatch(code), f"dtype {code!r}")
+    _expect(copies in ([], [False, True]), "arguments of a dtype")
     if state is None:
         return numpy.dtype(code)
-    _expect(type(state) is tuple and len(state) in (8, 9) and state[0] in (3, 4), "a dtype's state")
+    _expect(
+        type(state) is tuple and len(state) in (8, 9) and state[0] in (3, 4), "state of a dtype"
+    )
     made = numpy.dtype(code + (_unit(state[8:]) if code[0] in "mM" else ""))
     if state[1] in ("<", ">"):
         made = made.newbyteorder(state[1])
     _, (usual_code, *_), usual = made.__reduce__()[:3]
     same = (code, *state[1:8]) == (usual_code, *usual[1:8])  # neither fields nor an inner array
-    _expect(same and (len(state) == 8 or code[0] in "mM"), f"the state {state[1:]!r}")
+    _expect(same and (len(state) == 8 or code[0] in "mM"), f"state of a dtype {state[1:]!r}")
     return made
 
 
 def _unit(more: Any) -> str:
     """The unit of times, as it stands in the name of their dtype."""
     is_pair = len(more) == 1 and type(more[0]) is tuple and len(more[0]) == 2 and not more[0][0]
-    _expect(is_pair and type(more[0][1]) is tuple and len(more[0][1]) == 4, "a time's unit")
+    _expect(is_pair and type(more[0][1]) is tuple and len(more[0][1]) == 4, "unit of a time")
     name, *numbers = more[0][1]
-    _expect(type(name) is bytes and _UNIT.fullmatch(name), f"the unit {name!r}")
-    _expect(all(type(number) is int for number in numbers), "a time's unit")
-    _expect(0 < numbers[0] < 1 << 31 and numbers[1:] == [1, 1], "a time's unit")
+    _expect(type(name) is bytes and _UNIT.fullmatch(name), f"unit of a time {name!r}")
+    _expect(all(type(number) is int for number in numbers), "unit of a time")
+    _expect(0 < numbers[0] < 1 << 31 and numbers[1:] == [1, 1], "unit of a time")
     return "" if name == b"generic" else f"[{numbers[0]}{name.decode()}]"
 
 
@@ -302,14 +313,14 @@ def _array(arguments: Sequence[Any], state: Any) -> Any:
     import numpy
 
     usual = len(arguments) == 3 and arguments[0] is numpy.ndarray
-    _expect(usual and tuple(arguments[1:]) == ((0,), b"b"), "an array of another class")
-    _expect(type(state) is tuple and len(state) == 5 and state[0] == 1, "the state of an array")
+    _expect(usual and tuple(arguments[1:]) == ((0,), b"b"), "class of an array")
+    _expect(type(state) is tuple and len(state) == 5 and state[0] == 1, "state of an array")
     _, shape, dtype, is_fortran, content = state
-    _expect(type(shape) is tuple and len(shape) <= 64, "the shape of an array")
-    _expect(all(type(size) is int and 0 <= size < 1 << 62 for size in shape), "a negative size")
-    _expect(isinstance(dtype, numpy.dtype) and type(is_fortran) is bool, "the dtype of an array")
+    _expect(type(shape) is tuple and len(shape) <= 64, "shape of an array")
+    _expect(all(type(size) is int and 0 <= size < 1 << 62 for size in shape), "negative size")
+    _expect(isinstance(dtype, numpy.dtype) and type(is_fortran) is bool, "dtype of an array")
     nbytes = math.prod(shape) * dtype.itemsize
-    _expect(type(content) is bytes and len(content) == nbytes, "the bytes of an array")
+    _expect(type(content) is bytes and len(content) == nbytes, "bytes of an array")
     found = numpy.ndarray(shape, dtype, content, order="F" if is_fortran else "C")
     return found.copy(order="A")
 
@@ -317,10 +328,10 @@ def _array(arguments: Sequence[Any], state: Any) -> Any:
 def _scalar(arguments: Sequence[Any], state: Any) -> Any:
     import numpy
 
-    _expect(len(arguments) == 2 and state is None, "the arguments of a scalar")
+    _expect(len(arguments) == 2 and state is None, "arguments of a scalar")
     dtype, content = arguments
-    _expect(isinstance(dtype, numpy.dtype), "the dtype of a scalar")
-    _expect(type(content) is bytes and len(content) == dtype.itemsize, "the bytes of a scalar")
+    _expect(isinstance(dtype, numpy.dtype), "dtype of a scalar")
+    _expect(type(content) is bytes and len(content) == dtype.itemsize, "bytes of a scalar")
     return numpy.ndarray((), dtype, content).copy()[()]
 
 
@@ -362,18 +373,18 @@ def forewarn(data: bytes, item: str, kind: type, uri: str, *, refuses: bool = Fa
     needed = _refused(data)
     if needed and refuses:
         raise UnsupportedValueError(
-            f"{item} ({kind.__name__}) would not load: {needed}. Save its plain values instead; or "
-            "allow its classes by torch.serialization.add_safe_globals([...]); or, to load it "
-            "with trust_pickle=True, save with Config(unloadable='warn')",
+            f"load would refuse {item} ({kind.__name__}): {needed}. Save its plain values "
+            "instead; or allow its classes by torch.serialization.add_safe_globals([...]); or, "
+            "to load it with trust_pickle=True, save with Config(unloadable='warn')",
             uri=uri,
             item=item,
         )
     _told.add((item, kind))
     if needed:
         logger.warning(
-            "%s: %s (%s) is saved, but load will refuse it: %s. Pass trust_pickle=True to load, "
-            "allow its classes by torch.serialization.add_safe_globals([...]), or save its plain "
-            "values instead", uri, item, kind.__name__, needed,
+            "%s: %s (%s) is saved, but load will refuse it: %s. Pass trust_pickle=True to load "
+            "it, allow its classes by torch.serialization.add_safe_globals([...]), or save its "
+            "plain values instead", uri, item, kind.__name__, needed,
         )  # fmt: skip
 
 
