@@ -42,9 +42,8 @@ def options(ours: Any, place: Place) -> dict[str, Any]:
     """Returns the options of a place; checksums go along as they do to the vendors' endpoints."""
     endpoint = {"endpoint_url": place.endpoint}
     if place.scheme == "gs":
-        return {
-            "gcs": ours.GCSOptions(**endpoint, checksum="on", anonymous=place.bundle is not None)
-        }
+        gcs = ours.GCSOptions(**endpoint, anonymous=place.bundle is not None)
+        return {"gcs": gcs, "checksum": "on"}
     if place.scheme == "az":
-        return {"azure": ours.AzureOptions(**endpoint, checksum="on")}
-    return {"s3": ours.S3Options(**endpoint, addressing_style="path", checksum="on")}
+        return {"azure": ours.AzureOptions(**endpoint), "checksum": "on"}
+    return {"s3": ours.S3Options(**endpoint, addressing_style="path"), "checksum": "on"}

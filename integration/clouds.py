@@ -178,7 +178,7 @@ def _s3(url: str) -> Iterator[dict[str, str]]:
 def _gcs(url: str) -> Iterator[dict[str, str]]:
     """``url`` is fake-gcs-server's; else gcp-storage-emulator is started."""
     with contextlib.ExitStack() as stack:
-        options = {"CLOUDCKPT_GCS_CHECKSUM": "on"}
+        options = {"CLOUDCKPT_CHECKSUM": "on"}
         if not url:
             url = stack.enter_context(gcs_emulator())
             options["CLOUDCKPT_CONDITIONAL_WRITES"] = "off"  # it ignores them

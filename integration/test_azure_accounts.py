@@ -54,7 +54,7 @@ def test_the_environment_names_endpoint_account_and_key(place, account, monkeypa
 
 def test_the_options_name_the_endpoint(place, account, monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_KEY", account.key)
-    options = AzureOptions(endpoint_url=account.url, account=account.account)
+    options = AzureOptions(endpoint_url=account.url)
     _there_and_back(place.uri, Config(azure=options))
 
 
@@ -85,7 +85,7 @@ def test_a_key_signs_the_deletion_of_any_name(cloud, account, monkeypatch):
 @pytest.fixture
 def saved(place, account):
     """The place, with a checkpoint that was saved by the account's owner."""
-    config = Config(azure=AzureOptions(endpoint_url=account.url, account=account.account))
+    config = Config(azure=AzureOptions(endpoint_url=account.url))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AZURE_STORAGE_KEY", account.key)
         _save(place.uri, config)
@@ -93,7 +93,7 @@ def saved(place, account):
 
 
 def _load_as_anybody(place, account):
-    options = AzureOptions(endpoint_url=account.url, account=account.account, anonymous=True)
+    options = AzureOptions(endpoint_url=account.url, anonymous=True)
     _load(place.uri, Config(azure=options))
 
 

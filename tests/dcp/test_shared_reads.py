@@ -13,7 +13,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import cloudckpt
 from cloudckpt.dcp import sharing
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.stores.base import Regions
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from support.ranks import RanksDiedError
@@ -261,24 +260,6 @@ def test_if_one_rank_raises_before_it_passes_anything_on_no_other_waits(ranks, l
     assert type(told[1]) is MemoryError
     others = {type(error) for rank, error in enumerate(told) if rank != 1}
     assert others == {cloudckpt.errors.ProcessGroupError}
-
-
-def load_where_one_may_not_leave_its_region(place):
-    with pytest.MonkeyPatch.context() as patch:
-        config = place.config
-        if dist.get_rank() == 1:
-            store = open_store(CheckpointURI.parse(place.uri), config)
-            apart = Regions(machine="here", bucket="there")
-            patch.setattr(type(store), "regions", lambda self: apart)
-            config = dataclasses.replace(config, cross_region="refuse")
-        cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=config)
-
-
-def test_if_one_rank_may_not_leave_its_region_all_ranks_say_so_before_they_read(ranks, s3):
-    cloudckpt.save(whole(), checkpoint_id=s3.uri, config=s3.config)
-    for error in ranks.errors(4, load_where_one_may_not_leave_its_region, s3):
-        assert type(error) is cloudckpt.errors.ConfigError
-        assert "the bucket is in there" in str(error)
 
 
 def load_while_ranks_lose_each_other(place):

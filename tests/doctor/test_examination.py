@@ -127,7 +127,7 @@ def test_a_store_that_does_not_mind_a_wrong_checksum_is_found_out(end, bucket) -
     """moto does not."""
     found = examined(f"s3://{bucket}/run", config_of(end.url, checksum="on"))
     assert found["checksums"].outcome == "failed"
-    assert "CLOUDCKPT_S3_CHECKSUM=off" in found["checksums"].advice
+    assert "CLOUDCKPT_CHECKSUM=off" in found["checksums"].advice
 
 
 def test_a_store_that_refuses_a_wrong_checksum_is_believed(end, bucket) -> None:
@@ -266,8 +266,8 @@ def test_a_limit_of_requests_is_no_finding() -> None:
     """Google lets nobody write an object more than once a second."""
     with GcsStub("bucket") as stub:
         stub.state.mutation_interval = 1.0
-        options = GCSOptions(endpoint_url=stub.url, checksum="on")
-        found = examined("gs://bucket/run", Config(gcs=options))
+        options = GCSOptions(endpoint_url=stub.url)
+        found = examined("gs://bucket/run", Config(gcs=options, checksum="on"))
         assert stub.state.keys("bucket") == []
     assert outcomes(found, "warning") == ["conditions"]  # deletions: documented nowhere
     assert outcomes(found, "failed") == []
@@ -331,7 +331,8 @@ def test_no_password_of_a_proxy_or_a_location_is_shown(end, bucket, monkeypatch)
 
 def test_no_key_or_signature_of_azure_is_shown(monkeypatch) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    config = Config(azure=AzureOptions(endpoint_url=url, account="account"))
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    config = Config(azure=AzureOptions(endpoint_url=url))
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", f"sv=1&se=2020-01-01T00:00:00Z&sig={SECRET}")
     found = examined("az://container/run", config)
     assert "AZURE_STORAGE_SAS_TOKEN" in found["credentials"].found

@@ -324,10 +324,10 @@ def opened():
 def open_s3(server, opened):
     """Opens stores of S3: at the stub, unless another endpoint is given."""
 
-    def open_one(bucket="bucket", *, stall_timeout=30.0, **options):
+    def open_one(bucket="bucket", *, stall_timeout=30.0, checksum="auto", **options):
         if "endpoint_url" not in options:
             options = {"endpoint_url": server.url, "addressing_style": "path", **options}
-        limits = {"connections": 2, "stall_timeout": stall_timeout}
+        limits = {"connections": 2, "stall_timeout": stall_timeout, "checksum": checksum}
         return opened(S3Store(bucket, Config(s3=S3Options(**options), **limits)))
 
     return open_one
@@ -337,9 +337,9 @@ def open_s3(server, opened):
 def open_gcs(server, opened):
     """Opens stores of Google's: at the stub, unless another endpoint is given."""
 
-    def open_one(**options):
+    def open_one(*, checksum="auto", **options):
         options = GCSOptions(**{"endpoint_url": server.url, **options})
-        return opened(GCSStore("bucket", Config(gcs=options, connections=2)))
+        return opened(GCSStore("bucket", Config(gcs=options, connections=2, checksum=checksum)))
 
     return open_one
 
@@ -359,9 +359,10 @@ def azure_key(monkeypatch):
 def open_azure(server, opened, azure_key):
     """Opens stores of Azure: at the stub, unless another endpoint is given."""
 
-    def open_one(*, uri="az://container/run", **options):
+    def open_one(*, uri="az://container/run", checksum="auto", **options):
         place = CheckpointURI.parse(uri)
-        config = Config(azure=AzureOptions(**{"endpoint_url": server.url, **options}))
+        options = AzureOptions(**{"endpoint_url": server.url, **options})
+        config = Config(azure=options, checksum=checksum)
         return opened(AzureStore(place.bucket, config, place.account, place.root))
 
     return open_one

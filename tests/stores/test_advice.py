@@ -8,7 +8,7 @@ import time
 import pytest
 
 import cloudckpt
-from cloudckpt import AzureOptions, Config, RetryPolicy
+from cloudckpt import Config, RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
@@ -141,7 +141,6 @@ def test_a_signed_url_is_not_logged_by_urllib3(open_s3, caplog, name):
         ("", "account", False),
         ("account", "account", True),
         ("another", "account", False),
-        ("option", "account", True),
     ],
 )
 def test_a_signature_is_sent_to_the_configured_account_only(
@@ -149,10 +148,9 @@ def test_a_signature_is_sent_to_the_configured_account_only(
 ):
     monkeypatch.delenv("AZURE_STORAGE_KEY")
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=S3cr3t")
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "" if configured == "option" else configured)
-    options = AzureOptions(account="account") if configured == "option" else AzureOptions()
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", configured)
     host = f"{named}.blob.core.windows.net"
-    store = AzureStore("container", Config(azure=options), host, f"az://{named}/container")
+    store = AzureStore("container", Config(), host, f"az://{named}/container")
     source = store._access.credentials.current
     assert (source.sas != "") is is_sent
     store.close()

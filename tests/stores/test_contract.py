@@ -78,8 +78,8 @@ def s3_stores(s3_url, direct):
     direct.create_bucket(Bucket=bucket)
     stores = {}
     for checksum in ("on", "off"):
-        options = S3Options(endpoint_url=s3_url, addressing_style="path", checksum=checksum)
-        stores[checksum] = S3Store(bucket, Config(s3=options))
+        options = S3Options(endpoint_url=s3_url, addressing_style="path")
+        stores[checksum] = S3Store(bucket, Config(s3=options, checksum=checksum))
     yield stores
     for store in stores.values():
         store.close()

@@ -23,8 +23,8 @@ def stub():
 def stores(stub):
     stores = {}
     for checksum in ("on", "off"):
-        options = GCSOptions(endpoint_url=stub.url, checksum=checksum)
-        stores[checksum] = GCSStore("bucket", Config(gcs=options))
+        options = GCSOptions(endpoint_url=stub.url)
+        stores[checksum] = GCSStore("bucket", Config(gcs=options, checksum=checksum))
     yield stores
     for store in stores.values():
         store.close()
@@ -78,8 +78,8 @@ def state(own):
 @pytest.fixture
 def open_gcs(own, opened):
     def open_one(**options):
-        given = GCSOptions(endpoint_url=own.url, checksum="on", **options)
-        return opened(GCSStore("bucket", Config(gcs=given)))
+        given = GCSOptions(endpoint_url=own.url, **options)
+        return opened(GCSStore("bucket", Config(gcs=given, checksum="on")))
 
     return open_one
 

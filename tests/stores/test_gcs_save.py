@@ -24,9 +24,9 @@ def stub():
 
 @pytest.fixture
 def config(stub):
-    options = GCSOptions(endpoint_url=stub.url, checksum="on")
+    options = GCSOptions(endpoint_url=stub.url)
     retry = RetryPolicy(attempts=4, base=0.001, cap=0.01, deadline=20.0)
-    return Config(connections=4, part_size=PART, retry=retry, gcs=options)
+    return Config(connections=4, part_size=PART, retry=retry, gcs=options, checksum="on")
 
 
 def state_of(first=0):

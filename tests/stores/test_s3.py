@@ -6,7 +6,6 @@ What moto does not show (errors, signatures, headers) is tested against the scri
 
 import base64
 import dataclasses
-import hashlib
 import itertools
 import pickle
 import re
@@ -79,22 +78,10 @@ def send_large(store, verb, data):
 LARGE = bytes(2 * 1024**2)
 
 
-@pytest.mark.parametrize("options", [{}, {"payload_signing": "on"}], ids=["not hashed", "hashed"])
-@pytest.mark.parametrize("verb", ["put", "put_part"])
-def test_large_bodies_are_hashed_for_the_signature_only_if_that_is_wanted(
-    open_s3, server, verb, options
-):
-    server.answer(headers={"ETag": '"tag"'})
-    send_large(open_s3(**options), verb, LARGE)
-    (request,) = server.requests
-    digest = hashlib.sha256(LARGE).hexdigest() if options else "UNSIGNED-PAYLOAD"
-    assert request.headers["x-amz-content-sha256"] == digest
-
-
 @pytest.mark.parametrize("verb", ["put", "put_part"])
 def test_a_policy_against_unsigned_bodies_is_told_with_its_way_out(store, server, verb):
     server.respond(lambda request: server.Answer(403, body=error_xml("AccessDenied")))
-    with pytest.raises(AccessDeniedError, match=r"payload_signing='on'.*PAYLOAD_SIGNING=on"):
+    with pytest.raises(AccessDeniedError, match="payload_signing_enabled = true"):
         send_large(store, verb, LARGE)
     with pytest.raises(AccessDeniedError) as caught:
         put(store)
@@ -352,17 +339,6 @@ def test_head_finds_the_region_that_only_another_answer_names(open_s3, server):
     server.answer(status=206, headers=whole, body=b"d")
     assert store.head("run/object").size == 9
     assert regions(server) == ["us-east-1", "us-east-1", "eu-west-3"]
-
-
-@pytest.mark.parametrize("region", [None, "eu-west-3", "us-east-1"])
-def test_a_region_that_was_given_is_that_of_the_bucket(open_s3, monkeypatch, region):
-    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
-    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
-    store = open_s3(endpoint_url=None, region=region)
-    assert store.regions() == ("us-east-1", region or "us-east-1")
-    monkeypatch.delenv("AWS_REGION")
-    monkeypatch.delenv("AWS_DEFAULT_REGION")
-    assert store.regions() is None
 
 
 @pytest.mark.parametrize("region", ["us-east-1", "", "evil.example/", "-", "a" * 64])

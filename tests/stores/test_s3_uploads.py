@@ -201,9 +201,11 @@ def proxy(s3_url):
 
 @pytest.fixture(params=["on", "off"])
 def config(proxy, s3_config, request):
-    options = S3Options(endpoint_url=proxy.url, addressing_style="path", checksum=request.param)
+    options = S3Options(endpoint_url=proxy.url, addressing_style="path")
     retry = RetryPolicy(attempts=3, base=0.01, cap=0.05, deadline=1.0)
-    return dataclasses.replace(s3_config, s3=options, retry=retry, part_size=5 * MIB)
+    return dataclasses.replace(
+        s3_config, s3=options, retry=retry, part_size=5 * MIB, checksum=request.param
+    )
 
 
 REFUSALS = {

@@ -241,9 +241,7 @@ STORES = {
     "google": ("google", lambda url: GCSStore("b", Config(gcs=GCSOptions(endpoint_url=url)))),
     "azure": (
         "azure",
-        lambda url: AzureStore(
-            "b", Config(azure=AzureOptions(endpoint_url=url, account="account"))
-        ),
+        lambda url: AzureStore("b", Config(azure=AzureOptions(endpoint_url=url))),
     ),
 }
 

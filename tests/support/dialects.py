@@ -185,7 +185,7 @@ def _s3(url):
 
 
 def _azure(url):
-    options = AzureOptions(endpoint_url=url, account="account", anonymous=True)
+    options = AzureOptions(endpoint_url=url, anonymous=True)
     return AzureStore("bucket", Config(azure=options))
 
 

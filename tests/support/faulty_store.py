@@ -17,7 +17,6 @@ from cloudckpt.stores.base import (
     ObjectStore,
     Part,
     Progress,
-    Regions,
     Retry,
     Upload,
     once,
@@ -319,9 +318,6 @@ class FaultyStore(ObjectStore):
 
     def interrupt(self, threads: Collection[int]) -> None:
         self.inner.interrupt(threads)
-
-    def regions(self) -> Regions | None:
-        return self.inner.regions()
 
     def moved(self, threads: Collection[int]) -> Sequence[int] | None:
         return self.inner.moved(threads)

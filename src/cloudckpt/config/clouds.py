@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from cloudckpt.config.options import Options, Pairs, Switch, check_endpoint, option, require
+from cloudckpt.config.options import Options, Pairs, check_endpoint, option, require
 
 __all__ = ["AzureOptions", "GCSOptions", "S3Options"]
 
@@ -20,7 +20,6 @@ _MOST_METADATA = 8 * 1024 - 64  # the name of each write stands in there, too
 _NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _VALUE = r"(?:[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?)?"
 
-_VERIFIED = "send {} for the store to verify; 'auto' is on for {} and off for custom endpoints"
 _ANONYMOUS = "send no credentials: for buckets that everybody may read"
 
 
@@ -44,12 +43,6 @@ class S3Options(Options):
     addressing_style: Literal["auto", "path", "virtual"] | None = option(
         None, "'auto', 'path' or 'virtual'; else the profile's addressing_style, else 'auto'"
     )
-    payload_signing: Literal["auto", "on"] = option(
-        "auto",
-        "sign the SHA-256 of every body, for policies that deny UNSIGNED-PAYLOAD (about 0.7 CPU "
-        "s/GiB); 'auto' does as the profile's payload_signing_enabled says, else signs all but "
-        "PUTs of more than 1 MiB",
-    )
     dialect: Literal[
         "auto", "aws", "express", "r2", "coreweave", "minio", "ceph", "huggingface",
         "other",
@@ -58,10 +51,6 @@ class S3Options(Options):
         "whose S3 it is, by its row in docs/s3.md; 'auto' knows those with hosts of their own, and "
         "takes a store on your own hosts for 'other'",
     )  # fmt: skip
-    checksum: Switch = option(
-        "auto",
-        "send CRC32C for the store to verify; 'auto' is on where its vendor documents that",
-    )
     sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = option(
         None, "server-side encryption: 'AES256', 'aws:kms', 'aws:kms:dsse'"
     )
@@ -96,12 +85,8 @@ class GCSOptions(Options):
     endpoint_url: str | None = option(
         None, "of the service or of an emulator; STORAGE_EMULATOR_HOST works too"
     )
-    impersonate: str | None = option(
-        None, "e-mail of a service account to act as, with the credentials found"
-    )
     anonymous: bool = option(False, _ANONYMOUS)
     user_project: str | None = option(None, "project that pays for a requester-pays bucket")
-    checksum: Switch = option("auto", _VERIFIED.format("CRC32C", "Google"))
     kms_key_name: str | None = option(
         None, "customer-managed key, projects/…/locations/…/keyRings/…/cryptoKeys/…"
     )
@@ -110,8 +95,6 @@ class GCSOptions(Options):
 
     def _check(self) -> None:
         check_endpoint(self.endpoint_url)
-        one = not (self.anonymous and self.impersonate)
-        require(one, "anonymous=True goes without credentials: leave out impersonate")
         # it must be read back as written, but headers ignore case in names and outer white space
         form = "for a header write plain ASCII, without white space in names and around values"
         _check_pairs("metadata", self.metadata, _NAME, _VALUE, form, same=str.lower)
@@ -134,11 +117,7 @@ class AzureOptions(Options):
     endpoint_url: str | None = option(
         None, "of the account's blobs; default: https://<account>.blob.core.windows.net"
     )
-    account: str | None = option(
-        None, "storage account of az://container URIs; AZURE_STORAGE_ACCOUNT works too"
-    )
     anonymous: bool = option(False, _ANONYMOUS)
-    checksum: Switch = option("auto", _VERIFIED.format("CRC64", "Azure"))
     access_tier: str | None = option(None, "access tier of the blobs, e.g. Cool")
     encryption_scope: str | None = option(None, "encryption scope of the blobs")
     tags: Pairs = option((), "blob index tags, e.g. team=nlp,run=7")

@@ -112,17 +112,16 @@ class Config(Options):
     memory_budget: Bytes = option(
         64 * MIB, "bytes of copies in flight: of accelerators' and strided tensors", 32 * MIB
     )
+    checksum: Switch = option(
+        "auto",
+        "send a checksum of each body for the store to verify: CRC32C, for Azure CRC64; 'auto' is "
+        "on where its vendor documents that",
+    )
     verify: bool = option(True, "check the checksum of every block that is read")
     shared_reads: Literal["auto", "host", "off"] = option(
         "auto",
         "whether bytes that several ranks want are fetched by one of them, which hands them on: "
         "among all ranks ('auto'), among those of a machine ('host'), or not at all",
-    )
-    cross_region: Literal["warn", "refuse", "allow"] = option(
-        "warn",
-        "what happens to a save or load whose bucket is known to be in another region than the "
-        "machine (which is slow, and billed): a warning, if a rank moves more than 1 GiB; an error "
-        "before any data are moved; or nothing",
     )
     replicas: Literal["warn", "refuse", "trust"] = option(
         "warn",

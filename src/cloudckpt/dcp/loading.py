@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ from cloudckpt.transfer.memory import (
     why_not_filled,
 )
 from cloudckpt.transfer.parts import even_share
-from cloudckpt.transfer.regions import check_regions
 from cloudckpt.transfer.stats import TransferStats
 
 __all__ = ["Load"]
@@ -89,9 +87,6 @@ class Load:
                     self._want_tensor(item, place.tensor)
                 else:
                     self._want_pickled_tensor(item, place)
-        wanted = itertools.chain.from_iterable(self._wanted)
-        nbytes = sum(want.stop - want.start for want in wanted)
-        check_regions(self.store, self.config, nbytes)
 
     def segments(self) -> list[Segment]:
         """What ranks may fetch for each other: all but reads that must wait for other bytes."""

@@ -48,7 +48,6 @@ from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.deleting import delete_quietly
-from cloudckpt.transfer.regions import check_regions
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.view import View
@@ -270,8 +269,7 @@ class CloudStorageWriter(OurWriter):
         Otherwise only the commit needs the answer: a saving process gets its work even in an
         outage of the store, in which the trainer may end.
         """
-        config = self.config
-        return self.sender is send_here or not config.overwrite or config.cross_region == "refuse"
+        return self.sender is send_here or not self.config.overwrite
 
     def wait_for_baseline(self) -> None:
         """Waits until it is known which checkpoint exists already, on the rank that commits.
@@ -375,7 +373,6 @@ class CloudStorageWriter(OurWriter):
         stats = TransferStats(uri, self._rank, expected)
         with portable_errors(uri), Span("upload", uri, self._rank) as span:
             try:
-                check_regions(self._store(), self.config, expected)
                 objects, extents = send(
                     plan.items,
                     planner,

@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import MIB
@@ -141,13 +141,6 @@ class Part:
     checksum: int | None
 
 
-class Regions(NamedTuple):
-    """Two regions of a cloud, by the cloud's names."""
-
-    machine: str
-    bucket: str
-
-
 class RangeReader(ABC):
     """Reads ranges of objects, for downloads. Safe to use from many threads."""
 
@@ -186,13 +179,6 @@ class RangeReader(ABC):
 
         Includes requests under way. None if bytes are not counted: the effect of more connections
         is then not visible.
-        """
-        return None
-
-    def regions(self) -> Regions | None:
-        """The regions of this machine and the bucket; None if either is unknown.
-
-        Sends no request: the environment and earlier answers are the only sources.
         """
         return None
 

@@ -12,7 +12,7 @@ from cloudckpt.checksum import Blocks
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, InvalidURIError, PreconditionFailedError
 from cloudckpt.events import Transferred
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader, Regions
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import FlatSink, StoredBytes, Wanted
@@ -143,10 +143,6 @@ class PinnedObject(RangeReader):
     def interrupt(self, threads: Collection[int]) -> None:
         """As the store's."""
         self._store.interrupt(threads)
-
-    def regions(self) -> Regions | None:
-        """As the store's."""
-        return self._store.regions()
 
     def moved(self, threads: Collection[int]) -> Sequence[int] | None:
         """As the store's."""

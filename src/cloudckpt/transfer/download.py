@@ -18,7 +18,6 @@ from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.landing import Bad, ScatterPlan, Segment, Wanted
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.receiving import Receiver
-from cloudckpt.transfer.regions import check_regions
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
@@ -66,8 +65,7 @@ def download(
         stats: Transfer counters.
         damaged: Called with each damage, from any thread. If it does not raise, the rest is still
             read, but the damaged bytes, and others in the same request, are not delivered.
-        shared: Fetches what other ranks also want; it has the segments of ``wanted``. The caller
-            has already looked whether the bytes may leave their region.
+        shared: Fetches what other ranks also want; it has the segments of ``wanted``.
         request_size: Most bytes of a request; by default it follows from what is wanted.
 
     Raises:
@@ -75,8 +73,6 @@ def download(
             checksum when fetched a second time.
         StoreError: If the store refuses or stays unreachable.
     """
-    if shared is None:  # else it was done before the other ranks began to wait for this one
-        check_regions(store, config, sum(want.stop - want.start for want in wanted))
     work = Download(store, config, stats, damaged)
 
     def produce() -> None:

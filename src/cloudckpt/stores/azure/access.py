@@ -95,7 +95,6 @@ class ContainerAccess:
         self.endpoint_from = (
             ("the URI" if host else "")
             or named_by(config.azure, "endpoint_url")
-            or named_by(config.azure, "account")
             or first_set(_CONNECTION, *_ACCOUNT)
         )
         parts = urlsplit(place.endpoint)
@@ -110,8 +109,7 @@ class ContainerAccess:
             given = _from_environment(container, uri)
             fits = given.account in ("", place.account)
             if given.sas and not given.key and not given.account and host:
-                # unlike a key, it is sent: to no account that only the URI names
-                fits = place.account == config.azure.account
+                fits = False  # unlike a key, it is sent: to no account that only the URI names
             if fits:
                 _check_cloud(given, place, uri)
             if fits and given.key:
@@ -355,16 +353,16 @@ def _locate(host: str, config: Config, given: _Given, uri: str) -> _Place:
     if options.endpoint_url is not None:
         endpoint = options.endpoint_url.rstrip("/")
         parts = urlsplit(endpoint)
-        named = None if _is_azure(parts.hostname) else options.account or given.account
+        named = None if _is_azure(parts.hostname) else given.account
         return _Place(endpoint, named or _account_of(endpoint))
-    if given.endpoint and options.account in (None, given.account):
+    if given.endpoint:
         return _Place(given.endpoint, given.account)
-    account = options.account or given.account
+    account = given.account
     if not account:
         raise ConfigError(
             "the storage account is not known: set AZURE_STORAGE_ACCOUNT or "
-            "AZURE_STORAGE_CONNECTION_STRING, or Config(azure=AzureOptions(account=...)), or name "
-            "it in the URI: abfss://container@account.dfs.core.windows.net/path",
+            "AZURE_STORAGE_CONNECTION_STRING, or name it in the URI: "
+            "abfss://container@account.dfs.core.windows.net/path",
             uri=uri,
         )
     if not re.fullmatch(r"[a-z0-9]{3,24}", account):

@@ -80,7 +80,7 @@ class AzureStore(RestStore):
         super().__init__(root or f"az://{container}", self._access)
         options = config.azure
         is_azure = self._access.is_azure
-        self._checksums = is_azure if options.checksum == "auto" else options.checksum == "on"
+        self._checksums = is_azure if config.checksum == "auto" else config.checksum == "on"
         self.capabilities = Capabilities(
             conditional_writes=is_azure or None,
             conditional_deletes=is_azure or None,

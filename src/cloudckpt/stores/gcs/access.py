@@ -17,7 +17,6 @@ from cloudckpt.config import Config, GCSOptions
 from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
     ClockError,
-    ConfigError,
     CredentialsError,
     MissingDependencyError,
     StoreError,
@@ -40,7 +39,6 @@ try:
     import google.auth
     import google.auth.credentials
     import google.auth.exceptions
-    import google.auth.impersonated_credentials
     import google.auth.transport.requests
 except ImportError as exc:
     raise MissingDependencyError(
@@ -79,12 +77,8 @@ class BucketAccess:
         self._payer: dict[str, str] = {}
         if config.gcs.user_project is not None:
             self._payer["x-goog-user-project"] = config.gcs.user_project
-        self._user = (config.gcs.impersonate, config.gcs.anonymous)
+        self._is_anonymous = config.gcs.anonymous
         is_wanted = is_trusted and not config.gcs.anonymous
-        if not is_wanted and config.gcs.impersonate:
-            raise ConfigError(
-                f"credentials are only sent over https, but the endpoint is {self.endpoint}"
-            )
 
         def look() -> _Token | _NoToken:
             if not is_wanted:
@@ -97,7 +91,7 @@ class BucketAccess:
 
     def shares_realm(self, other: BucketAccess) -> bool:
         """Whether one request may involve buckets of both: same endpoint and same user."""
-        return (self.endpoint, self._user) == (other.endpoint, other._user)
+        return (self.endpoint, self._is_anonymous) == (other.endpoint, other._is_anonymous)
 
     def authorize(
         self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
@@ -186,7 +180,7 @@ class _Token:
         self._lock = threading.Lock()
         self._next_refresh = 0.0  # ahead of the token's end, by the monotonic clock
         with self._fetching():
-            self._credentials = _find(config.gcs, uri)
+            self._credentials = _find(uri)
             self._credentials.with_non_blocking_refresh()
             self.universe = self._credentials.universe_domain  # may ask the metadata server
 
@@ -241,8 +235,8 @@ class _Token:
             raise
 
 
-def _find(options: GCSOptions, uri: str) -> google.auth.credentials.Credentials:
-    """The credentials that the options name, or else the application default ones."""
+def _find(uri: str) -> google.auth.credentials.Credentials:
+    """The application default credentials."""
     found: google.auth.credentials.Credentials
     check_credential(os.environ.get(_FILE, ""), _FILE, uri, header=False)
     try:
@@ -251,13 +245,7 @@ def _find(options: GCSOptions, uri: str) -> google.auth.credentials.Credentials:
         raise_alone(_none(exc, uri))
     # only now: google-auth asks for the project of external accounts that have a scope
     found = google.auth.credentials.with_scopes_if_required(found, [_SCOPE])
-    if options.impersonate is None:
-        return found
-    return google.auth.impersonated_credentials.Credentials(
-        source_credentials=found,
-        target_principal=options.impersonate,
-        target_scopes=[_SCOPE],
-    )
+    return found
 
 
 def _none(exc: Exception, uri: str) -> CredentialsError:

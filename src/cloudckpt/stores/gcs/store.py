@@ -96,7 +96,7 @@ class GCSStore(XmlStore):
         self._access = BucketAccess(config, root)
         super().__init__(root, self._access)
         endpoint, is_google = self._access.endpoint, self._access.is_google
-        checksums = is_google if options.checksum == "auto" else options.checksum == "on"
+        checksums = is_google if config.checksum == "auto" else config.checksum == "on"
         self._options, self._checksums, self._endpoint = options, checksums, endpoint
         self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"  # of the JSON API
         self.bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API

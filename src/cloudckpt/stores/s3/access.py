@@ -26,7 +26,7 @@ from cloudckpt.errors import (
     InvalidRequestError,
     MissingDependencyError,
 )
-from cloudckpt.stores.base import Body, Regions, nbytes
+from cloudckpt.stores.base import Body, nbytes
 from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.origins import Route, first_set, named_by
@@ -121,7 +121,8 @@ class BucketAccess:
         self.credentials: Credentials[Any] = Credentials(lambda: self._look(config, unused))
         self._has_moved = False
         self._moving = threading.Lock()
-        self._signs = _signs_payloads(client, options)
+        # whether the profile wants all bodies signed, or none; None if it does not say
+        self._signs: bool | None = (client.meta.config.s3 or {}).get("payload_signing_enabled")
         # nothing is copied beyond the zone of a directory bucket
         zone = bucket.removesuffix("--x-s3").rpartition("--")[2] if self.dialect.sessions else ""
         endpoint = suffix or client.meta.endpoint_url
@@ -155,17 +156,6 @@ class BucketAccess:
     def region(self) -> str:
         """The region that requests are signed for at the moment."""
         return self._place.region
-
-    def regions(self) -> Regions | None:
-        """As :meth:`~cloudckpt.stores.base.RangeReader.regions`.
-
-        Containers, functions and pods of AWS have its region in AWS_REGION. Requests that are
-        answered are signed for the bucket's, or were sent to where S3 has named another.
-        """
-        variable = first_set("AWS_REGION", "AWS_DEFAULT_REGION")
-        if not variable or not (self.is_aws or self._has_moved):
-            return None
-        return Regions(machine=os.environ[variable].strip(), bucket=self.region)
 
     def route(self) -> Route:
         """How the bucket is reached, and what says so."""
@@ -354,14 +344,6 @@ def _session_client(session: Any, config: Config, region: str) -> Any:
             read_timeout=config.read_timeout,
         ),
     )
-
-
-def _signs_payloads(client: Any, options: S3Options) -> bool | None:
-    """Whether all bodies are signed, or none; None if it is left to us."""
-    if options.payload_signing == "on":
-        return True
-    of_profile: bool | None = (client.meta.config.s3 or {}).get("payload_signing_enabled")
-    return of_profile
 
 
 # of clients that send nothing: they would look for some and log what it finds

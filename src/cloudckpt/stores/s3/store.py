@@ -29,7 +29,6 @@ from cloudckpt.stores.base import (
     ObjectStore,
     Part,
     Progress,
-    Regions,
     Retry,
     Upload,
     once,
@@ -95,7 +94,7 @@ class S3Store(XmlStore):
         self._dialect = dialect
         known = self._access.is_at_vendor or None  # elsewhere, conditions are not documented
         self._checksums = (
-            dialect.verifies_checksums if options.checksum == "auto" else options.checksum == "on"
+            dialect.verifies_checksums if config.checksum == "auto" else config.checksum == "on"
         )
         self.capabilities = Capabilities(
             conditional_writes=dialect.conditional_writes and known,
@@ -287,7 +286,7 @@ class S3Store(XmlStore):
         if UNSIGNED_PAYLOAD in signed.headers.values():
             error.message += (
                 "; if a policy denies unsigned payloads (s3:x-amz-content-sha256), set "
-                "S3Options(payload_signing='on') or CLOUDCKPT_S3_PAYLOAD_SIGNING=on"
+                "payload_signing_enabled = true below `s3 =` in the profile"
             )
 
     def _read(
@@ -306,9 +305,6 @@ class S3Store(XmlStore):
         if signed is None or refused.region is None:
             return False
         return self._access.follow(refused.region, signed.url, signed.headers)
-
-    def regions(self) -> Regions | None:
-        return self._access.regions()
 
     def route(self) -> Route:
         return self._access.route()
