@@ -60,15 +60,15 @@ def test_damage_is_found_by_either_algorithm(written):
 
 def test_a_small_tensor_that_changes_after_its_copy_is_loaded_as_it_was_copied(local, monkeypatch):
     """Its checksum is that of the copy, which is what was sent."""
-    tensor, append = torch.arange(1000.0), Packer.append
+    tensor, pack = torch.arange(1000.0), Packer.pack
 
-    def append_and_change(*arguments):
-        packed = append(*arguments)
+    def pack_and_change(*arguments):
+        packed = pack(*arguments)
         tensor.add_(1)
         return packed
 
     with monkeypatch.context() as there:
-        there.setattr(Packer, "append", append_and_change)
+        there.setattr(Packer, "pack", pack_and_change)
         cloudckpt.save({"small": tensor}, checkpoint_id=local.uri, config=local.config)
     state = {"small": torch.zeros(1000)}
     cloudckpt.load(state, checkpoint_id=local.uri, config=local.config)

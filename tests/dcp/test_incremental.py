@@ -454,30 +454,16 @@ def changing(monkeypatch):
     return tensors
 
 
-@pytest.mark.parametrize("kind", ["plain", "strided"])
+@pytest.mark.parametrize("kind", ["plain", "strided", "small"])
 def test_what_changes_after_its_digest_was_made_is_refused(place, changing, kind) -> None:
     """Its row would name bytes that another save, of what it was, would take for its own."""
-    tensor = torch.zeros(500, 400)
+    tensor = torch.zeros(500, 4 if kind == "small" else 400)
     changing.append(tensor)
-    state = {"w": tensor if kind == "plain" else tensor.t()}
+    state = {"w": tensor.t() if kind == "strided" else tensor}
     config = place.having(incremental=True).config
     with pytest.raises(TensorChangedError, match="w changed while it was saved"):
         cloudckpt.save(state, checkpoint_id=place.at("step-1").uri, config=config)
     assert not place.names()
-
-
-def test_the_digest_of_a_small_item_is_that_of_the_copy_that_is_sent(place, changing) -> None:
-    config = place.having(incremental=True).config
-    tensor = torch.zeros(100)
-    saves = {1: 1, 2: 1, 3: 5, 4: 5}  # the first and the third send 2 and 6
-    for step, value in saves.items():
-        changing[:] = [tensor] if step % 2 else []
-        tensor.fill_(value)
-        cloudckpt.save({"w": tensor}, checkpoint_id=place.at(f"step-{step}").uri, config=config)
-    for step, value in saves.items():
-        found = {"w": torch.zeros(100)}
-        cloudckpt.load(found, checkpoint_id=place.at(f"step-{step}").uri, config=config)
-        assert set(found["w"].tolist()) == {float(value + step % 2)}
 
 
 def _save_by_a_planner_of_ones_own(place: Place, steps: list[int]) -> list[int]:

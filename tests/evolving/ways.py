@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import CheckpointManager
+from cloudckpt.checkpoint.object_plan import Destination
 from cloudckpt.checkpoint.objects import WrittenObject, pending_name
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.sending import Destination, LayOut, send_here
+from cloudckpt.checkpoint.shard import Layout, send_here
 from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, CommitHook, SaveFuture
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError, StoreError
@@ -151,7 +152,7 @@ def _adopted(state: dict[Any, Any], place: Place) -> None:
     if not _by_first(lambda: cloudckpt.exists(place.uri, config=place.config)):
         writer = place.writer()
         writer.commit_hook = _Ending()
-        writer.sender = _send_and_leave  # as a saving process does
+        writer.sender = _SendAndLeave()
         discard, asked = writer.discard, list[bool]()
         writer.discard = lambda: asked.append(True)  # who has ended deletes nothing
         try:
@@ -191,26 +192,31 @@ def _is_adopted(place: Place) -> bool:
     return True
 
 
-def _send_and_leave(
-    destination: Destination,
-    store: ObjectStore,
-    lay_out: LayOut,
-    stats: TransferStats,
-    began: Callable[[str], None],
-    leave: Callable[[], Pending | None],
-) -> tuple[WrittenObject, ...]:
-    objects = send_here(destination, store, lay_out, stats, began)
-    if (pending := leave()) is not None:
-        data = memoryview(pending.finished(objects).to_bytes())
-        name = pending_name(destination.rank, destination.attempt)
-        checksum = store.capabilities.checksum.of(data)
-        try:
-            store.put(destination.uri.key(name), [data], checksum=checksum)
-        except StoreError:
-            keys = [destination.uri.key(one) for one in (*(o.name for o in objects), name)]
-            clear_away(store, keys, destination.config.retry)
-            raise
-    return objects
+class _SendAndLeave:
+    """Sends as a saving process does whose trainer ends before the commit."""
+
+    outlives = True
+
+    def __call__(
+        self,
+        destination: Destination,
+        store: ObjectStore,
+        layout: Layout,
+        stats: TransferStats,
+        pending: Pending | None,
+    ) -> tuple[WrittenObject, ...]:
+        objects = send_here(destination, store, layout, stats)
+        if pending is not None:
+            data = memoryview(layout.pending(pending).finished(objects).to_bytes())
+            name = pending_name(destination.rank, destination.attempt)
+            checksum = store.capabilities.checksum.of(data)
+            try:
+                store.put(destination.uri.key(name), [data], checksum=checksum)
+            except StoreError:
+                keys = [destination.uri.key(one) for one in (*(o.name for o in objects), name)]
+                clear_away(store, keys, destination.config.retry)
+                raise
+        return objects
 
 
 def _checkpointer(kind: str, place: Place) -> Any:

@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from cloudckpt.background.script import ObjectScript
+from cloudckpt.checkpoint.object_plan import Destination, ObjectPlan
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.sending import Destination
 from cloudckpt.errors import SaveProcessError
 from cloudckpt.events import Transferred
 
@@ -64,14 +63,14 @@ class Job:
 
     Attributes:
         destination: Where to write.
-        objects: What to write to each object.
+        plans: What to write, in this order.
         sizes: Bytes of the arena and of the annex; a descriptor follows for each nonempty one.
         variables: The credential variables of the trainer's environment now.
         pending: What to record in the store if the trainer ends; None for nothing.
     """
 
     destination: Destination
-    objects: Sequence[ObjectScript]
+    plans: Sequence[ObjectPlan]
     sizes: tuple[int, int]
     variables: dict[str, str] = field(repr=False)
     pending: Pending | None = field(default=None, repr=False)

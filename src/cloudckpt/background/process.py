@@ -17,6 +17,7 @@ that save for the next job (``outliving``).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -26,11 +27,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection as channels
 from multiprocessing import util
 from typing import Any
+
+import torch
 
 from cloudckpt.background.arena import Annex, Arena
 from cloudckpt.background.channel import (
@@ -42,21 +44,23 @@ from cloudckpt.background.channel import (
     set_timeout,
 )
 from cloudckpt.background.groups import START_TIMEOUT
-from cloudckpt.background.script import Recording
+from cloudckpt.checkpoint.object_plan import STATE, Destination
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.sending import Destination, LayOut
+from cloudckpt.checkpoint.shard import Layout
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.errors import SaveProcessError
 from cloudckpt.events import emit
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.credentials import variables
 from cloudckpt.transfer.group import Cancellation
+from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import clear_away
 
 __all__ = ["ProcessSender", "SaveProcess", "log_levels"]
 
+_ANNEX = 1  # the number of its buffer
 _NICE = 5  # by how much it yields the CPU to the trainer
 _SIGN_OF_LIFE = 120.0  # seconds without one after which a process with a save is ended
 _LOOK = 1.0  # seconds between checks that the process is alive
@@ -140,6 +144,38 @@ class SaveProcess:
             return self._worker
 
 
+class _Shared:
+    """What the process maps: the arena of the staged copy, and the annex for all else."""
+
+    is_private = True
+
+    def __init__(self, arena: Arena | None, annex: Annex, pool: StagingPool) -> None:
+        self.pool = pool
+        self._annex = annex
+        self._begin = 0 if arena is None else arena.address
+        self._end = 0 if arena is None else self._begin + arena.size
+
+    def place_of(self, address: int) -> int | None:
+        return address - self._begin if self._begin <= address < self._end else None
+
+    def put(self, view: memoryview, owner: object) -> tuple[int, int]:
+        if not view.readonly and view.nbytes:
+            start = self.place_of(ctypes.addressof(ctypes.c_char.from_buffer(view)))
+            if start is not None:
+                return STATE, start
+        return _ANNEX, self._annex.append(view)
+
+    def put_strided(self, tensor: torch.Tensor) -> tuple[int, int]:
+        start = self._annex.size
+        for piece in self.pool.pieces(tensor):
+            if piece.ready is not None:
+                piece.ready()
+            self._annex.append(piece.view)
+            if piece.lease is not None:
+                piece.lease.release()
+        return _ANNEX, start
+
+
 @dataclass
 class ProcessSender:
     """Makes the process send one save; see :class:`~cloudckpt.checkpoint.sending.Sender`."""
@@ -153,31 +189,25 @@ class ProcessSender:
         self,
         destination: Destination,
         store: ObjectStore,
-        lay_out: LayOut,
+        layout: Layout,
         stats: TransferStats,
-        began: Callable[[str], None],
-        leave: Callable[[], Pending | None],
+        pending: Pending | None,
     ) -> tuple[WrittenObject, ...]:
         """
         Raises:
             SaveProcessError: If the process can't be started, dies, or gives no sign of life.
             StagingMemoryError: If there is no memory for what lies outside the arena.
         """
-        names: list[str] = []
-
-        def note(name: str) -> None:
-            names.append(name)
-            began(name)
-
         arena = self.arena
         with contextlib.closing(Annex()) as annex:
-            recording = Recording(destination, store.capabilities, arena, annex, note)
-            lay_out(recording.open, Cancellation())
+            pool = StagingPool(destination.config.memory_budget, Cancellation())
+            with contextlib.closing(pool):
+                plans = list(layout.plans(_Shared(arena, annex, pool)))
             annex.flush()
             memory = [(0, -1) if arena is None else (arena.size, arena.fd), (annex.size, annex.fd)]
             sizes = memory[0][0], memory[1][0]
-            pending = leave() if self.outlives else None
-            job = Job(destination, recording.scripts(), sizes, variables(), pending)
+            pending = None if pending is None else layout.pending(pending)
+            job = Job(destination, plans, sizes, variables(), pending)
             worker = self.process.worker()
             try:
                 worker.wait_until_ready()
@@ -186,7 +216,7 @@ class ProcessSender:
                 outcome = worker.outcome()
             except BaseException:
                 worker.end(0, "the save before failed in it")
-                keys = [destination.uri.key(name) for name in names]
+                keys = [destination.key(number) for number in {plan.object for plan in plans}]
                 clear_away(store, keys, destination.config.retry)
                 raise
         stats.include(outcome.transferred)

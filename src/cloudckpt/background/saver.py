@@ -25,7 +25,7 @@ from cloudckpt.background.groups import START_TIMEOUT, exists, give_back, open_g
 from cloudckpt.background.process import ProcessSender, SaveProcess
 from cloudckpt.background.save import Save, as_ours
 from cloudckpt.background.stager import Stager
-from cloudckpt.checkpoint.sending import send_here
+from cloudckpt.checkpoint.shard import send_here
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.failures import release_frames

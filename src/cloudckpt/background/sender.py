@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -30,12 +31,14 @@ from cloudckpt.background.channel import (
     receive_descriptors,
 )
 from cloudckpt.background.outliving import CurrentSave, finish
-from cloudckpt.background.script import replay
+from cloudckpt.checkpoint.object_plan import ObjectPlan
 from cloudckpt.checkpoint.objects import WrittenObject
-from cloudckpt.checkpoint.sending import send_here
+from cloudckpt.checkpoint.sending import send, sending_group
 from cloudckpt.errors import SaveProcessError
 from cloudckpt.events import relay
 from cloudckpt.stores.credentials import take_over
+from cloudckpt.transfer.packing import SlabPool
+from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.waiting import is_stuck
@@ -115,6 +118,7 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentS
     stats = TransferStats(str(uri), job.destination.rank, job.destination.expected)
     objects: tuple[WrittenObject, ...] = ()
     memory: list[memoryview] | None = None
+    buffers: _Mapped | None = None
     with contextlib.ExitStack() as held:
         try:
             if (memory := _taken_over(end, job.sizes, held)) is None:
@@ -122,8 +126,10 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentS
             take_over(job.variables)
             current.begin(job, stats)
             store = open_store(uri, job.destination.config)
-            script = replay(job.objects, memory, job.destination.config.memory_budget)
-            objects = send_here(job.destination, store, script, stats)
+            group = sending_group(job.destination, store)
+            pool = SlabPool(job.destination.config.memory_budget, group.cancellation)
+            buffers = _Mapped(pool, memory)
+            objects = send(job.destination, store, job.plans, buffers, group, stats)
         except BaseException as raised:  # noqa: BLE001 - told to the trainer
             error = _portable(raised)
             current.end()
@@ -133,8 +139,24 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentS
         speaker.tell("outcome", Outcome(objects, error, stats.snapshot()))
     speaker.is_awaited = False  # nobody would read it
     if error is not None:
-        del error, memory
+        del error, memory, buffers
         gc.collect()  # its frames hold on to the memory
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """The buffers of a plan: the arena of the staged copy, and the annex."""
+
+    pool: SlabPool
+    _memory: Sequence[memoryview]
+
+    def views(self, plan: ObjectPlan) -> Iterator[memoryview]:
+        memory = self._memory[plan.buffer]
+        for start, form in zip(plan.starts, plan.forms, strict=True):
+            yield memory[start : start + form.nbytes]
+
+    def pieces(self, buffer: int, start: int, nbytes: int) -> tuple[Piece]:
+        return (Piece(self._memory[buffer][start : start + nbytes]),)
 
 
 def _taken_over(

@@ -23,8 +23,8 @@ from dataclasses import replace
 import torch
 import xxhash
 
+from cloudckpt.checkpoint.object_plan import Place
 from cloudckpt.checkpoint.record import Extents, Record, no_times
-from cloudckpt.checkpoint.shard import Place
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.transfer.memory import bytes_of
 

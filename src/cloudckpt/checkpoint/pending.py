@@ -56,8 +56,8 @@ class Pending:
     job: str
     attempt: str
     plan: bytes
-    record: bytes
     notes: bytes
+    record: bytes = b""
     references: tuple[WrittenObject, ...] = ()
     held: tuple[str, ...] = ()
     sent: int = 0

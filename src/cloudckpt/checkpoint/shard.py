@@ -1,14 +1,11 @@
-"""Lays out the items of one rank in objects: envelope, raw data, envelope, and so on."""
+"""What can be stored of tensors, in which form, and where their bytes lie in this process."""
 
 from __future__ import annotations
 
 import functools
-import io
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -17,79 +14,51 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.checkpoint.envelope import envelope, has_stored_form
-from cloudckpt.checkpoint.index import LONGEST_EDGE, index_growth
+from cloudckpt.checkpoint.index import LONGEST_EDGE
 from cloudckpt.checkpoint.object_index import code_of
-from cloudckpt.checkpoint.sending import OpenObject
+from cloudckpt.checkpoint.object_plan import STATE, Destination, Form, ObjectPlan
+from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.pending import Pending
+from cloudckpt.checkpoint.sending import send, sending_group
 from cloudckpt.checkpoint.torch_private import create_chunk_list, declared_shards, declares_shards
-from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import UnsupportedTensorError
-from cloudckpt.transfer.boxes import ALIGNMENT, padding
-from cloudckpt.transfer.memory import bytes_of, has_memory, is_plain
-from cloudckpt.transfer.packing import PACKED_BELOW, Packing
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.memory import has_memory, is_plain
+from cloudckpt.transfer.packing import PACKED_BELOW, READABLE, memory_at
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.staging import StagingPool
+from cloudckpt.transfer.stats import TransferStats
 
 __all__ = [
-    "Place",
-    "ShardWriter",
-    "SmallForm",
+    "Layout",
+    "Memory",
+    "Sender",
     "check_placements",
     "check_shards",
     "check_supported",
+    "form_of",
+    "send_here",
+    "small_form_of",
     "travels_as_bytes",
 ]
 
-_ZEROS = bytes(ALIGNMENT)
-
-
-class Place(NamedTuple):
-    """Where an item was written: the object's number, and the byte range including the envelope."""
-
-    object: int
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class SmallForm:
-    """The form of a packed tensor in an object, regardless of its values.
-
-    Attributes:
-        head: The envelope before it.
-        size: Its bytes, without the envelope.
-        tail: The envelope after it, with the zeros up to the next item.
-        length: Its bytes with the envelope, without the zeros.
-        dtype: The number of its element type in the index.
-        growth: By how many bytes it lengthens the index.
-    """
-
-    head: bytes
-    size: int
-    tail: bytes
-    length: int
-    dtype: int
-    growth: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, algorithm: ChecksumAlgorithm) -> SmallForm | None:
-        """The form of a tensor; None if not packed, packed differently, or impossible to store."""
-        if tensor.is_quantized or tensor.layout != torch.strided:
-            return None
-        if not 0 < tensor.numel() * tensor.itemsize < PACKED_BELOW or not is_plain(tensor):
-            return None
-        return _small_form(tensor.dtype, tuple(tensor.shape), algorithm)
-
 
 @functools.lru_cache(maxsize=8192)
-def _small_form(
-    dtype: torch.dtype, shape: tuple[int, ...], algorithm: ChecksumAlgorithm
-) -> SmallForm | None:
-    around, code, size = envelope(dtype, shape), code_of(dtype), math.prod(shape) * dtype.itemsize
+def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Form | None:
+    """The form of a strided tensor in an object; None if an index can't describe it."""
+    around, code = envelope(dtype, shape), code_of(dtype)
     if code is None or max(len(around.head), len(around.tail)) > LONGEST_EDGE:
         return None
-    length = len(around.head) + size + len(around.tail)
-    tail = around.tail + _ZEROS[: padding(length)]
-    return SmallForm(around.head, size, tail, length, code, index_growth(size, algorithm))
+    return Form(around.head, math.prod(shape) * dtype.itemsize, around.tail, code)
+
+
+def small_form_of(tensor: torch.Tensor) -> Form | None:
+    """The form of a small tensor in host memory; None for any other."""
+    if tensor.is_quantized or tensor.layout != torch.strided:
+        return None
+    if not 0 < tensor.numel() * tensor.itemsize < PACKED_BELOW or not is_plain(tensor):
+        return None
+    return form_of(tensor.dtype, tuple(tensor.shape))
 
 
 def check_supported(tensor: torch.Tensor, fqn: str) -> None:
@@ -162,197 +131,133 @@ def travels_as_bytes(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
 
 
-class ShardWriter:
-    """Appends items to objects, and starts the next object when one is full.
+class Memory(Protocol):
+    """Where the bytes lie that plans refer to, and where those go that are made on the way.
 
-    There are two lanes, each with its own object: for data sent straight from where it lies, and
-    for data that passes through the staging pool (accelerator and strided tensors, small items).
-    The parts of the latter must be small enough for the pool.
-
-    Args:
-        open_object: Begins an object for a lane (True: staged).
-        pool: Memory for data that can't be sent from where it lies.
-        checksum: The algorithm that the store verifies.
+    Attributes:
+        pool: Memory for copies on their way.
+        is_private: Whether nobody writes to it meanwhile.
     """
 
-    def __init__(
-        self,
-        open_object: Callable[[bool], OpenObject],
-        pool: StagingPool,
-        *,
-        checksum: ChecksumAlgorithm,
-    ) -> None:
-        self._open_object = open_object
-        self._pool = pool
-        self._checksum = checksum
-        self._lanes: dict[bool, OpenObject] = {}
-        self._packer: Packing | None = None
+    is_private: bool
 
-    def add_tensor(
-        self,
-        tensor: torch.Tensor,
-        fqn: str,
-        *,
-        expected: Sequence[int] = (),
-        copied: Callable[[memoryview], None] | None = None,
-    ) -> Place:
-        """Writes a strided tensor with any strides, on any device.
+    @property
+    def pool(self) -> StagingPool: ...
+
+    def place_of(self, address: int) -> int | None:
+        """Where an address is in the buffer of the state; None if it is not there."""
+
+    def put(self, view: memoryview, owner: object) -> tuple[int, int]:
+        """The buffer and the place of bytes; ``owner`` keeps them valid."""
+
+    def put_strided(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The buffer and the place of the row-major bytes of any strided tensor."""
+
+
+class Layout(Protocol):
+    """The items of a rank, which are laid out when they are sent."""
+
+    def plans(self, memory: Memory) -> Iterator[ObjectPlan]:
+        """The plans of the objects, in the order in which they are to be carried out.
 
         Args:
-            tensor: The tensor.
-            fqn: Its name, for messages.
-            expected: The checksums of its blocks, if they were computed before. If they do not
-                match what is sent, the save ends with a TensorChangedError.
-            copied: Receives the copy of a tensor that is small enough to be packed.
+            memory: Takes the bytes of items that are made on the way.
         """
-        shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.itemsize
-        plain = is_plain(tensor)
-        around = envelope(tensor.dtype, shape)
-        length = len(around.head) + nbytes + len(around.tail)
-        dtype, head = code_of(tensor.dtype), len(around.head)
-        if dtype is None or max(head, len(around.tail)) > LONGEST_EDGE:
-            buffer = io.BytesIO()
-            torch.save(tensor.contiguous(), buffer)
-            return self.add_bytes(buffer.getvalue())
-        if plain and nbytes < PACKED_BELOW:
-            raw = bytes_of(tensor)
-            target, offset, packed = self._pack((around.head, raw, around.tail), length)
-            # checksum of the copy: the tensor may have changed since
-            copy = packed[head : head + nbytes]
-            if copied is not None:
-                copied(copy)
-            only = self._checksum.of(copy)
-            target.add(head, len(around.tail), dtype, nbytes, only)
-            return Place(target.ordinal, offset, length)
-        checksums = BlockChecksums(
-            self._checksum, block_size_for(nbytes), expected, reuse=plain, item=fqn
-        )
-        target, offset = self._room_for(length, staged=not plain)
-        upload = target.upload
-        upload.write(Piece(memoryview(around.head)))
-        for piece in self._pieces(tensor, checksums, plain):
-            piece.item = fqn
-            upload.write(piece)
-        upload.write(Piece(memoryview(around.tail)))
-        target.add(head, len(around.tail), dtype, nbytes, checksums)
-        return Place(target.ordinal, offset, length)
 
-    def add_small(
+    def pending(self, template: Pending) -> Pending:
+        """What to leave in the store, once all is laid out: ``template``, with the locations."""
+
+
+class Sender(Protocol):
+    """Sends what is laid out.
+
+    Attributes:
+        outlives: Whether it goes on when this trainer ends before the commit.
+    """
+
+    @property
+    def outlives(self) -> bool: ...
+
+    def __call__(
         self,
-        forms: Sequence[SmallForm],
-        tensors: Sequence[torch.Tensor],
-        copied: Callable[[int, memoryview], None] | None = None,
-    ) -> list[Place]:
-        """Writes tensors in host memory as :meth:`add_tensor` would, at a fraction of the cost.
+        destination: Destination,
+        store: ObjectStore,
+        layout: Layout,
+        stats: TransferStats,
+        pending: Pending | None,
+    ) -> tuple[WrittenObject, ...]:
+        """Returns the objects when the store has all of them.
+
+        If it raises, it has deleted them again as far as possible.
 
         Args:
-            forms: Their forms.
-            tensors: The tensors.
-            copied: Receives the number and the copy of each tensor, if copies are made here.
+            destination: Where to send them.
+            store: The destination's store.
+            layout: What to send.
+            stats: Counts what is sent.
+            pending: What to leave in the store if it outlives this trainer, but for the locations.
         """
-        length = sum([form.length for form in forms]) + ALIGNMENT * len(forms)
-        lane = self._lanes.get(True)
-        if lane is None or self._packer is None:
-            lane, _ = self._room_for(length, staged=True)
-        packer = self._packer
-        assert packer is not None
-        growth = sum([form.growth for form in forms])
-        if not lane.has_room(packer.position, length, growth):
-            return [
-                self.add_tensor(
-                    tensor, "a small tensor", copied=copied and functools.partial(copied, number)
-                )
-                for number, tensor in enumerate(tensors)
-            ]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        offsets, checksums = packer.append_all(forms, addresses, self._checksum_of(copied))
-        lane.add_all(
-            [len(form.head) for form in forms],
-            [form.length - len(form.head) - form.size for form in forms],
-            [form.dtype for form in forms],
-            [form.size for form in forms],
-            checksums,
-            growth,
-        )
-        return [
-            Place(lane.ordinal, offset, form.length)
-            for form, offset in zip(forms, offsets, strict=True)
-        ]
 
-    def _checksum_of(
-        self, copied: Callable[[int, memoryview], None] | None
-    ) -> Callable[[memoryview], int]:
-        """A function that computes the checksums of copies, after passing each to ``copied``."""
-        if copied is None:
-            return self._checksum.of
-        numbers = itertools.count()
 
-        def checksum(copy: memoryview) -> int:
-            copied(next(numbers), copy)
-            return self._checksum.of(copy)
+_KEPT = 1
 
-        return checksum
 
-    def add_bytes(self, data: bytes) -> Place:
-        """Writes bytes as they are."""
-        length, view = len(data), memoryview(data)
-        if length < PACKED_BELOW:
-            target, offset, _ = self._pack((view,), length)
-            only = self._checksum.of(view)
-            target.add(0, 0, 0, length, only)
-            return Place(target.ordinal, offset, length)
-        checksums = BlockChecksums(self._checksum, block_size_for(length))
-        target, offset = self._room_for(length, staged=False)
-        target.upload.write(Piece(view, checksums, owner=data))
-        target.add(0, 0, 0, length, checksums)
-        return Place(target.ordinal, offset, length)
+class _OwnMemory:
+    """The memory of this process, for plans that it carries out itself.
 
-    def close(self) -> None:
-        """Ends the last objects."""
-        if self._packer is not None:
-            self._packer.flush()
-        for lane in self._lanes.values():
-            lane.end()
+    The state's buffer is its address space. The other one has what only one plan refers to, until
+    that is carried out.
+    """
 
-    def _pieces(
-        self, tensor: torch.Tensor, checksums: BlockChecksums, plain: bool
-    ) -> Iterable[Piece]:
-        if not tensor.numel():
-            return ()
-        if plain:
-            return (Piece(bytes_of(tensor), checksums, owner=tensor),)
-        return self._staged(tensor, checksums)
+    is_private = False
 
-    def _staged(self, tensor: torch.Tensor, checksums: BlockChecksums) -> Iterator[Piece]:
-        for piece in self._pool.pieces(tensor):
-            piece.checksums = checksums
-            yield piece
+    def __init__(self, pool: StagingPool) -> None:
+        self.pool = pool
+        self._kept: dict[int, Iterable[Piece]] = {}
+        self._count = 0
 
-    def _pack(
-        self, buffers: tuple[bytes | memoryview, ...], length: int
-    ) -> tuple[OpenObject, int, memoryview]:
-        """Adds a small item to the staged lane; returns where it went, and its copy."""
-        lane, packer = self._lanes.get(True), self._packer
-        if lane is None or packer is None or not lane.has_room(packer.position, length):
-            lane, _ = self._room_for(length, staged=True)
-            packer = self._packer
-        assert packer is not None
-        return lane, *packer.append(buffers, length)
+    def place_of(self, address: int) -> int:
+        return address
 
-    def _room_for(self, length: int, *, staged: bool) -> tuple[OpenObject, int]:
-        """The object that the next item goes into, and an aligned position in it."""
-        if staged and self._packer is not None:
-            self._packer.flush()
-        lane = self._lanes.get(staged)
-        if lane is not None:
-            gap = padding(lane.upload.position)
-            if not lane.has_room(lane.upload.position, length):
-                lane.end()
-                lane = None
-            elif gap:
-                lane.upload.write(Piece(memoryview(_ZEROS)[:gap]))
-        if lane is None:
-            lane = self._lanes[staged] = self._open_object(staged)
-            if staged:
-                self._packer = lane.packing(lane.upload, self._pool)
-        return lane, lane.upload.position
+    def put(self, view: memoryview, owner: object) -> tuple[int, int]:
+        return self._keep((Piece(view, owner=owner),))
+
+    def put_strided(self, tensor: torch.Tensor) -> tuple[int, int]:
+        return self._keep(self.pool.pieces(tensor))
+
+    def _keep(self, pieces: Iterable[Piece]) -> tuple[int, int]:
+        self._count += 1
+        self._kept[self._count] = pieces
+        return _KEPT, self._count
+
+    def views(self, plan: ObjectPlan) -> Iterator[memoryview]:
+        for start, form in zip(plan.starts, plan.forms, strict=True):
+            if plan.buffer == STATE:
+                yield memory_at(start, form.nbytes, READABLE)
+            else:
+                for piece in self._kept.pop(start):
+                    yield piece.view
+
+    def pieces(self, buffer: int, start: int, nbytes: int) -> Iterable[Piece]:
+        return self._kept.pop(start)
+
+
+class _SendHere:
+    """Sends with threads of this process while the layout goes on."""
+
+    outlives = False
+
+    def __call__(
+        self,
+        destination: Destination,
+        store: ObjectStore,
+        layout: Layout,
+        stats: TransferStats,
+        pending: Pending | None = None,
+    ) -> tuple[WrittenObject, ...]:
+        group = sending_group(destination, store)
+        memory = _OwnMemory(StagingPool(destination.config.memory_budget, group.cancellation))
+        return send(destination, store, layout.plans(memory), memory, group, stats)
+
+
+send_here = _SendHere()

@@ -19,12 +19,12 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from cloudckpt.checkpoint.base import Base, Digest, Digester, kind_of
+from cloudckpt.checkpoint.base import Base, Digest, Digester, digest_of_bytes, kind_of
 from cloudckpt.checkpoint.notes import Notes, read_notes
+from cloudckpt.checkpoint.object_plan import Place
 from cloudckpt.checkpoint.objects import METADATA, WrittenObject, natural_order
 from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.references import Hold
-from cloudckpt.checkpoint.shard import Place
 from cloudckpt.checkpoint.torch_private import Collectives
 from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.config import Config
@@ -67,16 +67,12 @@ class Contents:
 
         The object's number is -1 for the first of :attr:`references`, -2 for the next, and so on.
         """
-        self.note(item, digest)
+        self._high[item], self._low[item] = digest
         found = None if self._base is None else self._base.find(digest)
         if found is None:
             return None
         number = self._numbers.setdefault(found.object, len(self._numbers))
         return found._replace(object=-1 - number)
-
-    def note(self, item: int, digest: Digest) -> None:
-        """Records the digest of an item's bytes as sent."""
-        self._high[item], self._low[item] = digest
 
     @property
     def references(self) -> tuple[WrittenObject, ...]:
@@ -109,8 +105,12 @@ def digest_of(
         The digest, and the checksums of the blocks. The tensor may be written to before it is sent;
         bytes that match these checksums are the bytes of the digest.
     """
-    digester, nbytes = Digester(kind_of(tensor.dtype, tensor.shape)), tensor.nbytes
+    kind, nbytes = kind_of(tensor.dtype, tensor.shape), tensor.nbytes
     block = block_size_for(nbytes)
+    if 0 < nbytes <= block and is_plain(tensor):  # of which there may be many
+        view = bytes_of(tensor)
+        return digest_of_bytes(kind, view), () if algorithm is None else (algorithm.of(view),)
+    digester = Digester(kind)
     checksums = None if algorithm is None else BlockChecksums(algorithm, block)
     for piece in _pieces_of(tensor, pool):
         if piece.ready is not None:

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 from cloudckpt.checkpoint.manifest import Planned
+from cloudckpt.checkpoint.object_plan import Form
 from cloudckpt.checkpoint.record import Extents
-from cloudckpt.checkpoint.shard import SmallForm
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.dcp.copies import Copies
 from cloudckpt.dcp.meeting import PLAN_ANEW
@@ -104,7 +104,7 @@ class KnownPlan:
     digest: bytes
     expected: int
     leaves: Sequence[int]
-    forms: Sequence[SmallForm | None]
+    forms: Sequence[Form | None]
     extents: Extents = field(default_factory=Extents.none)
     saves: int = 0
     record: bytes | None = None

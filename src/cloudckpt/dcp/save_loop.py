@@ -19,7 +19,6 @@ What this rules out:
 
 from __future__ import annotations
 
-import functools
 import inspect
 import pickle
 import re
@@ -38,13 +37,12 @@ from torch.distributed.tensor import DTensor
 from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.manifest import Manifest, Planned
-from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.object_plan import Form
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Extents, Heads, Record
-from cloudckpt.checkpoint.shard import SmallForm, check_supported
+from cloudckpt.checkpoint.shard import check_supported, small_form_of
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
-from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp import incremental, plan_cache
 from cloudckpt.dcp.copies import (
     Copies,
@@ -64,7 +62,7 @@ from cloudckpt.dcp.outline import PLAIN, Outline
 from cloudckpt.dcp.plan_cache import KnownPlan, OfAllRanks
 from cloudckpt.dcp.planners import CloudSavePlanner, keep_containers, lost_by_flattening
 from cloudckpt.dcp.reader import committed_metadata
-from cloudckpt.dcp.saving import CachedLayout, expected_size
+from cloudckpt.dcp.saving import SmallTensors, expected_size
 from cloudckpt.dcp.torch_log import logged_by_torch
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, committing
 from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError, UnsupportedValueError
@@ -190,17 +188,27 @@ class SaveLoop:
 
         @self._logged
         def write_data() -> Report:
+            expected: int | None = None
+            small: SmallTensors = ()
             if planned is not None:
-                plan, cached = planner.finish_plan(planned.step), None
+                plan = planner.finish_plan(planned.step)
                 number, saves, structure = planned.number, 0, planned.structure
             else:
                 entry = self._restore_plan(planner)
-                plan, cached = entry.plan, self._cached_layout(entry)
+                plan, expected, small = entry.plan, entry.expected, self._small_tensors(entry)
                 number, saves, structure = entry.number, entry.saves, entry.structure
                 self._record = entry.record
-            leave = functools.partial(self._left, number, saves, plan, structure)
-            contents = Contents(len(plan.items), base) if self._is_incremental else None
-            written = self._ours.send(plan, planner, cached, leave, contents)
+            pending = None
+            if self._ours.sender.outlives:
+                pending = self._pending(f"{number:x}.{saves}", plan, structure)
+            written = self._ours.send(
+                plan,
+                planner,
+                expected=expected,
+                small=small,
+                pending=pending,
+                contents=Contents(len(plan.items), base) if self._is_incremental else None,
+            )
             if planned is not None:
                 entry = self._entry(planned, plan, planner)
             self._sent.append(written)
@@ -376,39 +384,26 @@ class SaveLoop:
             shared = [Shared.nothing()] * len(parts)
         return planned, parts, shared
 
-    def _left(
-        self,
-        number: int,
-        saves: int,
-        plan: SavePlan,
-        structure: Structure,
-        extents: Extents,
-        references: tuple[WrittenObject, ...],
-    ) -> Pending:
-        """What this rank's saving process records in the store if its trainer ends.
+    def _pending(self, save: str, plan: SavePlan, structure: Structure) -> Pending:
+        """What this rank's saving process leaves in the store, but for where the items lie.
 
         Args:
-            number: The number of the plan.
-            saves: How many saves have used it.
+            save: The name of the save.
             plan: What this rank writes.
             structure: What flattening has lost of its state dict.
-            extents: Where the items of the plan lie, in their order.
-            references: The objects of other checkpoints that hold some items.
         """
         if self._record is None:
             with paused_gc():
                 self._record = record_of(plan, structure, self._ours.checksum)
         writer, hook = self._ours, self._ours.commit_hook
         return Pending(
-            save=f"{number:x}.{saves}",
+            save=save,
             rank=self._ranks.rank,
             ranks=1 if self._group is None else dist.get_world_size(self._group),
             job="" if hook is None else hook.claimed_by,
             attempt=writer.attempt,
             plan=self._record,
-            record=Record(extents=extents).to_bytes(),
             notes=writer.noted,
-            references=references,
             held=() if writer.hold is None else tuple(sorted(writer.hold.folders)),
         )
 
@@ -417,7 +412,7 @@ class SaveLoop:
         outline, items = self._outline, plan.items
         if outline is None:  # it is not remembered, and items may have any name
             outline, items = Outline(), []
-        values, checksum = planner.state_dict, self._ours.checksum
+        values = planner.state_dict
         numbers = {name: number for number, name in enumerate(values)}
         return KnownPlan(
             number=planned.number,
@@ -435,7 +430,7 @@ class SaveLoop:
             forms=[
                 None
                 if item.tensor_data is None
-                else _form(values[item.index.fqn], item.tensor_data.chunk.sizes, checksum)
+                else _form(values[item.index.fqn], item.tensor_data.chunk.sizes)
                 for item in items
             ],
         )
@@ -453,15 +448,14 @@ class SaveLoop:
             planner.structure = known.structure
         return known
 
-    def _cached_layout(self, entry: KnownPlan) -> CachedLayout:
+    def _small_tensors(self, entry: KnownPlan) -> SmallTensors:
         assert self._outline is not None
         assert self._outline.leaves is not None
         values = self._outline.leaves
-        tensors = [
-            None if form is None else _local(values[leaf])
+        return [
+            None if form is None else (form, _local(values[leaf]))
             for leaf, form in zip(entry.leaves, entry.forms, strict=True)
         ]
-        return CachedLayout(entry.expected, entry.forms, tensors)
 
     def _of_all(
         self, reports: list[Report], planned: _Planned | None, known: KnownPlan | None
@@ -501,12 +495,12 @@ def _extents_of(written: Sequence[Record]) -> tuple[Extents, ...]:
     return tuple(one.extents for one in written)
 
 
-def _form(value: torch.Tensor, sizes: torch.Size, checksum: ChecksumAlgorithm) -> SmallForm | None:
+def _form(value: torch.Tensor, sizes: torch.Size) -> Form | None:
     """The form of an item in an object, if it is all of a small tensor in host memory."""
     local = _local(value)
     if type(local) not in PLAIN or local.shape != sizes:
         return None
-    return SmallForm.of(local, checksum)
+    return small_form_of(local)
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

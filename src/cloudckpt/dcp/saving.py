@@ -1,72 +1,51 @@
-"""One ``write_data``: lays out the items of a save plan in objects and sends them."""
+"""Lays out the items of a save plan in objects."""
 
 from __future__ import annotations
 
 import io
 import pickle
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from cloudckpt.checkpoint.base import VALUE, digest_of_bytes, kind_of
+from cloudckpt.checkpoint.base import VALUE, digest_of_bytes
+from cloudckpt.checkpoint.columns import matrix_of
+from cloudckpt.checkpoint.object_plan import (
+    STATE,
+    Destination,
+    Form,
+    ObjectPlan,
+    Place,
+    Places,
+    Way,
+)
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.record import Extents
-from cloudckpt.checkpoint.sending import Destination, OpenObject, Sender, send_here
-from cloudckpt.checkpoint.shard import (
-    Place,
-    ShardWriter,
-    SmallForm,
-    check_supported,
-    travels_as_bytes,
-)
+from cloudckpt.checkpoint.record import Extents, Record
+from cloudckpt.checkpoint.shard import Memory, check_supported, form_of, travels_as_bytes
 from cloudckpt.checkpoint.values import forewarn
-from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp.incremental import Contents, digest_of
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError, UnsupportedValueError
-from cloudckpt.stores.base import ObjectStore
-from cloudckpt.transfer.group import Cancellation
-from cloudckpt.transfer.memory import bytes_of, settled
-from cloudckpt.transfer.staging import StagingPool
-from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.stores.capabilities import Capabilities
+from cloudckpt.transfer.memory import bytes_of, is_plain, settled
+from cloudckpt.transfer.packing import PACKED_BELOW
 
-__all__ = ["Leave", "CachedLayout", "expected_size", "send"]
+__all__ = ["SmallTensors", "StateLayout", "expected_size"]
 
-Leave = Callable[[Extents, tuple[WrittenObject, ...]], Pending | None]
+SmallTensors = Sequence[tuple[Form, torch.Tensor] | None]
+"""By item: a small tensor in host memory, with its form; None for any other item."""
+
+_Small = tuple[int, int, Form, torch.Tensor]
+"""A small tensor: the number of its item, where its bytes begin in the state's memory, its form."""
 
 _PICKLED = WriteItemType.BYTE_IO
 _RUN = 256
-"""How many small tensors one call writes."""
-
-
-@dataclass(frozen=True)
-class CachedLayout:
-    """What is known of items from an earlier save, with the tensors of this save.
-
-    Attributes:
-        expected: About how many bytes they will take.
-        forms: By item, its form in an object; None unless it is a small tensor in host memory.
-        tensors: By item, that tensor.
-    """
-
-    expected: int
-    forms: Sequence[SmallForm | None]
-    tensors: Sequence[torch.Tensor | None]
-
-
-def _has_its_memory(form: SmallForm, tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory is there; if not, the slower path reports what is wrong."""
-    try:
-        storage, address = tensor.untyped_storage(), tensor.data_ptr()
-        return address != 0 and address + form.size <= storage.data_ptr() + storage.nbytes()
-    except RuntimeError:
-        return False
+"""How many small tensors one plan has."""
 
 
 def expected_size(items: Sequence[WriteItem]) -> int:
@@ -81,148 +60,173 @@ def _size_of(item: WriteItem) -> int:
     return sizes.numel() * item.tensor_data.properties.dtype.itemsize + 1536
 
 
-def send(
-    items: Sequence[WriteItem],
-    planner: SavePlanner,
-    destination: Destination,
-    store: ObjectStore,
-    stats: TransferStats,
-    *,
-    began: Callable[[str], None],
-    sender: Sender,
-    cached: CachedLayout | None = None,
-    leave: Leave = lambda extents, references: None,
-    contents: Contents | None = None,
-) -> tuple[tuple[WrittenObject, ...], Extents]:
-    """Sends the items of one rank; returns when the store has all of them.
-
-    Args:
-        items: What to send.
-        planner: Provides the data.
-        destination: Where to send them.
-        store: The destination's store.
-        stats: Counts what is sent.
-        began: Receives the name of each object before it is begun.
-        sender: Sends the objects that are laid out here.
-        cached: What an earlier save has learnt about the items.
-        leave: Makes what to record in the store if this trainer ends; takes the locations of the
-            items and the objects of other checkpoints that hold some of them.
-        contents: Takes the items' digests, and knows which items need not be sent.
-
-    Returns:
-        The objects, and the locations of the items in them, in the order of ``items``. Objects of
-        other checkpoints follow those that were sent.
-    """
-    if not items and sender is send_here:
-        return (), Extents.none(digests=contents is not None)
-    opened = 0
-    places = [array("q", bytes(8 * len(items))) for _ in range(3)]
-
-    def lay_out(open_object: Callable[[bool], OpenObject], cancellation: Cancellation) -> None:
-        def counted(staged: bool) -> OpenObject:
-            nonlocal opened
-            opened += 1
-            return open_object(staged)
-
-        pool = StagingPool(destination.config.memory_budget, cancellation)
-        shard = ShardWriter(
-            counted,
-            pool,
-            checksum=store.capabilities.checksum,
-        )
-        try:
-            objects, offsets, lengths = places
-            # another process computes them, from memory that nothing writes to
-            checksum = store.capabilities.checksum if sender is send_here else None
-            refuses = destination.config.unloadable == "refuse"
-            uri = str(destination.uri)
-            writing = _Writing(planner, shard, pool, uri, contents, checksum, refuses=refuses)
-            for number, place in writing.all_of(items, cached):
-                objects[number], offsets[number], lengths[number] = place
-            shard.close()
-        finally:
-            pool.close()
-
-    def extents() -> Extents:
-        if not items:
-            return Extents.none(digests=contents is not None)
-        found = Extents(*(torch.frombuffer(c, dtype=torch.int64) for c in places))
-        return found if contents is None else contents.extents(found, opened)
-
-    def references() -> tuple[WrittenObject, ...]:
-        return () if contents is None else contents.references
-
-    def left() -> Pending | None:
-        return leave(extents(), references())
-
-    objects = sender(destination, store, lay_out, stats, began, left)
-    return (*objects, *references()), extents()
-
-
-class _Writing:
-    """Writes the items of a plan one by one."""
+class StateLayout:
+    """The items of one rank, laid out while they are sent; see ``shard.Layout``."""
 
     def __init__(
         self,
+        items: Sequence[WriteItem],
         planner: SavePlanner,
-        shard: ShardWriter,
-        pool: StagingPool,
-        uri: str,
-        contents: Contents | None,
-        checksum: ChecksumAlgorithm | None,
-        *,
-        refuses: bool,
+        destination: Destination,
+        capabilities: Capabilities,
+        small: SmallTensors = (),
+        contents: Contents | None = None,
     ) -> None:
-        """``checksum``: computed along with the digests of items that are not packed, if any;
-        ``refuses``: whether values that will not load without ``trust_pickle`` are refused.
         """
-        self._refuses = refuses
-        self._planner, self._shard, self._pool, self._uri = planner, shard, pool, uri
+        Args:
+            items: What to send.
+            planner: Provides the data.
+            destination: Where to send them.
+            capabilities: Those of the destination's store.
+            small: The items for whose data the planner need not be asked, if they are known.
+            contents: Takes the items' digests, and knows which items need not be sent.
+        """
+        self._items, self._planner = items, planner
+        self._small: SmallTensors = small or [None] * len(items)
         self._contents = contents
-        self._checksum = checksum
+        self._algorithm = capabilities.checksum
+        self._uri = str(destination.uri)
+        self._refuses = destination.config.unloadable == "refuse"
+        self._places = Places(destination, capabilities)
+        self._written = array("q", bytes(24 * len(items)))  # by item: object, offset, length
 
-    def all_of(
-        self, items: Sequence[WriteItem], cached: CachedLayout | None
-    ) -> Iterator[tuple[int, Place]]:
-        """Writes items; yields each item's number and where it was written, or already is."""
-        forms: Sequence[SmallForm | None] = [None] * len(items)
-        tensors: Sequence[torch.Tensor | None] = [None] * len(items)
-        if cached is not None:
-            forms, tensors = cached.forms, cached.tensors
-        run: list[tuple[int, SmallForm, torch.Tensor]] = []
+    @property
+    def extents(self) -> Extents:
+        """Where the items lie, once all are laid out.
 
-        def written_run() -> Iterator[tuple[int, Place]]:
-            small = [form for _, form, _ in run], [tensor for _, _, tensor in run]
-            copied = None if self._contents is None else noted
-            written = self._shard.add_small(*small, copied)
-            yield from zip([number for number, _, _ in run], written, strict=True)
-            run.clear()
+        Objects of other checkpoints are numbered after those that are sent.
+        """
+        if not self._items:
+            return Extents.none(digests=self._contents is not None)
+        columns = matrix_of(self._written, 3, len(self._items)).unbind(1)
+        found = Extents(*(column.contiguous() for column in columns))
+        if self._contents is None:
+            return found
+        return self._contents.extents(found, self._places.count)
 
-        def noted(place: int, copy: memoryview) -> None:
-            number, _, tensor = run[place]
-            self._note(number, tensor, copy)
+    @property
+    def references(self) -> tuple[WrittenObject, ...]:
+        """The objects of other checkpoints that hold some items, once all are laid out."""
+        return () if self._contents is None else self._contents.references
 
+    def pending(self, template: Pending) -> Pending:
+        record = Record(extents=self.extents).to_bytes()
+        return replace(template, record=record, references=self.references)
+
+    def plans(self, memory: Memory) -> Iterator[ObjectPlan]:
+        run: list[_Small] = []
         # pickled items come last: their length is unknown beforehand, and so nothing else shifts
-        for number in sorted(range(len(items)), key=lambda n: items[n].type == _PICKLED):
-            form, tensor = forms[number], tensors[number]
-            if form is not None and tensor is not None and _has_its_memory(form, tensor):
-                if self._contents is not None:
-                    kind = kind_of(tensor.dtype, tensor.shape)
-                    digest = digest_of_bytes(kind, bytes_of(tensor))
-                    if (known := self._contents.known(number, digest)) is not None:
-                        yield number, known
-                        continue
-                run.append((number, form, tensor))
-                if len(run) == _RUN:
-                    yield from written_run()
-                continue
-            if run:
-                yield from written_run()
-            yield number, self._write(number, items[number])
+        numbers = range(len(self._items))
+        for number in sorted(numbers, key=lambda one: self._items[one].type == _PICKLED):
+            small = self._in_memory(number, memory)
+            if small is not None:
+                run.append(small)
+            if run and (small is None or len(run) == _RUN):
+                yield from self._run(run, memory)
+                run = []
+            if small is None:
+                yield from self._item(number, memory)
         if run:
-            yield from written_run()
+            yield from self._run(run, memory)
 
-    def _write(self, number: int, item: WriteItem) -> Place:
+    def _in_memory(self, number: int, memory: Memory) -> _Small | None:
+        """An item, if it is a small tensor whose memory plans can refer to.
+
+        If that memory is not there, the slower path reports what is wrong.
+        """
+        known = self._small[number]
+        if known is None:
+            return None
+        form, tensor = known
+        try:
+            storage, address = tensor.untyped_storage(), tensor.data_ptr()
+            end = storage.data_ptr() + storage.nbytes()
+        except RuntimeError:
+            return None
+        if address == 0 or address + form.nbytes > end:
+            return None
+        start = memory.place_of(address)
+        return None if start is None else (number, start, form, tensor)
+
+    def _run(self, run: Sequence[_Small], memory: Memory) -> Iterator[ObjectPlan]:
+        """The plans of small tensors: one, unless it is too much for the object."""
+        expected: dict[int, tuple[int, ...]] = {}
+        if self._contents is not None:
+            run = [one for one in run if not self._is_known(one[0], one[3], memory, expected)]
+        objects = [self._next(number, form, "packed") for number, _, form, _ in run]
+        for made in sorted(set(objects)):
+            rows = [one for one, at in zip(run, objects, strict=True) if at == made]
+            yield ObjectPlan(
+                made,
+                "packed",
+                STATE,
+                [start for _, start, _, _ in rows],
+                [form for _, _, form, _ in rows],
+                [self._items[number].index.fqn for number, _, _, _ in rows],
+                [expected[number] for number, _, _, _ in rows] if expected else (),
+            )
+
+    def _next(self, number: int, form: Form, way: Way) -> int:
+        """Gives an item a place; returns the number of its object."""
+        place = self._places.next(form, way)
+        self._note(number, place)
+        return place.object
+
+    def _note(self, number: int, place: Place) -> None:
+        self._written[3 * number : 3 * number + 3] = array("q", place)
+
+    def _is_known(
+        self,
+        number: int,
+        tensor: torch.Tensor,
+        memory: Memory,
+        expected: dict[int, tuple[int, ...]],
+    ) -> bool:
+        """Whether an earlier checkpoint has an item; if not, notes the checksums of its blocks."""
+        if self._contents is None:
+            return False
+        checksum = None if memory.is_private else self._algorithm
+        digest, expected[number] = digest_of(tensor, memory.pool, checksum)
+        known = self._contents.known(number, digest)
+        if known is not None:
+            self._note(number, known)
+        return known is not None
+
+    def _item(self, number: int, memory: Memory) -> Iterator[ObjectPlan]:
+        """The plan of one item; none if an earlier checkpoint has it."""
+        item = self._items[number]
+        data = self._data_of(item)
+        expected: dict[int, tuple[int, ...]] = {}
+        if isinstance(data, torch.Tensor):
+            form = form_of(data.dtype, tuple(data.shape))
+            if form is None:
+                buffer = io.BytesIO()
+                torch.save(data.contiguous(), buffer)
+                data = buffer.getvalue()
+            elif self._is_known(number, data, memory, expected):
+                return
+        if isinstance(data, bytes):
+            if self._contents is not None:
+                known = self._contents.known(number, digest_of_bytes(VALUE, data))
+                if known is not None:
+                    self._note(number, known)
+                    return
+            form, way = Form(b"", len(data), b"", 0), _way(len(data))
+            where = memory.put(memoryview(data), data)
+        else:
+            assert form is not None
+            if is_plain(data) or not data.numel():
+                way = _way(form.nbytes)
+                where = memory.put(bytes_of(data), data)
+            else:
+                way = "staged"
+                where = memory.put_strided(data)
+        made = self._next(number, form, way)
+        sums = list(expected.values())
+        yield ObjectPlan(made, way, where[0], [where[1]], [form], [item.index.fqn], sums)
+
+    def _data_of(self, item: WriteItem) -> torch.Tensor | bytes:
+        """The data of an item: a plain tensor of any strides and device, or bytes."""
         planner, fqn = self._planner, item.index.fqn
         data, is_bytes = self._resolved(item), item.type == WriteItemType.BYTE_IO
         if not isinstance(data, io.BytesIO if is_bytes else torch.Tensor):
@@ -235,8 +239,8 @@ class _Writing:
             content = data.getvalue()  # shared with the stream, no copy
             if isinstance(planner, DefaultSavePlanner):
                 forewarn(content, fqn, _kind(planner, item), self._uri, refuses=self._refuses)
-            return self._write_bytes(number, content)
-        tensor = settled(data).detach()
+            return content
+        tensor: torch.Tensor = settled(data).detach()
         check_supported(tensor, fqn)
         # another element type than planned is fine: every reader converts it, and torch's cached
         # plans ignore types
@@ -250,17 +254,8 @@ class _Writing:
             buffer = io.BytesIO()
             torch.save(tensor, buffer)
             forewarn(buffer.getvalue(), fqn, type(tensor), self._uri, refuses=self._refuses)
-            return self._write_bytes(number, buffer.getvalue())
-        if type(tensor) is not torch.Tensor:
-            tensor = tensor.as_subclass(torch.Tensor)
-        if self._contents is None:
-            return self._shard.add_tensor(tensor, fqn)
-        digest, checksums = digest_of(tensor, self._pool, self._checksum)
-        if (known := self._contents.known(number, digest)) is not None:
-            return known
-        return self._shard.add_tensor(
-            tensor, fqn, expected=checksums, copied=partial(self._note, number, tensor)
-        )
+            return buffer.getvalue()
+        return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
     def _resolved(self, item: WriteItem) -> Any:
         """The data of an item, from the planner."""
@@ -279,18 +274,10 @@ class _Writing:
                 cause=exc,
             ) from exc
 
-    def _write_bytes(self, number: int, content: bytes) -> Place:
-        if self._contents is not None:
-            digest = digest_of_bytes(VALUE, content)
-            if (known := self._contents.known(number, digest)) is not None:
-                return known
-        return self._shard.add_bytes(content)
 
-    def _note(self, number: int, tensor: torch.Tensor, copy: memoryview) -> None:
-        """Records the digest of the copy that is sent: the tensor may have changed meanwhile."""
-        assert self._contents is not None
-        digest = digest_of_bytes(kind_of(tensor.dtype, tensor.shape), copy)
-        self._contents.note(number, digest)
+def _way(nbytes: int) -> Way:
+    """How what lies in host memory is sent."""
+    return "packed" if nbytes < PACKED_BELOW else "direct"
 
 
 def _kind(planner: DefaultSavePlanner, item: WriteItem) -> type:

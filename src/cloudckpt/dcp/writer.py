@@ -23,10 +23,12 @@ from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.committed import fetch, object_names
 from cloudckpt.checkpoint.manifest import Manifest, Planned, earlier_objects
 from cloudckpt.checkpoint.notes import Notes
+from cloudckpt.checkpoint.object_plan import Destination
 from cloudckpt.checkpoint.objects import METADATA
+from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.references import Hold, check_beside
-from cloudckpt.checkpoint.sending import Destination, Sender, send_here
+from cloudckpt.checkpoint.shard import Sender, send_here
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned
 from cloudckpt.checksum import ChecksumAlgorithm
@@ -35,7 +37,7 @@ from cloudckpt.dcp.failures import portable, portable_errors
 from cloudckpt.dcp.incremental import Contents, newest_beside
 from cloudckpt.dcp.meeting import check_together
 from cloudckpt.dcp.planners import CloudSavePlanner, lost_by_flattening
-from cloudckpt.dcp.saving import CachedLayout, Leave, expected_size, send
+from cloudckpt.dcp.saving import SmallTensors, StateLayout, expected_size
 from cloudckpt.errors import (
     CloudCheckpointError,
     CommitUnknownError,
@@ -353,8 +355,10 @@ class CloudStorageWriter(OurWriter):
         self,
         plan: SavePlan,
         planner: SavePlanner,
-        cached: CachedLayout | None = None,
-        leave: Leave = lambda extents, references: None,
+        *,
+        expected: int | None = None,
+        small: SmallTensors = (),
+        pending: Pending | None = None,
         contents: Contents | None = None,
     ) -> Record:
         """Sends this rank's items; returns what was written once the store has all of it.
@@ -362,39 +366,33 @@ class CloudStorageWriter(OurWriter):
         Args:
             plan: What to send.
             planner: Provides the data.
-            cached: What an earlier save has learnt about the items.
-            leave: What to record in the store if this trainer ends before the commit.
+            expected: About how many bytes it will send, if that is known.
+            small: The items for whose data the planner need not be asked, if they are known.
+            pending: What to leave in the store if this trainer ends before the commit, but for
+                the locations of the items.
             contents: Knows which items need not be sent.
         """
         uri, sending = str(self.uri), time.time()
         planned = sending - self._began  # as far as a writer can see torch's planning
         emit(Event(phase="plan", uri=uri, rank=self._rank, began=self._began, seconds=planned))
-        expected = cached.expected if cached is not None else expected_size(plan.items)
+        expected = expected_size(plan.items) if expected is None else expected
         stats = TransferStats(uri, self._rank, expected)
         with portable_errors(uri), Span("upload", uri, self._rank) as span:
             try:
-                objects, extents = send(
-                    plan.items,
-                    planner,
-                    Destination(self.uri, self.config, self._rank, random_suffix(), expected),
-                    self._store(),
-                    stats,
-                    began=self._written.append,
-                    sender=self.sender,
-                    cached=cached,
-                    leave=leave,
-                    contents=contents,
+                store, name = self._store(), random_suffix()
+                target = Destination(self.uri, self.config, self._rank, name, expected)
+                layout = StateLayout(
+                    plan.items, planner, target, store.capabilities, small, contents
                 )
-            except BaseException:
-                self._written = []  # the store has none of it any more
-                raise
+                objects = self.sender(target, store, layout, stats, pending)
+                self._written = [one.name for one in objects]
             finally:
                 self.transferred = stats.snapshot()
             span.nbytes = self.transferred.nbytes
         times = (round(1000 * moment) for moment in (self._began, sending, time.time()))
         return Record(
-            extents=extents,
-            objects=objects,
+            extents=layout.extents,
+            objects=(*objects, *layout.references),
             checksum=self.checksum,
             structure=self._structure,
             location=uri,

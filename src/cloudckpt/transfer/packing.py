@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from cloudckpt.transfer.boxes import ALIGNMENT, aligned, padding
 from cloudckpt.transfer.group import Cancellation
@@ -19,9 +19,7 @@ __all__ = [
     "PACKED_BELOW",
     "READABLE",
     "WRITABLE",
-    "Form",
     "Packer",
-    "Packing",
     "Slab",
     "SlabPool",
     "memory_at",
@@ -139,58 +137,8 @@ class SlabPool:
         return Slab(self, *self.memory())
 
 
-class Form(Protocol):
-    """What an item is like in an object: bytes before it, its size, bytes and zeros behind it.
-
-    All of it together is a multiple of 64 bytes.
-    """
-
-    @property
-    def head(self) -> bytes: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def tail(self) -> bytes: ...
-
-
-class Packing(Protocol):
-    """Appends small items to an object; whoever writes to the object otherwise must flush first.
-
-    Attributes:
-        position: Bytes of the object so far, those not flushed included.
-    """
-
-    @property
-    def position(self) -> int: ...
-
-    def append(self, buffers: Sequence[bytes | memoryview], nbytes: int) -> tuple[int, memoryview]:
-        """Copies ``buffers``, ``nbytes`` in total, to the next multiple of 64 of the object.
-
-        Returns:
-            That position, and the copy, which is there until the next call.
-        """
-
-    def append_all(
-        self, forms: Sequence[Form], addresses: Sequence[int], checksum: Callable[..., int]
-    ) -> tuple[list[int], Sequence[object]]:
-        """The same for many items at a time, at a tenth of the cost of one call for each.
-
-        Args:
-            forms: What each is like.
-            addresses: Where the bytes of each are.
-            checksum: Of a buffer.
-
-        Returns:
-            Their positions in the object, and the checksums of the copies of their bytes, or what
-            stands for them if they are made later.
-        """
-
-    def flush(self) -> None:
-        """Writes what was packed to the object."""
-
-
 class Packer:
-    """Packs in slabs of a pool."""
+    """Packs items in slabs of a pool; whoever writes to the object otherwise must flush first."""
 
     def __init__(self, upload: PieceWriter, pool: SlabPool) -> None:
         self._upload = upload
@@ -199,60 +147,38 @@ class Packer:
         self._start = 0
         self._stop = 0
 
-    @property
-    def position(self) -> int:
-        return self._upload.position + self._stop - self._start
-
-    def append(self, buffers: Sequence[bytes | memoryview], nbytes: int) -> tuple[int, memoryview]:
-        place = self._room(nbytes)
-        position, slab = self.position, self._slab
-        assert slab is not None
-        view, start = slab.view, place
-        for buffer in buffers:
-            end = place + len(buffer)
-            view[place:end] = buffer
-            place = end
-        gap = padding(place)
-        view[place : place + gap] = _ZEROS[:gap]
-        self._stop = place + gap
-        return position, view[start : start + nbytes]
-
-    def append_all(
-        self, forms: Sequence[Form], addresses: Sequence[int], checksum: Callable[..., int]
-    ) -> tuple[list[int], list[int]]:
-        return self.append_views(
-            (
-                (form.head, memory_at(address, form.size, READABLE), form.tail)
-                for form, address in zip(forms, addresses, strict=True)
-            ),
-            checksum,
-        )
-
-    def append_views(
+    def pack(
         self, items: Iterable[tuple[bytes, memoryview, bytes]], checksum: Callable[..., int]
-    ) -> tuple[list[int], list[int]]:
-        """As :meth:`append_all`, of the bytes of each with what stands before and behind them."""
-        positions: list[int] = []
+    ) -> list[int]:
+        """Appends copies of items, each at the next multiple of 64 of the object.
+
+        Args:
+            items: The bytes of each, between what stands before and after them.
+            checksum: Of a buffer.
+
+        Returns:
+            The checksums of the copies of their bytes.
+        """
         checksums: list[int] = []
         limit = self._pool.slab_bytes
-        slab, shift = None, 0
-        view = memoryview(b"")
+        slab, view = None, memoryview(b"")
         for head, content, tail in items:
             place, length = self._stop, len(head) + len(content) + len(tail)
             if slab is None or place + length > limit:
                 place = self._room(length)
                 slab = self._slab
                 assert slab is not None
-                view, shift = slab.view, self._upload.position - self._start
+                view = slab.view
             first, stop = place + len(head), place + length
             end = stop - len(tail)
             view[place:first] = head
             view[first:end] = content
             view[end:stop] = tail
-            slab.used = self._stop = stop
-            positions.append(shift + place)
+            if gap := -stop % ALIGNMENT:
+                view[stop : stop + gap] = _ZEROS[:gap]
+            slab.used = self._stop = stop + gap
             checksums.append(checksum(view[first:end]))
-        return positions, checksums
+        return checksums
 
     def _room(self, nbytes: int) -> int:
         """The place in the slab for the next bytes."""
