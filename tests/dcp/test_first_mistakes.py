@@ -14,16 +14,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 import cloudckpt
+from cloudckpt import Config
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.dcp import meeting
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.errors import (
     ConfigError,
     KeyCollisionError,
+    ThrottledError,
     UnsupportedTensorError,
     UnsupportedValueError,
 )
 from cloudckpt.files import save_file
+from cloudckpt.stores import registry
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 from .places import Place
 
@@ -237,6 +242,15 @@ def test_the_folder_of_a_run_becomes_no_checkpoint(ranks, local, road, of):
     before = local.names()
     assert ranks(2, _save_into_run, local, road) == [True, True]
     assert local.names() == before
+
+
+def test_no_save_waits_for_the_look_for_a_run(monkeypatch):
+    store = FaultyStore(MemoryStore("looks"))
+    store.fail("list", ThrottledError)
+    monkeypatch.setitem(registry._OPENERS, "memory", lambda: lambda uri, config: store)
+    patient = cloudckpt.RetryPolicy(base=0.01, cap=0.01, deadline=3600)
+    cloudckpt.save(_STATE, checkpoint_id="memory://looks/x", config=Config(retry=patient))
+    assert store.failed["list"] == 3
 
 
 def test_a_step_has_folders_of_any_name_beneath(local):

@@ -441,6 +441,22 @@ class Unreadable:
         return self._read(store, uri, retrier)
 
 
+@pytest.mark.parametrize("step", [None, 3])
+def test_an_old_step_that_can_not_be_read_hinders_nobody(run, monkeypatch, step) -> None:
+    fill(run, 1, 2, 3)
+    read, known = list[str](), catalog.read_notes
+
+    def of_new_ones(store, uri, retrier) -> Notes:
+        read.append(uri.folder)
+        return known(store, uri, retrier)
+
+    with managed(run) as manager:
+        monkeypatch.setattr(catalog, "read_notes", of_new_ones)
+        assert manager.restore(state(), step=step) == 3
+    assert set(read) == {"step-3"}
+    assert step is not None or len(read) == 1
+
+
 @pytest.mark.parametrize("error", [CheckpointCorruptError, AccessDeniedError])
 def test_a_step_that_can_not_be_compared_stays_and_keeps_no_other(
     run, caplog, monkeypatch, error

@@ -141,7 +141,7 @@ def refuse_run(view: View, *, looks_inside: bool = False) -> None:
 
     A run has a claim, or folders that are named as steps. One listing of one page tells, and none
     is needed for a folder that is itself named as a step. Where it fails, as without the permission
-    to list, the folder passes: no save fails for want of it.
+    to list, or three times in a row, the folder passes: no save fails for want of it, or waits.
 
     Args:
         view: Its location is where nothing is yet.
@@ -154,7 +154,7 @@ def refuse_run(view: View, *, looks_inside: bool = False) -> None:
     if is_step_name(location.folder) and not looks_inside:
         return
     try:
-        level = view.level(below)
+        level = view.level(below, is_patient=looks_inside)
         folders = [one for one in level if isinstance(one, str)]
         steps = [location.join(name) for name in folders if is_step_name(name)]
         if looks_inside and not steps:

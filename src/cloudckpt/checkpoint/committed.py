@@ -173,7 +173,7 @@ class CommitObject:
         data = fetched.data
         is_whole = len(data) == fetched.info.size
         trailer = Trailer.at_end_of(data, uri)
-        notes = notes_at_end(data, uri)
+        notes = b"" if trailer is None else notes_at_end(data, uri)
         if trailer is not None:
             body = _checked(fetched, trailer, uri)
             if body.nbytes:

@@ -18,6 +18,7 @@ __all__ = ["MOST_NOTES", "TAIL", "Trailer", "notes_at_end", "pickle_in", "with_t
 
 _MAGIC = b"cloudckpt-metadata\0\1"  # its last byte is the version
 _TRAILER = struct.Struct(f"<QIQIQI{len(_MAGIC)}s")
+_END = b"b."  # of a pickled object with attributes, as torch's metadata are
 
 MOST_NOTES = 64 * 1024
 """Bytes that notes may have: they are read by one request, with what stands behind them."""
@@ -76,9 +77,14 @@ def notes_at_end(tail: bytes | bytearray, uri: str) -> bytes:
         uri: For the message.
 
     Raises:
-        CheckpointCorruptError: If they are damaged.
+        CheckpointCorruptError: If they are damaged, or cut off, as a disk may leave them.
     """
     if (trailer := Trailer.at_end_of(tail, uri)) is None:
+        if not tail.endswith(_END):
+            raise CheckpointCorruptError(
+                "the metadata are cut off, or none: restore them, or load an older checkpoint",
+                uri=uri,
+            )
         return b""
     end = len(tail) - _TRAILER.size
     start = end - trailer.notes_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -145,21 +145,73 @@ def newest_step(view: View, run: Run) -> int | None:
     return newest_of(view, run, steps_of(view, run))
 
 
-def newest_of(view: View, run: Run, steps: list[int]) -> int | None:
+def newest_of(view: View, run: Run, steps: Sequence[int]) -> int | None:
     """The newest of some steps, oldest first, that is committed and on the line of its run."""
-    line, passed, is_known = line_of(view, run), dict[int, Notes](), True
-    for step in reversed(steps):
-        try:
-            notes = notes_of(view, run, step)
-        except CheckpointCorruptError as error:
-            run.log_unread({step: error})
-            is_known = False
-            continue
-        if notes is not None and line.has(step, notes):
+    for step, notes in NewestFirst(view, run, steps):
+        if isinstance(notes, Notes):
             return step
-        if notes is not None:
-            passed[step] = notes
-    return next(iter(passed), None) if is_known else None  # see Line
+        if not isinstance(notes, CheckpointCorruptError):
+            raise notes
+        run.log_unread({step: notes})
+    return None
+
+
+class NewestFirst:
+    """The committed steps on the line of a run with their notes, newest first.
+
+    Where notes can't be read, their error stands in their place. Only what is asked for is read: an
+    older step that can't be reached hinders nobody who needs a newer one.
+
+    Attributes:
+        passed: The abandoned steps that were passed over so far.
+        is_line_gone: Whether none is left of the line that was claimed, so that the newest decides.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        run: Run,
+        steps: Sequence[int] | None = None,
+        adopt: Callable[[int], bool] = lambda step: False,
+    ) -> None:
+        """
+        Args:
+            view: What the store is asked through.
+            run: The run.
+            steps: Those that have a folder, oldest first; None has them listed.
+            adopt: Commits a step if it can; asked until it has, of what is newer than the line.
+        """
+        self.passed: dict[int, Notes] = {}
+        self.is_line_gone = False
+        self._view, self._run, self._steps, self._adopt = view, run, steps, adopt
+
+    def __iter__(self) -> Iterator[tuple[int, Notes | CloudCheckpointError]]:
+        line, has_any, adopts = line_of(self._view, self._run), False, True
+        for step, notes in self._read():
+            if notes is None and adopts and self._adopt(step):
+                notes, adopts = _notes_or_error(self._view, self._run, step), False
+            if isinstance(notes, Notes) and not line.has(step, notes):
+                self.passed[step] = notes
+            elif notes is not None:
+                has_any, adopts = True, adopts and not isinstance(notes, Notes)
+                yield step, notes
+        if not has_any and self.passed:
+            line, passed, self.passed, self.is_line_gone = Line(), self.passed, {}, True
+            for step, notes in passed.items():
+                if line.has(step, notes):
+                    yield step, notes
+                else:
+                    self.passed[step] = notes
+
+    def _read(self) -> Iterator[tuple[int, Notes | CloudCheckpointError | None]]:
+        """Reads the newest alone, and then ever more at the same time."""
+        steps = steps_of(self._view, self._run) if self._steps is None else self._steps
+        left, count = [*steps], 1
+        while left:
+            left, some = left[:-count], left[-count:][::-1]
+            found = self._view.each(partial(_notes_or_error, self._view, self._run), some)
+            yield from zip(some, found, strict=True)
+            count = min(2 * count, self._run.config.requests_at_once)
 
 
 def owner_of(view: View, run: Run) -> Owner | None:
@@ -185,6 +237,13 @@ def notes_of(view: View, run: Run, step: int) -> Notes | None:
             return read_notes(store, run.uri(step), view.retrier)
         except CheckpointNotFoundError:
             return None
+
+
+def _notes_or_error(view: View, run: Run, step: int) -> Notes | CloudCheckpointError | None:
+    try:
+        return notes_of(view, run, step)
+    except (CheckpointCorruptError, StoreError) as error:
+        return error
 
 
 @dataclass(frozen=True)
@@ -216,12 +275,10 @@ def history_of(view: View, run: Run, steps: Sequence[int] | None = None) -> Hist
     """
 
     def look(step: int) -> Notes | CloudCheckpointError | None:
-        try:
-            return notes_of(view, run, step)
-        except TransientStoreError:
-            raise
-        except (CheckpointCorruptError, StoreError) as error:
-            return error
+        found = _notes_or_error(view, run, step)
+        if isinstance(found, TransientStoreError):
+            raise found
+        return found
 
     steps = steps_of(view, run) if steps is None else steps
     line, found = line_of(view, run), History()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 from cloudckpt.checkpoint.notes import Notes, read_notes
@@ -24,7 +23,7 @@ from cloudckpt.errors import (
     IncompleteSaveError,
 )
 from cloudckpt.runs.adopting import adopt_pending
-from cloudckpt.runs.catalog import History, Run, line_of, newest_step, notes_of
+from cloudckpt.runs.catalog import NewestFirst, Run, newest_step, notes_of
 from cloudckpt.runs.verifying import verify as verify_checkpoint
 
 __all__ = ["checkpoint_in", "goal_of", "load_from", "restore_newest"]
@@ -53,21 +52,15 @@ def restore_newest(
         CheckpointCorruptError: If all steps are damaged.
         CloudCheckpointError: As ``load``.
     """
-    history, damages = History(), list[CloudCheckpointError]()
 
-    def choose() -> list[int]:
-        nonlocal history
-        if until is not None:
-            _adopt(run, hook, until)
-        history = run.history()
-        return sorted([*history.line, *history.unread], reverse=True)
+    def adopt(step: int) -> bool:
+        return until is not None and _is_adopted(run, step, hook, until)
 
-    def look(step: int) -> Notes | CloudCheckpointError:
-        return history.line[step] if step in history.line else history.unread[step]
-
+    line = NewestFirst(run.view, run, adopt=adopt)  # of the first rank
+    steps, damages = iter(line), list[CloudCheckpointError]()
     restored = None
-    for step in meeting.broadcast_from_first(choose):
-        notes = meeting.broadcast_from_first(partial(look, step))
+    while (found := meeting.broadcast_from_first(lambda: next(steps, None))) is not None:
+        step, notes = found
         try:
             if not isinstance(notes, Notes):
                 raise notes
@@ -80,40 +73,33 @@ def restore_newest(
         else:
             restored = step
             break
-    _log_abandoned(run, history, restored)
+    _log_abandoned(run, line, restored)
     if restored is None and damages:
         raise damages[0]
     return restored
 
 
-def _adopt(run: Run, hook: CommitHook, until: float) -> None:
-    """Commits the newest step that its trainers could not, if no newer one is on the line."""
-    line = line_of(run.view, run)
-    for step in reversed(run.steps()):
-        try:
-            notes = notes_of(run.view, run, step)
-            if notes is not None and line.has(step, notes):
-                return
-            if notes is None and run.is_pending(step):
-                adopt_pending(run.uri(step), run.config, until=until, hook=hook)
-                return
-        except CheckpointCorruptError:
-            continue  # it is named when it is to be loaded
-        except (IncompleteSaveError, AccessDeniedError) as error:
-            logger.warning("step %d is left as its trainers left it: %s", step, error)
+def _is_adopted(run: Run, step: int, hook: CommitHook, until: float) -> bool:
+    """Commits a step that its trainers could not, if their processes have sent all of it."""
+    try:
+        if run.is_pending(step):
+            adopt_pending(run.uri(step), run.config, until=until, hook=hook)
+            return True
+    except (IncompleteSaveError, CheckpointCorruptError, AccessDeniedError) as error:
+        logger.warning("step %d is left as its trainers left it: %s", step, error)
+    return False
 
 
-def _log_abandoned(run: Run, history: History, restored: int | None) -> None:
+def _log_abandoned(run: Run, line: NewestFirst, restored: int | None) -> None:
     """Names what is passed over; of the first rank, which alone knows it."""
-    if history.is_line_gone:
+    if line.is_line_gone:
         logger.warning(
             "%s: nothing is left of the line that was claimed last; the newest step decides",
             run.root,
         )
     passed_over = [
         f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
-        for step, one in reversed(history.abandoned.items())
-        if restored is None or step > restored
+        for step, one in line.passed.items()
     ]
     if passed_over:
         logger.warning(
@@ -132,8 +118,8 @@ def goal_of(run: Run, step: int, *, says: bool = True) -> Notes:
         CheckpointNotFoundError: If it is not committed; the message has those that are.
     """
     notes = notes_of(run.view, run, step)
-    history = run.history()
     if notes is None:
+        history = run.history()
         there = ", ".join(map(str, history.line)) or "none"
         others = ", ".join(map(str, history.abandoned))
         raise CheckpointNotFoundError(
@@ -141,8 +127,11 @@ def goal_of(run: Run, step: int, *, says: bool = True) -> Notes:
             + (f", and abandoned {others}" if others else ""),
             uri=str(run.uri(step)),
         )
-    newest = max(history.line, default=step)
-    if says and (step in history.abandoned or newest > step):
+    if not says:
+        return notes
+    line = NewestFirst(run.view, run)
+    newest = next((one for one, found in line if isinstance(found, Notes)), step)
+    if newest != step:
         logger.warning(
             "%s is restored, although %s: the first save begins a new line here, and from then "
             "on steps that it does not continue are abandoned",

@@ -64,13 +64,18 @@ class View:
         with self.asking() as store:
             return [*store.list(prefix, self.retrier.call)]
 
-    def level(self, prefix: str) -> list[ObjectInfo | str]:
+    def level(self, prefix: str, *, is_patient: bool = True) -> list[ObjectInfo | str]:
         """The first :data:`AT_FIRST` entries directly beneath ``prefix``, or all if fewer.
 
         It takes one request, however much is there or beneath the folders.
+
+        Args:
+            prefix: Where.
+            is_patient: Whether it is retried as options say, or a few times only.
         """
+        retrier = self.retrier if is_patient else Retrier.for_cleanup(self.config.retry)
         with self.asking() as store:
-            return [*itertools.islice(store.list_level(prefix, self.retrier.call), AT_FIRST)]
+            return [*itertools.islice(store.list_level(prefix, retrier.call), AT_FIRST)]
 
     def folders(self, prefix: str) -> list[str]:
         """The names beneath ``prefix`` that have keys beneath them, in order."""
