@@ -257,9 +257,9 @@ class Checkpointer(ClosedAtExit):
         notes = kwargs.get("notes")
         if callable(notes):
             notes = notes()
-        config, base = self._config.config, kwargs.get("base")
+        config, base = config_or_default(self._config.config), kwargs.get("base")
         if kwargs.get("keep_existing"):
-            config = replace(config_or_default(config), overwrite=False)
+            config = replace(config, overwrite=False)
         if kwargs.get("is_first") and config.unloadable == "auto":
             config = replace(config, unloadable="refuse")
         return CloudStorageWriter(uri, config=config, commit_hook=hook, notes=notes, base=base)
