@@ -1,7 +1,6 @@
-"""What refusals of all clouds have in common: from an answer to the error that it means.
+"""What the refusals of all clouds have in common: from an answer to the error that it means.
 
-What a vendor's codes mean stands in a table of its own (``by_code``); :func:`refusal` makes the
-error of an answer from it.
+Each vendor has one table of :class:`Meaning`; :func:`refusal` makes the error of an answer from it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import datetime
 import email.utils
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -24,28 +24,45 @@ from cloudckpt.errors import (
     StorageFullError,
     StoreError,
     ThrottledError,
+    TLSError,
     TransientStoreError,
     WrongRegionError,
 )
 from cloudckpt.stores.redaction import told
 
-__all__ = ["Meaning", "WRONG_TIME", "by_code", "by_status", "refusal", "retry_after"]
+__all__ = ["Meaning", "kind_of", "refusal", "retry_after"]
 
-Meaning = tuple[type[StoreError], str]
-"""The error to raise, and what it says."""
+
+class Meaning(NamedTuple):
+    """What some codes of a vendor mean.
+
+    They need an entry only if their class is not that of each HTTP status that they come with (or
+    the text says what the store, whose own words are always shown, does not).
+
+    Attributes:
+        codes: A pattern of the codes; or an HTTP status, which other codes with it then mean.
+        kind: The error to raise; None: that of the status.
+        text: What it says, in place of the usual text of its class.
+        is_certain: Whether it is documented that the request is then not carried out, whatever the
+            status.
+    """
+
+    codes: str
+    kind: type[StoreError] | None
+    text: str = ""
+    is_certain: bool = False
+
 
 _CODE = re.compile(r"[A-Za-z][\w.]{0,99}")
 _REQUEST_IDS = ("x-amz-request-id", "x-amz-id-2", "x-guploader-uploadid", "x-ms-request-id")
 """The headers with which the vendors' support finds a request in their logs."""
 _TIMEOUTS = {"requesttimeout", "requesttimeoutexception", "operationtimedout"}  # in lower case
 
-WRONG_TIME: Meaning = (ClockError, "this machine's clock is wrong by minutes")
-"""The meaning of the refusal of a request for the time at which it was signed."""
-
 _TEXTS: Mapping[type[StoreError], str] = {
     AccessDeniedError: "access denied; check the policies for these credentials",
     BucketNotFoundError: "the bucket does not exist; check its name and the endpoint",
-    CredentialsError: "the store does not accept these credentials",
+    ClockError: "this machine's clock is wrong by minutes",
+    CredentialsError: "the store does not accept these credentials; correct or renew them",
     InvalidRequestError: "the store rejects the request",
     ObjectNotFoundError: "there is no such object",
     PreconditionFailedError: "the object is not in the expected state",
@@ -53,18 +70,14 @@ _TEXTS: Mapping[type[StoreError], str] = {
     ServerError: "the store failed inside",
     StorageFullError: "the store's disks or a quota are full",
     ThrottledError: "the store is overloaded or unavailable for the moment",
+    TLSError: "the store demands a newer version of TLS than this machine has",
     WrongRegionError: "the bucket is in another region",
 }
-_BY_STATUS: Mapping[int, type[StoreError] | Meaning] = {
+_BY_STATUS: Mapping[int, type[StoreError]] = {
     200: ServerError,  # an error in the body of a success
     401: CredentialsError,
     403: AccessDeniedError,
     404: ObjectNotFoundError,
-    407: (
-        InvalidRequestError,
-        "a proxy on the way asks for a user and a password; write them into its URL (HTTP_PROXY, "
-        "HTTPS_PROXY)",
-    ),
     408: ServerError,
     409: ServerError,  # another operation on the same object is under way
     412: PreconditionFailedError,
@@ -77,33 +90,23 @@ _BY_STATUS: Mapping[int, type[StoreError] | Meaning] = {
     503: ThrottledError,
     507: StorageFullError,
 }
+_OF_ALL = (
+    Meaning(
+        "407",
+        InvalidRequestError,
+        "a proxy on the way asks for a user and a password; write them into its URL (HTTP_PROXY, "
+        "HTTPS_PROXY)",
+    ),
+)
 
 
-def by_code(table: Mapping[type[StoreError], Mapping[str, str]]) -> dict[str, Meaning]:
-    """What each code means.
-
-    Args:
-        table: Of each class, codes with spaces between them, and a text; if that is empty, the
-            usual one of the class. It needs a code only if its class is not that of the HTTP
-            status (or not of each that it comes with, such as 200), if the text says what the
-            store does not, as its own words are always told, or if a status from 500 on is
-            certain with it (see :func:`_is_certain`).
-    """
-    return {
-        code: (kind, text or _TEXTS[kind])
-        for kind, of_kind in table.items()
-        for codes, text in of_kind.items()
-        for code in codes.split()
-    }
-
-
-def by_status(status: int) -> Meaning:
-    """What an HTTP status says where the store's own code says nothing."""
-    kind = _BY_STATUS.get(status, ServerError if status >= 500 else InvalidRequestError)
-    return kind if isinstance(kind, tuple) else (kind, _TEXTS[kind])
+def kind_of(status: int) -> type[StoreError]:
+    """The error that an HTTP status means where the store's own code says nothing."""
+    return _BY_STATUS.get(status, ServerError if status >= 500 else InvalidRequestError)
 
 
 def refusal(
+    table: Sequence[Meaning],
     status: int,
     code: str,
     words: Sequence[str],
@@ -111,10 +114,8 @@ def refusal(
     uri: str,
     headers: Mapping[str, str],
     *,
-    known: Meaning | None = None,
-    own: Mapping[int, Meaning] | None = None,
+    means: str = "",
     is_foreign: bool = False,
-    certain: bool | None = None,
 ) -> StoreError:
     """The error for an answer that is no success: by its code, else by its status.
 
@@ -124,17 +125,15 @@ def refusal(
     checkpoints, and let the objects of a checkpoint that is there be swept away.
 
     Args:
+        table: What the vendor documents.
         status: The HTTP status; 0 if it is not known.
         code: The error code, if the answer has one in the format of the vendor; else empty.
         words: What else the store says.
         action: What was tried.
         uri: On what.
         headers: Of the answer; they may tell when the store wants to be asked again.
-        known: What the vendor documents about the code, if it does.
-        own: What statuses mean to this vendor in particular.
+        means: The code that such an answer should have, if it should have another.
         is_foreign: Whether stores of this kind never answer so without a code.
-        certain: Whether the request was certainly not carried out, if that is documented;
-            otherwise it is if the store itself says so, see :func:`_is_certain`.
     """
     if status == 404 and is_foreign and not _CODE.fullmatch(code):
         foreign = ServerError(
@@ -145,17 +144,18 @@ def refusal(
         )
         foreign.status = status
         return foreign
-    by_own = known or (own or {}).get(status)
-    meaning = by_own if by_own and status != 429 else by_status(status)
-    if certain is None:
-        certain = _is_certain(code, status, known)
+    known = None if status == 429 else _find(table, means or code, status)
+    meaning = known or _find((*table, *_OF_ALL), str(status), status)
+    kind = (meaning and meaning.kind) or kind_of(400 if known and status == 200 else status)
+    text = (meaning and meaning.text) or _TEXTS[kind]
+    is_known = known is not None and (known.is_certain or kind is not ServerError)
     given = {name.lower(): value.strip() for name, value in headers.items()}
     said = " ".join(filter(None, (told(code), f"HTTP {status}" if status else "")))
     cause = ": ".join(filter(None, (said, *map(told, words))))
     identity = " ".join(told(given[name]) for name in _REQUEST_IDS if given.get(name))
     if identity:
         cause += f"; request {identity}"
-    kind, text = meaning
+    certain = _is_certain(code, status, is_known=is_known)
     error = kind(f"{action}: {text}", uri=uri, cause=cause or None, certain=certain)
     error.status = status or None
     if isinstance(error, TransientStoreError):
@@ -169,7 +169,18 @@ def refusal(
     return error
 
 
-def _is_certain(code: str, status: int, known: Meaning | None) -> bool:
+def _find(table: Sequence[Meaning], code: str, status: int) -> Meaning | None:
+    """The entry of a code. A store that fails inside may give a reason that passes with it."""
+    passes = kind_of(status) in (ServerError, ThrottledError) and status not in (200, 409)
+    for meaning in table:
+        if passes and meaning.kind and not issubclass(meaning.kind, TransientStoreError):
+            continue
+        if re.fullmatch(meaning.codes, code):
+            return meaning
+    return None
+
+
+def _is_certain(code: str, status: int, *, is_known: bool) -> bool:
     """Whether an answer is the store's own word that it has not carried out the request.
 
     A gateway that answers in the store's place may carry the request out later: Envoy's 503 says
@@ -177,9 +188,7 @@ def _is_certain(code: str, status: int, known: Meaning | None) -> bool:
     """
     if not _CODE.fullmatch(code) or code.lower() in _TIMEOUTS:
         return False
-    if known is not None and known[0] is not ServerError:
-        return True
-    return 300 <= status < 499  # which is a gateway's
+    return is_known or 300 <= status < 499  # which is a gateway's
 
 
 def _ahead(headers: Mapping[str, str]) -> float | None:
@@ -193,17 +202,17 @@ def _ahead(headers: Mapping[str, str]) -> float | None:
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds that the store wants us to wait: a number or a date, as HTTP has it.
 
-    A date is compared with that of the answer: this machine's clock may be wrong.
+    A date is compared with that of the answer: this machine's clock may be wrong. The names of the
+    headers are in lower case.
     """
-    given = {name.lower(): value.strip() for name, value in headers.items()}
     for name, a_second in (("x-ms-retry-after-ms", 1000), ("retry-after", 1)):
-        wait = given.get(name, "")
+        wait = headers.get(name, "")
         if wait.isascii() and wait.isdigit():
             return float(wait) / a_second
     date = _date(wait)
     if date is None:
         return None
-    now = _date(given.get("date", "")) or datetime.datetime.now(datetime.timezone.utc)
+    now = _date(headers.get("date", "")) or datetime.datetime.now(datetime.timezone.utc)
     seconds = (date - now).total_seconds()
     return seconds if seconds > 0 else None
 

@@ -21,14 +21,12 @@ from cloudckpt.errors import (
     CredentialsError,
     MissingDependencyError,
 )
-from cloudckpt.stores.azure.errors import TOKEN_REFUSED
 from cloudckpt.stores.azure.tokens import Tokens
 from cloudckpt.stores.credentials import Credentials, check_credential
 from cloudckpt.stores.http.bodies import iso_date
 from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.origins import Origin, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone
-from cloudckpt.stores.refusals import Meaning
 from cloudckpt.stores.rest import Request
 
 try:
@@ -201,11 +199,6 @@ class ContainerAccess:
                 expiry=datetime.datetime.now(datetime.timezone.utc) + _LONGEST_COPY,
             )
         return f"{url}?{sas}" if sas else url, None
-
-    @property
-    def refused(self) -> Meaning | None:
-        """The meaning of the store refusing the token; None if there is no token."""
-        return TOKEN_REFUSED if self.credentials.current.token is not None else None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -346,7 +346,7 @@ class AzureStore(RestStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        return from_answer(status, headers, body, action, uri, refused=self._access.refused)
+        return from_answer(status, headers, body, action, uri)
 
     def _read(
         self, key: str, if_version: str | None, headers: Mapping[str, str]

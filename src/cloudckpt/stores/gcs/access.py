@@ -32,7 +32,7 @@ from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.http.tls_errors import causes
 from cloudckpt.stores.origins import Origin, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone, told
-from cloudckpt.stores.refusals import by_status
+from cloudckpt.stores.refusals import kind_of
 from cloudckpt.stores.rest import Request
 
 try:
@@ -268,7 +268,7 @@ def _is_passing(exc: Exception) -> bool:
     for inner in chain:
         if isinstance(inner, google.auth.exceptions.TransportError):
             status = getattr(inner.args[-1] if inner.args else None, "status", None)
-            return status is None or issubclass(by_status(status)[0], TransientStoreError)
+            return status is None or issubclass(kind_of(status), TransientStoreError)
     return bool(getattr(exc, "retryable", False))
 
 

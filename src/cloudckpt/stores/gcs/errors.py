@@ -1,4 +1,4 @@
-"""What Google Cloud Storage's reasons, codes and HTTP statuses mean to cloudckpt.
+"""What Google Cloud Storage's reasons and codes mean to cloudckpt.
 
 The JSON API names a ``reason``, the XML API a ``Code``; many differ in their first letter only.
 Both lists are those of the API references ("HTTP status and error codes for JSON", "… for XML").
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
+    ClockError,
     CredentialsError,
     InvalidRequestError,
     ServerError,
@@ -22,7 +23,7 @@ from cloudckpt.errors import (
     StoreError,
     ThrottledError,
 )
-from cloudckpt.stores.refusals import WRONG_TIME, Meaning, by_code, refusal
+from cloudckpt.stores.refusals import Meaning, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["from_answer"]
@@ -33,43 +34,42 @@ _OWN_TEXT = re.compile(r"No such object|bucket does not exist|storage\.\w+\.\w+|
 _OF_EMULATORS = re.compile(rb"Not Found|.*\bdomain\W+global\b.*", re.DOTALL)
 """How fake-gcs-server refuses reads, and storage-testbench all requests: an error in an error."""
 
-_KEEP = "forbids to replace or delete the object; nothing is lost"
-
-_BY_REASON = by_code(
-    {
-        AccessDeniedError: {
-            "objectUnderActiveHold": f"a hold {_KEEP} until it is released",
-            "orgPolicyConstraintFailed": "",
-            "retentionPolicyNotMet": f"the retention policy {_KEEP} until it is over",
-            "userProjectAccessDenied": (
-                "the project to bill may not be used: it takes serviceusage.services.use"
-            ),
-        },
-        BucketNotFoundError: {"noSuchBucket": ""},
-        CredentialsError: {"expiredToken": ""},
-        InvalidRequestError: {
-            "userProjectMissing": (
-                "the bucket's requesters pay: name the project to bill in "
-                "GCSOptions(user_project=…)"
-            ),
-        },
-        StorageFullError: {"quotaExceeded": "a quota is used up"},
-        ServerError: {
-            "badDigest crcMismatch invalidDigest": "the bytes arrived damaged",
-            "incompleteBody uploadBrokenConnection": "the body arrived short",
-        },
-        ThrottledError: {
-            "rateLimitExceeded slowDown usageLimits.rateLimitExceeded userRateLimitExceeded "
-            "serviceUnavailable": "",
-        },
-    }
+_MEANINGS = (
+    Meaning(
+        "objectUnderActiveHold|retentionPolicyNotMet",
+        AccessDeniedError,
+        "a hold or a retention policy forbids to replace or delete the object until it ends; "
+        "nothing is lost",
+    ),
+    Meaning(
+        "userProjectAccessDenied",
+        AccessDeniedError,
+        "the project to bill may not be used: it takes serviceusage.services.use",
+    ),
+    Meaning("orgPolicyConstraintFailed", AccessDeniedError),
+    Meaning("403", AccessDeniedError, "access denied; check the IAM roles of these credentials"),
+    Meaning("noSuchBucket", BucketNotFoundError),
+    Meaning("expiredToken", CredentialsError),
+    Meaning("requestTimeTooSkewed", ClockError),
+    Meaning(
+        "userProjectMissing",
+        InvalidRequestError,
+        "the bucket's requesters pay: name the project to bill in GCSOptions(user_project=…)",
+    ),
+    Meaning("quotaExceeded", StorageFullError, "a quota is used up"),
+    Meaning(
+        "badDigest|crcMismatch|invalidDigest|incompleteBody|uploadBrokenConnection",
+        ServerError,
+        "the bytes arrived damaged, or not all of them",
+    ),
+    Meaning(".*[rR]ateLimitExceeded|slowDown|serviceUnavailable", ThrottledError),
 )
-
-_OF_TIME = {"requestTimeTooSkewed", "RequestTimeTooSkewed"}  # of signed requests
-
-_BY_STATUS: dict[int, Meaning] = {
-    403: (AccessDeniedError, "access denied; check the IAM roles of these credentials"),
-}
+# what has no reason of its own is told by its message, worded so in the API references
+_BY_WORDS = (
+    (404, "bucket does not exist", "noSuchBucket"),
+    (400, "doesn't match calculated", "badDigest"),
+    (400, "requester pays", "userProjectMissing"),
+)
 
 
 def from_answer(
@@ -87,15 +87,19 @@ def from_answer(
     """
     body = _decompressed(headers, body)
     reason, message = _fields(body)
+    found = (code for of, words, code in _BY_WORDS if status == of and words in message)
+    means = next(found, reason[:1].lower() + reason[1:])
+    if status == 503 and reason == "backendError":  # with 500, it is a failure inside
+        means = "serviceUnavailable"
     error = refusal(
+        _MEANINGS,
         status,
         reason,
         [message],
         action,
         uri,
         headers,
-        known=WRONG_TIME if reason in _OF_TIME else _known(status, reason, message),
-        own=_BY_STATUS,
+        means=means,
         is_foreign=_is_foreign(body.strip(), message, is_google=is_google),
     )
     if isinstance(error, AccessDeniedError) and action in ("GET", "HEAD"):
@@ -115,20 +119,6 @@ def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:
     if not body or message:
         return False
     return is_google or not _OF_EMULATORS.fullmatch(body)
-
-
-def _known(status: int, reason: str, message: str) -> Meaning | None:
-    """What the API references say of an error."""
-    # what has no reason of its own is told by its message, worded so in the API references
-    if status == 404 and "bucket does not exist" in message:
-        return _BY_REASON["noSuchBucket"]
-    if status == 400 and "doesn't match calculated" in message:
-        return _BY_REASON["badDigest"]
-    if status == 400 and "requester pays" in message:
-        return _BY_REASON["userProjectMissing"]
-    if status == 503 and reason == "backendError":  # with 500, it is a failure inside
-        return _BY_REASON["serviceUnavailable"]
-    return _BY_REASON.get(reason[:1].lower() + reason[1:])
 
 
 def _decompressed(headers: Mapping[str, str], body: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import ssl
 from collections.abc import Iterator, Sequence
 
@@ -16,28 +17,23 @@ _TRUST = (
     "if the endpoint has an authority of its own, name the file with its certificates in "
     "AWS_CA_BUNDLE (s3://) or REQUESTS_CA_BUNDLE (gs://, az://)"
 )
-
-
-_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # the latter since OpenSSL 3.2
-_NOTHING_IN_COMMON = (
-    "NO_PROTOCOLS_AVAILABLE",
-    "SSLV3_ALERT_HANDSHAKE_FAILURE",
-    "TLSV1_ALERT_INSUFFICIENT_SECURITY",
-    "TLSV1_ALERT_PROTOCOL_VERSION",
-    "UNSUPPORTED_PROTOCOL",
+# OpenSSL's reasons; RECORD_LAYER_FAILURE since 3.2
+_LASTING = (
+    (
+        re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE"),
+        "{} does not speak TLS; if that is as it should be, begin the endpoint's URL (or the "
+        "proxy's) with http://",
+    ),
+    (
+        re.compile(
+            r"NO_PROTOCOLS_AVAILABLE|UNSUPPORTED_PROTOCOL|(SSLV3|TLSV1|TLSV13)_ALERT_"
+            r"(HANDSHAKE_FAILURE|INSUFFICIENT_SECURITY|PROTOCOL_VERSION|ACCESS_DENIED|UNKNOWN_CA"
+            r"|\w*CERTIFICATE\w*)"
+        ),
+        "{} refuses this side's way to speak TLS: it wants another version or cipher, or a "
+        "certificate of the client that it accepts",
+    ),
 )
-_CLIENT = (
-    "SSLV3_ALERT_BAD_CERTIFICATE",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED",
-    "SSLV3_ALERT_CERTIFICATE_REVOKED",
-    "SSLV3_ALERT_CERTIFICATE_UNKNOWN",
-    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED",
-    "TLSV1_ALERT_ACCESS_DENIED",
-    "TLSV1_ALERT_UNKNOWN_CA",
-)
-
-
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 # whose errors are about a file; those of a handshake are of "SSL"
 _OF_FILES = ("ASN1", "PEM", "X509")
@@ -63,29 +59,12 @@ def lasting_failure(
         host = f"the proxy before {host}"
     for inner in chain:
         if isinstance(inner, ssl.SSLCertVerificationError):
-            return TLSError(
-                f"the certificate of {host} is not trusted: {inner.verify_message}; {_TRUST}",
-                cause=inner,
-                certain=True,
-            )
-        reason = inner.reason if isinstance(inner, ssl.SSLError) else None
-        if reason in _NO_TLS:
-            return TLSError(
-                f"{host} does not speak TLS; if that is as it should be, begin the endpoint's URL "
-                "(or the proxy's) with http://",
-                cause=inner,
-            )
-        if reason in _NOTHING_IN_COMMON:
-            return TLSError(
-                f"{host} refuses this side's way to speak TLS: it wants another version or cipher, "
-                "or a certificate of the client",
-                cause=inner,
-            )
-        if reason in _CLIENT:
-            return TLSError(
-                f"{host} wants a certificate of the client, and got none that it accepts",
-                cause=inner,
-            )
+            text = f"the certificate of {host} is not trusted: {inner.verify_message}; {_TRUST}"
+            return TLSError(text, cause=inner, certain=True)
+        reason = (inner.reason if isinstance(inner, ssl.SSLError) else None) or ""
+        text = next((text for known, text in _LASTING if known.fullmatch(reason)), "")
+        if text:
+            return TLSError(text.format(host), cause=inner)
     return None
 
 

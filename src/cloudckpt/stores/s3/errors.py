@@ -1,4 +1,4 @@
-"""What S3's error codes and HTTP statuses mean to cloudckpt.
+"""What S3's error codes mean to cloudckpt.
 
 Codes come from the list of error responses in the S3 API reference; other vendors use the same
 ones, or only the status.
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
+    ClockError,
     CredentialsError,
     InvalidRequestError,
     ObjectNotFoundError,
@@ -22,7 +23,7 @@ from cloudckpt.errors import (
     ThrottledError,
     WrongRegionError,
 )
-from cloudckpt.stores.refusals import WRONG_TIME, Meaning, by_code, by_status, refusal
+from cloudckpt.stores.refusals import Meaning, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["REGION", "from_answer", "from_code"]
@@ -30,82 +31,69 @@ __all__ = ["REGION", "from_answer", "from_code"]
 REGION = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 """A region's name: a label of a host name."""
 
-_KMS = "KMS refuses, or can't use, the key of the encryption"
-
-_DENIED = "access denied; check the IAM, bucket and key policies for these credentials"
-
-# what copies and completions answer in the body of a success needs its class here, too
-_BY_CODE = by_code(
-    {
-        BucketNotFoundError: {
-            "NoSuchBucket": "",
-            "NoSuchAccessPoint": "there is no such access point; check its name and its account",
-        },
-        ObjectNotFoundError: {
-            "NoSuchKey": "",
-            "NoSuchUpload": "there is no such multipart upload any more",
-        },
-        PreconditionFailedError: {"PreconditionFailed": ""},
-        AccessDeniedError: {
-            "AccessDenied": _DENIED,
-            "KMS.AccessDeniedException": (
-                "the KMS key may not be used; check its policy and the IAM policies"
-            ),
-        },
-        InvalidRequestError: {
-            "NotImplemented": "",
-            "InvalidObjectState": "the object is archived; restore it from its storage class first",
-            "KMS.NotFoundException": (
-                "there is no such KMS key; check its name, its region and kms_key_id"
-            ),
-        },
-        CredentialsError: {
-            "ExpiredToken ExpiredTokenException": "the credentials have expired; renew them",
-            "TokenRefreshRequired InvalidToken InvalidSecurity": "",
-            "InvalidAccessKeyId InvalidClientTokenId UnrecognizedClientException": (
-                "the store does not know this access key"
-            ),
-            "SignatureDoesNotMatch": (
-                "the secret key does not fit the access key (or a proxy changed the request)"
-            ),
-        },
-        WrongRegionError: {
-            "IllegalLocationConstraintException": "",
-            "AuthorizationHeaderMalformed": "the request was signed for another region",
-        },
-        StorageFullError: {"QuotaExceeded XMinioStorageFull": ""},
-        ThrottledError: {
-            "SlowDown SlowDownRead SlowDownWrite Throttling ThrottlingException "
-            "ThrottledException TooManyRequestsException RequestLimitExceeded RequestThrottled "
-            "RequestThrottledException BandwidthLimitExceeded PriorRequestNotComplete "
-            "ServiceUnavailable": "",
-            "KMS.ThrottlingException": "KMS asks to slow down; consider an S3 Bucket Key",
-        },
-        ServerError: {
-            "BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch": (
-                "the bytes arrived damaged"
-            ),
-            "IncompleteBody": "the body arrived short",
-            "RequestTimeout RequestTimeoutException IDPCommunicationError "
-            "KMS.DependencyTimeoutException": "",
-            "ConditionalRequestConflict": (
-                "not written: another write of the same object is under way"
-            ),
-        },
-    }
+_KMS = (
+    "KMS refuses, or can't use, the key of the encryption; check kms_key_id, the key's policy and "
+    "region, and the IAM policies"
 )
 
-_ELSEWHERE = _BY_CODE["IllegalLocationConstraintException"]
-_BY_STATUS: dict[int, Meaning] = {
-    301: _ELSEWHERE,
-    307: _ELSEWHERE,
-    403: (AccessDeniedError, _DENIED),
-}
-
-_OF_TIME = {"RequestTimeTooSkewed", "RequestExpired"}
-
-_NOT_DONE = {"ConditionalRequestConflict", "OperationAborted"}
-"""Documented to leave the object as it is, also behind the status 200 of a long completion."""
+# what copies and completions answer in the body of a success needs its class here, too
+_MEANINGS = (
+    Meaning("NoSuchBucket|NoSuchAccessPoint", BucketNotFoundError),
+    Meaning("NoSuchKey", ObjectNotFoundError),
+    Meaning("NoSuchUpload", ObjectNotFoundError, "there is no such multipart upload any more"),
+    Meaning("PreconditionFailed", PreconditionFailedError),
+    Meaning(
+        "AccessDenied|403",
+        AccessDeniedError,
+        "access denied; check the IAM, bucket and key policies for these credentials",
+    ),
+    Meaning("NotImplemented", InvalidRequestError),
+    Meaning(
+        "InvalidObjectState",
+        InvalidRequestError,
+        "the object is archived; restore it from its storage class first",
+    ),
+    Meaning(
+        "ExpiredToken(Exception)?|TokenRefreshRequired|InvalidToken|InvalidSecurity"
+        "|InvalidAccessKeyId|InvalidClientTokenId|UnrecognizedClientException"
+        "|SignatureDoesNotMatch",
+        CredentialsError,
+    ),
+    Meaning("RequestTimeTooSkewed|RequestExpired", ClockError),
+    Meaning(
+        "AuthorizationHeaderMalformed|IllegalLocationConstraintException|301|307", WrongRegionError
+    ),
+    Meaning("QuotaExceeded|XMinioStorageFull", StorageFullError),
+    Meaning(
+        "KMS.ThrottlingException",
+        ThrottledError,
+        "KMS asks to slow down; consider an S3 Bucket Key",
+    ),
+    Meaning(
+        "SlowDown.*|.*Throttl.*|TooManyRequestsException|RequestLimitExceeded"
+        "|BandwidthLimitExceeded|PriorRequestNotComplete|ServiceUnavailable",
+        ThrottledError,
+    ),
+    Meaning(
+        "BadDigest|XAmzContent(SHA256|Checksum)Mismatch|IncompleteBody",
+        ServerError,
+        "the bytes arrived damaged, or not all of them",
+    ),
+    Meaning(
+        "RequestTimeout(Exception)?|IDPCommunicationError|KMS.DependencyTimeoutException",
+        ServerError,
+    ),
+    # documented to leave the object as it is, also behind the status 200 of a long completion
+    Meaning(
+        "ConditionalRequestConflict|OperationAborted",
+        ServerError,
+        "not written: another write of the same object is under way",
+        is_certain=True,
+    ),
+    Meaning("KMS.AccessDeniedException", AccessDeniedError, _KMS),
+    Meaning("KMS.NotFoundException", InvalidRequestError, _KMS),
+    Meaning("KMS\\..*", None, _KMS),
+)
 
 
 def from_code(
@@ -126,22 +114,18 @@ def from_code(
     given = {name.lower(): value for name, value in (headers or {}).items()}
     region = given.get("x-amz-bucket-region") or region
     region = region if REGION.fullmatch(region) else ""
-    known = WRONG_TIME if code in _OF_TIME else _BY_CODE.get(code)
-    if known is None and code.startswith("KMS."):
-        known = by_status(400 if status == 200 else status)[0], _KMS
-    elif status == 400 and not code and region:  # the answer to HEAD has no body to tell more
-        known = _ELSEWHERE
+    # the answer to HEAD has no body to tell more
+    means = "AuthorizationHeaderMalformed" if status == 400 and not code and region else ""
     error = refusal(
+        _MEANINGS,
         status,
         code,
         [message],
         action,
         uri,
         given,
-        known=known,
-        own=_BY_STATUS,
+        means=means,
         is_foreign=is_foreign,
-        certain=True if code in _NOT_DONE else None,
     )
     if isinstance(error, AccessDeniedError) and action in ("GET", "HEAD"):
         error.message += "; without s3:ListBucket, S3 answers so if there is no such object, too"

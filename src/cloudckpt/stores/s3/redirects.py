@@ -26,16 +26,15 @@ from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.http.bodies import Reply
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.redaction import conceal, told
-from cloudckpt.stores.refusals import refusal
+from cloudckpt.stores.refusals import Meaning, refusal
 from cloudckpt.stores.rest import SUCCESS, RestStore
 
 __all__ = ["Redirects"]
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _ANSWERS = SUCCESS | _REDIRECTS
-_NOT_THERE = dict.fromkeys(
-    (404, 410), (ServerError, "the redirect target does not exist (yet)")
-)  # only the store itself can say that there is no such object
+# only the store itself can say that there is no such object
+_NOT_THERE = (Meaning("404|410", ServerError, "the redirect target does not exist (yet)"),)
 
 
 _HASH = re.compile('"[0-9a-f]{32,128}"')  # of bytes: another ETag might be that of others, too
@@ -118,7 +117,7 @@ class Redirects:
         uri = self._store.uri(key)
         if answer.status not in (200, 206):
             action = f"GET from {told(urlsplit(target).hostname or '')}, where the store sent"
-            raise refusal(answer.status, "", [], action, uri, answer.headers, own=_NOT_THERE)
+            raise refusal(_NOT_THERE, answer.status, "", [], action, uri, answer.headers)
         version, tag = known
         there = answer.headers.get("ETag", "")
         there = there if _HASH.fullmatch(there) else ""
