@@ -2,42 +2,34 @@
 
 import gc
 import html
-import itertools
 import json
 import logging
-import os
 import pickle
 import sys
-import threading
 import traceback
 import urllib.parse
 import urllib.request
 import uuid
 
-import boto3
 import pytest
 import torch
 
 import cloudckpt
 from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
-from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
-    ConnectionLostError,
     CredentialsError,
     InvalidRequestError,
     StoreError,
 )
 from cloudckpt.stores.azure.store import AzureStore
-from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.gcs.store import GCSStore
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.redaction import conceal, masked
 from cloudckpt.stores.s3.store import S3Store
-from support.dialects import AZURE_KEY, at_once, error_xml
-from support.emulators import moto_server
+from support.dialects import AZURE_KEY, error_xml
 
 SECRET = "S3cr3t+Value/of=this-Test"
 ONE_TRY = RetryPolicy(attempts=1, base=0.0, cap=0.0)
@@ -454,164 +446,3 @@ def test_white_space_around_a_credential_is_named(
 
 
 # looked for anew
-
-
-@pytest.fixture(scope="module")
-def guarded():
-    """A moto that checks signatures and policies; returns its URL and makes keys."""
-    with moto_server() as url:
-        given = {"endpoint_url": url, "region_name": "us-east-1"}
-        keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing"}
-        iam = boto3.client("iam", **given, **keys)
-        boto3.client("s3", **given, **keys).create_bucket(Bucket="bucket")
-        policy = {"Effect": "Allow", "Action": "*", "Resource": "*"}
-        document = json.dumps({"Version": "2012-10-17", "Statement": [policy]})
-        for user in ("job", "admin"):
-            iam.create_user(UserName=user)
-            iam.put_user_policy(UserName=user, PolicyName="all", PolicyDocument=document)
-        root = iam.create_access_key(UserName="admin")["AccessKey"]
-        start = urllib.request.Request(
-            f"{url}/moto-api/reset-auth", b"0", {"Content-Type": "text/plain"}, method="POST"
-        )
-        urllib.request.urlopen(start).close()
-        admin = boto3.client(
-            "iam",
-            aws_access_key_id=root["AccessKeyId"],
-            aws_secret_access_key=root["SecretAccessKey"],
-            **given,
-        )
-
-        def new_key():
-            for old in admin.list_access_keys(UserName="job")["AccessKeyMetadata"]:
-                admin.delete_access_key(UserName="job", AccessKeyId=old["AccessKeyId"])
-            return admin.create_access_key(UserName="job")["AccessKey"]
-
-        yield url, new_key
-
-
-def set_aws(monkeypatch, key):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
-
-
-def write_profile(path, key):
-    path.write_text(
-        f"[default]\naws_access_key_id = {key['AccessKeyId']}\n"
-        f"aws_secret_access_key = {key['SecretAccessKey']}\n"
-    )
-
-
-@pytest.mark.parametrize("place", ["environment", "file"])
-def test_a_key_that_was_rotated_is_read_again_by_a_store_that_is_kept(
-    guarded, monkeypatch, tmp_path, place
-):
-    url, new_key = guarded
-    config = Config(s3=S3Options(endpoint_url=url, addressing_style="path"), retry=ONE_TRY)
-    key = new_key()
-    for step in range(3):
-        if place == "environment":
-            set_aws(monkeypatch, key)
-        else:
-            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-                monkeypatch.delenv(name, raising=False)
-            monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-            write_profile(tmp_path / "credentials", key)
-        state = {"w": torch.full((64,), float(step))}
-        cloudckpt.save(state, checkpoint_id=f"s3://bucket/{place}", config=config)
-        loaded = {"w": torch.zeros(64)}
-        cloudckpt.load(loaded, checkpoint_id=f"s3://bucket/{place}", config=config)
-        assert torch.equal(loaded["w"], state["w"])
-        gone, key = key, new_key()
-    set_aws(monkeypatch, gone)  # which the server does not know any more
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    with pytest.raises(CredentialsError, match="does not know this access key"):
-        cloudckpt.save(state, checkpoint_id=f"s3://bucket/{place}", config=config)
-
-
-def key_of(request):
-    return request.headers["Authorization"].partition("Credential=")[2].partition("/")[0]
-
-
-def letting_in(server, *keys, **answer):
-    """Answers those who know one of the keys, and refuses all others."""
-    error = error_xml("InvalidAccessKeyId")
-
-    def respond(request):
-        if key_of(request) in keys:
-            return server.Answer(**answer)
-        return server.Answer(403, body=b"" if request.method == "HEAD" else error)
-
-    server.respond(respond)
-
-
-def test_a_body_is_sent_again_with_the_new_key(open_s3, server, monkeypatch):
-    store = open_s3()
-    letting_in(server, "AKIDNEW", headers={"ETag": '"tag"'})
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDNEW")
-    body = [memoryview(b"some "), memoryview(b"data")]
-    store.put("run/object", body, checksum=CRC32C.of(b"some data"), if_absent=True)
-    assert [key_of(request) for request in server.requests] == ["testing", "AKIDNEW"]
-    assert [request.body for request in server.requests] == [b"some data"] * 2
-    assert server.requests[1].headers["If-None-Match"] == "*"
-
-
-class Key:
-    def secrets(self):
-        return ("one",)
-
-
-@pytest.mark.parametrize("failure", [CredentialsError("none"), ConnectionLostError("no answer")])
-def test_what_the_store_said_counts_unless_others_can_not_be_fetched_for_now(failure):
-    found = iter([Key()])
-
-    def look():
-        for key in found:
-            return key
-        raise failure
-
-    credentials = Credentials(look)
-    if isinstance(failure, CredentialsError):
-        assert not credentials.renew(credentials.current, ["one"])
-    else:
-        with pytest.raises(ConnectionLostError):
-            credentials.renew(credentials.current, ["one"])
-
-
-def test_many_threads_whose_credentials_failed_look_once():
-    """One after the other, they would wait far beyond the deadline of their requests."""
-    looks, may_end = [], threading.Event()
-
-    def look():
-        if not looks:
-            looks.append("the first")
-            return Key()
-        looks.append("another")
-        may_end.wait(30)
-        raise CredentialsError("the service is silent")
-
-    credentials = Credentials(look)
-    credentials.were_held = True
-    credentials.failed(CredentialsError("expired"))
-
-    class Counted:
-        """The lock, which lets the look end when all have asked."""
-
-        turns, lock = itertools.count(1), threading.Lock()
-
-        def __enter__(self):
-            if next(self.turns) == 8:
-                may_end.set()
-            self.lock.acquire()
-
-        def __exit__(self, *_):
-            self.lock.release()
-
-    credentials._lock = Counted()
-
-    refused = at_once(8, credentials.source)
-    assert len(looks) == 2
-    assert len({id(error) for error in refused}) == 8
-    assert all(error.certain for error in refused)
-    with pytest.raises(CredentialsError):  # who asks later looks again
-        credentials.source()
-    assert len(looks) == 3

@@ -64,7 +64,6 @@ def error_xml(code, message="no details", **more):
 
 
 NO_BUCKET = "The specified bucket does not exist."
-XML = ("create_upload", "put_part", "complete_upload", "abort_upload", "list_uploads")
 
 
 # where requests go, and what they carry
@@ -87,31 +86,6 @@ def test_a_key_is_one_segment_of_the_json_api_and_a_path_of_the_xml_api(store, s
     assert query_of(inserting)["name"] == key
     assert unquote(urlsplit(part.target).path) == f"/bucket/{key}"
     assert urlsplit(deletion.target).path == urlsplit(head.target).path
-
-
-def test_the_body_of_a_put_is_sent_with_its_metadata(store, server):
-    server.answer(body=resource(size=9))
-    moved = []
-    body = [memoryview(b"da"), memoryview(b""), memoryview(b"ta\r\n--x")]
-    info = store.put("run/object", body, checksum=0, progress=moved.append)
-    metadata, data = inserted(server.requests[0])
-    described = {"contentType": "application/octet-stream", "cacheControl": "no-store"}
-    assert (metadata, data) == (described, b"data\r\n--x")
-    assert (info.key, info.size, info.version) == ("run/object", 9, VERSION)
-    assert sum(moved) == 9
-
-
-@pytest.mark.parametrize(
-    ("conditions", "sent"),
-    [
-        ({}, None),
-        ({"if_absent": True}, "0"),
-        ({"if_version": VERSION}, VERSION),
-        ({"if_version": '"an ETag"'}, "9223372036854775807"),  # no object's
-    ],
-)
-def test_conditions_are_generations(store, server, conditions, sent):
-    assert query_of(call(store, server, "put", **conditions)).get("ifGenerationMatch") == sent
 
 
 def test_the_latest_object_is_read_by_the_generation_that_its_metadata_tell(store, server):
@@ -150,33 +124,6 @@ def test_another_version_than_the_one_asked_for_is_refused(store, server):
         call(store, server, "get_range", if_version="5")
 
 
-def test_object_options_are_sent_with_every_new_object(open_gcs, server):
-    store = open_gcs(
-        kms_key_name="projects/p/locations/l/keyRings/r/cryptoKeys/k",
-        storage_class="NEARLINE",
-        metadata={"team": "n l&p=", "run": "7"},
-    )
-    request = call(store, server, "put", attempt="0123456789abcdef")
-    metadata, _ = inserted(request)
-    assert metadata == {
-        "contentType": "application/octet-stream",
-        "cacheControl": "no-store",
-        "storageClass": "NEARLINE",
-        "metadata": {"team": "n l&p=", "run": "7", "cloudckptattempt": "0123456789abcdef"},
-    }
-    assert query_of(request)["kmsKeyName"] == "projects/p/locations/l/keyRings/r/cryptoKeys/k"
-    headers = call(store, server, "create_upload").headers
-    assert headers["Cache-Control"] == "no-store"
-    sent = {name.lower(): value for name, value in headers.items() if "goog" in name.lower()}
-    assert len(sent.pop("x-goog-meta-cloudckptattempt")) == 16
-    assert sent == {
-        "x-goog-storage-class": "NEARLINE",
-        "x-goog-encryption-kms-key-name": "projects/p/locations/l/keyRings/r/cryptoKeys/k",
-        "x-goog-meta-team": "n l&p=",
-        "x-goog-meta-run": "7",
-    }
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -188,14 +135,6 @@ def test_object_options_are_sent_with_every_new_object(open_gcs, server):
 def test_what_no_header_can_hold_is_refused(open_gcs, options):
     with pytest.raises(ConfigError, match="header"):
         open_gcs(**options)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_the_project_that_pays_is_named_in_every_request(open_gcs, server, verb):
-    request = call(open_gcs(user_project="my-project"), server, verb)
-    assert request.headers["x-goog-user-project"] == "my-project"
-    if verb not in XML:
-        assert query_of(request)["userProject"] == "my-project"
 
 
 @pytest.mark.parametrize(("setting", "sent"), [("auto", False), ("on", True), ("off", False)])
@@ -252,25 +191,6 @@ def test_an_object_whose_checksum_is_not_told_is_read(store, server):
     assert query_of(server.requests[-1])["ifGenerationMatch"] == VERSION
     assert store.checksum_of(ObjectInfo("run/object", 4, VERSION, 7)) == 7
     assert len(server.requests) == 1
-
-
-def test_uploads_are_listed_page_by_page(store, server):
-    server.answer(
-        body=xml_of(
-            "ListMultipartUploadsResult",
-            EncodingType="url",
-            IsTruncated="true",
-            NextKeyMarker="run/a%2Bb",
-            NextUploadIdMarker="i+1",
-            Upload="<Key>run/a%2Bb</Key><UploadId>i+1</UploadId>",
-        )
-    )
-    last = "<Key>run/c</Key><UploadId>2</UploadId>"
-    server.answer(body=xml_of("ListMultipartUploadsResult", Upload=last))
-    found = [(upload.key, upload.id) for upload in store.list_uploads("run/")]
-    assert found == [("run/a+b", "i+1"), ("run/c", "2")]
-    query = query_of(server.requests[1])
-    assert (query["key-marker"], query["upload-id-marker"]) == ("run/a+b", "i+1")
 
 
 # lists and deletions

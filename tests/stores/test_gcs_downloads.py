@@ -4,10 +4,7 @@ import gzip
 import json
 
 import pytest
-import torch
 
-import cloudckpt
-from cloudckpt import Config, GCSOptions, RetryPolicy
 from cloudckpt.errors import (
     InvalidRequestError,
     ServerError,
@@ -125,14 +122,6 @@ def test_an_encoding_that_changes_no_byte_does_no_harm(store, server, read, codi
     headers = {"Content-Encoding": coding, "x-goog-stored-content-encoding": coding}
     server.respond(lambda request: content(request, server, **headers))
     assert read(store) == b"data"
-
-
-def test_a_foreign_checkpoint_that_is_compressed_names_the_object(compressed):
-    config = Config(gcs=GCSOptions(endpoint_url=compressed.url), retry=RetryPolicy(attempts=2))
-    with pytest.raises(Exception, match="Content-Encoding: gzip") as caught:
-        cloudckpt.load({"w": torch.zeros(1)}, checkpoint_id="gs://bucket/run", config=config)
-    assert "gs://bucket/run/.metadata" in str(caught.value)
-    assert len([one for one in compressed.requests if "alt=media" in one.target]) == 1
 
 
 def test_a_refusal_that_comes_compressed_is_understood(store, server):

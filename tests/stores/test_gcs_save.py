@@ -103,17 +103,6 @@ def test_a_commit_whose_answer_was_lost_is_not_looked_for_in_a_cache(
     assert len(public.keys("bucket")) == 3
 
 
-@pytest.mark.parametrize(("of_bucket", "wanted"), [("NEARLINE", None), ("STANDARD", "COLDLINE")])
-def test_a_checkpoint_has_the_storage_class_that_is_wanted(stub, config, of_bucket, wanted):
-    stub.state.storage_class = of_bucket
-    options = dataclasses.replace(config.gcs, storage_class=wanted)
-    config = dataclasses.replace(config, gcs=options)
-    save(state_of(3), config)
-    assert_same(loaded(config), state_of(3))
-    found = {stored.attributes.storage_class for stored in stub.state.objects.values()}
-    assert found == {wanted or of_bucket}
-
-
 NOT_THERE = RefusalError(501, "notImplemented", "Not implemented", "NotImplemented")
 
 
@@ -152,11 +141,3 @@ def test_a_store_without_multipart_uploads_has_none_open(sparse):
     store = GCSStore("bucket", sparse_config(sparse))
     assert list(store.list_uploads("run/")) == []
     store.close()
-
-
-def test_ranges_that_are_ignored_now_and_then_are_asked_for_again(sparse):
-    config = sparse_config(sparse, attempts=3)
-    save(state_of(3), config)
-    sparse.ignores = 2
-    assert_same(loaded(config), state_of(3))
-    assert sparse.ignores == 0

@@ -4,28 +4,20 @@ Runs against the scripted stub of ``conftest.py``.
 """
 
 import contextlib
-import io
 import logging
-import os
 import random
 import re
-import select
 import socket
 import ssl
-import struct
 import threading
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import urllib3.util.connection
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import cloudckpt
 from cloudckpt.errors import ConfigError, ConnectionLostError, TLSError
 from cloudckpt.stores.http import bodies
-from cloudckpt.stores.http import native_tls as long_reads
 from cloudckpt.stores.http import stalls as watch
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.options import HttpOptions
@@ -186,17 +178,6 @@ def test_a_large_answer_is_not_copied(server, client):
         reply.read_into([memoryview(memory)])
 
 
-def test_a_connection_that_is_watched_has_no_timeout_whatever_urllib3_sets(server, client):
-    """Each would take system calls that give the GIL away."""
-    server.answer(server.Answer(body=b"data"), server.Answer(body=b"data"))
-    for _ in range(2):
-        with client.send("GET", server.url, {}) as reply:
-            sock = reply._sock
-            sock.settimeout(5.0)
-            assert sock.gettimeout() is None
-            reply.read_into([memoryview(bytearray(4))])
-
-
 @pytest.mark.parametrize("framing", ["length", "chunked", "none"])
 def test_any_framing_of_an_answer_is_understood(server, client, framing):
     data = random.Random(1).randbytes(300_000)
@@ -225,36 +206,6 @@ def test_a_connection_that_breaks_tells_what_certainly_came(server, client):
     error, came = lost(client, server.url, len(data))
     assert error.received <= STEP + MIB
     assert data.startswith(came)
-
-
-class Breaking(io.RawIOBase):
-    """Gives some bytes, and then no more."""
-
-    def __init__(self, data):
-        self._data = data
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        if not self._data:
-            raise ConnectionResetError
-        count = min(len(buffer), len(self._data))
-        buffer[:count] = self._data[:count]
-        self._data = self._data[count:]
-        return count
-
-
-def test_what_came_before_a_reset_is_not_forgotten():
-    body = random.Random(9).randbytes(100_000)
-    reader = long_reads.BodyReader(Breaking(b"head\n" + body), 8192)
-    reader.has_chunks = False
-    assert reader.readline() == b"head\n"
-    memory = memoryview(bytearray(MIB))
-    count = reader.readinto(memory)
-    assert memory[:count] == body
-    with pytest.raises(ConnectionResetError):
-        reader.readinto(memory)
 
 
 def test_an_error_of_progress_ends_a_download(server, client):
@@ -290,26 +241,6 @@ def test_after_a_stall_the_next_request_gets_a_new_connection(server, impatient)
     lost(impatient, server.url, 100_000)
     assert get(impatient, server.url, 4) == b"data"
     assert server.requests[0].port != server.requests[1].port
-
-
-def test_a_stalled_transfer_does_not_disturb_others(server, open_client):
-    client = open_client(connections=6, stall_timeout=2.0)
-    body = random.Random(4).randbytes(8 * MIB)
-    stalled = server.Answer(size=100_000)
-    server.respond(
-        lambda request: stalled if request.target == "/stalled" else server.Answer(body=body)
-    )
-
-    def fetch(name):
-        try:
-            return get(client, server.url + name, 100_000 if name == "/stalled" else len(body))
-        except ConnectionLostError:
-            return None
-
-    names = ["/stalled", "/a", "/b", "/stalled", "/c", "/d"]
-    with ThreadPoolExecutor(len(names)) as threads:
-        found = list(threads.map(fetch, names))
-    assert found == [None, body, body, None, body, body]
 
 
 def test_a_slow_transfer_that_makes_progress_goes_on(server, open_client, monkeypatch):
@@ -432,24 +363,6 @@ def test_an_answer_that_may_take_long_has_a_limit_of_its_own(server, open_client
     failure(client, server.url, match=r"0\.01 s \(read_timeout\)")
 
 
-def test_a_silent_connection_gives_signs_of_life(server, client):
-    """Address translators forget connections that are silent for minutes."""
-    server.answer(body=b"data")
-    with client.send("GET", server.url, {}) as reply:
-        sock = reply._sock
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        if hasattr(socket, "TCP_KEEPIDLE"):
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 240
-        reply.read_into([memoryview(bytearray(4))])
-
-
-def test_every_request_says_who_sends_it(server, client):
-    server.answer(body=b"data")
-    get(client, server.url, 4)
-    assert server.requests[0].headers["User-Agent"] == f"cloudckpt/{cloudckpt.__version__}"
-
-
 # connections
 
 
@@ -476,22 +389,6 @@ def test_a_connection_is_used_again_after_an_answer_that_nobody_read(server, cli
         with client.send("GET", server.url, {}) as reply:
             assert reply.status == answer["status"]
     assert len({request.port for request in server.requests}) == 1
-
-
-def test_a_connection_is_used_again_after_head(server, client):
-    server.respond(lambda request: server.Answer(body=b"data"))
-    for _ in range(2):
-        with client.send("HEAD", server.url, {}) as reply:
-            assert reply.length == 4
-    assert len({request.port for request in server.requests}) == 1
-
-
-def test_a_connection_with_much_left_to_read_is_not_used_again(server, client):
-    server.respond(lambda request: server.Answer(body=bytes(MIB), repeat=8))
-    for _ in range(2):
-        with client.send("GET", server.url, {}) as reply:
-            reply.read_into([memoryview(bytearray(10))])
-    assert len({request.port for request in server.requests}) == 2
 
 
 def test_an_answer_that_closes_the_connection_is_read_whole(server, client):
@@ -644,56 +541,6 @@ def test_a_server_without_tls_is_told_from_one_that_is_lost(server, client):
 
 
 # connections that failed: all are closed at once, and none is left to the garbage collector
-
-
-def sockets() -> int:
-    """How many this process has."""
-    names = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
-            names.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sum(name.startswith("socket:") for name in names)
-
-
-@pytest.mark.parametrize("native_tls", [True, False])
-def test_a_connection_that_is_broken_before_tls_begins_is_not_left_open(
-    open_client, native_tls, monkeypatch
-):
-    connect, connected = urllib3.util.connection.create_connection, threading.Event()
-
-    def reset(connection):
-        connected.wait(30)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-    def connect_and_wait(*args, **keywords):
-        made = connect(*args, **keywords)
-        connected.set()
-        poll = select.poll()
-        poll.register(made, 0)
-        assert poll.poll(30_000)  # it was reset
-        return made
-
-    monkeypatch.setattr(urllib3.util.connection, "create_connection", connect_and_wait)
-    client, before = open_client(native_tls=native_tls), sockets()
-    with listening(reset) as port:
-        error = failure(client, f"https://127.0.0.1:{port}/key", match="broken before TLS")
-    assert sockets() == before
-    assert error.__cause__ is not None
-
-
-@pytest.mark.parametrize("native_tls", [True, False])
-def test_a_handshake_that_is_interrupted_leaves_no_connection_open(
-    open_client, native_tls, monkeypatch
-):
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ssl.SSLSocket, "do_handshake", interrupt)
-    client, before = open_client(native_tls=native_tls), sockets()
-    with listening(lambda connection: connection.recv(1)) as port:
-        error = failure(client, f"https://127.0.0.1:{port}/key", KeyboardInterrupt)
-    assert sockets() == before
-    assert error.__traceback__ is not None
 
 
 def test_signatures_are_not_in_the_log_of_what_is_sent(client, server, caplog):

@@ -8,22 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from cloudckpt import Config, RetryPolicy
+from cloudckpt import RetryPolicy
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,
     CommitUnknownError,
     ConnectionLostError,
     InvalidRequestError,
-    PreconditionFailedError,
     StorageFullError,
     StoreError,
 )
 from cloudckpt.stores import local, posix
 from cloudckpt.stores.local import LocalStore
-from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.uri import CheckpointURI
 
 
 @pytest.fixture
@@ -68,12 +65,6 @@ def test_a_folder_that_is_deleted_just_then_is_made_again_but_not_forever(
             put(store, tmp_path / "run" / "object", b"data")
         assert caught.value.uri == (tmp_path / "run" / "object").as_uri()
         assert len(begun) < deletions
-
-
-@pytest.mark.parametrize("if_absent", [True, False])
-def test_nothing_else_is_left_behind(store, tmp_path, if_absent):
-    put(store, tmp_path / "object", b"data", if_absent=if_absent)
-    assert files_below(tmp_path) == ["object"]
 
 
 @pytest.mark.parametrize("condition", [{"if_absent": True}, {"if_version": "another"}])
@@ -158,18 +149,6 @@ def test_a_step_that_was_taken_though_it_failed_is_recognized(
     info = put(store, key, b"data", if_absent=step == "link")
     assert (key.read_bytes(), store.head(str(key))) == (b"data", info)
     assert files_below(tmp_path) == ["object"]
-
-
-def test_a_file_of_the_same_bytes_is_not_taken_for_ones_own(store, tmp_path, monkeypatch):
-    key = tmp_path / "object"
-    put(store, key, b"data")
-    with pytest.raises(PreconditionFailedError) as caught:
-        put(store, key, b"data", if_absent=True)
-    assert caught.value.certain
-    monkeypatch.setattr(os, "replace", fail_with(errno.ESTALE))
-    with pytest.raises(InvalidRequestError) as caught:
-        put(store, key, b"data")
-    assert not caught.value.certain
 
 
 @pytest.mark.parametrize("step", ["link", "replace"])
@@ -436,12 +415,6 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(store, tmp_path, verb):
     more = (0, [memoryview(bytearray(1))]) if verb == "get_range" else ()
     with pytest.raises(InvalidRequestError, match="no file"):
         getattr(store, verb)(key, *more)
-
-
-def test_the_same_store_serves_all_files_of_a_process(tmp_path):
-    config = Config()
-    one = open_store(CheckpointURI.parse(tmp_path / "a"), config)
-    assert open_store(CheckpointURI.parse(tmp_path / "b"), config) is one
 
 
 LISTINGS = {

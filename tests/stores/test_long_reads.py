@@ -305,42 +305,6 @@ def test_messages_of_tls_in_the_middle_of_a_body_are_no_part_of_it(talk, native,
     assert peer.accepted == 1
 
 
-@needs_native
-def test_a_renegotiation_that_this_side_refuses_does_not_disturb_a_body(
-    talk, authority, native, monkeypatch
-):
-    library = libssl()
-    context = authority.server()
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-
-    def script(peer):
-        found = ssl_of_server(peer.tls._sslobj)
-        while peer.request() is not None:
-            peer.promise(len(BODY))
-            peer.send(BODY[:MIB])
-            assert library.SSL_renegotiate(found) == 1
-            library.SSL_do_handshake(found)
-            peer.send(BODY[MIB:])
-
-    peer, client = talk(script, context)
-    handshake = ssl.SSLSocket.do_handshake
-
-    def refusing(sock, *arguments, **named):
-        sock.context.options |= ssl.OP_NO_RENEGOTIATION
-        return handshake(sock, *arguments, **named)
-
-    monkeypatch.setattr(ssl.SSLSocket, "do_handshake", refusing)
-    memory = bytearray(len(BODY))
-    received = len(BODY)
-    with client.send("GET", peer.url, {}) as reply:
-        try:
-            reply.read_into([memoryview(memory)])
-        except ConnectionLostError as error:
-            received = error.received
-    assert received >= MIB
-    assert memory[:received] == BODY[:received]
-
-
 FORGED = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
 
 
@@ -564,22 +528,6 @@ def test_a_wrong_certificate_is_refused(talk, authority, native, tmp_path, wrong
         pass
 
 
-@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
-def test_a_certificate_is_not_looked_at_if_nobody_wants_that(talk, native, tmp_path):
-    peer, client = talk(
-        answering(BODY), Authority(tmp_path, "others").server(), ca_bundle=None, verify_tls=False
-    )
-    assert get(client, peer.url, len(BODY)) == BODY
-
-
-def test_a_client_shows_its_certificate(talk, authority, native):
-    context = authority.server()
-    context.load_verify_locations(authority.bundle)
-    context.verify_mode = ssl.CERT_REQUIRED
-    peer, client = talk(answering(BODY), context, client_cert=authority.issue())
-    assert get(client, peer.url, len(BODY)) == BODY
-
-
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_body_comes_through_a_proxy(talk, authority, native, scheme):
     with forward_proxy(authority.server() if scheme == "https" else None) as proxy:
@@ -694,33 +642,6 @@ def test_a_version_that_nobody_knows_is_asked_for_the_same_proof(
     with client.send("GET", peer.url, {}) as reply:
         read_whole(reply)
         assert (reply.obstacle is None) == (native and NATIVE)
-
-
-OTHERS = {
-    "darwin": lambda patch: patch.setattr(long_reads.sys, "platform", "darwin"),
-    "pypy": lambda patch: patch.setattr(long_reads.sys.implementation, "name", "pypy"),
-    "free-threaded": lambda patch: patch.setattr(
-        long_reads.sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get
-    ),
-    "linked into Python": lambda patch: patch.delattr("_ssl.__file__"),
-}
-
-
-@pytest.mark.parametrize("why", OTHERS)
-def test_interpreters_of_other_kinds_take_the_plain_way_and_name_it(
-    talk, native, monkeypatch, another_interpreter, caplog, why
-):
-    if why == "linked into Python" and not NATIVE:
-        pytest.skip("it is not to be had here")
-    caplog.set_level(logging.DEBUG, "cloudckpt")
-    OTHERS[why](monkeypatch)
-    found = long_reads.obstacle()
-    assert why in found
-    peer, client = talk(answering(BODY))
-    with client.send("GET", peer.url, {}) as reply:
-        assert read_whole(reply) == BODY
-        assert reply.obstacle == (found if native else "native_tls is off")
-    assert (f"record by record: {found}" in caplog.text) == native
 
 
 # any peer

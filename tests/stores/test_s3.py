@@ -10,8 +10,6 @@ import itertools
 import pickle
 import re
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import parse_qs
 
 import pytest
 
@@ -59,9 +57,6 @@ def store(stub):
     store = S3Store("bucket", Config(s3=S3Options(endpoint_url=stub.url, addressing_style="path")))
     yield store
     store.close()
-
-
-WRITING = ("put", "create_upload")
 
 
 # signatures
@@ -121,49 +116,11 @@ def test_only_aws_is_known_to_honour_conditions(open_s3, endpoint, known):
 # what is sent along
 
 
-def test_object_options_are_sent_with_every_new_object(open_s3, server):
-    store = open_s3(
-        sse="aws:kms",
-        kms_key_id="arn:aws:kms:us-east-1:1:key/2",
-        storage_class="STANDARD_IA",
-        tags={"team": "n l&p=", "run": "7"},
-    )
-    for verb in WRITING:
-        headers = call(store, server, verb).headers
-        expected = {
-            "x-amz-server-side-encryption": "aws:kms",
-            "x-amz-server-side-encryption-aws-kms-key-id": "arn:aws:kms:us-east-1:1:key/2",
-            "x-amz-storage-class": "STANDARD_IA",
-        }
-        assert {name: headers[name] for name in expected} == expected
-        assert parse_qs(headers["x-amz-tagging"]) == {"team": ["n l&p="], "run": ["7"]}
-
-
 @pytest.mark.parametrize("storage_class", ["GLACIER", "DEEP_ARCHIVE"])
 def test_a_storage_class_that_can_not_be_loaded_from_is_refused_on_aws(open_s3, storage_class):
     with pytest.raises(ConfigError, match=f"storage_class='{storage_class}'"):
         open_s3(storage_class=storage_class, endpoint_url=None)
     open_s3(storage_class=storage_class)  # on others it may be the name of any class
-
-
-@pytest.mark.parametrize("verb", sorted(VERBS))
-def test_nothing_of_it_is_sent_unasked(store, server, verb):
-    names = {name.lower() for name in call(store, server, verb).headers}
-    assert not {name for name in names if name.startswith("x-amz-")} - {
-        "x-amz-date",
-        "x-amz-content-sha256",
-        "x-amz-sdk-checksum-algorithm",  # S3 wants a checksum of the list of keys to delete
-        "x-amz-checksum-crc32",
-        "x-amz-user-agent",
-        "x-amz-meta-cloudckptattempt",
-    }
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_the_requester_pays_for_every_request(open_s3, server, verb):
-    request = call(open_s3(requester_pays=True), server, verb)
-    assert request.headers["x-amz-request-payer"] == "requester"
-    assert "x-amz-request-payer" in request.headers["Authorization"]
 
 
 def test_the_checksum_of_a_whole_upload_follows_from_its_parts(open_s3, server):
@@ -359,29 +316,6 @@ def test_a_bucket_that_is_always_elsewhere_is_followed_once_a_request(open_s3, s
     assert len(server.requests) == 2
 
 
-def test_many_threads_follow_a_bucket_together(open_s3, server):
-    store = open_s3()
-
-    def answer(request):
-        if "/us-east-1/" in request.headers["Authorization"]:
-            return server.Answer(400, body=MALFORMED)
-        return server.Answer(headers={"ETag": '"tag"'})
-
-    server.respond(answer)
-    with ThreadPoolExecutor(8) as pool:
-        tags = [info.version for info in pool.map(lambda i: put(store, f"run/{i}"), range(24))]
-    assert tags == ['"tag"'] * 24
-    assert len(server.requests) <= 24 + 8
-
-
-def test_a_write_that_fails_in_the_right_region_is_as_certain_as_both_answers(open_s3, server):
-    server.answer(status=301, headers={"x-amz-bucket-region": "eu-west-3"})  # anybody's answer
-    server.answer(status=412, body=error_xml("PreconditionFailed"))
-    with pytest.raises(PreconditionFailedError) as caught:
-        put(open_s3())
-    assert not caught.value.certain
-
-
 @pytest.mark.parametrize("anonymous", [False, True])
 def test_on_aws_the_bucket_is_followed_to_another_host(anonymous):
     options = S3Options(region="us-east-1", anonymous=anonymous)
@@ -460,41 +394,6 @@ def test_a_listing_is_known_by_its_root_wherever_that_is(store, server, head):
     assert list(store.list("run/")) == []
 
 
-@pytest.mark.parametrize(
-    ("verb", "root", "entry"),
-    [
-        ("list", "ListBucketResult", "<Contents><Key>run/a</Key></Contents>"),
-        ("list", "ListBucketResult", "<Contents><Size>1</Size></Contents>"),
-        ("list", "ListBucketResult", "<Contents><Key>run/a</Key><Size>many</Size></Contents>"),
-        ("list_level", "ListBucketResult", "<CommonPrefixes></CommonPrefixes>"),
-        ("list_uploads", "ListMultipartUploadsResult", "<Upload><Key>run/a</Key></Upload>"),
-        ("list_uploads", "ListMultipartUploadsResult", "<Upload><UploadId>1</UploadId></Upload>"),
-    ],
-)
-def test_an_entry_of_a_listing_that_lacks_a_field_is_an_unreadable_answer(
-    store, server, verb, root, entry
-):
-    server.answer(body=f"<{root}><IsTruncated>false</IsTruncated>{entry}</{root}>".encode())
-    with pytest.raises(ServerError, match="not what it should be") as caught:
-        list(getattr(store, verb)("run/"))
-    assert caught.value.uri == "s3://bucket/run/"
-
-
-@pytest.mark.parametrize(
-    ("verb", "page"),
-    [
-        ("list", xml_of("ListBucketResult", IsTruncated="true")),
-        ("list", xml_of("ListBucketResult", IsTruncated="true", NextContinuationToken="")),
-        ("list_uploads", xml_of("ListMultipartUploadsResult", IsTruncated="true")),
-    ],
-)
-def test_a_listing_that_goes_on_nowhere_is_ended(store, server, verb, page):
-    server.respond(lambda request: server.Answer(body=page))
-    with pytest.raises(ServerError, match=r"leads nowhere|does not end"):
-        VERBS[verb](store)
-    assert len(server.requests) == 1
-
-
 # answers that leave something out
 
 PARTS = [Part(number, 4, f'"{number}"', CRC) for number in (1, 2)]
@@ -516,24 +415,6 @@ def test_a_completion_that_names_no_etag_is_looked_up(store, server, caplog, ans
     assert (info.size, info.version) == (8, '"tag"')
     assert [request.method for request in server.requests] == ["POST", "HEAD"]
     assert caplog.records == []
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        {"headers": {"ETag": '"tag"'}, "size": 8},  # of who knows whom
-        {"headers": {"ETag": '"tag"', "x-amz-meta-cloudckptattempt": "f" * 16}, "size": 8},
-        {"status": 404},
-        {"status": 403},
-        {"status": 503},
-    ],
-)
-def test_a_completion_without_its_object_is_tried_again(store, server, found):
-    server.answer(body=SILENT[0])
-    server.respond(lambda request: server.Answer(**found))
-    with pytest.raises(ServerError) as caught:
-        store.complete_upload(NAMED, PARTS)
-    assert caught.value.uri == "s3://bucket/run/object"
 
 
 def test_a_store_that_ignores_a_range_is_asked_again(store, server):
@@ -562,17 +443,6 @@ def test_an_unusable_content_range_is_a_broken_answer(store, server, content_ran
     server.answer(status=206, headers=headers, body=b"data")
     with pytest.raises(TransientStoreError):
         get_range(store)
-
-
-def test_a_stalled_object_is_given_up(open_s3, server):
-    server.answer(
-        status=206,
-        headers={"ETag": '"tag"', "Content-Range": "bytes 0-99999/100000"},
-        body=b"x" * 100_000,
-        drip=True,
-    )
-    with pytest.raises(ConnectionLostError, match="stalled"):
-        get_range(open_s3(stall_timeout=0.5), size=100_000)
 
 
 @pytest.mark.parametrize(

@@ -92,13 +92,6 @@ def test_a_directory_bucket_is_known_by_its_name():
     assert dialect_of("x-s3", "s3.amazonaws.com", is_amazon=True) is AWS
 
 
-@pytest.mark.parametrize("name", ["r2", "minio"])
-def test_options_win_over_the_row(open_s3, name):
-    for checksum in ("on", "off"):
-        store = open_s3(dialect=name, checksum=checksum)
-        assert store.capabilities.verifies is (checksum == "on")
-
-
 @pytest.mark.parametrize(
     ("endpoint", "given", "url"),
     [
@@ -359,18 +352,6 @@ def test_a_session_that_is_refused_says_why(open_s3, server, status, code, expec
     assert {request.target for request in server.requests} == {f"/{EXPRESS_BUCKET}?session"}
 
 
-def test_a_directory_bucket_is_asked_at_its_zone(open_s3, server, monkeypatch):
-    monkeypatch.setenv("HTTPS_PROXY", server.url)  # the stub sees whom to connect to
-    monkeypatch.setenv("AWS_REGION", "us-west-2")
-    server.respond(lambda request: server.Answer(502))
-    store = open_s3(EXPRESS_BUCKET, endpoint_url=None)
-    assert store.capabilities.conditional_writes is True
-    with pytest.raises(StoreError):
-        store.head("key")
-    zone = f"{EXPRESS_BUCKET}.s3express-usw2-az1.us-west-2.amazonaws.com:443"
-    assert {request.target for request in server.requests} == {zone}
-
-
 # reads that are sent on
 
 
@@ -415,22 +396,6 @@ def test_a_version_is_pinned_though_the_store_ignores_conditions(hugging):
         store.get("run/nothing")
     with pytest.raises(RangeNotSatisfiableError):
         get_range(store, start=7, size=3, if_version=new.version)
-
-
-def test_a_gateway_may_answer_by_itself(open_s3, server):
-    server.respond(
-        lambda request: server.Answer(
-            206 if request.headers["Range"] else 200,
-            {"ETag": '"tag"', "Content-Range": "bytes 0-3/4"},
-            b"data" if request.method == "GET" else b"",
-            size=4,
-        )
-    )
-    store = open_s3(dialect="huggingface")
-    assert get_range(store, "key", 0, 4, if_version='"tag"') == b"data"
-    assert store.get("key")[0] == b"data"
-    with pytest.raises(PreconditionFailedError):  # it ignores conditions, too
-        get_range(store, "key", if_version='"other"')
 
 
 @pytest.mark.parametrize("name", [name for name, row in DIALECTS.items() if not row.redirects])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt import RetryPolicy, S3Options
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
@@ -139,25 +139,6 @@ def test_what_is_refused_for_another_reason_says_so(open_s3, server, refusal, ex
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize(("dialect", "kind"), [("other", "COMPOSITE"), ("aws", "FULL_OBJECT")])
-def test_moto_has_an_object_with_either_type(open_s3, s3_url, s3_client, bucket, dialect, kind):
-    with FaultyProxy(s3_url) as proxy:
-        options = {"endpoint_url": proxy.url, "addressing_style": "path", "dialect": dialect}
-        store = open_s3(bucket, checksum="on", **options)
-        data = some_bytes(6 * MIB)
-        upload = store.create_upload(KEY, 5 * MIB)
-        parts = [
-            put_part(store, upload, 1, data[: 5 * MIB]),
-            put_part(store, upload, 2, data[5 * MIB :]),
-        ]
-        info = store.complete_upload(upload, parts)
-        assert store.written(KEY, upload.attempt) == info
-        assert proxy.requests("GetObject") == []
-        assert store.get(KEY, limit=1 << 30)[0] == data
-    found = s3_client.get_object(Bucket=bucket, Key=KEY, ChecksumMode="ENABLED")
-    assert found["ChecksumType"] == kind
-
-
 # the checksum of an object
 
 TOLD = {"ETag": '"opaque"', "x-amz-checksum-crc32c": to_base64(7)}
@@ -243,20 +224,6 @@ def test_an_object_whose_answer_was_lost_is_found_by_its_refused_repetition(
     assert torch.equal(found["weight"], state["weight"])
 
 
-@pytest.mark.parametrize(("operation", "path", "refusal"), CASES)
-def test_an_object_that_is_not_there_is_refused_by_the_original_name(
-    proxy, config, bucket, s3_client, operation, path, refusal
-):
-    status, code, expected = REFUSALS[refusal]
-    proxy.inject(Reset("request"), operation=operation, path=path, times=1)
-    proxy.inject(s3_error(status, code), operation=operation, path=path)
-    with pytest.raises(expected) as caught:
-        cloudckpt.save(state_for(operation), checkpoint_id=f"s3://{bucket}/run", config=config)
-    assert type(caught.value) is expected
-    assert code in str(caught.value)
-    assert "Contents" not in s3_client.list_objects_v2(Bucket=bucket)
-
-
 def test_whose_an_object_is_one_request_tells(proxy, config, bucket):
     proxy.inject(Reset("answer"), operation="CompleteMultipartUpload", times=1)
     proxy.inject(s3_error(404, "NoSuchUpload"), operation="CompleteMultipartUpload")
@@ -304,16 +271,6 @@ def test_a_replacement_whose_answer_was_lost_has_succeeded(proxy, config, replac
     assert content_of(s3_client, replaceable) == NEW
 
 
-def test_the_object_that_was_there_before_is_not_taken_for_its_replacement(
-    proxy, config, replaceable, s3_client
-):
-    proxy.inject(Reset("request"), operation="CompleteMultipartUpload", times=1)
-    proxy.inject(s3_error(404, "NoSuchUpload"), operation="CompleteMultipartUpload")
-    with pytest.raises(ObjectNotFoundError, match="NoSuchUpload"):
-        send_named(config, replaceable, NEW)
-    assert content_of(s3_client, replaceable) == OLD
-
-
 # what only AWS promises
 
 
@@ -356,23 +313,6 @@ def test_an_access_point_is_addressed_as_boto3_does(open_s3, server, monkeypatch
         store.head("run/object")
     assert caught.value.uri == f"s3://{bucket}/run/object"
     assert {request.target for request in server.requests} == {f"{host}:443"}
-
-
-def test_a_checkpoint_is_saved_and_loaded_through_an_access_point(s3_client, proxy, monkeypatch):
-    """moto takes the host that boto3 makes of the ARN for that of a bucket."""
-    s3_client.create_bucket(Bucket="point-123456789012")
-    monkeypatch.setenv("HTTP_PROXY", proxy.url)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")  # for boto3 itself
-    options = S3Options(endpoint_url="http://s3.eu-west-1.amazonaws.com")
-    config = Config(s3=options, part_size=5 * MIB)
-    uri, state = f"s3://{POINT}/run/step-1", {"weight": torch.arange(6 * MIB // 4)}
-    cloudckpt.save(state, checkpoint_id=uri, config=config)
-    cloudckpt.save(state, checkpoint_id=uri, config=config)
-    found = {"weight": torch.zeros_like(state["weight"])}
-    cloudckpt.load(found, checkpoint_id=uri, config=config)
-    assert torch.equal(found["weight"], state["weight"])
-    listed = s3_client.list_objects_v2(Bucket="point-123456789012")["Contents"]
-    assert {entry["Key"].rpartition("/")[0] for entry in listed} == {"run/step-1"}
 
 
 @pytest.mark.parametrize("bucket", ["point--usw2-az1--xa-s3", "changer--ol-s3"])
