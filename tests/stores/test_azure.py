@@ -162,26 +162,18 @@ def test_an_impossible_account_is_refused(monkeypatch, account):
 
 
 class Identity:
-    """Stands for DefaultAzureCredential: tokens with a number, for ``life`` seconds.
+    """Stands for DefaultAzureCredential."""
 
-    They are to be renewed after ``due`` seconds, if that is given.
-    """
-
-    life = 3600.0
-    due: float | None = None
     error: Exception | None = None
 
     def __init__(self, **settings):
         self.asked = []
 
-    def get_token_info(self, *scopes):
+    def get_token_info(self, *scopes, options=None):
         self.asked.append(scopes)
         if self.error is not None:
             raise self.error
-        now = int(time.time())
-        due = None if self.due is None else now + int(self.due)
-        token = f"SECRETTOKEN{len(self.asked)}"
-        return AccessTokenInfo(token, now + int(self.life), refresh_on=due)
+        return AccessTokenInfo("SECRETTOKEN", int(time.time()) + 3600)
 
 
 class Nobody(Identity):

@@ -16,7 +16,6 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from cloudckpt.config import Config
 from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
-    AccessDeniedError,
     ConfigError,
     CredentialsError,
     MissingDependencyError,
@@ -87,7 +86,6 @@ class ContainerAccess:
 
     def __init__(self, container: str, host: str, config: Config, uri: str) -> None:
         self._place = place = _locate(host, config, _from_environment(container, uri), uri)
-        self._uri = uri
         self.container, self.endpoint = container, place.endpoint
         self.url = f"{place.endpoint}/{quote(container)}"
         self.endpoint_from = (
@@ -97,8 +95,6 @@ class ContainerAccess:
         )
         parts = urlsplit(place.endpoint)
         self.is_azure = _is_azure(parts.hostname)
-        # of a read-only copy in another region
-        self._is_secondary = self.is_azure and "-secondary" in _first_of(place.endpoint)
         self.http_options = HttpOptions.of_environment(config, place.endpoint)
 
         def look() -> _Source:
@@ -147,17 +143,10 @@ class ContainerAccess:
         """As of :class:`~cloudckpt.stores.rest.Access`.
 
         Raises:
-            AccessDeniedError: If it would write to an endpoint that can only be read.
             CredentialsError: If there are no credentials, or they can't be renewed.
             TransientStoreError: If they temporarily can't be renewed.
         """
         method, url = request.method, request.url
-        if self._is_secondary and method not in ("GET", "HEAD"):
-            raise AccessDeniedError(
-                f"{urlsplit(self.url).netloc} is the secondary endpoint of the account, a copy "
-                "that can only be read; write to the account's own endpoint, without -secondary",
-                uri=self._uri,
-            )
         headers["x-ms-version"] = API_VERSION
         headers["x-ms-date"] = email.utils.formatdate(usegmt=True)
         source = self.credentials.current

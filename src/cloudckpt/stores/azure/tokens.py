@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 from cloudckpt._version import __version__
 from cloudckpt.config import Config
-from cloudckpt.errors import CredentialsError, MissingDependencyError, StoreError
+from cloudckpt.errors import CredentialsError, MissingDependencyError
 from cloudckpt.stores.credentials import alone, check_credential, fetching
 from cloudckpt.stores.origins import Origin
 from cloudckpt.stores.redaction import raise_alone, told
 
 try:
     from azure.core.exceptions import AzureError, ClientAuthenticationError
-    from azure.identity import DefaultAzureCredential
+    from azure.identity import DefaultAzureCredential, get_bearer_token_provider
 except ImportError as exc:
     raise MissingDependencyError(
         "az:// needs azure-storage-blob and azure-identity; install them with: "
@@ -27,27 +26,15 @@ except ImportError as exc:
 __all__ = ["Tokens"]
 
 _SCOPE = "https://storage.azure.com/.default"
-_MARGIN = 300.0  # seconds before a token's end from which azure-identity gives a new one
 _LONGEST = 3000  # characters of what all sources say
-_PAUSE = 30.0  # seconds between renewals; azure-identity's own interval after failures
 _CLI_TIMEOUT = 60  # seconds; `az` starts slowly on a busy machine
 
 
-@dataclass(frozen=True, repr=False)
-class _Held:
-    """A token, when to renew it, and when it expires (seconds since the epoch)."""
-
-    token: str = ""
-    due: float = 0.0
-    ends: float = 0.0
-
-
 class Tokens:
-    """A valid token, shared by all threads.
+    """A valid token, shared by all threads; azure-identity keeps it and renews it when it is due.
 
-    Only some of azure-identity's sources cache their token: `az` would run for each request. One
-    thread renews the token when its issuer wants that, or five minutes before it expires;
-    meanwhile, and if that fails, the others keep using the old token as long as it is valid.
+    Only some of its sources keep their token: `az` would run for each request, so its provider of
+    tokens, which keeps one, is asked; and by one thread at a time, of which the first fetches it.
     """
 
     def __init__(self, config: Config, uri: str, *, note: str = "") -> None:
@@ -66,7 +53,7 @@ class Tokens:
             "user_agent": f"cloudckpt/{__version__}",
         }
         self._credential: DefaultAzureCredential | None = None
-        self._held = _Held()
+        self._provider: Callable[[], str] | None = None
         self._lock = threading.Lock()
 
     def get(self) -> str:
@@ -74,45 +61,29 @@ class Tokens:
 
         Raises:
             CredentialsError: If no source has credentials, or they are refused.
-            TransientStoreError: If the token has expired and temporarily can't be renewed.
+            TransientStoreError: If it temporarily can't be fetched or renewed.
         """
-        held, now = self._held, time.time()
-        if now < held.due:
-            return held.token
-        with alone(self._lock, self._uri, wait=now >= held.ends) as is_mine:
-            if is_mine and self._held is held:  # no other thread has renewed it
-                self._held = self._renewed(held)
-        return self._held.token
+        with alone(self._lock, self._uri):
+            return self._fetched()
 
     def origin(self) -> Origin:
         """Which azure-identity source gave the token; azure-identity has no public name for it."""
         found = getattr(self._credential, "_successful_credential", None) or self._credential
-        source = f"azure-identity's {type(found).__name__}"
-        return Origin(source=source, ends=self._held.ends or None)
+        return Origin(source=f"azure-identity's {type(found).__name__}")
 
-    def _renewed(self, held: _Held) -> _Held:
-        try:
-            return self._fetch()
-        except StoreError:
-            now = time.time()
-            if now >= held.ends:
-                raise
-            return replace(held, due=min(now + _PAUSE, held.ends))
-
-    def _fetch(self) -> _Held:
+    def _fetched(self) -> str:
         name = "AZURE_CLIENT_SECRET"
         check_credential(os.environ.get(name, ""), name, self._uri, header=False)
         with fetching("Azure", self._uri, is_passing=_is_passing):
-            if self._credential is None:
+            if self._provider is None:
                 self._credential = DefaultAzureCredential(**self._settings)
+                self._provider = get_bearer_token_provider(self._credential, _SCOPE)
             try:
-                found = self._credential.get_token_info(_SCOPE)
+                token = self._provider()
             except ClientAuthenticationError as exc:
                 raise_alone(self._none(exc))
-        check_credential(found.token, "the access token of Microsoft Entra ID", self._uri)
-        ends = float(found.expires_on)
-        due = max(float(found.refresh_on or ends - _MARGIN), time.time() + _PAUSE)
-        return _Held(found.token, min(due, ends), ends)
+        check_credential(token, "the access token of Microsoft Entra ID", self._uri)
+        return token
 
     def _none(self, exc: Exception) -> CredentialsError:
         return CredentialsError(

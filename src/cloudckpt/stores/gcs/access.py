@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from datetime import timezone
 from typing import Any
@@ -19,7 +18,6 @@ from cloudckpt.errors import (
     ClockError,
     CredentialsError,
     MissingDependencyError,
-    StoreError,
     TransientStoreError,
 )
 from cloudckpt.stores.credentials import (
@@ -50,7 +48,6 @@ __all__ = ["BucketAccess"]
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 _INVALID = google.auth.credentials.TokenState.INVALID
-_PAUSE = 15.0  # seconds between refreshes of a valid token that fail
 
 
 class BucketAccess:
@@ -178,7 +175,6 @@ class _Token:
         self._request = _Request()
         self._request.timeout = config.connect_timeout, config.read_timeout
         self._lock = threading.Lock()
-        self._next_refresh = 0.0  # ahead of the token's end, by the monotonic clock
         with self._fetching():
             self._credentials = _find(uri)
             self._credentials.with_non_blocking_refresh()
@@ -188,20 +184,10 @@ class _Token:
         """Adds what google-auth wants a request to carry: the token, and what else it knows of.
 
         ``before_request`` is its hook for that. It finds out in the background where the account
-        may be used from (regional access boundaries), and says so in a header. If the background
-        could not refresh a token minutes before its end, the hook tries it itself: that it fails,
-        too, is no reason not to use a token that is still valid.
+        may be used from (regional access boundaries), and says so in a header.
         """
-        if time.monotonic() >= self._next_refresh:
-            try:
-                with self._fetching():
-                    self._credentials.before_request(self._request, method, url, headers)
-                return
-            except StoreError:
-                if self._credentials.token_state is _INVALID:
-                    raise
-                self._next_refresh = time.monotonic() + _PAUSE
-        self._credentials.apply(headers)
+        with self._fetching():
+            self._credentials.before_request(self._request, method, url, headers)
 
     def secrets(self) -> tuple[str, ...]:
         with self._fetching():

@@ -47,8 +47,7 @@ try:
     from botocore.httpsession import get_cert_path
     from botocore.utils import get_environ_proxies
 
-    from cloudckpt.stores.s3.credentials import METADATA_SETTINGS, Keys, fetching_keys
-    from cloudckpt.stores.s3.sessions import Sessions
+    from cloudckpt.stores.s3.credentials import METADATA_SETTINGS, Keys, Sessions, fetching_keys
 except ImportError as exc:
     raise MissingDependencyError(
         "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc

@@ -1,22 +1,28 @@
-"""The AWS credentials that boto3 finds; botocore refreshes them by its own rules."""
+"""What requests to S3 are signed with: credentials that boto3 finds, or a session of theirs.
+
+botocore refreshes both by its own rules.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import botocore.exceptions
+from botocore.credentials import RefreshableCredentials
 
-from cloudckpt.errors import CredentialsError, TransientStoreError
+from cloudckpt.errors import AccessDeniedError, CredentialsError, TransientStoreError
 from cloudckpt.stores.credentials import check_credential, fetching
 from cloudckpt.stores.http.tls_errors import causes
 from cloudckpt.stores.origins import Origin
+from cloudckpt.stores.redaction import raise_alone
 from cloudckpt.stores.s3.errors import from_code
 
-__all__ = ["METADATA_SETTINGS", "Keys", "fetching_keys", "is_passing"]
+__all__ = ["METADATA_SETTINGS", "Keys", "Sessions", "fetching_keys"]
 
 _NAMES = (
     ("AWS_ACCESS_KEY_ID", "aws_access_key_id"),
@@ -25,6 +31,9 @@ _NAMES = (
 )
 _SILENT_FOR = 0.9  # seconds; botocore waits for one at least, and an answer takes milliseconds
 _LEAST_ID = 16  # characters, which AWS documents: of a shorter one its end would be too much
+# as botocore.utils.IdentityCache has them: seconds before the end from which one thread renews the
+# keys while the others use them, and from which all wait
+_RENEWED, _AWAITED = 45, 10
 
 
 class Keys:
@@ -108,7 +117,7 @@ _SILENT = (
 )
 
 
-def is_passing(exc: Exception) -> bool:
+def _is_passing(exc: Exception) -> bool:
     """Whether the service behind a source was silent, or has asked to come again later."""
     for inner in causes(exc):
         if isinstance(inner, botocore.exceptions.ClientError):  # of STS, Identity Center, sign-in
@@ -121,8 +130,88 @@ def is_passing(exc: Exception) -> bool:
     return False
 
 
-fetching_keys = partial(fetching, "AWS", is_passing=is_passing)
+fetching_keys = partial(fetching, "AWS", is_passing=_is_passing)
 """Around what boto3 does to find or refresh credentials for a URI: its errors are ours."""
+
+
+class Sessions:
+    """The sessions of one directory bucket (S3 Express One Zone), and the credentials behind them.
+
+    Requests are signed with keys that CreateSession gives out for five minutes. boto3 asks for them
+    and botocore renews them, as for its own clients; here they are kept and used.
+    """
+
+    def __init__(self, session: Any, client: Any, bucket: str, uri: str) -> None:
+        """
+        Args:
+            session: Of boto3: finds the credentials.
+            client: Of that session: asks for the bucket's keys.
+            bucket: Its name.
+            uri: What it is for, for messages.
+
+        Raises:
+            StoreError: If there are no credentials, as of :class:`Keys`.
+        """
+        self._bucket, self._uri = bucket, uri
+        self.identity = Keys(lambda: session, uri)
+        """What copies are signed with: they may read other buckets, which no session covers."""
+        self._client = client
+        self._lock = threading.Lock()
+        self._keys: Any = None
+
+    def secrets(self) -> tuple[str, ...]:
+        """Access key, secret key and token of a session that is valid now.
+
+        Raises:
+            CredentialsError: If the AWS credentials can't be used.
+            AccessDeniedError: If they may not begin a session.
+            BucketNotFoundError: If there is no such bucket.
+            ConnectionLostError: If S3 is silent or overloaded.
+        """
+        with fetching("S3 Express session's", self._uri, is_passing=_is_passing):
+            with self._lock:
+                if self._keys is None:
+                    self._keys = RefreshableCredentials.create_from_metadata(
+                        metadata=self._begin(),
+                        refresh_using=self._begin,
+                        method="s3express",
+                        advisory_timeout=_RENEWED,
+                        mandatory_timeout=_AWAITED,
+                    )
+            frozen = self._keys.get_frozen_credentials()
+            return frozen.access_key, frozen.secret_key, frozen.token
+
+    def _begin(self) -> dict[str, str]:
+        """A new session, in the form that botocore keeps credentials in."""
+        self.identity.secrets()  # whose own problem is told in its own words
+        try:
+            keys = self._client.create_session(Bucket=self._bucket)["Credentials"]
+        except botocore.exceptions.ClientError as exc:
+            if _is_passing(exc):
+                raise
+            told, meta = exc.response["Error"], exc.response["ResponseMetadata"]
+            error = from_code(
+                str(told.get("Code", "")),
+                int(meta.get("HTTPStatusCode", 0)),
+                str(told.get("Message", "")),
+                "CreateSession",
+                self._uri,
+                meta.get("HTTPHeaders"),
+                is_foreign=True,  # nobody has asked for an object
+            )
+            if isinstance(error, AccessDeniedError):
+                error.message += "; a directory bucket needs s3express:CreateSession"
+            raise_alone(error)
+        return {
+            "access_key": keys["AccessKeyId"],
+            "secret_key": keys["SecretAccessKey"],
+            "token": keys["SessionToken"],
+            # the client leaves times as they are written
+            "expiry_time": str(keys["Expiration"]),
+        }
+
+    def origin(self) -> Origin:
+        return self.identity.origin()
 
 
 def _seconds(value: Any) -> Any:
