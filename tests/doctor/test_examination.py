@@ -12,15 +12,14 @@ import pytest
 
 from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options, sweep
 from cloudckpt.doctor import Finding, examine, surroundings, trials
-from cloudckpt.errors import AccessDeniedError, ConfigError
-from cloudckpt.stores.base import ObjectStore
+from cloudckpt.errors import ConfigError
 from cloudckpt.stores.s3.store import S3Store
 from support.authority import Authority
 from support.emulators import free_port
 from support.forwarding import forward_proxy
 from support.memory_store import MemoryStore
 from support.stubs.gcs import GcsStub
-from support.wire.faults import Reset, Stall, StripHeaders, s3_error
+from support.wire.faults import Stall, StripHeaders, s3_error
 from support.wire.proxy import FaultyProxy
 
 MIB = 1024 * 1024
@@ -47,6 +46,8 @@ def config_of(url: str, **options) -> Config:
 
 def examined(location, config=None, **options) -> dict[str, Finding]:
     found = examine(location, config=config, **{"size": MIB, **options})
+    for one in found:
+        assert one.advice or one.outcome in ("ok", "skipped"), one.found
     return {one.check: one for one in found}
 
 
@@ -130,13 +131,6 @@ def test_a_store_that_does_not_mind_a_wrong_checksum_is_found_out(end, bucket) -
     assert "CLOUDCKPT_CHECKSUM=off" in found["checksums"].advice
 
 
-def test_a_store_that_refuses_a_wrong_checksum_is_believed(end, bucket) -> None:
-    wrong = s3_error(400, "BadDigest")
-    end.inject(wrong, path="*.wrong*", where=lambda request: request.method == "PUT")
-    found = examined(f"s3://{bucket}/run", config_of(end.url, checksum="on"))
-    assert found["checksums"].outcome == "ok"
-
-
 def test_missing_credentials_are_named_and_nothing_is_tried(end, bucket, monkeypatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -161,12 +155,6 @@ def test_a_server_that_is_not_there_is_told_once(bucket) -> None:
     assert outcomes(found, "failed") == ["connection"]
 
 
-def test_a_host_without_an_address_is_named(bucket) -> None:
-    found = examined(f"s3://{bucket}/run", config_of("http://nowhere.invalid:9000"))
-    assert found["connection"].outcome == "failed"
-    assert "nowhere.invalid" in found["connection"].found
-
-
 def test_a_certificate_that_is_not_trusted_is_named(end, bucket, monkeypatch) -> None:
     monkeypatch.delenv("AWS_CA_BUNDLE")
     found = examined(f"s3://{bucket}/run", config_of(end.url))
@@ -189,13 +177,6 @@ def test_a_clock_that_is_wrong_is_told(end, bucket, monkeypatch, ahead, outcome)
     found = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
     assert found["clock"].outcome == outcome
     assert abs(found["clock"].values["skew_seconds"] - ahead) <= 5
-
-
-def test_a_way_that_lets_no_writes_through_hides_nothing_else(end, bucket) -> None:
-    end.inject(Reset("request"), operation="PutObject")
-    found = examined(f"s3://{bucket}/run", config_of(end.url))
-    assert found["write"].outcome == found["speed"].outcome == "failed"
-    assert {"list", "multipart", "abort"} <= set(outcomes(found, "ok"))
 
 
 def test_what_a_killed_doctor_has_left_is_swept(end, bucket, s3_client) -> None:
@@ -366,13 +347,3 @@ def test_a_proxy_on_the_way_is_told(end, bucket, monkeypatch) -> None:
         found = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
     assert "through a proxy" in found["connection"].found
     assert outcomes(found, "failed") == []
-
-
-def test_errors_of_a_trial_are_its_finding(monkeypatch) -> None:
-    def denied(self: ObjectStore, *arguments: object, **options: object) -> None:
-        raise AccessDeniedError("not you")
-
-    monkeypatch.setattr(MemoryStore, "put", denied)
-    found = examined("memory://refusing/run")
-    assert "write" in outcomes(found, "failed")
-    assert found["read"].outcome == "skipped"

@@ -1,6 +1,5 @@
 """Google's store: endpoints, credentials, and the renewal of tokens."""
 
-import contextlib
 import copy
 import datetime
 import itertools
@@ -240,34 +239,6 @@ def test_credentials_for_another_universe_are_not_sent(
     assert secure.requests == token_server.requests == []
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "variable", "universe", "fits"),
-    [
-        (None, None, "googleapis.com", True),
-        (None, None, "cloud.example", False),
-        (None, "cloud.example", "cloud.example", True),
-        (None, "cloud.example", "googleapis.com", False),
-        ("https://storage.cloud.example", None, "cloud.example", True),
-        ("https://storage.notcloud.example", None, "cloud.example", False),
-        ("https://storage.googleapis.com", "cloud.example", "googleapis.com", True),
-        ("https://storage.googleapis.com", "cloud.example", "cloud.example", False),
-        ("https://proxy.internal", None, "googleapis.com", True),
-        ("https://proxy.internal", "cloud.example", "cloud.example", True),
-        ("https://proxy.internal", None, "cloud.example", False),
-    ],
-)
-def test_the_universe_of_the_credentials_must_be_that_of_the_endpoint(
-    open_with, monkeypatch, endpoint, variable, universe, fits
-):
-    credentials = FakeCredentials()
-    credentials._universe_domain = universe
-    if variable is not None:
-        monkeypatch.setenv("GOOGLE_CLOUD_UNIVERSE_DOMAIN", variable)
-    with contextlib.nullcontext() if fits else pytest.raises(CredentialsError, match=universe):
-        open_with(credentials, endpoint_url=endpoint)
-    assert credentials.refreshes == 0
-
-
 # where requests go
 
 
@@ -320,17 +291,3 @@ def test_only_google_is_known_to_honour_conditions(open_with, endpoint, known):
 
 
 # what is told to people
-
-
-def test_a_key_file_that_was_replaced_is_read_when_a_refresh_with_the_old_key_fails(
-    open_gcs, secure, account_file, workload_file, token_server
-):
-    store = open_gcs(file=account_file)
-    call(store, secure, "head")
-    store._credentials.current._credentials.expiry = datetime.datetime(2020, 1, 1)
-    token_server.answer(status=400, body=b'{"error": "invalid_grant"}')
-    with pytest.raises(ConnectionLostError, match="invalid_grant"):
-        store.head("run/object")
-    account_file.write_text(workload_file.read_text())
-    call(store, secure, "head")
-    assert token_server.requests[-1].target == "/sts"

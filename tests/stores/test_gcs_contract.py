@@ -6,7 +6,7 @@ import pytest
 
 from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C
-from cloudckpt.errors import AccessDeniedError, BucketNotFoundError
+from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores.gcs.store import GCSStore
 from support.contract import StoreContract, put_part
 from support.stubs.gcs import GcsStub
@@ -109,20 +109,3 @@ def test_a_bucket_whose_requesters_pay_is_told_who_pays(open_gcs, state):
     store.delete(KEY)
     assert state.keys("bucket") == []
     assert list(store.list_uploads("run/")) == []
-
-
-def test_a_bucket_that_is_not_there_is_named(open_gcs, state):
-    store = open_gcs()
-    state.buckets.clear()
-    verbs = (
-        lambda: store.put(KEY, [], checksum=0),
-        lambda: store.create_upload(KEY, 200),
-        lambda: store.get(KEY),
-        lambda: store.head(KEY),
-        lambda: list(store.list("run/")),
-        lambda: list(store.list_uploads("run/")),
-        lambda: store.delete(KEY),
-    )
-    for verb in verbs:
-        with pytest.raises(BucketNotFoundError, match="the bucket does not exist"):
-            verb()

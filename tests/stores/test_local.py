@@ -195,13 +195,6 @@ def test_a_file_system_without_locks_is_told_what_it_lacks(store, tmp_path, monk
     assert files_below(tmp_path) == []
 
 
-def test_what_fails_before_a_file_appears_has_failed_for_certain(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "pwritev", fail_with(errno.EIO))
-    with pytest.raises(StoreError) as caught:
-        put(store, tmp_path / "object", b"data")
-    assert caught.value.certain
-
-
 def test_a_folder_is_made_in_one_that_may_be_written_to_but_not_listed(
     store, tmp_path, monkeypatch
 ):
@@ -462,14 +455,6 @@ def test_a_folder_that_can_not_be_looked_into_may_have_files(store, tmp_path, mo
     for how in ("list", "list_uploads"):
         with pytest.raises(AccessDeniedError):
             LISTINGS[how](store, tmp_path / "run")
-
-
-@pytest.mark.parametrize("how", LISTINGS)
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR])
-def test_a_folder_that_is_gone_is_empty(store, tmp_path, monkeypatch, how, number):
-    put(store, tmp_path / "run" / "a", b"data")
-    refuse(monkeypatch, "scandir", tmp_path / "run", number)
-    assert LISTINGS[how](store, tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("how", ["list", "list_level"])

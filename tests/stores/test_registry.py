@@ -45,11 +45,6 @@ def test_a_store_without_its_packages_says_what_to_install(monkeypatch, scheme, 
         open_store(CheckpointURI.parse(f"{scheme}://no-packages/run"), Config())
 
 
-def test_a_bucket_has_one_store_for_equal_options():
-    one = open_store(MEMORY, Config())
-    assert open_store(CheckpointURI.parse("memory://registry/other/run"), Config()) is one
-
-
 @pytest.mark.parametrize(
     ("location", "config"),
     [

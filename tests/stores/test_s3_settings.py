@@ -82,13 +82,6 @@ def test_the_first_of_several_regions_counts(setting, server, services, open_sto
     assert signed(server.requests[-1]) == ("ENVKEY", WANTED[first])
 
 
-@pytest.mark.parametrize("empty", ["AWS_REGION", "AWS_DEFAULT_REGION", "CLOUDCKPT_S3_REGION"])
-def test_an_empty_variable_sets_no_region(setting, server, services, open_store, empty):
-    setting(KEYS | {empty: ""}, "[default]\nregion = sa-east-1\n")
-    put(open_store(endpoint_url=server.url))
-    assert signed(server.requests[-1]) == ("ENVKEY", "sa-east-1")
-
-
 # the endpoint, and how the bucket is written
 
 

@@ -166,15 +166,6 @@ def test_a_failure_of_the_network_while_nothing_changes_is_tried_again():
     assert bytes(data) in bytes(store.inner.get(KEY)[0])
 
 
-def test_of_several_tensors_the_one_that_changed_is_named():
-    store = Slow(verifies=False)
-    memory = {name: tensor(100) for name in ("first", "second", "third")}
-    store.before = lambda body, number: change([memoryview(memory["second"])], number)
-    with pytest.raises(TensorChangedError) as caught:
-        send(store, [piece for name, data in memory.items() for piece in pieces_of(data, name)])
-    assert caught.value.item == "second"
-
-
 def test_memory_that_nobody_else_can_write_is_not_looked_at_again(monkeypatch):
     """Slabs of copies are on loan, and envelopes are immutable."""
     store, looked = Slow(verifies=False), []

@@ -7,7 +7,6 @@ import uuid
 import pytest
 
 from cloudckpt.config import Config
-from cloudckpt.errors import ConfigError
 from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.lanes import FIRST
 from support.memory_store import MemoryStore
@@ -81,12 +80,6 @@ def test_the_next_transfer_the_same_way_begins_with_what_was_found(monkeypatch):
     assert crowd_of(Counting(), 16, "out") == FIRST
 
 
-def test_few_tasks_take_no_more_connections_than_they_are():
-    before = threading.active_count()
-    assert crowd_of(Counting(), 3) <= 3
-    assert threading.active_count() <= before
-
-
 @pytest.mark.parametrize("number", [1, 3, 12])
 def test_a_number_that_was_given_is_kept_to(number):
     assert crowd_of(Counting(), 200, connections=number) == number
@@ -113,17 +106,3 @@ def test_small_requests_are_sixteen_at_a_time_or_as_many_as_there_may_be(monkeyp
     assert Config(connections=100).requests_at_once == 100
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert Config().requests_at_once == 8
-
-
-def test_the_variable_takes_a_number_or_the_word(monkeypatch):
-    for text, value in (("auto", "auto"), ("7", 7)):
-        monkeypatch.setenv("CLOUDCKPT_CONNECTIONS", text)
-        assert Config().connections == value
-    monkeypatch.setenv("CLOUDCKPT_CONNECTIONS", "many")
-    with pytest.raises(ConfigError, match="a whole number or 'auto'"):
-        Config()
-
-
-def test_another_word_is_refused():
-    with pytest.raises(ConfigError, match="must be int or 'auto'"):
-        Config(connections="many")

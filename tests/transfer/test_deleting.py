@@ -87,11 +87,6 @@ def test_as_many_are_deleted_at_a_time_as_there_are_threads(store):
     assert held(store) == []
 
 
-def test_deleting_nothing_asks_nothing(store):
-    assert delete_each(store, [], AT_ONCE, threads=4) == {}
-    assert store.calls["delete"] == 0
-
-
 @pytest.mark.parametrize("error", [ServerError, AccessDeniedError, RuntimeError])
 def test_what_is_left_of_a_clean_up_is_logged(store, caplog, error):
     store.fail("delete", error, where=only(KEYS[3]))
@@ -99,12 +94,6 @@ def test_what_is_left_of_a_clean_up_is_logged(store, caplog, error):
         delete_quietly(store, KEYS, AT_ONCE, threads=1)
     assert "unneeded objects were left behind: " in caplog.text
     assert KEYS[3] in held(store)
-
-
-def test_a_clean_up_has_fewer_tries_than_others(store):
-    store.fail("delete", ServerError)
-    delete_quietly(store, KEYS[:1], RetryPolicy(attempts=50, base=0.0, cap=0.0), threads=1)
-    assert store.calls["delete"] == 3
 
 
 def test_a_file_that_can_not_be_deleted_does_not_keep_the_others(tmp_path, monkeypatch):

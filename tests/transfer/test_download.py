@@ -207,13 +207,6 @@ def test_neighbours_share_a_request(store):
     assert fetch(store, wanted, merge_gap=100).requests == 30
 
 
-def test_a_large_item_is_spread_over_requests(store):
-    data = stored(store, 100_000)
-    want = bytes_wanted(source_of(data))
-    stats = fetch(store, [want], request_size=10 * BLOCK)
-    assert (stats.requests, stats.nbytes, stats.retries) == (10, 100_000, 0)
-
-
 def test_a_connection_that_broke_is_resumed_where_it_broke(store):
     data = stored(store, 100_000)
     store.fail("get_range", ConnectionLostError, calls=[1, 2], when="during", moved=30_000)
@@ -265,22 +258,6 @@ def test_damage_in_the_store_is_told_with_its_place():
     assert caught.value.uri == store.uri("object")
 
 
-@pytest.mark.parametrize(
-    ("start", "stop", "found"),
-    [(0, 100_000, True), (77_000, 78_000, True), (77_900, 77_950, True), (78_000, 79_000, False)],
-)
-def test_damage_is_found_in_every_block_that_is_touched(start, stop, found):
-    store = FaultyStore(Damaging(77_777, times=10**9))
-    data = stored(store, 100_000)
-    want = bytes_wanted(source_of(data), start, stop)
-    if found:
-        with pytest.raises(CheckpointCorruptError):
-            fetch(store, [want])
-    else:
-        fetch(store, [want])
-        assert bytes(want.sink.data) == data[start:stop]
-
-
 def test_damaged_bytes_are_not_delivered_to_a_tensor_that_takes_a_detour():
     store = FaultyStore(Damaging(500, times=10**9))
     data = torch.randn(300).numpy().tobytes()
@@ -289,14 +266,6 @@ def test_damaged_bytes_are_not_delivered_to_a_tensor_that_takes_a_detour():
     with pytest.raises(CheckpointCorruptError):
         fetch(store, [Wanted(source_of(data), 0, 1200, FlatSink(target, torch.float32), True)])
     assert not target.any()
-
-
-def test_without_verification_damage_goes_through():
-    store = FaultyStore(Damaging(500, times=10**9))
-    data = stored(store, 1000)
-    want = bytes_wanted(source_of(data))
-    fetch(store, [want], verify=False)
-    assert bytes(want.sink.data) != data
 
 
 @pytest.mark.parametrize(
@@ -325,20 +294,6 @@ def test_an_object_that_changed_since_the_checkpoint_is_noticed(store, change, b
     assert caught.value.item == "item"
 
 
-def test_an_object_that_is_replaced_between_two_requests_is_noticed(store):
-    data = stored(store, 10_000)
-
-    def replace(message):
-        put(store, "object", some_bytes(10_000, "other"))
-        return ThrottledError(message)
-
-    store.fail("get_range", replace, calls=[4])
-    source = source_of(data, block=0)
-    wanted = [bytes_wanted(source, at, at + 1000) for at in range(0, 10_000, 2000)]
-    with pytest.raises(CheckpointCorruptError, match="replaced"):
-        fetch(store, wanted, connections=1, merge_gap=0)
-
-
 def test_an_object_that_is_replaced_under_two_requests_at_once_is_noticed():
     """Both are the first of their object: neither knows which version the other one reads."""
     both, old_is_read = threading.Barrier(2), threading.Event()
@@ -362,35 +317,7 @@ def test_an_object_that_is_replaced_under_two_requests_at_once_is_noticed():
         fetch(store, wanted, connections=2, merge_gap=0)
 
 
-@pytest.mark.parametrize("moved", [1, 5000, 9999])
-def test_an_object_that_is_replaced_when_a_connection_breaks_is_noticed(store, moved):
-    """The first answer, which broke, is of one version; what is left must not be of another."""
-    data = stored(store, 10_000)
-
-    def replace(message):
-        put(store, "object", some_bytes(10_000, "other"))
-        return ConnectionLostError(message)
-
-    store.fail("get_range", replace, calls=[1], when="during", moved=moved)
-    with pytest.raises(CheckpointCorruptError, match="replaced"):
-        fetch(store, [bytes_wanted(source_of(data, block=0))])
-
-
 # failures
-
-
-def test_a_refusal_is_raised_as_it_is(store):
-    data = stored(store, 10_000)
-    store.fail("get_range", AccessDeniedError)
-    with pytest.raises(AccessDeniedError):
-        fetch(store, [bytes_wanted(source_of(data))])
-
-
-def test_a_store_that_stays_away_is_given_up(store):
-    data = stored(store, 10_000)
-    store.fail("get_range", ConnectionLostError)
-    with pytest.raises(ConnectionLostError, match="gave up after 3 tries"):
-        fetch(store, [bytes_wanted(source_of(data))], retry=RetryPolicy(attempts=3, base=0, cap=0))
 
 
 def test_an_error_of_one_request_stops_the_others():

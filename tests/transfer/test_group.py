@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import gc
-import math
-import signal
 import sys
 import threading
 import weakref
@@ -12,7 +10,6 @@ import weakref
 import pytest
 
 from cloudckpt.errors import ServerError, TransferCancelledError
-from cloudckpt.gc_pause import paused_gc
 from cloudckpt.transfer import group as group_module
 from cloudckpt.transfer.group import TaskGroup
 
@@ -165,18 +162,6 @@ def test_a_producer_does_not_run_ahead_of_the_tasks():
     assert excess <= 2
 
 
-def test_a_producer_of_tasks_that_keep_no_memory_is_not_held_up():
-    gate = Gate()
-
-    def produce():
-        for _ in range(100):
-            group.submit(gate.wait)
-        gate.open()
-
-    group = TaskGroup(2, most_waiting=math.inf)
-    group.run(produce)
-
-
 def test_the_first_error_is_raised_as_it_is():
     error = ServerError("first")
 
@@ -226,25 +211,6 @@ def test_an_error_breaks_off_what_other_tasks_wait_for():
     with pytest.raises(ServerError, match="first"):
         run(TaskGroup(2, interrupt=interrupt), wait, fail_then)
     assert set(threads) <= set(broken)
-
-
-def test_a_thread_that_an_interrupt_caught_at_its_start_is_waited_for(monkeypatch):
-    """``Thread.start`` waits for the thread; broken off there, it leaves one that begins later."""
-    start, begun = threading.Thread.start, []
-
-    def interrupted(thread):
-        begun.append(thread)
-        later = threading.Timer(0.02, lambda: start(thread))
-        start(later)
-        raise KeyboardInterrupt
-
-    group = TaskGroup(2)
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(group, lambda: None)
-    [thread] = begun
-    assert thread.ident is not None
-    assert not thread.is_alive()
 
 
 def test_tasks_that_wait_are_dropped_after_an_error():
@@ -344,46 +310,6 @@ def test_a_thread_that_waits_for_work_keeps_no_buffer_alive():
 
     gone, group = Gate(), TaskGroup(1)
     group.run(produce)
-
-
-def test_errors_of_many_tasks_at_once_are_one():
-    meeting = threading.Barrier(4)
-
-    def fail_together(number):
-        meeting.wait(PATIENCE)
-        raise ServerError(f"of task {number}")
-
-    with pytest.raises(ServerError, match=r"of task \d"):
-        run(TaskGroup(4), *(functools.partial(fail_together, number) for number in range(4)))
-
-
-def test_an_interrupt_while_waiting_stops_the_tasks():
-    main, release = threading.main_thread().ident, threading.Event()
-
-    def is_joining():
-        with paused_gc():  # before 3.13, Python hangs if it collects and closes a socket in there
-            frame = sys._current_frames()[main]
-        while frame is not None and frame.f_code.co_name != "_finish":
-            frame = frame.f_back
-        return frame is not None
-
-    def endless():
-        while not is_joining():
-            group.cancellation.wait(0.001)
-        signal.pthread_kill(main, signal.SIGINT)
-        while not release.is_set():
-            group.cancellation.wait(0.001)
-
-    group = TaskGroup(1, name="interrupted")
-    # a process that a shell has started in the background ignores it
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(group, endless)
-        assert threads_of("interrupted") == []
-    finally:
-        signal.signal(signal.SIGINT, before)
-        release.set()
 
 
 def test_a_group_may_be_ended_in_one_of_its_own_threads():

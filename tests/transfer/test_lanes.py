@@ -116,13 +116,6 @@ def test_a_number_that_was_found_on_a_wider_link_is_taken_back():
     assert link.moved > 0.9 * 150 * MB * 1.5
 
 
-def test_lanes_that_have_become_slower_are_not_fewer_for_long():
-    search = LaneSearch(MOST, MOST, 40 * MB)
-    link = Link(10 * MB)
-    link.carry(search, 60)
-    assert link.moved > link.best * link.seconds / 1.1
-
-
 def test_a_link_that_becomes_wider_is_used():
     search = LaneSearch(FIRST, MOST)
     Link(10 * MB, 80 * MB).carry(search, 5)
@@ -139,13 +132,6 @@ def test_none_are_added_where_nobody_limits_a_connection():
     link = Link(400 * MB)
     link.carry(LaneSearch(FIRST, MOST), 10)
     assert link.most == FIRST
-
-
-def test_idle_lanes_say_nothing():
-    search = LaneSearch(FIRST, MOST)
-    for _ in range(1000):
-        search.add(Tick(search.tick, 10_000_000, 3, 0.0, is_full=False))
-    assert (search.lanes, search.each) == (FIRST, None)
 
 
 def test_silence_says_nothing():
@@ -166,10 +152,3 @@ def test_a_trial_that_does_not_pay_comes_ever_less_often():
             changes.append(link.seconds)
         lanes = search.lanes
     assert 3 <= len(changes) <= 10
-
-
-def test_who_looks_seldom_is_told_so():
-    """A long transfer is looked at some four times a second, not forty times."""
-    search = LaneSearch(FIRST, MOST)
-    Link(10 * MB).carry(search, 3)
-    assert search.tick >= 0.1

@@ -67,12 +67,6 @@ def test_a_copy_is_made_in_parts_where_it_takes_several(source, target, size):
     assert [info.key for info in left(target)] == ["copy"]
 
 
-def test_a_store_that_copies_no_parts_copies_the_whole(source, target):
-    target.capabilities = dataclasses.replace(target.capabilities, copies_parts=False)
-    copy(source, put(source, "object", DATA), target)
-    assert (target.calls["copy"], target.calls["create_upload"]) == (1, 0)
-
-
 @pytest.mark.parametrize("verb", ["copy", "copy_part", "create_upload", "complete_upload"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_fails_for_a_moment_is_tried_again(source, target, verb, when):

@@ -1,7 +1,6 @@
 """The plan of an upload: any stream of pieces becomes equal parts."""
 
 import random
-import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 from cloudckpt.checksum import ALGORITHMS, CRC32C, BlockChecksums
 from cloudckpt.config import MIB
 from cloudckpt.stores.capabilities import Capabilities
-from cloudckpt.transfer.parts import PartCutter, Piece, choose_part_size, even_share
+from cloudckpt.transfer.parts import PartCutter, Piece, choose_part_size
 
 S3 = Capabilities(
     conditional_writes=True,
@@ -110,28 +109,6 @@ def test_every_loan_is_given_back_once_with_its_last_part(sizes, part_size):
     assert [(loan.holders, loan.returns) for loan in loans] == [(0, 1)] * len(loans)
 
 
-def test_pieces_show_the_memory_that_they_were_given():
-    memory = bytearray(1000)
-    parts = cut([Piece(memoryview(memory))], 300)
-    memory[:] = b"x" * 1000
-    assert b"".join(bytes_of(part) for part in parts) == b"x" * 1000
-
-
-def test_what_a_piece_is_about_stays_with_both_halves():
-    checksums, loan, owner = BlockChecksums(CRC32C, 8), Loan(), object()
-    ready = threading.Event().set
-    piece = Piece(memoryview(b"0123456789"), checksums, 100, loan, owner, ready)
-    first, rest = piece.split(4)
-    assert (bytes(first.view), first.start) == (b"0123", 100)
-    assert (bytes(rest.view), rest.start) == (b"456789", 104)
-    for half in (first, rest):
-        assert half.checksums is checksums
-        assert half.lease is loan
-        assert half.owner is owner
-        assert half.ready is ready
-    assert loan.holders == 2
-
-
 def test_bytes_that_are_still_on_their_way_are_waited_for():
     memory = bytearray(b"....")
 
@@ -182,14 +159,3 @@ def test_parts_of_copies_leave_room_in_the_budget(nbytes, wanted, budget, connec
     assert size < max(budget // 6, 5 * MIB) + MIB  # whole mebibytes
     unlimited = choose_part_size(0, wanted, S3, connections=connections)
     assert size >= min(budget // 6, unlimited)
-
-
-@given(nbytes=st.integers(0, 60 << 40), connections=CONNECTIONS)
-def test_an_even_share_keeps_all_connections_busy_to_the_end(nbytes, connections):
-    size = even_share(nbytes, connections)
-    assert 16 * MIB <= size <= 64 * MIB
-    assert size % MIB == 0
-    if size > 16 * MIB:
-        assert nbytes // size >= 4 * connections
-    if size < 64 * MIB and nbytes > connections * 64 * MIB:
-        assert nbytes // size <= 8 * connections  # and makes no more requests than that takes

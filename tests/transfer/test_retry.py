@@ -98,13 +98,6 @@ def test_what_does_not_go_away_is_raised_at_once(kind):
     assert (script.calls, waiting.pauses) == (1, [])
 
 
-def test_a_lasting_error_behind_a_passing_one_is_raised():
-    lasting = AccessDeniedError("no")
-    result, _, script = run([ServerError("busy"), lasting])
-    assert result is lasting
-    assert script.calls == 2
-
-
 def test_pauses_are_drawn_between_the_base_and_three_times_the_one_before():
     asked = []
 
@@ -135,14 +128,6 @@ def test_what_may_go_away_is_tried_until_the_deadline(kind):
 def test_a_store_that_asks_for_a_longer_pause_gets_it(retry_after, pause):
     _, waiting, _ = run([ThrottledError("slow down", retry_after=retry_after)])
     assert waiting.pauses == [pause]
-
-
-def test_a_longer_pause_than_there_is_time_leaves_one_try_at_the_deadline():
-    error = ThrottledError("slow down", retry_after=3600.0)
-    result, waiting, _ = run([error] * 9, deadline=100.0, seconds=0.0)
-    assert result is error
-    assert waiting.pauses == [60.0, 40.0]
-    assert run([error], deadline=10.0)[0] == "done"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -345,24 +330,12 @@ def test_a_refusal_behind_a_lost_answer_is_success_if_the_result_is_there(refusa
     assert look.failures == [refused]
 
 
-def test_tries_that_are_used_up_are_success_if_the_result_is_there():
-    assert call([lost(), lost(), lost()], Look("made")) == "made"
-
-
 def test_a_refusal_is_raised_if_the_result_is_not_there():
     refused = AccessDeniedError("no", certain=True)
     with pytest.raises(AccessDeniedError) as caught:
         call([lost(), refused], Look(None))
     assert caught.value is refused
     assert not refused.certain  # the try before may have been carried out
-
-
-@pytest.mark.parametrize("errors", [[], [lost(certain=True), ThrottledError("no", certain=True)]])
-def test_nobody_looks_for_what_no_try_can_have_made(errors):
-    look = Look("made")
-    with pytest.raises(AccessDeniedError):
-        call([*errors, AccessDeniedError("no", certain=True)], look)
-    assert look.failures == []
 
 
 def waited_for(results, **policy):
@@ -383,9 +356,3 @@ def test_what_never_appears_is_waited_for_until_the_deadline():
     found, waiting = waited_for([], deadline=45.0)
     assert found is None
     assert waiting.now == 45.0
-
-
-def test_without_pauses_the_looks_are_counted():
-    found, waiting = waited_for([], base=0.0, cap=0.0)
-    assert found is None
-    assert waiting.pauses == [0.0, 0.0]

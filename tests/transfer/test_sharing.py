@@ -255,17 +255,19 @@ class Dead(Threads):
 
 
 class BesideDead(Threads):
-    """The rank before (``sends``) or behind one that may be gone."""
+    """The rank before (``sends_to``: exchanges that the other lives for) or after one that dies."""
 
-    def __init__(self, mailboxes, position, gone: threading.Event, *, sends: bool) -> None:
+    def __init__(self, mailboxes, position, gone: threading.Event, sends_to: int | None) -> None:
         super().__init__(mailboxes, position)
-        self._gone, self._sends = gone, sends
+        self._gone, self._left = gone, sends_to
 
     def exchange(self, out, into):
-        if self._sends:
-            lost = (
-                RuntimeError("closed by peer") if self._gone.is_set() and out is not None else None
-            )
+        if self._left is not None:
+            if not self._left:  # whoever is sent nothing later finds nothing wrong
+                self._gone.wait(PATIENCE)
+            self._left = max(self._left - 1, 0)
+            is_lost = self._gone.is_set() and out is not None
+            lost = RuntimeError("closed by peer") if is_lost else None
             return lost, super().exchange(None if lost else out, into)[1]
         if into is not None:
             while True:
@@ -287,9 +289,9 @@ def test_if_a_rank_dies_all_others_end(steps):
     mailboxes = [queue.Queue() for _ in range(4)]
     gone = threading.Event()
     rings = [
-        BesideDead(mailboxes, 0, gone, sends=True),
+        BesideDead(mailboxes, 0, gone, steps),
         Dead(mailboxes, 1, gone, steps),
-        BesideDead(mailboxes, 2, gone, sends=False),
+        BesideDead(mailboxes, 2, gone, None),
         Threads(mailboxes, 3),
     ]
 

@@ -12,7 +12,7 @@ import torch
 from cloudckpt.errors import TransferCancelledError
 from cloudckpt.transfer import staging
 from cloudckpt.transfer.group import Cancellation
-from cloudckpt.transfer.memory import bytes_of, host_buffer, is_plain
+from cloudckpt.transfer.memory import host_buffer
 from cloudckpt.transfer.staging import StagingPool
 
 KIB = 1024
@@ -172,32 +172,3 @@ def test_copies_of_host_memory_do_not_start_cuda(monkeypatch):
     pool.reserve(100)
     assert asked
     assert not any(asked)
-
-
-@pytest.mark.parametrize(
-    ("make", "plain"),
-    [
-        (lambda: torch.randn(3, 4), True),
-        (lambda: torch.randn(3, 4)[1:], True),
-        (lambda: torch.tensor(1.0), True),
-        (lambda: torch.randn(0, 4), True),
-        (lambda: torch.randn(3, 4).t(), False),
-        (lambda: torch.randn(3, 4)[:, 1:], False),
-        (lambda: torch.randn(4).expand(3, 4), False),
-        (lambda: torch.randn(3, dtype=torch.complex64).conj(), False),
-        (lambda: torch.randn(3, dtype=torch.complex64).conj().imag, False),
-        (lambda: torch.randn(3, 4, device="meta"), False),
-    ],
-)
-def test_only_row_major_values_in_host_memory_are_plain(make, plain):
-    assert is_plain(make()) is plain
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex128])
-def test_the_bytes_of_a_tensor_are_its_memory(dtype):
-    tensor = torch.randn(5, 7).to(dtype)[1:4]
-    view = bytes_of(tensor)
-    assert (view.format, view.ndim, view.nbytes) == ("B", 1, tensor.numel() * tensor.itemsize)
-    assert bytes(view) == expected(tensor)
-    view[:] = bytes(view.nbytes)
-    assert not tensor.to(torch.complex128).abs().any()

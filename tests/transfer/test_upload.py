@@ -14,7 +14,6 @@ from cloudckpt.checksum import CRC32C, BlockChecksums
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
-    BucketNotFoundError,
     ConnectionLostError,
     InvalidRequestError,
     ObjectNotFoundError,
@@ -207,16 +206,6 @@ def test_an_object_whose_answer_was_lost_may_refuse_to_be_made_again(store, verb
     assert bytes(store.inner.get(KEY)[0]) == data
 
 
-@pytest.mark.parametrize("verb", ["put", "complete_upload"])
-def test_an_object_that_was_made_by_the_last_try_is_found(store, verb):
-    store.fail(verb, ConnectionLostError, calls=[1, 2], when="before")
-    store.fail(verb, ConnectionLostError, calls=[3], when="after")
-    data = some_bytes(700 if verb == "put" else 2500)
-    policy = RetryPolicy(attempts=3, base=0.0, cap=0.0)
-    upload, _ = send(store, pieces_of(data, 700), policy=policy)
-    assert upload.info == store.inner.head(KEY)
-
-
 @pytest.mark.parametrize("refusal", REFUSALS)
 @pytest.mark.parametrize("verb", ["put", "complete_upload"])
 @pytest.mark.parametrize("there", ["nothing", "other bytes", "the same bytes", "of nobody"])
@@ -232,14 +221,6 @@ def test_a_refusal_behind_a_lost_answer_is_told_if_the_object_is_another(
     store.fail(verb, refusal, calls=[2])
     with pytest.raises(refusal):
         send(store, pieces_of(data, 700))
-
-
-def test_a_look_that_fails_tells_the_failure_that_it_was_for(store):
-    store.fail("put", ConnectionLostError, calls=[1], when="after")
-    store.fail("put", AccessDeniedError, calls=[2])
-    store.fail("head", BucketNotFoundError)
-    with pytest.raises(AccessDeniedError):
-        send(store, pieces_of(some_bytes(700), 700))
 
 
 @pytest.mark.parametrize("size", [700, 2500])
@@ -305,25 +286,6 @@ def test_an_object_that_was_put_together_wrongly_is_no_success_though_it_is_ours
         send(store, pieces_of(data, 700))
 
 
-def test_an_upload_that_is_gone_at_the_first_try_is_no_success(store):
-    """An object of the same bytes proves nothing if this attempt has not made it."""
-    data = some_bytes(2500)
-    store.inner.put(KEY, [memoryview(data)], checksum=CRC32C.of(data))
-    store.fail("complete_upload", ObjectNotFoundError, calls=[1])
-    with pytest.raises(ObjectNotFoundError):
-        send(store, pieces_of(data, 700))
-
-
-@pytest.mark.parametrize("verb", ["put", "put_part"])
-def test_bytes_whose_answer_was_lost_are_sent_again(store, verb):
-    store.fail(verb, ConnectionLostError, calls=[1], when="after")
-    data = some_bytes(700 if verb == "put" else 2500)
-    _, stats = send(store, pieces_of(data, 700))
-    assert bytes(store.inner.get(KEY)[0]) == data
-    assert stats.nbytes > len(data)
-    assert stats.retries == 1
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_upload_whose_beginning_was_lost_leaves_no_twin(store, fails):
     store.fail("create_upload", ConnectionLostError, calls=[1], when="after")
@@ -364,14 +326,6 @@ def test_an_object_that_failed_leaves_nothing_behind(store, verb, size, when):
     assert held(store) == []
 
 
-@pytest.mark.parametrize(("verb", "size"), [("put", 500), ("put_part", 2500)])
-def test_a_store_that_stays_busy_is_given_up(store, verb, size):
-    store.fail(verb, ThrottledError)
-    with pytest.raises(ThrottledError, match=f"gave up after {AT_ONCE.attempts} tries"):
-        send(store, pieces_of(some_bytes(size), 700), width=1)
-    assert held(store) == []
-
-
 def test_an_error_of_one_part_stops_the_others():
     stopped = []
 
@@ -398,16 +352,6 @@ def test_an_error_of_one_part_stops_the_others():
     assert held(store) == []
 
 
-def test_an_error_of_the_producer_discards_the_object(store):
-    def produce():
-        yield from pieces_of(some_bytes(3500), 700)
-        raise KeyError("of the producer")
-
-    with pytest.raises(KeyError):
-        send(store, produce())
-    assert held(store) == []
-
-
 @pytest.mark.parametrize("error", [ServerError, AccessDeniedError])
 def test_what_can_not_be_cleaned_up_is_logged_and_hides_no_error(store, caplog, error):
     store.fail("put_part", StorageFullError, calls=[2])
@@ -417,14 +361,6 @@ def test_what_can_not_be_cleaned_up_is_logged_and_hides_no_error(store, caplog, 
         send(store, pieces_of(some_bytes(2500), 700))
     assert "left behind" in caplog.text
     assert store.calls["abort_upload"] <= 5
-
-
-def test_an_abort_that_failed_for_now_is_tried_again(store):
-    store.fail("put_part", StorageFullError, calls=[2])
-    store.fail("abort_upload", ServerError, calls=[1])
-    with pytest.raises(StorageFullError):
-        send(store, pieces_of(some_bytes(2500), 700))
-    assert held(store) == []
 
 
 # the faulty store itself

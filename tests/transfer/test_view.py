@@ -39,22 +39,6 @@ def view(store):
     return looking(attempts=3)
 
 
-def test_it_says_what_is_there(view):
-    assert view.folders("run/") == ["a", "c"]
-    assert [info.key for info in view.objects("run/")] == ["run/a/x", "run/b", "run/c/y"]
-    level = view.level("run/")
-    assert [one if isinstance(one, str) else one.key for one in level] == ["run/b", "a", "c"]
-    assert view.look("run/a/x").size == 2
-    assert view.look("run/b").size == 0
-    with pytest.raises(ObjectNotFoundError):
-        view.look("run/nothing")
-
-
-def test_questions_are_tried_again(view, store):
-    store.fail("list", ConnectionLostError, calls=[1, 2])
-    assert len(view.objects("run/")) == 3
-
-
 def test_many_are_asked_in_order_and_the_first_failure_is_raised(view):
     keys = ["run/a/x", "run/b", "run/c/y"] * 5
     assert [info.key for info in view.each(view.look, keys)] == keys

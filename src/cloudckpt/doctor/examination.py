@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.doctor import surroundings
-from cloudckpt.doctor.findings import Checks, Finding, Look, failed, ok, skipped, warning
+from cloudckpt.doctor.findings import Checks, Finding, Look, failed, failed_by, ok, skipped, warning
 from cloudckpt.doctor.trials import NEEDS, Trials
 from cloudckpt.errors import ConfigError, InvalidURIError
 from cloudckpt.stores.base import ObjectStore
@@ -58,7 +58,7 @@ def examine(
         check = "options"
         config = config_or_default(config)
     except (InvalidURIError, ConfigError) as error:
-        checks.add(check, failed(str(error)))
+        checks.add(check, failed_by(error))
         return checks.findings
     checks.add("location", ok(f"{uri}", values={"scheme": uri.scheme}))
     store = _reached(checks, uri, config)

@@ -13,10 +13,15 @@ from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
+    ClockError,
     CloudCheckpointError,
     ConnectionLostError,
     CredentialsError,
+    ServerError,
+    StorageFullError,
+    ThrottledError,
     TLSError,
+    WrongRegionError,
 )
 from cloudckpt.stores.redaction import masked, reason
 from cloudckpt.transfer.group import Cancellation
@@ -29,6 +34,7 @@ __all__ = [
     "Outcome",
     "Values",
     "failed",
+    "failed_by",
     "ok",
     "skipped",
     "warning",
@@ -41,6 +47,20 @@ Values = Mapping[str, str | float | None]
 _POLICY = RetryPolicy(attempts=6, base=0.2, cap=1.0, deadline=10.0)
 _GRACE = 2.0  # seconds for what was broken off to end
 _HOPELESS = (BucketNotFoundError, CredentialsError, TLSError)
+
+_ADVICE: tuple[tuple[type[CloudCheckpointError], str], ...] = (
+    (BucketNotFoundError, "create the bucket, or correct its name, the account or the endpoint"),
+    (ClockError, "set this machine's clock by NTP or chrony"),
+    (CredentialsError, "correct or renew the credentials that the message names"),
+    (AccessDeniedError, "look at the policies of the bucket and of these credentials"),
+    (TLSError, "correct the endpoint's certificate or the file of authorities"),
+    (WrongRegionError, "set the bucket's region"),
+    (StorageFullError, "free space, or raise the quota"),
+    (ThrottledError, "wait, or have the store's limits raised"),
+    (ConnectionLostError, "look at the endpoint, and at proxies, firewalls and routes to it"),
+    (ServerError, "try again later; if it stays, show the message to who runs the store"),
+)
+_REPORTED = "correct what the message names"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +84,27 @@ class Finding:
     values: Values = field(default_factory=dict)
 
 
-def ok(found: str, advice: str = "", values: Values | None = None) -> Finding:
+def ok(found: str, values: Values | None = None) -> Finding:
     """A finding that all is well."""
-    return Finding(outcome="ok", found=found, advice=advice, values=values or {})
+    return Finding(outcome="ok", found=found, values=values or {})
 
 
-def warning(found: str, advice: str = "", values: Values | None = None) -> Finding:
-    """A finding that it works, with a caveat."""
+def warning(found: str, advice: str, values: Values | None = None) -> Finding:
+    """A finding that it works, with a caveat, and what to do about that."""
     return Finding(outcome="warning", found=found, advice=advice, values=values or {})
 
 
-def failed(found: str, advice: str = "", values: Values | None = None) -> Finding:
-    """A finding that it does not work."""
+def failed(found: str, advice: str, values: Values | None = None) -> Finding:
+    """A finding that it does not work, and what to do."""
     return Finding(outcome="failed", found=found, advice=advice, values=values or {})
+
+
+def failed_by(error: CloudCheckpointError, needs: str = "") -> Finding:
+    """The finding that an error is; ``needs`` is the permission that what has failed takes."""
+    if needs and isinstance(error, AccessDeniedError):
+        return failed(str(error), f"grant {needs}")
+    advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), _REPORTED)
+    return failed(str(error), advice)
 
 
 def skipped(found: str) -> Finding:
@@ -131,8 +159,7 @@ class Checks:
             except CloudCheckpointError as error:
                 is_lost = is_vital and isinstance(error, ConnectionLostError)
                 self.hopeless = self.hopeless or is_lost or isinstance(error, _HOPELESS)
-                is_denied = needs and isinstance(error, AccessDeniedError)
-                found.append(failed(str(error), f"grant {needs}" if is_denied else ""))
+                found.append(failed_by(error, needs))
             except Exception as exc:  # noqa: BLE001 - one defect must not hide the other findings
                 found.append(failed(reason(exc), "this is a defect of cloudckpt: report it"))
 

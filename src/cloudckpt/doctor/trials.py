@@ -31,6 +31,7 @@ _BYTES = 4096  # of a small object
 _MIB = 1024 * 1024
 _CLEANUP = RetryPolicy(attempts=8, base=0.2, cap=2.0, deadline=30.0)
 
+_WRONG = "do not save there: look at proxies on the way, or use another store or version of it"
 _NO_WORD = (AccessDeniedError, ConnectionLostError)  # says nothing about what was sent
 
 _BLOBS = "Microsoft.Storage/storageAccounts/blobServices/containers/blobs"
@@ -85,7 +86,7 @@ class Trials:
     def write(self, retrier: Retrier) -> Finding:
         """Writes one object in one request."""
         key = self._key("object")
-        self._put(retrier, key, self._content)
+        self._put(retrier, key)
         self._written = key
         return ok("an object was written")
 
@@ -103,7 +104,7 @@ class Trials:
         data, _ = retrier.call(lambda: store.get(key, limit=_BYTES))
         retrier.call(lambda: store.get_range(key, start, [part]))
         if data != self._content or part != self._content[start : start + part.nbytes]:
-            return failed("an object came back with other bytes than were written")
+            return failed("an object came back with other bytes than were written", _WRONG)
         if isinstance(store, RestStore) and not retrier.call(lambda: store.head(key)).attempt:
             return warning(
                 "an object was read, but the store has dropped its metadata",
@@ -115,11 +116,11 @@ class Trials:
     def conditions(self, retrier: Retrier) -> Finding:
         """Whether writes and deletions are refused if their condition does not hold."""
         store, key = self._store, self._key("conditions")
-        self._put(retrier, key, self._content)
+        self._put(retrier, key)
         if not honours_conditions(store, key, self._content, retrier):
             found = "the store ignores the conditions of writes (If-None-Match, If-Match)"
             if self._config.conditional_writes == "off":
-                return warning(f"{found}; that is accepted by conditional_writes='off'")
+                return warning(found, "let one job at a time write to a location")
             return failed(
                 found,
                 "use a newer version of the store; or, if one job at a time writes to a location, "
@@ -147,8 +148,12 @@ class Trials:
             if_absent=creates_only(store, self._config),
         )
         values: Values = {"checksum": kind}
-        if _is_refused(wrong):
-            return ok(f"{kind} is checked by the store: a wrong one was refused", values=values)
+        try:
+            wrong()
+        except _NO_WORD:
+            raise
+        except StoreError:
+            return ok(f"{kind} is checked by the store: a wrong one was refused", values)
         return failed(
             f"the store takes objects whose {kind} is wrong",
             "set CLOUDCKPT_CHECKSUM=off: bytes are looked at twice here then",
@@ -178,7 +183,7 @@ class Trials:
         seam = bytearray(2 * 16)
         retrier.call(lambda: store.get_range(key, len(first) - 16, [memoryview(seam)]))
         if seam != first[:16] + self._content[:16]:
-            return failed("an object out of two parts came back with other bytes")
+            return failed("an object out of two parts came back with other bytes", _WRONG)
         return ok("an object was written in parts")
 
     def abort(self, retrier: Retrier) -> Finding:
@@ -191,7 +196,10 @@ class Trials:
         listed = [one.id for one in store.list_uploads(key, retrier.call)]
         retrier.call(lambda: store.abort_upload(upload))
         if upload.id in [one.id for one in store.list_uploads(key, retrier.call)]:
-            return failed("an upload that was discarded is still there")
+            return failed(
+                "an upload that was discarded is still there",
+                "use a newer version of the store, or set a rule that ends open uploads",
+            )
         if upload.id not in listed:
             return warning(
                 "the store does not list open uploads",
@@ -284,36 +292,10 @@ class Trials:
         self._uploads.append(upload)
         return upload
 
-    def _put(
-        self,
-        retrier: Retrier,
-        key: str,
-        data: bytes,
-        *,
-        store: ObjectStore | None = None,
-        if_version: str | None = None,
-    ) -> ObjectInfo:
+    def _put(self, retrier: Retrier, key: str) -> None:
         """Writes an object as saves do: some policies demand a condition of all that is written."""
-        store = store or self._store
-        alone = if_version is None and creates_only(store, self._config)
-        return put_whole(
-            store, key, memoryview(data), retrier, if_absent=alone, if_version=if_version
-        )
-
-
-def _is_refused(send: Callable[[], object]) -> bool:
-    """Whether the store refuses what is sent.
-
-    Raises:
-        StoreError: If the failure says nothing about what was sent.
-    """
-    try:
-        send()
-    except _NO_WORD:
-        raise
-    except StoreError:
-        return True
-    return False
+        alone = creates_only(self._store, self._config)
+        put_whole(self._store, key, memoryview(self._content), retrier, if_absent=alone)
 
 
 def _seconds(call: Callable[[], object]) -> float:
