@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks.children import ROOT
 from benchmarks.contenders import CONTENDERS
 
-_BUSY_LOAD = 0.5
+BUSY_LOAD = 1.0
+"""From this load average on, what is measured says little."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Conditions:
 
     started: str
     """UTC, ISO 8601."""
+    commit: str
     cpu: str
     cores: int
     memory_gib: float
@@ -32,11 +36,6 @@ class Conditions:
     load_after: float | None = None
     """The same when the run was over; the run itself makes one to two."""
 
-    @property
-    def busy(self) -> bool:
-        """Whether something else was using the machine: at least half a core before the run."""
-        return self.load_before >= _BUSY_LOAD
-
 
 def conditions(contenders: Iterable[str]) -> Conditions:
     """Reads the present conditions."""
@@ -46,6 +45,7 @@ def conditions(contenders: Iterable[str]) -> Conditions:
             versions |= CONTENDERS[name].versions
     return Conditions(
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        commit=_commit(),
         cpu=_field("/proc/cpuinfo", "model name"),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=round(int(_field("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
@@ -59,6 +59,12 @@ def conditions(contenders: Iterable[str]) -> Conditions:
 def load_average() -> float:
     """Returns the one-minute load average."""
     return round(os.getloadavg()[0], 2)
+
+
+def _commit() -> str:
+    """The commit that is measured, with a plus if the tree has changed since."""
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def _field(path: str, name: str) -> str:

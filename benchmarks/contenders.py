@@ -14,7 +14,7 @@ from benchmarks.clients import Boto3InThreads, Obstore
 from benchmarks.models import FilesByBoto3, OurModel, RunaiStreamer
 from benchmarks.ours import CloudCkpt
 from benchmarks.places import REGION, Place
-from benchmarks.stock import Local, PlanOnly, StockDcp, no_reader
+from benchmarks.stock import Local, StockDcp
 
 
 class Contender(Protocol):
@@ -37,8 +37,6 @@ class Entry:
     build: Callable[[Place], Contender]
     by_default: bool = True
     """Whether it takes part unless it is named."""
-    scheme: str = "s3"
-    """Of its URIs, as far as it has any: only `dialects` measures others than S3's."""
     only_async: bool = False
     """Whether it differs from another only in how it saves in the background."""
     is_model: bool = False
@@ -102,20 +100,6 @@ CONTENDERS: Mapping[str, Entry] = {
         lambda place: CloudCkpt(place, process=True),
         only_async=True,
     ),
-    "cloudckpt-gcs": Entry(
-        "cloudckpt, gs://",
-        ("cloudckpt", "google.auth"),
-        ("cloudckpt", "google-auth"),
-        lambda place: CloudCkpt(place, "gs"),
-        scheme="gs",
-    ),
-    "cloudckpt-azure": Entry(
-        "cloudckpt, az://",
-        ("cloudckpt", "azure.storage.blob", "azure.identity"),
-        ("cloudckpt", "azure-storage-blob"),
-        lambda place: CloudCkpt(place, "az"),
-        scheme="az",
-    ),
     "s3torchconnector": Entry(
         "s3torchconnector",
         ("s3torchconnector", "tenacity"),
@@ -158,13 +142,6 @@ CONTENDERS: Mapping[str, Entry] = {
         is_model=True,
     ),
     "filesystem": Entry("torch FileSystemWriter to tmpfs", (), ("torch",), Local),
-    "plan-only": Entry(
-        "DCP planning alone",
-        (),
-        ("torch",),
-        lambda place: StockDcp(lambda uri: PlanOnly(), no_reader, place),
-        by_default=False,
-    ),
 }
 """Every contender by its short name, the floor first. Peers run with their own defaults."""
 

@@ -1,9 +1,8 @@
-"""cloudckpt as a contender, under each scheme that it has a store for."""
+"""cloudckpt as a contender."""
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 from benchmarks.places import Place
@@ -13,8 +12,7 @@ from benchmarks.stock import StockDcp
 class CloudCkpt(StockDcp):
     """Stock `dcp.save` and `dcp.load` over our classes, and our own `async_save`."""
 
-    def __init__(self, place: Place, scheme: str = "s3", *, process: bool = False) -> None:
-        place = replace(place, scheme=scheme)
+    def __init__(self, place: Place, *, process: bool = False) -> None:
         self._process = process
         self._ours = importlib.import_module("cloudckpt")
         self._config = self._ours.Config(
@@ -40,10 +38,5 @@ class CloudCkpt(StockDcp):
 
 def options(ours: Any, place: Place) -> dict[str, Any]:
     """Returns the options of a place; checksums go along as they do to the vendors' endpoints."""
-    endpoint = {"endpoint_url": place.endpoint}
-    if place.scheme == "gs":
-        gcs = ours.GCSOptions(**endpoint, anonymous=place.bundle is not None)
-        return {"gcs": gcs, "checksum": "on"}
-    if place.scheme == "az":
-        return {"azure": ours.AzureOptions(**endpoint), "checksum": "on"}
-    return {"s3": ours.S3Options(**endpoint, addressing_style="path"), "checksum": "on"}
+    s3 = ours.S3Options(endpoint_url=place.endpoint, addressing_style="path")
+    return {"s3": s3, "checksum": "on"}

@@ -1,4 +1,4 @@
-"""Where contenders save to: the benchmark server under each scheme, or a folder in memory."""
+"""Where contenders save to: the benchmark server, or a folder in memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-from benchmarks.server.azure import ACCOUNT
 
 CONNECTIONS = 8
 REGION = "us-east-1"
@@ -22,7 +20,6 @@ class Place:
     port: int
     bucket: str
     connections: Connections = CONNECTIONS
-    scheme: str = "s3"
     bundle: str | None = None
     """The certificate of the server, if it speaks TLS."""
     library: str | None = None
@@ -30,13 +27,12 @@ class Place:
 
     @property
     def endpoint(self) -> str:
-        """The URL that clients of this scheme take as their endpoint."""
-        path = f"/{ACCOUNT}" if self.scheme == "az" else ""
-        return f"{'https' if self.bundle else 'http'}://127.0.0.1:{self.port}{path}"
+        """The URL that clients take as their endpoint."""
+        return f"{'https' if self.bundle else 'http'}://127.0.0.1:{self.port}"
 
     def uri(self, name: str) -> str:
         """The URI of the checkpoint called `name`."""
-        return f"{self.scheme}://{self.bucket}/{name}"
+        return f"s3://{self.bucket}/{name}"
 
 
 def child_environment(port: int, bundle: str | None = None) -> dict[str, str]:
@@ -51,9 +47,6 @@ def child_environment(port: int, bundle: str | None = None) -> dict[str, str]:
         "AWS_DEFAULT_REGION": REGION,
         "AWS_ENDPOINT_URL": f"{'https' if bundle else 'http'}://127.0.0.1:{port}",
         "AWS_EC2_METADATA_DISABLED": "true",
-        "AZURE_STORAGE_ACCOUNT": ACCOUNT,
-        "AZURE_STORAGE_KEY": "YmVuY2htYXJr",
-        "AZURE_STORAGE_CONNECTION_STRING": "",
     }
 
 

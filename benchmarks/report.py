@@ -1,14 +1,11 @@
-"""The run on paper: a Markdown table, the raw numbers as JSON, and a picture."""
+"""The run on paper: a Markdown table a scenario."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
-from benchmarks.chart import draw
 from benchmarks.conditions import Conditions
 from benchmarks.contenders import CONTENDERS
 from benchmarks.rows import Limits, Row, is_ours
@@ -16,24 +13,13 @@ from benchmarks.rows import Limits, Row, is_ours
 _TITLES: Mapping[str, str] = {
     "https": "One process by https, through nginx on the same machine",
     "plain": "One process, a link that is never the bottleneck",
-    "dialects": "The same in the dialects of Google and Azure",
     "memory": "Extra memory by checkpoint size",
     "safetensors": "Models in safetensors files",
     "shaped": "10 MB/s a connection, 50 ms to the first byte, 8 connections",
     "lanes": "How many connections: by themselves, over the best of 4 to 64",
-    "many-small": "Many small tensors against one of the same bytes",
-    "resharding": "Loading on another number of ranks",
     "stall": "Time until async_save returns",
     "trainer": "Training steps during an upload at 200 MB/s",
     "fleet": "Coordination of many ranks",
-}
-
-_WARNING: Mapping[bool, tuple[str, ...]] = {
-    False: (),
-    True: (
-        "**The machine was busy before the run: wall times say little, and CPU ratios scatter.**",
-        "",
-    ),
 }
 
 
@@ -47,13 +33,6 @@ class Report:
     """By scenario and contender: why there are no numbers."""
     quick: bool
 
-    def write(self, folder: Path) -> None:
-        """Writes ``latest.json``, ``latest.md`` and, if `plain` ran, ``latest.png``."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "latest.json").write_text(self.json() + "\n")
-        (folder / "latest.md").write_text(self.markdown())
-        draw(self.rows, folder / "latest.png")
-
     @property
     def good(self) -> bool:
         """Whether every limit holds and cloudckpt failed nowhere."""
@@ -61,35 +40,11 @@ class Report:
             is_ours(contender) for _, contender in self.failures
         )
 
-    def json(self) -> str:
-        """Returns everything, every round included."""
-        rows = [
-            {
-                **asdict(row),
-                "median": row.value,
-                "min": min(row.samples, default=None),
-                "max": max(row.samples, default=None),
-                "passed": row.passed,
-            }
-            for row in self.rows
-        ]
-        failures = [
-            {"scenario": scenario, "contender": contender, "why": why}
-            for (scenario, contender), why in self.failures.items()
-        ]
-        document = {
-            "conditions": asdict(self.conditions),
-            "quick": self.quick,
-            "rows": rows,
-            "failures": failures,
-        }
-        return json.dumps(document, indent=1)
-
     def markdown(self) -> str:
         """Returns the tables, one a scenario."""
         lines = ["# Benchmark results", "", *self._preamble(), ""]
         for scenario, rows in groupby(self.rows, key=lambda row: row.scenario):
-            table = _plain_table if scenario in ("plain", "dialects") else _table
+            table = _plain_table if scenario == "plain" else _table
             lines += [f"## {_TITLES.get(scenario, scenario)}", "", *table(list(rows)), ""]
         if self.failures:
             lines += ["## Without numbers", ""]
@@ -104,13 +59,12 @@ class Report:
         versions = ", ".join(f"{name} {version}" for name, version in at.versions.items())
         kind = "A quick run: small sizes, one round, for trying things out. " if self.quick else ""
         return [
-            f"{kind}{at.started}, {at.cores} cores of {at.cpu}, {at.memory_gib} GiB, "
-            f"Linux {at.kernel}, Python {at.python}, "
+            f"{kind}{at.started}, commit {at.commit}, {at.cores} cores of {at.cpu}, "
+            f"{at.memory_gib} GiB, Linux {at.kernel}, Python {at.python}, "
             f"load average {at.load_before} before the run, {at.load_after} after.",
             "",
             f"{versions}.",
             "",
-            *_WARNING[at.busy],
             "Numbers are medians; CPU counts the client process alone, all its threads. "
             f"A limit is what cloudckpt must reach (CPU: at most {Limits.CPU:g}x the floor's, "
             f"and {Limits.CPU_AIM:g}x is the aim); other contenders are not judged.",

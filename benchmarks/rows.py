@@ -67,12 +67,6 @@ class Limits:
     """Wall time of a load by https beside a thread that holds the GIL, over one without."""
     EXTRA_MEMORY_MIB = 96.0
     """Peak memory of a save or a load beyond what was there before."""
-    VERIFY_CPU = 1.3
-    """CPU of a verification over that of a load."""
-    COPY_CPU = 1.3
-    """CPU of a copy to another cloud over that of a load and a save."""
-    COPY_MEMORY_MIB = 128.0
-    """Peak memory of such a copy beyond what was there before."""
     SHAPED = 1.25
     """Time on a slow link over bytes / (connections x rate)."""
     LANES_WALL = 1.1
@@ -87,12 +81,6 @@ class Limits:
     """Bytes of a later save of which a tenth has changed, over those of the first."""
     INCREMENTAL_DENSE = 1.1
     """CPU of an incremental save of which everything has changed, over one that is not."""
-    BYTES_READ = 1.05
-    """Bytes read over bytes needed, sharded by rows."""
-    REQUESTS = 1.2
-    """Data requests over the ideal count, sharded by rows."""
-    MANY_SMALL = 2.0
-    """Wall time of a first save of 20,000 small tensors over planning and one tensor."""
     MODEL_CPU = 1.2
     """CPU of saving or loading a model in safetensors files over that of our own format."""
     STALL = 1.15
@@ -106,8 +94,6 @@ class Limits:
 
 
 OURS = "cloudckpt"
-OURS_ELSEWHERE = ("cloudckpt-gcs", "cloudckpt-azure")
-"""The same over the dialects of Google and Azure."""
 OURS_IN_A_PROCESS = "cloudckpt-process"
 """The same, saving in the background in a process of its own."""
 OURS_AS_MODEL = "cloudckpt-safetensors"
@@ -116,8 +102,8 @@ FLOOR = "floor"
 
 
 def is_ours(contender: str) -> bool:
-    """Returns whether `contender` is cloudckpt, in whichever dialect."""
-    return contender in (OURS, OURS_IN_A_PROCESS, OURS_AS_MODEL, *OURS_ELSEWHERE)
+    """Returns whether `contender` is cloudckpt, whichever way it saves."""
+    return contender in (OURS, OURS_IN_A_PROCESS, OURS_AS_MODEL)
 
 
 def limit_for(contender: str, limit: float) -> float | None:

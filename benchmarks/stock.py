@@ -6,12 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from benchmarks.places import Place, local_root
 
@@ -52,40 +48,3 @@ class Local:
     def load(self, state_dict: dict[str, Any], name: str) -> None:
         """Loads with `FileSystemReader`."""
         load(state_dict, storage_reader=FileSystemReader(self._root / name))
-
-
-class PlanOnly(StorageWriter):
-    """Writes nothing: what is left is DCP's own planning."""
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing to reset."""
-
-    def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Takes the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Takes the plans as they are."""
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Claims at once to be done."""
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits nothing."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Any name will do."""
-        return True
-
-
-def no_reader(uri: str) -> Any:
-    """Refuses to load."""
-    raise NotImplementedError("the plan-only yardstick saves nothing that could be loaded")

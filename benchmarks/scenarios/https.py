@@ -16,7 +16,7 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.floor_tls import build
 from benchmarks.meter import Cost
 from benchmarks.operation import SINK, Action, Surroundings, run
-from benchmarks.rows import FLOOR, OURS, OURS_ELSEWHERE, Limits, Row, limit_for
+from benchmarks.rows import FLOOR, OURS, Limits, Row, limit_for
 from benchmarks.scenarios.plain import ACTIONS
 from benchmarks.scenarios.trainer import beside_training
 from benchmarks.server.terminator import Terminator, running_terminator
@@ -189,7 +189,6 @@ class _Comparison:
 
     def _rows_of(self, case: Case, name: str) -> Iterator[Row]:
         gib = self._spec.total / GIB
-        judged = name not in OURS_ELSEWHERE
 
         def row(
             metric: str,
@@ -211,7 +210,7 @@ class _Comparison:
                 ratio=median(samples) / median(base) if base else None,
                 baseline=_baseline(case, over) if base and over is not None else "",
                 limit=limit_for(name, limit)
-                if limit is not None and judged and (base or over is None)
+                if limit is not None and (base or over is None)
                 else None,
                 note=note,
             )

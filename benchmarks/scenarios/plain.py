@@ -19,9 +19,7 @@ ACTIONS: tuple[Action, ...] = ("save", "load")
 def measure(bench: Bench) -> list[Row]:
     """Returns the numbers of every contender, of ours the one over S3."""
     names = [
-        name
-        for name, entry in CONTENDERS.items()
-        if entry.scheme == "s3" and not entry.only_async and not entry.is_model
+        name for name, entry in CONTENDERS.items() if not entry.only_async and not entry.is_model
     ]
     return compare(bench, "plain", bench.taking_part(*names))
 

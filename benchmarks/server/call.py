@@ -1,4 +1,4 @@
-"""What a request calls for, once a dialect has understood it."""
+"""What a request calls for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Handler = Callable[[Buckets, Request, Body], Answer]
 
 @dataclass(frozen=True)
 class Call:
-    """An operation, under the name that S3's API gives to it in every dialect."""
+    """An operation of S3."""
 
     operation: str
     request: Request

@@ -1,4 +1,4 @@
-"""Lists of a bucket: its objects, for every dialect, and S3's of objects and open uploads."""
+"""Lists of a bucket: its objects and open uploads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP around all dialects: one parsed request, one answer, and how each crosses the wire."""
+"""The HTTP of the server: one parsed request, one answer, and how each crosses the wire."""
 
 from __future__ import annotations
 

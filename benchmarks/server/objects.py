@@ -104,8 +104,8 @@ class Upload:
     key: str
     headers: tuple[tuple[str, str], ...]
     started: float = field(default_factory=time.time)
-    parts: dict[int | str, tuple[str, Blob]] = field(default_factory=dict)
-    """ETag and bytes by number, or by the name of Azure's block."""
+    parts: dict[int, tuple[str, Blob]] = field(default_factory=dict)
+    """ETag and bytes by number."""
 
 
 class PreconditionError(Exception):

@@ -36,8 +36,6 @@ def _operation_of(request: Request) -> str:
 
 
 def _bucket_operation(method: str, query: Mapping[str, str]) -> str:
-    if method == "POST" and "delete" in query:
-        return "DeleteObjects"
     if method == "GET":
         if "location" in query:
             return "GetBucketLocation"
@@ -74,7 +72,6 @@ _HANDLERS: dict[str, Handler] = {
     "GetObject": single.get_object,
     "HeadObject": single.head_object,
     "DeleteObject": single.delete_object,
-    "DeleteObjects": single.delete_objects,
     "CreateMultipartUpload": multipart.create_upload,
     "UploadPart": multipart.upload_part,
     "CompleteMultipartUpload": multipart.complete_upload,

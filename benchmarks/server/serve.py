@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import asdict
 
-from benchmarks.server import azure, gcs, s3
+from benchmarks.server import s3
 from benchmarks.server.answers import error
 from benchmarks.server.message import (
     Answer,
@@ -27,10 +27,6 @@ from benchmarks.server.wire import Wire
 
 CONTROL = "__control__"
 """The path of the control endpoint: PUT a JSON of settings, GET statistics, DELETE resets them."""
-
-_DIALECTS = {**dict.fromkeys(gcs.ROOTS, gcs.call_of), azure.ACCOUNT: azure.call_of}
-"""By the path's first segment; every other path is S3's, or that of Google's XML API, which is
-the same as far as it is needed."""
 
 _SHAPED_BUFFER = 256 * 1024
 _LOGGED = ("PutObject", "UploadPart", "GetObject")
@@ -82,7 +78,7 @@ class Server:
         if request.bucket == CONTROL:
             send_head(wire, self._control(request, body), head=False)
             return request.keep_alive
-        call = _DIALECTS.get(request.bucket, s3.call_of)(request)
+        call = s3.call_of(request)
         fault = self._link.next_fault(call.operation)
         if fault is not None and fault.kind != "503" and request.method in ("PUT", "POST"):
             body.skip_half()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from urllib.parse import unquote
-from xml.sax.saxutils import escape, unescape
+from xml.sax.saxutils import escape
 
 from benchmarks.server.answers import (
     checksums,
@@ -114,12 +114,3 @@ def delete_object(buckets: Buckets, request: Request, body: Body) -> Answer:
     body.read()
     buckets.delete(request.bucket, request.key)
     return Answer(204)
-
-
-def delete_objects(buckets: Buckets, request: Request, body: Body) -> Answer:
-    """Deletes the objects that the XML names."""
-    keys = [unescape(key) for key in re.findall(r"<Key>(.*?)</Key>", body.read().decode())]
-    for key in keys:
-        buckets.delete(request.bucket, key)
-    deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
-    return xml(element("DeleteResult", deleted))
