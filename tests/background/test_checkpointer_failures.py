@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-import cloudckpt
 from cloudckpt import BackgroundOptions, api
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, make_async_checkpointer
@@ -21,7 +20,6 @@ from cloudckpt.errors import (
     CheckpointError,
     ConfigError,
     ProcessGroupError,
-    RanksFailedError,
     SaveInProgressError,
     SaveProcessError,
 )
@@ -123,28 +121,6 @@ def test_a_failure_costs_one_save_also_where_the_ranks_hear_of_it_at_different_t
     assert first == second
     assert "the dog ate it" in first[0]
     assert first[1:] == ["saved", "saved"]
-
-
-def _interrupted_on_one(place: Place, folder: Path) -> None:
-    gate, rank = Gate(folder), dist.get_rank()
-    with checkpointer(place) as one:
-        first = one.save(place.at("step-1").uri, of_rank(1), planner=gate)[1]
-        gate.wait()
-        if rank == 0:  # Ctrl-C, while it waits for the save before
-            with mock.patch.object(one._saver, "_has_ended", side_effect=KeyboardInterrupt):
-                gate.open()
-                with pytest.raises(KeyboardInterrupt):
-                    one.save(place.at("step-2").uri, of_rank(2))
-        else:
-            with pytest.raises(RanksFailedError, match="rank 0: KeyboardInterrupt"):
-                one.save(place.at("step-2").uri, of_rank(2))
-        first.result(PATIENCE)
-        one.save(place.at("step-3").uri, of_rank(3))[1].result(PATIENCE)
-
-
-def test_an_interrupt_of_one_rank_that_waits_is_told_to_the_others(local, ranks, tmp_path):
-    ranks(2, _interrupted_on_one, local, tmp_path)
-    assert step_at(local.at("step-3"), ranks=2) == 3
 
 
 def test_a_failure_is_told_although_a_save_was_skipped_in_between(local, tmp_path):
@@ -317,9 +293,3 @@ def _made_before_the_group(place: Place, store: str) -> None:
 def test_a_saver_that_does_not_know_of_the_other_ranks_refuses_to_save(local, ranks, tmp_path):
     ranks(2, _made_before_the_group, local, os.fspath(tmp_path / "store"))
     assert ".metadata" not in local.names()
-
-
-def test_without_other_ranks_none_are_needed(local):
-    cloudckpt.async_save(filled(1, SMALL), checkpoint_id=local.uri).result(PATIENCE)
-    cloudckpt.checkpointer.close_async_savers()
-    assert step_at(local) == 1

@@ -146,17 +146,6 @@ def test_async_save_keeps_nothing_for_groups_that_are_gone(ranks, local, tmp_pat
 # ---- which ranks
 
 
-def _groups_of_one_rank(place: Place) -> None:
-    dist.new_group([0])  # which only the first rank counts among its groups
-    with AsyncSaver() as saver:
-        begin(saver, 1, place).result(PATIENCE)
-
-
-def test_ranks_that_are_in_unequally_many_groups_save_together(ranks, local):
-    ranks(2, _groups_of_one_rank, local)
-    assert step_at(local, ranks=2) == 1
-
-
 def _part_of_the_ranks(place: Place) -> None:
     pair = dist.new_group([0, 1])
     dist.new_group([1, 2])  # which only the second of the pair counts among its groups

@@ -249,13 +249,6 @@ def test_a_saver_of_a_process_that_has_forked_this_one_says_so_and_stays_whole(l
     assert step_at(local) == 3
 
 
-def test_closing_all_savers_lets_new_ones_be_made(local):
-    for step in (1, 2):
-        cloudckpt.async_save(filled(step, SMALL), checkpoint_id=local.uri, config=local.config)
-        cloudckpt.checkpointer.close_async_savers()
-        assert step_at(local) == step
-
-
 def _saving_threads() -> int:
     return sum(one.name.startswith("cloudckpt-async") for one in threading.enumerate())
 
@@ -343,14 +336,6 @@ def test_a_stateful_value_is_asked_when_the_save_is(local, gate):
 
 
 # ---- stagers of the caller's
-
-
-def test_a_blocking_stager_of_torchs_is_used(local):
-    options = {"checkpoint_id": local.uri, "config": local.config}
-    future = cloudckpt.async_save(filled(3, SMALL), async_stager=BlockingAsyncStager(), **options)
-    assert isinstance(future.result(PATIENCE), Metadata)
-    assert step_at(local) == 3
-    cloudckpt.checkpointer.close_async_savers()
 
 
 def test_a_stager_for_each_save_takes_no_saver_for_each(local):

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import BackgroundOptions, api
@@ -21,14 +20,11 @@ from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.config import MIB
 from cloudckpt.dcp.meeting import break_off
 from cloudckpt.errors import (
-    AsyncSaveError,
     CheckpointError,
     ProcessGroupError,
     SaveInProgressError,
 )
 from dcp.places import Place
-from dcp.values import numbered
-from faults.states import SMALL, filled
 
 from .saves import PATIENCE, Gate, Lock, Refusing, begin, of_rank, step_at
 
@@ -147,44 +143,6 @@ def _begun(saver: AsyncSaver, place: Place, failure: str) -> Future:
         return saver.save(state, place.writer(), planner=planner).written
 
 
-def _one_fails(place: Place, kind: AsyncCheckpointerType) -> dict[str, tuple[str, str]]:
-    """By what one rank can't do: the error of this rank; after each, a save that works."""
-    told = {}
-    with AsyncSaver(kind=kind) as one:
-        for failure in FAILURES:
-            try:
-                error = _begun(one, place.at(failure), failure).exception(SOON)
-            except (KeyboardInterrupt, AsyncSaveError) as raised:
-                assert dist.get_rank() == 1
-                error = raised
-            told[failure] = type(error).__name__, str(error)
-            dist.barrier()
-            assert place.at(failure).names() == [], failure
-            dist.barrier()
-            begin(one, 2, place.at(failure)).result(PATIENCE)
-    return told
-
-
-FAILURES = {
-    "thread": ("AsyncSaveError", "can't start a thread to save in"),  # first: a thread is kept
-    "value": ("StagingError", "deep.lock"),
-    "memory": ("StagingMemoryError", "needs 41 MiB"),
-    "planner": ("RanksFailedError", "rank 1: ArithmeticError: the dog ate it"),
-    "interrupt": ("StagingError", "KeyboardInterrupt"),
-}
-
-
-@pytest.mark.parametrize("kind", AsyncCheckpointerType, ids=str)
-def test_what_one_rank_cannot_do_fails_the_save_everywhere_and_not_the_next(kind, ranks, local):
-    both = ranks(2, _one_fails, local, kind)
-    for failure, (error, words) in FAILURES.items():
-        for rank, told in enumerate(both):
-            is_interrupted = failure == "interrupt" and rank == 1
-            assert told[failure][0] == ("KeyboardInterrupt" if is_interrupted else error)
-            assert is_interrupted or words in told[failure][1]
-        assert step_at(local.at(failure), ranks=2) == 2
-
-
 class FailingStager:
     """An asynchronous stager of the user's that fails on one rank."""
 
@@ -238,39 +196,6 @@ def _collectives_meanwhile(place: Place, folder: Path) -> bool:
 def test_the_trainer_runs_collectives_while_a_save_is_under_way(ranks, local, tmp_path):
     assert ranks(2, _collectives_meanwhile, local, tmp_path) == [True, True]
     assert step_at(local, ranks=2) == 1
-
-
-def _several_groups(place: Place) -> None:
-    rank = dist.get_rank()
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    apart, together = AsyncSaver(process_group=alone), AsyncSaver()
-    with apart, together:
-        for step in range(5):
-            own = apart.save(filled(step, SMALL), place.at(f"of-{rank}").writer()).written
-            both = begin(together, step, place.at("of-both"))
-            own.result(PATIENCE)
-            both.result(PATIENCE)
-
-
-def test_savers_of_several_groups_save_at_once(ranks, local):
-    ranks(2, _several_groups, local)
-    assert [step_at(local.at(name)) for name in ("of-0", "of-1")] == [4, 4]
-    assert step_at(local.at("of-both"), ranks=2) == 4
-
-
-def _one_after_the_other(place: Place) -> None:
-    config = place.config
-    for step in range(20):
-        state = {**of_rank(step), "whole": numbered(100 + step)}
-        future = cloudckpt.async_save(state, checkpoint_id=place.uri, config=config)
-    future.result(PATIENCE)
-    cloudckpt.checkpointer.close_async_savers()
-
-
-def test_ranks_that_never_look_at_their_futures_save_one_step_after_the_other(ranks, s3):
-    ranks(2, _one_after_the_other, s3)
-    assert step_at(s3, ranks=2) == 19
-    assert len(s3.data()) <= 4
 
 
 # ---- ranks that lose each other

@@ -481,19 +481,6 @@ def _steps(folder, step: int) -> set[float]:
     return {float(value) for tensor in loaded.values() for value in tensor.unique()}
 
 
-def test_in_the_same_place_this_stager_keeps_the_steps_apart(tmp_path):
-    stager = Stager(patience=0.05)
-    weights, gate = _weights(), Gate()
-    first = _save(weights, 1, tmp_path, stager, gate)
-    assert gate.reached.wait(PATIENCE)
-    with pytest.raises(SaveInProgressError):
-        _save(weights, 2, tmp_path, stager, DefaultSavePlanner())
-    gate.opened.set()
-    first.result(PATIENCE)
-    assert _steps(tmp_path, 1) == {1.0}
-    stager.close()
-
-
 def test_a_save_of_torchs_waits_for_the_copy_of_the_one_before(tmp_path):
     stager = Stager(patience=PATIENCE)
     weights, gate = _weights(), Gate()

@@ -58,20 +58,6 @@ def example(**changes):
 # there and back
 
 
-def test_metadata_comes_back():
-    assert load_metadata(framed(example()), URI) == example()
-    assert load_metadata(bytearray(framed(example())), URI) == example()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex64])
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_properties_of_tensors_come_back(dtype, memory_format):
-    properties = TensorProperties(dtype, memory_format=memory_format, requires_grad=True)
-    entry = TensorStorageMetadata(properties, torch.Size([3]), [])
-    written = example(state_dict_metadata={"w": entry})
-    assert load_metadata(framed(written), URI) == written
-
-
 def shapes(tmp_path):
     """Metadata of many shapes, as torch and its planners leave it."""
     state = {

@@ -251,16 +251,3 @@ def _stores_asked(folder):
 
 def test_a_call_to_which_all_come_asks_the_store_nothing(ranks, tmp_path):
     assert ranks(2, _stores_asked, tmp_path) == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ([3], "rank 3 has"),
-        ([1, 2, 3, 4], "ranks 1-4 have"),
-        ([0, 2, 3, 9], "ranks 0, 2-3, 9 have"),
-        ([*range(0, 40, 2)], "ranks 0, 2, 4, 6, 8, 10, 12, 14 and others, 20 in all have"),
-    ],
-)
-def test_ranks_are_listed_shortly(given, text):
-    assert arrivals._listed(given) == text

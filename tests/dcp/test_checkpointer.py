@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cloudckpt.checkpointer import (
@@ -131,17 +130,3 @@ def test_a_closed_checkpointer_says_so(local, make):
         checkpointer.save(local.uri, state())
     with pytest.raises(ClosedError):
         checkpointer.load(local.uri)
-
-
-def _refused_on_ranks(place: Place, kind) -> None:
-    config = config_of(place, kind=kind, commit_hook=Refusing())
-    checkpointer = make_async_checkpointer(config)
-    _, written = checkpointer.save(place.uri, {"rank": dist.get_rank()})
-    assert isinstance(written.exception(PATIENCE), AccessDeniedError)
-    with pytest.raises(AccessDeniedError):
-        checkpointer.close()
-
-
-def test_a_refused_commit_is_told_to_every_rank(local, kind, ranks):
-    ranks(2, _refused_on_ranks, local, kind)
-    assert local.names() == []

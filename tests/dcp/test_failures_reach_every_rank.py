@@ -1,8 +1,13 @@
-"""When one rank fails, every rank is told why, soon, and no trace of the attempt stays."""
+"""When one rank fails, every rank is told why, soon, and no trace of the attempt stays.
 
+One matrix, of roads, stages and kinds of failures. All points of a road are tried in one launch of
+its ranks, one after the other, and each is followed by a save or load that works.
+"""
+
+import contextlib
 import dataclasses
-import logging
 import os
+import threading
 from unittest import mock
 
 import numpy
@@ -16,32 +21,24 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt.background import process
+from cloudckpt.background import arena, process
+from cloudckpt.checkpointer import CheckpointerConfig, CommitHook, make_async_checkpointer
 from cloudckpt.errors import (
     AccessDeniedError,
-    BucketNotFoundError,
-    CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
-    CheckpointReplacedError,
     CloudCheckpointError,
-    CommitUnknownError,
     ConfigError,
-    DifferentCheckpointsError,
-    IncompleteSaveError,
-    InvalidURIError,
     MissingKeyError,
-    ProcessGroupError,
     RanksFailedError,
     ShapeMismatchError,
     UnsupportedTensorError,
-    UntrustedPickleError,
 )
+from cloudckpt.hf import SafetensorsWriter
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
@@ -51,27 +48,17 @@ from .places import Place, on_disk, on_s3
 from .values import assert_same, numbered
 
 MIB = 1024 * 1024
-ROWS = LAYOUTS["2 rows"].placements
-
-
-def save(state, place: Place, **options):
-    return cloudckpt.save(state, checkpoint_id=place.uri, config=place.config, **options)
-
-
-def load(state, place: Place, **options) -> dict:
-    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config, **options)
-    return state
+PATIENCE = 120.0
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 
 
 def _rows(state: dict, *, blank: bool = False) -> dict:
-    return spread(state, Layout((dist.get_world_size(),), ROWS), blank=blank)
+    layout = Layout((dist.get_world_size(),), LAYOUTS["2 rows"].placements)
+    return spread(state, layout, blank=blank)
 
 
 def _is_last() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
-
-
-# ---- what a planner raises, at any stage, by any road
 
 
 class UnpicklableError(Exception):
@@ -80,25 +67,29 @@ class UnpicklableError(Exception):
 
 
 class OneOfALibraryError(Exception):
-    """It can be pickled, and not unpickled: as many are whose arguments are not those of the
-    class above."""
+    """It can be pickled, and not unpickled, as its arguments are not those of the class above."""
 
     def __init__(self, what: str, whose: str) -> None:
         super().__init__(f"{whose} {what}")
 
 
-RAISED = {  # and what it becomes on all ranks
-    "foreign": (lambda: ArithmeticError("the dog ate it"), RanksFailedError),
-    "ours": (lambda: UnsupportedTensorError("the dog ate it"), UnsupportedTensorError),
-    "an interrupt": (lambda: KeyboardInterrupt("the dog ate it"), RanksFailedError),
-    "not to be pickled": (lambda: UnpicklableError("the dog ate it"), CheckpointError),
-    "not to be unpickled": (lambda: OneOfALibraryError("ate it", "the dog"), CheckpointError),
+KINDS = {  # of what a planner raises
+    "foreign": lambda: ArithmeticError("the dog ate it"),
+    "ours": lambda: UnsupportedTensorError("the dog ate it"),
+    "interrupt": lambda: KeyboardInterrupt("the dog ate it"),
+    "not to be pickled": lambda: UnpicklableError("the dog ate it"),
+    "not to be unpickled": lambda: OneOfALibraryError("ate it", "the dog"),
 }
-SAVING = ["set_up_planner", "create_local_plan", "finish_plan", "resolve_data"]
-LOADING = ["set_up_planner", "create_local_plan", "resolve_tensor", "commit_tensor", "load_bytes"]
+BECOMES = {
+    "foreign": "RanksFailedError",
+    "ours": "UnsupportedTensorError",
+    "interrupt": "RanksFailedError",
+    "not to be pickled": "CheckpointError",
+    "not to be unpickled": "CheckpointError",
+}
 
 
-def failing(base: type, stage: str, kind: str):
+def _failing(base: type, stage: str, kind: str):
     """A planner that raises on the last rank; of the data, when it is asked for the last item."""
 
     class Planner(base):
@@ -107,99 +98,25 @@ def failing(base: type, stage: str, kind: str):
     def method(self, *args, **kwargs):
         is_early = stage == "resolve_data" and args[0].index.fqn != self.plan.items[-1].index.fqn
         if _is_last() and not is_early:
-            raise RAISED[kind][0]()
+            raise KINDS[kind]()
         return getattr(base, stage)(self, *args, **kwargs)
 
     setattr(Planner, stage, method)
     return Planner()
 
 
-def _fail_to_save(stage: str, kind: str, place: Place) -> None:
-    # several parts a rank, so that there are uploads to be aborted
-    state = _rows({"a large": numbered(3 * 11 * MIB // 16, 4), "b": numbered(60, 10)})
-    planner = failing(DefaultSavePlanner, stage, kind)
-    save({**state, "c": [1, 2, 3]}, place.having(part_size=5 * MIB), planner=planner)
+def _told(action) -> tuple[str, str | None, bool]:
+    """The class of what is raised, the item that it names, and whether it says what has failed."""
+    try:
+        action()
+    except BaseException as error:  # noqa: BLE001 - the test looks at it
+        failures = getattr(error, "failures", None) or {dist.get_world_size() - 1: ""}
+        assert set(failures) == {dist.get_world_size() - 1}, failures
+        return type(error).__name__, getattr(error, "item", None), "the dog ate it" in str(error)
+    return "", None, False
 
 
-def _check_all_are_told(told, kind: str) -> None:
-    expected = [RAISED[kind][1]] * len(told)
-    if kind == "an interrupt":
-        expected[-1] = KeyboardInterrupt
-    assert [type(error) for error in told] == expected
-    assert all("the dog ate it" in str(error) for error in told), told
-    if kind == "foreign":
-        failures = {len(told) - 1: "ArithmeticError: the dog ate it"}
-        assert all(error.failures == failures for error in told)
-
-
-@pytest.mark.parametrize("kind", RAISED)
-@pytest.mark.parametrize("stage", SAVING)
-def test_what_fails_on_one_rank_fails_the_save_on_all_and_nothing_stays(stage, kind, local, ranks):
-    _check_all_are_told(ranks.errors(3, _fail_to_save, stage, kind, local, deadline=60), kind)
-    assert ".metadata" not in local.names()
-    assert local.names() == [] or kind == "an interrupt"
-
-
-@pytest.mark.parametrize("kind", ["foreign", "an interrupt"])
-@on_s3
-def test_uploads_of_a_save_that_failed_are_aborted(kind, place, ranks):
-    _check_all_are_told(ranks.errors(3, _fail_to_save, "resolve_data", kind, place), kind)
-    assert ".metadata" not in place.names()
-    assert place.unfinished() == []
-
-
-def _fail_to_load(stage: str, kind: str, place: Place) -> None:
-    planner = failing(DefaultLoadPlanner, stage, kind)
-    load({**_rows(full_state(), blank=True), "step": None}, place, planner=planner)
-
-
-@pytest.mark.parametrize("kind", RAISED)
-@pytest.mark.parametrize("stage", LOADING)
-def test_what_fails_on_one_rank_fails_the_load_on_all(stage, kind, local, ranks):
-    ranks(2, _saved, local)
-    _check_all_are_told(ranks.errors(3, _fail_to_load, stage, kind, local, deadline=60), kind)
-
-
-class OddValue:
-    """Makes its own items, or not."""
-
-    def __create_write_items__(self, fqn, value):
-        raise OneOfALibraryError("ate it", "the dog")
-
-
-def _fail_by_torch(place: Place) -> dict:
-    state = _rows({"a": numbered(600, 10), "b": numbered(60, 10)})
-    planner = failing(DefaultSavePlanner, "resolve_data", "foreign")
-    with pytest.raises(CheckpointException) as caught:
-        dcp.save(state, storage_writer=place.writer(), planner=planner)
-    return {rank: str(error) for rank, (error, _) in caught.value.failures.items()}
-
-
-def test_stock_save_tells_all_ranks_and_leaves_nothing_visible(place, ranks):
-    assert ranks(3, _fail_by_torch, place) == [{2: "the dog ate it"}] * 3
-    assert ".metadata" not in place.names()
-
-
-def _fail_to_replace(place: Place) -> None:
-    save(_rows({"t": numbered(60, 10)}), place)
-    dist.barrier()
-    before = place.names()
-    dist.barrier()
-    planner = failing(DefaultSavePlanner, "resolve_data", "foreign")
-    with pytest.raises(RanksFailedError):
-        save(_rows({"t": numbered(60, 10, first=999)}), place, planner=planner)
-    dist.barrier()
-    assert place.names() == before
-    loaded = {"t": torch.zeros(60, 10)}
-    assert_same(load(loaded, place)["t"], numbered(60, 10))
-
-
-@on_s3
-def test_a_failed_replacement_leaves_the_checkpoint_that_was_there(place, ranks):
-    ranks(3, _fail_to_replace, place)
-
-
-# ---- what a rank saves
+# ---- saves
 
 
 class Forgetful(DefaultSavePlanner):
@@ -210,54 +127,211 @@ class Forgetful(DefaultSavePlanner):
         return dataclasses.replace(plan, items=[]) if _is_last() else plan
 
 
-def _odd_tensor(place: Place) -> None:
-    odd = {"odd": numbered(3, 3).to_sparse()} if _is_last() else {}
-    save({"t": numbered(100), **odd, **_rows({"r": numbered(30, 3)})}, place)
+class Stateful(dict):
+    """One whose methods fail on the last rank, as those of a module that does not fit do."""
+
+    def state_dict(self):
+        if _is_last():
+            raise self.get("raises", RuntimeError)("the dog ate it")
+        return {"t": numbered(5)}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
 
 
-def _forget(place: Place) -> None:
-    save(_rows({"t": numbered(60, 10)}), place, planner=Forgetful())
+class OddValue:
+    def __create_write_items__(self, fqn, value):
+        raise OneOfALibraryError("ate it", "the dog")
 
 
-def _hole(place: Place) -> None:
-    state = _rows({"t": numbered(60, 10)})
-    save({} if _is_last() else state, place)
+class Refusing(CommitHook):
+    def before_commit(self, uri, metadata):
+        raise AccessDeniedError("the dog ate it")
 
 
-def _elsewhere(place: Place) -> None:
-    save(_rows(full_state()), place.at(f"step-{dist.get_rank()}"))
+def _refuse_thread(thread: threading.Thread, start=threading.Thread.start) -> None:
+    if thread.name.startswith("cloudckpt-async"):
+        raise RuntimeError("the dog ate it")
+    start(thread)
 
 
-def _odd_value(place: Place) -> None:
-    save({"a": OddValue() if _is_last() else 1}, place)
+STATES = {  # what the last rank has beside what all have, the error, and the item that it names
+    "a sparse tensor": ({"odd": lambda: numbered(3, 3).to_sparse()}, "UnsupportedTensorError"),
+    "no pickle holds it": ({"odd": threading.Lock}, "UnsupportedValueError"),
+    "a value that plans itself": ({"itself": OddValue}, "CheckpointError"),
+    "another shape": ({"same": lambda: numbered(4)}, "KeyCollisionError"),
+    "another type": ({"same": lambda: numbered(3).bfloat16()}, "KeyCollisionError"),
+    "a value for a tensor": ({"same": lambda: 5}, "KeyCollisionError"),
+}
+PLANNING = ["set_up_planner", "create_local_plan", "finish_plan", "resolve_data"]
+Told = tuple[str, str | None]
+"""The class of an error on all ranks, and the item that it names."""
 
-
-UNFIT = {  # with the error, and the item that it names
-    "a tensor of an unsupported kind": (_odd_tensor, UnsupportedTensorError, "odd"),
-    "an item that nobody wrote": (_forget, IncompleteSaveError, "t"),
-    "a shard that no rank plans": (_hole, IncompleteSaveError, "t"),
-    "places that differ": (_elsewhere, DifferentCheckpointsError, None),
-    "a value that fails to plan": (_odd_value, CheckpointError, None),
+SAVING: dict[tuple[str, str], Told] = {
+    **{(stage, kind): (BECOMES[kind], None) for stage in PLANNING for kind in KINDS},
+    **{
+        ("state", name): (error, next(iter(own)) if error != "CheckpointError" else None)
+        for name, (own, error) in STATES.items()
+    },
+    ("state", "a shard is missing"): ("IncompleteSaveError", "a"),
+    ("state", "Stateful"): ("RanksFailedError", None),
+    ("state", "Stateful, interrupt"): ("RanksFailedError", None),
+    ("plan", "nobody writes an item"): ("IncompleteSaveError", "a"),
+    ("location", "no location"): ("InvalidURIError", None),
+    ("location", "another"): ("DifferentCheckpointsError", None),
+    ("store", "denied"): ("AccessDeniedError", None),
+    ("commit", "refused by a hook"): ("AccessDeniedError", None),
+}
+IN_BACKGROUND = {  # what is another error there, or has no like in other saves
+    ("thread", "can't be started"): ("AsyncSaveError", None),  # first: a thread is kept
+    ("memory", "lacks"): ("StagingMemoryError", None),
+    ("state", "no pickle holds it"): ("StagingError", "odd"),
+    ("state", "Stateful, interrupt"): ("StagingError", None),
+    **{(stage, "foreign"): SAVING[stage, "foreign"] for stage in PLANNING},
+    **{
+        point: SAVING[point]
+        for point in SAVING
+        if point[1] in ("a sparse tensor", "a shard is missing", "no location", "refused by a hook")
+        or point == ("resolve_data", "interrupt")
+    },
+}
+MATRIX = {
+    "save": SAVING,
+    "THREAD": IN_BACKGROUND | {("store", "denied"): SAVING["store", "denied"]},
+    "PROCESS": IN_BACKGROUND,
+    "torch": {("resolve_data", "foreign"): ("CheckpointException", None)},
 }
 
 
-@pytest.mark.parametrize("what", UNFIT)
-def test_what_one_rank_can_not_save_is_named_on_all(what, local, ranks):
-    action, kind, item = UNFIT[what]
-    told = ranks.errors(3, action, local, deadline=60)
-    assert [type(error) for error in told] == [kind] * 3
-    assert {error.item for error in told} == {item}
-    assert local.names() == []
+def _save(road: str, state: dict, place: Place, planner=None, hook=None) -> None:
+    given = {"checkpoint_id": place.uri, "config": place.config, "planner": planner}
+    if hook is not None or road == "torch":
+        writer = cloudckpt.CloudStorageWriter(place.uri, config=place.config, commit_hook=hook)
+        given = {"storage_writer": writer, "planner": planner}
+    if road == "torch":
+        dcp.save(state, **given)
+    elif road == "save":
+        cloudckpt.save(state, **given)
+    else:
+        kind = AsyncCheckpointerType[road]
+        cloudckpt.async_save(state, async_checkpointer_type=kind, **given).result(PATIENCE)
 
 
-def _save_to_nowhere(place: Place) -> None:
-    save({"t": numbered(10)}, place)
+def _fail(road: str, stage: str, kind: str, place: Place, rows: int) -> None:
+    """A save in which the last rank fails."""
+    state = {**_rows({"a": numbered(rows, 4), "b": numbered(60, 10)}), "same": numbered(3)}
+    planner, hook, last = None, None, _is_last()
+    with contextlib.ExitStack() as stack:
+        if stage in PLANNING:
+            planner = _failing(DefaultSavePlanner, stage, kind)
+        elif stage == "plan":
+            planner = Forgetful()
+        elif kind.startswith("Stateful"):
+            raises = {"raises": KeyboardInterrupt} if kind.endswith("interrupt") else {}
+            state["module"] = Stateful(raises)
+        elif stage == "state" and last:
+            own = STATES[kind][0] if kind in STATES else {}
+            state = {**state, **{name: make() for name, make in own.items()}} if own else {}
+        elif kind == "another":
+            place = place.at(f"of-{dist.get_rank()}")
+        elif kind == "no location" and last:
+            place = dataclasses.replace(place, uri="ftp://nowhere")
+        elif stage == "commit":
+            hook = Refusing()
+        elif stage == "store" and last:
+            denied = AccessDeniedError("the dog ate it", certain=True)
+            stack.enter_context(mock.patch.object(LocalStore, "put", side_effect=denied))
+        elif stage == "thread" and last:
+            stack.enter_context(mock.patch.object(threading.Thread, "start", _refuse_thread))
+        elif stage == "memory":
+            state["large"] = torch.zeros(2 * MIB)
+            if last:
+                stack.enter_context(mock.patch.object(arena, "available_memory", return_value=1000))
+        _save(road, state, place, planner, hook)
 
 
-def test_a_bucket_that_is_not_there_is_named_on_all_ranks(s3, ranks):
-    nowhere = Place("s3://there-is-no-such-bucket/run", s3.config)
-    told = ranks.errors(2, _save_to_nowhere, nowhere)
-    assert [type(error) for error in told] == [BucketNotFoundError] * 2
+def _try_all(road: str, points: list, place: Place, rows: int) -> dict:
+    """By point, what this rank is told, and what is left of the save."""
+    found = {}
+    try:
+        for number, (stage, kind) in enumerate(points):
+            here = place.at(str(number))
+            told = _told(lambda: _fail(road, stage, kind, here, rows))  # noqa: B023
+            dist.barrier()
+            found[stage, kind] = told, here.names(), here.unfinished()
+            dist.barrier()
+            _save(road, {"t": numbered(5)}, here)  # the next one works
+    finally:
+        cloudckpt.checkpointer.close_async_savers()
+    return found
+
+
+def _check(points: dict, by_rank: list[dict], *, leaves_data: bool) -> None:
+    told = {}
+    for rank, of_rank in enumerate(by_rank):
+        is_last = rank == len(by_rank) - 1
+        for point, ((error, item, is_said), names, unfinished) in of_rank.items():
+            is_interrupted = "interrupt" in point[1]
+            expected = points[point]
+            if is_interrupted and is_last:
+                expected = "KeyboardInterrupt", None
+            assert (error, item) == expected, (point, rank)
+            assert is_said or point[0] in ("state", "plan", "location", "memory"), point
+            assert ".metadata" not in names, point
+            assert leaves_data or is_interrupted or names == [], point
+            assert unfinished == [], point
+            told[point] = error
+    assert told.keys() == points.keys()
+
+
+@pytest.mark.parametrize("road", MATRIX)
+def test_what_fails_on_one_rank_fails_the_save_on_all_and_nothing_stays(road, local, ranks):
+    by_rank = ranks(3, _try_all, road, list(MATRIX[road]), local, 60, deadline=150)
+    _check(MATRIX[road], by_rank, leaves_data=road == "torch")  # torch has no hook for that
+
+
+@on_s3
+def test_uploads_of_a_save_that_failed_are_aborted(place, ranks):
+    points = {(stage, kind): SAVING[stage, kind] for stage, kind in SAVING if "resolve" in stage}
+    points = {point: points[point] for point in points if point[1] in ("foreign", "interrupt")}
+    place, rows = place.having(part_size=5 * MIB), 3 * 11 * MIB // 16  # several parts a rank
+    by_rank = ranks(3, _try_all, "save", list(points), place, rows, deadline=100)
+    _check(points, by_rank, leaves_data=False)
+
+
+def _fail_to_replace(place: Place) -> None:
+    _save("save", _rows({"t": numbered(60, 10)}), place)
+    dist.barrier()
+    before = place.names()
+    dist.barrier()
+    planner = _failing(DefaultSavePlanner, "resolve_data", "foreign")
+    with pytest.raises(RanksFailedError):
+        _save("save", _rows({"t": numbered(60, 10, first=999)}), place, planner)
+    dist.barrier()
+    assert place.names() == before
+    assert_same(_loaded({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10))
+
+
+@on_s3
+def test_a_failed_replacement_leaves_the_checkpoint_that_was_there(place, ranks):
+    ranks(3, _fail_to_replace, place)
+
+
+class Different(DefaultSavePlanner):
+    def resolve_data(self, write_item):
+        if not _is_last():
+            raise [ArithmeticError, UnsupportedTensorError][dist.get_rank()]("the dog ate it")
+        return super().resolve_data(write_item)
+
+
+def _fail_differently(place: Place) -> None:
+    _save("save", _rows({"t": numbered(60, 10)}), place, Different())
+
+
+def test_two_ranks_that_fail_differently_are_both_named(local, ranks):
+    told = ranks.errors(3, _fail_differently, local)
+    assert [type(error) for error in told] == [RanksFailedError] * 3
+    assert all(error.failures.keys() == {0, 1} for error in told)
 
 
 class Overtaken(DefaultSavePlanner):
@@ -269,61 +343,59 @@ class Overtaken(DefaultSavePlanner):
 
     def finish_plan(self, new_plan):
         if dist.get_rank() == 0:
-            save({"t": numbered(60, 10, first=555)}, self.place, no_dist=True)
+            state, where = {"t": numbered(60, 10, first=555)}, self.place
+            cloudckpt.save(state, checkpoint_id=where.uri, config=where.config, no_dist=True)
         return super().finish_plan(new_plan)
 
 
 def _overtaken(place: Place, replaces: bool) -> None:
     if replaces:
-        save(_rows({"t": numbered(60, 10)}), place)
-    save(_rows({"t": numbered(60, 10, first=222)}), place, planner=Overtaken(place))
+        _save("save", _rows({"t": numbered(60, 10)}), place)
+    _save("save", _rows({"t": numbered(60, 10, first=222)}), place, Overtaken(place))
 
 
 @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replacement"])
 @on_s3
 def test_a_save_that_lost_the_race_is_told_on_all_ranks_and_cleans_up(replaces, place, ranks):
     told = ranks.errors(3, _overtaken, place, replaces)
-    assert [type(error) for error in told] == [CheckpointConflictError] * 3
-    assert_same(load({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10, first=555))
+    assert [type(error).__name__ for error in told] == ["CheckpointConflictError"] * 3
+    assert_same(_loaded({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10, first=555))
     named = {info.relative_path for info in place.reader().read_metadata().storage_data.values()}
-    assert set(place.data()) == named
     assert set(place.names()) == named | {".metadata"}
 
 
 # ---- once it may be committed
 
 
-def _surprised_after_the_commit(surprise: str, place: Place) -> str:
+def _surprised_after_the_commit(place: Place) -> list[bool]:
     """Rank 0 meets an error that no store should raise, when .metadata is already written."""
-    save(_rows({"t": numbered(60, 10)}), place)
+    told = []
+    _save("save", _rows({"t": numbered(60, 10)}), place)
     store = open_store(CheckpointURI.parse(place.uri), place.config)
     put = store.put
 
     def odd_put(key, *args, **kwargs):
         info = put(key, *args, **kwargs)
         if key.endswith("/.metadata"):
-            raise RuntimeError("a surprise behind the commit")
+            raise RuntimeError("a surprise after the commit")
         return info
 
-    def odd_delete(keys):
-        raise RuntimeError("a surprise behind the commit")
-
-    try:
-        if dist.get_rank() == 0:
-            setattr(store, surprise, odd_put if surprise == "put" else odd_delete)
-        save(_rows({"t": numbered(60, 10, first=777)}), place)
-    except CloudCheckpointError as error:
-        return str(error)
-    finally:
-        store.__dict__.pop(surprise, None)
-    return "saved"
+    for verb, odd in (("put", odd_put), ("delete", mock.Mock(side_effect=RuntimeError))):
+        try:
+            if dist.get_rank() == 0:
+                setattr(store, verb, odd)
+            told.append(
+                _told(lambda: _save("save", _rows({"t": numbered(60, 10, first=7)}), place))
+            )
+        finally:
+            store.__dict__.pop(verb, None)
+    return told
 
 
-@pytest.mark.parametrize("surprise", ["put", "delete"])
-def test_data_of_a_checkpoint_that_may_be_committed_is_never_deleted(surprise, place, ranks):
-    told = ranks(3, _surprised_after_the_commit, surprise, place)
-    assert len(set(told)) == 1
-    assert_same(load({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10, first=777))
+def test_data_of_a_checkpoint_that_may_be_committed_are_never_deleted(place, ranks):
+    first, *others = ranks(3, _surprised_after_the_commit, place)
+    assert others == [first] * 2
+    assert_same(_loaded({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10, first=7))
 
 
 class OddInterrupt(BaseException):
@@ -331,99 +403,48 @@ class OddInterrupt(BaseException):
         raise TypeError("this interrupt can't be pickled")
 
 
-_BEHIND = {
-    "an exception": ConnectionError("the pointer was not written"),
-    "an error of a store": AccessDeniedError("the pointer was not written"),
-    "an interrupt": KeyboardInterrupt("the pointer was not written"),
-    "an interrupt that can't be pickled": OddInterrupt("the pointer was not written"),
+AFTERWARDS = {  # what a derived writer meets once it has committed, and what the ranks raise
+    "exception": (ConnectionError("no pointer"), ["CommitUnknownError"] * 2),
+    "error of a store": (AccessDeniedError("no pointer"), ["CommitUnknownError"] * 2),
+    "interrupt": (KeyboardInterrupt("no pointer"), ["KeyboardInterrupt", "RanksFailedError"]),
+    "not to be pickled": (OddInterrupt("no pointer"), ["CommitUnknownError"] * 2),
+    "a second commit": (None, ["CommitUnknownError"] * 2),
 }
 
 
 class Pointing(cloudckpt.CloudStorageWriter):
     """Does more than ours once it has committed: it fails, or commits once more."""
 
-    def __init__(self, place: Place, kind: str) -> None:
-        super().__init__(place.uri, config=place.config)
-        self.kind = kind
+    kind = ""
 
     def finish(self, metadata, results):
         super().finish(metadata, results)
-        if self.kind in _BEHIND:
-            raise _BEHIND[self.kind]
+        if (error := AFTERWARDS[self.kind][0]) is not None:
+            raise error
         super().finish(metadata, results)
 
 
-def _finish_with_more(kind: str, place: Place) -> None:
-    save(_rows({"t": numbered(60, 10)}), place)
-    writer = Pointing(place, kind)
-    cloudckpt.save(_rows({"t": numbered(60, 10, first=777)}), storage_writer=writer)
-
-
-@pytest.mark.parametrize("kind", [*_BEHIND, "a second commit"])
-@on_disk
-def test_what_fails_behind_the_commit_of_a_derived_writer_undoes_nothing(kind, place, ranks):
-    told = ranks.errors(2, _finish_with_more, kind, place)
-    if kind == "an interrupt":
-        assert [type(error) for error in told] == [KeyboardInterrupt, RanksFailedError]
-    else:
-        assert [type(error) for error in told] == [CommitUnknownError] * 2
-        assert all("the checkpoint is committed" in str(error) for error in told)
-    assert_same(load({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10, first=777))
-
-
-# ---- before the first step
-
-
-class Stubborn(dict):
-    """A Stateful whose methods fail, as those of a module that does not fit do."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-
-    def state_dict(self):
-        if self.where == "state_dict":
-            raise RuntimeError("the module does not fit")
-        return {"t": numbered(5)}
-
-    def load_state_dict(self, state):
-        raise RuntimeError("the module does not fit")
-
-
-def _use_stubborn(where: str, place: Place) -> None:
-    if where == "state_dict":
-        save({"module": Stubborn(where)}, place)
-    else:
-        save({"module": {"t": numbered(5)}}, place)
+def _finish_with_more(place: Place) -> list[str]:
+    told = []
+    for first, kind in enumerate(AFTERWARDS):
+        writer = Pointing(place.uri, config=place.config)
+        writer.kind, state = kind, _rows({"t": numbered(60, 10, first=first)})
+        try:
+            cloudckpt.save(state, storage_writer=writer)
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            told.append(type(error).__name__)
         dist.barrier()
-        load({"module": Stubborn(where)}, place)
+        assert_same(_loaded(_rows({"t": torch.zeros(60, 10)}), place)["t"].full_tensor(),
+                    numbered(60, 10, first=first))  # fmt: skip
+    return told
 
 
-@pytest.mark.parametrize("where", ["state_dict", "load_state_dict"])
-def test_an_error_of_a_stateful_object_is_not_taken_for_a_lost_rank(where, local, ranks):
-    for error in ranks.errors(2, _use_stubborn, where, local):
-        assert "the module does not fit" in str(error)
-        assert not isinstance(error, ProcessGroupError), error
+def test_what_fails_after_the_commit_of_a_derived_writer_undoes_nothing(local, ranks):
+    by_rank = ranks(2, _finish_with_more, local)
+    assert list(zip(*by_rank, strict=True)) == [tuple(each) for _, each in AFTERWARDS.values()]
 
 
-class StubbornOnOne(Stubborn):
-    """One of a rank; those of the others are fine."""
-
-    def state_dict(self):
-        return super().state_dict() if _is_last() else {"t": numbered(5)}
-
-
-def _fail_early(action, place: Place) -> None:
-    save({"module": {"t": numbered(5)}}, place)
-    dist.barrier()
-    action({"module": StubbornOnOne("state_dict")}, place)
-
-
-@pytest.mark.parametrize("action", [save, load], ids=["save", "load"])
-def test_a_state_that_one_rank_can_not_make_is_told_to_all(action, local, ranks):
-    told = ranks.errors(3, _fail_early, action, local)
-    assert [type(one) for one in told] == [RanksFailedError] * 3
-    assert all("the module does not fit" in str(one) for one in told)
+# ---- a wrong beginning
 
 
 class Sharded:
@@ -438,22 +459,8 @@ class Sharded:
         raise NotImplementedError
 
 
-def _begin_with_collectives(action, place: Place) -> None:
-    uri = "ftp://nowhere" if _is_last() else place.uri
-    action({"model": Sharded()}, checkpoint_id=uri, config=place.config)
-
-
-@pytest.mark.parametrize("action", [cloudckpt.save, cloudckpt.load, cloudckpt.async_save])
-def test_a_bad_location_of_one_rank_is_told_although_state_dict_asks_all_ranks(
-    action, local, ranks
-):
-    told = ranks.errors(3, _begin_with_collectives, action, local, deadline=60.0)
-    assert [type(error) for error in told] == [InvalidURIError] * 3
-
-
-def _checkpointer(place: Place, kind=AsyncCheckpointerType.THREAD):
-    config = cloudckpt.checkpointer.CheckpointerConfig(kind=kind, config=place.config)
-    return cloudckpt.checkpointer.make_async_checkpointer(config)
+def _checkpointer(place: Place, kind=THREAD):
+    return make_async_checkpointer(CheckpointerConfig(kind=kind, config=place.config))
 
 
 def _by_checkpointer(place: Place, *args, **kwargs) -> None:
@@ -464,24 +471,32 @@ def _by_checkpointer(place: Place, *args, **kwargs) -> None:
 def _without_a_process(place: Place) -> None:
     failing = mock.Mock(side_effect=ConfigError("no processes here"))
     with mock.patch.object(process, "_start", failing if _is_last() else process._start):
-        _checkpointer(place, AsyncCheckpointerType.PROCESS).close()
+        _checkpointer(place, PROCESS).close()
 
 
-def _of_torch(kind: type, ours, place: Place):
+def _ours_or(kind: type, ours, place: Place):
     return kind(place.path) if _is_last() else ours(place.uri, config=place.config)
 
 
 STATE = {"t": numbered(5)}
-BOTH = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+SKIPS = cloudckpt.BackgroundOptions(when_busy="skip")
 WAYS = {  # to begin, of which the last rank takes a wrong turn: its location is not one
-    "save": lambda place, uri: save(STATE, dataclasses.replace(place, uri=uri)),
-    "load": lambda place, uri: load(STATE, dataclasses.replace(place, uri=uri)),
-    "save alone": lambda place, uri: save(STATE, place, use_collectives=not _is_last()),
+    "save": lambda place, uri: cloudckpt.save(STATE, checkpoint_id=uri),
+    "load": lambda place, uri: cloudckpt.load(STATE, checkpoint_id=uri),
+    **{
+        f"{call.__name__} of what asks all ranks": lambda place, uri, call=call: call(
+            {"model": Sharded()}, checkpoint_id=uri
+        )
+        for call in (cloudckpt.save, cloudckpt.load, cloudckpt.async_save)
+    },
+    "save alone": lambda place, uri: cloudckpt.save(
+        STATE, checkpoint_id=place.uri, use_collectives=not _is_last()
+    ),
     "save by torch": lambda place, uri: cloudckpt.save(
-        STATE, storage_writer=_of_torch(FileSystemWriter, cloudckpt.CloudStorageWriter, place)
+        STATE, storage_writer=_ours_or(FileSystemWriter, cloudckpt.CloudStorageWriter, place)
     ),
     "load by torch": lambda place, uri: cloudckpt.load(
-        STATE, storage_reader=_of_torch(FileSystemReader, cloudckpt.CloudStorageReader, place)
+        STATE, storage_reader=_ours_or(FileSystemReader, cloudckpt.CloudStorageReader, place)
     ),
     "async": lambda place, uri: cloudckpt.async_save(STATE, checkpoint_id=uri),
     "async alone": lambda place, uri: cloudckpt.async_save(
@@ -491,14 +506,17 @@ WAYS = {  # to begin, of which the last rank takes a wrong turn: its location is
         STATE, checkpoint_id=uri, storage_writer=place.writer()
     ),
     "async in a process": lambda place, uri: cloudckpt.async_save(
-        STATE, checkpoint_id=uri, async_checkpointer_type=BOTH[1]
+        STATE, checkpoint_id=uri, async_checkpointer_type=PROCESS
+    ),
+    "async of another format": lambda place, uri: cloudckpt.async_save(
+        STATE,
+        storage_writer=_ours_or(SafetensorsWriter, cloudckpt.CloudStorageWriter, place),
+        async_checkpointer_type=PROCESS,
     ),
     "async with other options": lambda place, uri: cloudckpt.async_save(
         STATE,
         checkpoint_id=place.uri,
-        config=place.having(
-            background=cloudckpt.BackgroundOptions(when_busy="skip" if _is_last() else "wait")
-        ).config,
+        config=place.having(background=SKIPS).config if _is_last() else place.config,
     ),
     "checkpointer": lambda place, uri: _by_checkpointer(place, uri, STATE),
     "checkpointer's arguments": lambda place, uri: _by_checkpointer(
@@ -511,81 +529,38 @@ WAYS = {  # to begin, of which the last rank takes a wrong turn: its location is
     "checkpointer loads strictly": lambda place, uri: _checkpointer(place).load(
         place.uri, None, strict=_is_last()
     ),
-    "checkpointers of two kinds": lambda place, uri: _checkpointer(place, BOTH[_is_last()]).close(),
+    "checkpointers of two kinds": lambda place, uri: _checkpointer(
+        place, PROCESS if _is_last() else THREAD
+    ).close(),
     "no process": lambda place, uri: _without_a_process(place),
 }
 
 
-def _begin_wrongly(way: str, place: Place) -> None:
-    try:
-        WAYS[way](place, "ftp://nowhere" if _is_last() else place.uri)
-    finally:
-        cloudckpt.checkpointer.close_async_savers()
+def _begin_wrongly(place: Place) -> dict[str, str]:
+    told = {}
+    for way, begin in WAYS.items():
+        try:
+            told[way] = _told(lambda: begin(place, "ftp://x" if _is_last() else place.uri))[0]  # noqa: B023
+        finally:
+            cloudckpt.checkpointer.close_async_savers()
+    return told
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_one_rank_begins_wrongly_is_told_to_all_at_once(way, local, ranks):
-    save({"t": numbered(5)}, local, no_dist=True)
+def test_what_one_rank_begins_wrongly_is_told_to_all_at_once(local, ranks):
+    cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.uri, no_dist=True)
     before = local.names()
-    told = ranks.errors(2, _begin_wrongly, way, local, deadline=60.0)
-    assert isinstance(told[0], InvalidURIError | ConfigError | DifferentCheckpointsError), told
-    assert type(told[0]) is type(told[1])
+    first, second = ranks(2, _begin_wrongly, local, deadline=200.0)
+    assert first == second
+    assert set(first.values()) == {"InvalidURIError", "ConfigError", "DifferentCheckpointsError"}
     assert local.names() == before
 
 
-# ---- a load that fails
+# ---- loads
 
 
-def _saved(place: Place) -> None:
-    save({**_rows(full_state()), "step": 3, f"of {dist.get_rank()}": numbered(5)}, place)
-
-
-def _load_with(more: dict, who: str, place: Place) -> None:
-    state = _rows(full_state(), blank=True)
-    load({**state, **(more if who == "all" or _is_last() else {})}, place)
-
-
-@pytest.mark.parametrize("who", ["all", "the last"])
-@pytest.mark.parametrize(
-    ("name", "shape", "kind"),
-    [("evne", (3,), MissingKeyError), ("uneven", (5, 7), ShapeMismatchError)],
-)
-def test_a_tensor_that_does_not_fit_is_named_on_all_ranks(who, name, shape, kind, local, ranks):
-    ranks(2, _saved, local)
-    told = ranks.errors(3, _load_with, {name: torch.zeros(shape)}, who, local)
-    assert [type(error) for error in told] == [kind] * 3
-    assert {error.item for error in told} == {name}
-
-
-@pytest.mark.parametrize("value", [5, None, "text", numpy.zeros(3)], ids=lambda v: type(v).__name__)
-def test_a_value_where_the_checkpoint_has_a_tensor_is_named(value, local):
-    save({"step": torch.tensor([3, 4]), "rest": 1}, local)
-    with pytest.raises(ShapeMismatchError) as caught:
-        load({"step": value, "rest": 0}, local)
-    assert caught.value.item == "step"
-
-
-class OfTorch(DefaultLoadPlanner):
-    """One that is not taken for its flags alone, as torch's own is."""
-
-
-def test_with_a_planner_of_torch_a_missing_key_is_still_named(local):
-    save({"a": numbered(3)}, local)
-    with pytest.raises(RanksFailedError, match="Missing key in checkpoint state_dict: b"):
-        load({"b": torch.zeros(3)}, local, planner=OfTorch())
-    with pytest.raises(MissingKeyError, match="first: \\['b'\\]"):
-        load({"b": torch.zeros(3)}, local, planner=DefaultLoadPlanner())
-
-
-def _load_from(place: Place) -> None:
-    load(_rows(full_state(), blank=True), place)
-
-
-def test_a_checkpoint_that_is_not_there_is_told_on_all_ranks(place, ranks):
-    told = ranks.errors(3, _load_from, place)
-    assert [type(error) for error in told] == [CheckpointNotFoundError] * 3
-    assert {error.uri for error in told} == {place.uri}
-    assert all(isinstance(error, FileNotFoundError) for error in told)
+def _loaded(state: dict, place: Place, **options) -> dict:
+    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config, **options)
+    return state
 
 
 UNREADABLE = [
@@ -598,64 +573,161 @@ UNREADABLE = [
 ]
 
 
-def _fail_to_read(monkeypatch, error: Exception, name: str) -> None:
-    """Makes reads of a metadata object fail with an error that is not the store's answer."""
-    for verb in ("get", "get_range", "head"):
-        read = getattr(LocalStore, verb)
+@contextlib.contextmanager
+def _unreadable(error: Exception, name: str):
+    """Reads of an object fail with an error that is not the store's answer."""
 
-        def failing(store, key, *arguments, read=read, **options):
-            if key.endswith(f"/{name}"):
+    def failing_at(read):
+        def failing(store, key, *arguments, **options):
+            if key.endswith(name):
                 raise error
             return read(store, key, *arguments, **options)
 
-        monkeypatch.setattr(LocalStore, verb, failing)
+        return failing
+
+    with pytest.MonkeyPatch.context() as patched:
+        for verb in ("get", "get_range", "head"):
+            patched.setattr(LocalStore, verb, failing_at(getattr(LocalStore, verb)))
+        yield
+
+
+RECEIVING = ["set_up_planner", "create_local_plan", "resolve_tensor", "commit_tensor", "load_bytes"]
+MISFITS = {
+    "a key is missing": ({"evne": (3,)}, MissingKeyError),
+    "another shape": ({"uneven": (5, 7)}, ShapeMismatchError),
+}
+LOADING: dict[tuple[str, str], Told] = {
+    **{(stage, kind): (BECOMES[kind], None) for stage in RECEIVING for kind in KINDS},
+    **{
+        (who, name): (error.__name__, next(iter(wanted)))
+        for name, (wanted, error) in MISFITS.items()
+        for who in ("all", "the last")
+    },
+    ("state", "Stateful"): ("RanksFailedError", None),
+    ("location", "no location"): ("InvalidURIError", None),
+    ("location", "another"): ("DifferentCheckpointsError", None),
+    ("location", "nothing is there"): ("CheckpointNotFoundError", None),
+    ("data", "denied"): ("AccessDeniedError", None),
+    ("data", "damaged"): ("CheckpointCorruptError", "large"),
+    **{
+        ("metadata", str(number)): (
+            type(error).__name__ if isinstance(error, CloudCheckpointError) else "CheckpointError",
+            None,
+        )
+        for number, error in enumerate(UNREADABLE)
+    },
+}
+
+
+def _fail_to_load(stage: str, kind: str, place: Place) -> None:
+    state, planner, last = {**_rows(full_state(), blank=True), "step": None}, None, _is_last()
+    with contextlib.ExitStack() as stack:
+        if stage in RECEIVING:
+            planner = _failing(DefaultLoadPlanner, stage, kind)
+        elif kind in MISFITS and (last or stage == "all"):
+            state |= {name: torch.zeros(shape) for name, shape in MISFITS[kind][0].items()}
+        elif stage == "state":
+            state["module"] = Stateful()
+        elif kind == "no location" and last:
+            place = dataclasses.replace(place, uri="ftp://nowhere")
+        elif kind == "another" and last:
+            place = place.at("another")
+        elif kind == "nothing is there":
+            place = place.at("nothing")
+        elif stage == "data" and kind == "denied" and last:
+            error = AccessDeniedError("the dog ate it", certain=True)
+            stack.enter_context(_unreadable(error, ".distcp"))
+        elif stage == "data" and kind == "damaged":
+            place = place.at("damaged")
+        elif stage == "metadata" and dist.get_rank() == 0:  # which reads for all
+            stack.enter_context(_unreadable(UNREADABLE[int(kind)], "/.metadata"))
+        _loaded(state, place, planner=planner)
+
+
+def _save_for_loads(place: Place) -> None:
+    for where in (place, place.at("another"), place.at("damaged")):
+        state = {**_rows(full_state()), "step": 3, f"of {dist.get_rank()}": numbered(5)}
+        _save("save", state, where)
+
+
+def _damage(place: Place) -> None:
+    """An object of the largest tensor, a byte in each kilobyte."""
+    places = place.reader().read_metadata().storage_data.items()
+    name = next(info.relative_path for index, info in places if index.fqn == "large")
+    with open(os.path.join(place.path, name), "r+b") as file:
+        data = bytearray(file.read())
+        data[len(data) // 3 :: 1000] = bytes(255 ^ one for one in data[len(data) // 3 :: 1000])
+        file.seek(0)
+        file.write(data)
+
+
+def _load_all(points: list, place: Place) -> dict:
+    found = {}
+    for stage, kind in points:
+        found[stage, kind] = _told(lambda: _fail_to_load(stage, kind, place)), [], []  # noqa: B023
+        state = _loaded({"step": None}, place)  # the next one works
+        assert state == {"step": 3}
+    return found
+
+
+def test_what_fails_on_one_rank_fails_the_load_on_all(local, ranks):
+    ranks(2, _save_for_loads, local)
+    _damage(local.at("damaged"))
+    by_rank = ranks(3, _load_all, list(LOADING), local, deadline=200)
+    for of_rank in by_rank:
+        for point, (_, item, _) in ((point, told) for point, (told, *_) in of_rank.items()):
+            assert item == LOADING[point][1], point
+    told = [{point: one[0][0] for point, one in of_rank.items()} for of_rank in by_rank]
+    expected = {point: error for point, (error, _) in LOADING.items()}
+    interrupted = {p: "KeyboardInterrupt" for p in LOADING if p[1] == "interrupt"}
+    assert told == [expected, expected, expected | interrupted]
 
 
 @pytest.mark.parametrize("error", UNREADABLE, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("name", [".metadata", "__0.metadata"])
-@pytest.mark.parametrize("is_there", [True, False])
-def test_metadata_that_can_not_be_read_is_not_told_as_not_there(
-    error, name, is_there, local, monkeypatch
-):
+def test_metadata_that_can_not_be_read_are_not_told_as_not_there(error, local):
     """Else a training script begins anew over a checkpoint that is good."""
-    if is_there:
-        save({"t": numbered(5)}, local)
-        os.rename(f"{local.path}/.metadata", f"{local.path}/{name}")
-    _fail_to_read(monkeypatch, error, name)
-    with pytest.raises(CloudCheckpointError) as caught:
-        load({"t": torch.zeros(5)}, local)
-    assert str(error) in str(caught.value)
-    assert not isinstance(caught.value, (CheckpointNotFoundError, FileNotFoundError))
-    assert not isinstance(caught.value, (CheckpointCorruptError, RanksFailedError))
-    if isinstance(error, CloudCheckpointError):
-        assert type(caught.value) is type(error)
+    for name in (".metadata", "__0.metadata"):
+        for place in (local.at(f"{name}-there"), local.at(f"{name}-not")):
+            if place.uri.endswith("there"):
+                cloudckpt.save({"t": numbered(5)}, checkpoint_id=place.uri)
+                os.rename(f"{place.path}/.metadata", f"{place.path}/{name}")
+            with _unreadable(error, f"/{name}"), pytest.raises(CloudCheckpointError) as caught:
+                _loaded({"t": torch.zeros(5)}, place)
+            assert str(error) in str(caught.value)
+            assert not isinstance(caught.value, (CheckpointNotFoundError, FileNotFoundError))
+            assert not isinstance(caught.value, (CheckpointCorruptError, RanksFailedError))
+            if isinstance(error, CloudCheckpointError):
+                assert type(caught.value) is type(error)
 
 
-def test_a_reader_that_is_used_again_remembers_no_failure(local, monkeypatch):
-    save({"t": numbered(5)}, local)
+def test_a_reader_that_is_used_again_remembers_no_failure(local):
+    cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.uri)
     reader = local.reader()
-    with monkeypatch.context() as patched:
-        _fail_to_read(patched, MemoryError(), ".metadata")
-        with pytest.raises(CheckpointError, match="MemoryError"):
-            reader.read_metadata()
+    with _unreadable(MemoryError(), ".metadata"), pytest.raises(CheckpointError):
+        reader.read_metadata()
     assert reader.read_metadata().state_dict_metadata.keys() == {"t"}
     assert reader.read_metadata(rank=0).state_dict_metadata.keys() == {"t"}
 
 
-def _load_where_the_first_can_not_read(place: Place, error: Exception) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        if dist.get_rank() == 0:  # it reads for all
-            _fail_to_read(patched, error, ".metadata")
-        _load_from(place)
+@pytest.mark.parametrize("value", [5, None, "text", numpy.zeros(3)], ids=lambda v: type(v).__name__)
+def test_a_value_where_the_checkpoint_has_a_tensor_is_named(value, local):
+    cloudckpt.save({"step": torch.tensor([3, 4]), "rest": 1}, checkpoint_id=local.uri)
+    with pytest.raises(ShapeMismatchError) as caught:
+        _loaded({"step": value, "rest": 0}, local)
+    assert caught.value.item == "step"
 
 
-@pytest.mark.parametrize("error", UNREADABLE, ids=lambda error: type(error).__name__)
-def test_metadata_that_one_rank_can_not_read_is_told_to_all_as_what_it_is(error, local, ranks):
-    ranks(2, _saved, local)
-    told = ranks.errors(2, _load_where_the_first_can_not_read, local, error)
-    expected = type(error) if isinstance(error, CloudCheckpointError) else CheckpointError
-    assert [type(error) for error in told] == [expected] * 2
-    assert all(type(error).__name__ in str(one) or str(error) in str(one) for one in told)
+class OfTorch(DefaultLoadPlanner):
+    """One that is not taken for its flags alone, as torch's own is."""
+
+
+def test_with_a_planner_of_torch_a_missing_key_is_still_named(local):
+    cloudckpt.save({"a": numbered(3)}, checkpoint_id=local.uri)
+    with pytest.raises(RanksFailedError, match="Missing key in checkpoint state_dict: b"):
+        _loaded({"b": torch.zeros(3)}, local, planner=OfTorch())
+    with pytest.raises(MissingKeyError) as caught:
+        _loaded({"b": torch.zeros(3)}, local, planner=DefaultLoadPlanner())
+    assert caught.value.item == "b"
 
 
 class OfTheUser:
@@ -672,100 +744,26 @@ class Keeping(DefaultSavePlanner):
 def _load_what_one_rank_does_not_trust(place: Place) -> None:
     writer = FileSystemWriter(place.path)
     dcp.save({"a": numbered(3)}, storage_writer=writer, planner=Keeping())
-    load({"a": torch.zeros(3)}, place, trust_pickle=not _is_last())
+    _loaded({"a": torch.zeros(3)}, place, trust_pickle=not _is_last())
 
 
 def test_metadata_that_one_rank_does_not_trust_are_refused_on_all(local, ranks):
     told = ranks.errors(2, _load_what_one_rank_does_not_trust, local, deadline=60)
-    assert [type(error) for error in told] == [UntrustedPickleError] * 2
+    assert [type(error).__name__ for error in told] == ["UntrustedPickleError"] * 2
 
 
-def _damage(place: Place, name: str) -> None:
-    data = bytearray(place.read(name))
-    for at in range(len(data) // 3, len(data), 1000):
-        data[at] ^= 255
-    if place.uri.startswith("s3://"):
-        bucket, _, prefix = place.uri.removeprefix("s3://").partition("/")
-        place.client().put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=bytes(data))
-    else:
-        with open(os.path.join(place.path, name), "wb") as file:
-            file.write(data)
-
-
-@on_s3
-def test_damage_that_one_rank_meets_is_told_to_all(place, ranks):
-    ranks(2, _saved, place)
-    places = place.reader().read_metadata().storage_data.items()
-    names = {
-        info.relative_path
-        for index, info in places
-        if (index.fqn, any(index.offset or ())) == ("large", True)
-    }
-    for name in names:
-        _damage(place, name)
-    told = ranks.errors(2, _load_from, place)
-    assert [type(error) for error in told] == [CheckpointCorruptError] * 2
-    assert all(name in str(error) for error in told for name in names)
-
-
-def test_two_ranks_that_fail_differently_are_both_named(local, ranks):
-    told = ranks.errors(3, _fail_differently, local)
-    assert [type(error) for error in told] == [RanksFailedError] * 3
-    assert told[0].failures.keys() == {0, 1}
-    assert all("rank 0: " in str(error) and "rank 1: " in str(error) for error in told)
-    assert all(error.message.startswith("2 ranks failed in step 'write': ") for error in told)
-
-
-class Different(DefaultSavePlanner):
-    def resolve_data(self, write_item):
-        if dist.get_rank() == 0:
-            raise ArithmeticError("the dog ate it")
-        if dist.get_rank() == 1:
-            raise UnsupportedTensorError("so it did")
-        return super().resolve_data(write_item)
-
-
-def _fail_differently(place: Place) -> None:
-    save(_rows({"t": numbered(60, 10)}), place, planner=Different())
-
-
-def _load_blank(place: Place, stock: bool) -> None:
-    if stock:
-        dcp.load({"t": torch.zeros(5)}, storage_reader=place.reader())
-    else:
-        load({"t": torch.zeros(5)}, place)
-
-
-def _warnings_of_a_missing_checkpoint(place: Place, stock: bool) -> list[str]:
+def _warnings_of_a_missing_checkpoint(place: Place) -> list[str]:
     """What reaches the root logger."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger().addHandler(handler)
-    try:
-        with pytest.raises((CheckpointNotFoundError, CheckpointException)):
-            _load_blank(place, stock)
-    finally:
-        logging.getLogger().removeHandler(handler)
-    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+    with pytest.MonkeyPatch.context() as patch:
+        records: list[str] = []
+        patch.setattr("logging.Logger.callHandlers", lambda _, record: records.append(record.msg))
+        with pytest.raises(CheckpointNotFoundError):
+            _loaded({"t": torch.zeros(5)}, place)
+    return records
 
 
 def test_a_missing_checkpoint_is_told_by_its_error_alone(place, ranks):
-    assert ranks(2, _warnings_of_a_missing_checkpoint, place, False) == [[], []]
-    for told in ranks(2, _warnings_of_a_missing_checkpoint, place, True):
-        # torch's own load does as it likes, and that of torch 2.9 warns of nothing
-        assert all("Global metadata is not found" in line for line in told)
-
-
-def _load_own_step(place: Place) -> None:
-    for step in range(2):
-        save(_rows(full_state()), place.at(f"step-{step}"))
-    load(_rows(full_state(), blank=True), place.at(f"step-{dist.get_rank()}"))
-
-
-def test_ranks_that_load_different_steps_are_told(local, ranks):
-    told = ranks.errors(2, _load_own_step, local)
-    assert [type(error) for error in told] == [DifferentCheckpointsError] * 2
+    assert ranks(2, _warnings_of_a_missing_checkpoint, place) == [[], []]
 
 
 class _Replaces(cloudckpt.CloudStorageReader):
@@ -789,7 +787,6 @@ def _load_replaced(place: Place) -> None:
 
 @on_disk
 def test_a_checkpoint_that_is_replaced_between_the_ranks_is_not_mixed(place, ranks):
-    save({"t": numbered(100)}, place, no_dist=True)
+    cloudckpt.save({"t": numbered(100)}, checkpoint_id=place.uri, no_dist=True)
     told = ranks.errors(2, _load_replaced, place)
-    assert [type(error) for error in told] == [CheckpointReplacedError] * 2
-    assert all("was replaced 5 times while" in str(error) for error in told)
+    assert [type(error).__name__ for error in told] == ["CheckpointReplacedError"] * 2

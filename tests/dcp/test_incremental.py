@@ -6,7 +6,6 @@ import pickle
 import re
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -107,17 +106,6 @@ def test_only_what_has_changed_is_sent_and_every_step_is_whole(place) -> None:
         assert cloudckpt.verify(place.at(f"step-{step}").uri, config=place.config).has_checksums
 
 
-@on_disk
-def test_stock_torch_reads_it_where_it_is_and_from_a_copy(place, tmp_path) -> None:
-    for step in (1, 2, 3):
-        saved(place, step)
-    cloudckpt.copy(place.at("step-3").uri, str(tmp_path / "alone"), config=place.config)
-    for path in (place.at("step-3").path, str(tmp_path / "alone")):
-        found = room()
-        dcp.load(found, checkpoint_id=path, no_dist=True)
-        assert is_at(found, 3)
-
-
 def test_what_is_detached_stands_alone(place) -> None:
     for step in (1, 2):
         saved(place, step)
@@ -163,26 +151,6 @@ def test_what_was_replaced_stays_if_others_refer_to_it(place) -> None:
         {one.name for one in _objects(place.at("step-1")) if one.folder in ("", "step-1")}
     )
     assert not marks(place)
-
-
-def test_a_checkpoint_may_be_replaced_by_what_refers_to_it(place) -> None:
-    config = place.having(incremental=True).config
-    for step in (1, 2, 3):
-        uri = place.at("last").uri
-        cloudckpt.save(state_at(step), checkpoint_id=uri, config=config)
-        assert is_at(loaded(place.at("last")), step)
-    assert not marks(place)
-    cloudckpt.delete(place.at("last").uri, config=place.config)
-    assert not place.names()
-
-
-def test_a_sweep_keeps_what_is_referred_to(place) -> None:
-    for step in (1, 2):
-        saved(place, step)
-    cloudckpt.delete(place.at("step-1").uri, config=place.config)
-    for run in (place, place.at("step-1")):
-        assert not cloudckpt.sweep(run.uri, older_than=0, config=place.config).objects
-    assert is_at(loaded(place.at("step-2")), 2)
 
 
 def test_a_mark_of_a_save_that_was_killed_is_swept(place) -> None:
@@ -466,26 +434,6 @@ def test_what_changes_after_its_digest_was_made_is_refused(place, changing, kind
     assert not place.names()
 
 
-def _save_by_a_planner_of_ones_own(place: Place, steps: list[int]) -> list[int]:
-    sent = []
-    for step in steps:
-        config = place.having(incremental=True).config
-        writer = CloudStorageWriter(place.at(f"step-{step}").uri, config=config)
-        cloudckpt.save(_sharded(step), storage_writer=writer, planner=_Own())
-        assert writer.transferred is not None
-        sent.append(writer.transferred.nbytes)
-    return sent
-
-
-@on_disk
-def test_by_a_planner_of_ones_own(place, ranks) -> None:
-    for sent in ranks(2, _save_by_a_planner_of_ones_own, place, [1, 2, 3]):
-        assert sent[1] < sent[0] / 10
-        assert sent[2] < sent[0] / 10
-    for step in (1, 2, 3):
-        assert all(ranks(2, _load_on_ranks, place.at(f"step-{step}"), step))
-
-
 @on_disk
 def test_torchs_own_save_sends_everything_and_the_log_says_so(place, caplog) -> None:
     saved(place, 1)
@@ -580,11 +528,3 @@ def test_chunks_that_other_ranks_hold_now_are_found(place, ranks) -> None:
     assert back < other / 10
     for step in (1, 2, 3, 4):
         assert all(ranks(3, _load_on_ranks, place.at(f"step-{step}"), step))
-
-
-def test_saves_at_once_in_one_run_do_not_disturb_each_other(place) -> None:
-    saved(place, 1)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda step: saved(place, step), (2, 3)))
-    for step in (1, 2, 3):
-        assert is_at(loaded(place.at(f"step-{step}")), step)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.metadata import Metadata
 
 import cloudckpt
 from cloudckpt.checkpoint.torch_private import with_strides
@@ -145,14 +144,6 @@ def test_a_compressed_item_of_an_unknown_transform_is_no_silent_garbage(local):
 # ---- ours, read by them
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_what_we_wrote_is_read_by_torch(reader, local):
-    cloudckpt.save(_mixed(), checkpoint_id=local.uri, config=local.config)
-    loaded = _room(_mixed())
-    dcp.load(loaded, storage_reader=READERS[reader](local))
-    assert_same(loaded, {k: v.detach() if k == "parameter" else v for k, v in _mixed().items()})
-
-
 def _save_by_us(name: str, place: Place) -> None:
     cloudckpt.save(
         spread(full_state(), LAYOUTS[name]), checkpoint_id=place.uri, config=place.config
@@ -170,16 +161,6 @@ def _load_by(reader: str, name: str, place: Place) -> None:
 def test_what_we_wrote_is_resharded_by_torch(reader, before, after, local, ranks):
     ranks(LAYOUTS[before].world, _save_by_us, before, local)
     ranks(LAYOUTS[after].world, _load_by, reader, after, local)
-
-
-def test_plain_pickle_reads_our_metadata(place):
-    cloudckpt.save(_mixed(), checkpoint_id=place.uri, config=place.config)
-    metadata = pickle.loads(place.read(".metadata"))
-    assert isinstance(metadata, Metadata)
-    assert metadata.version == "1.0.0"
-    objects = {info.relative_path for info in metadata.storage_data.values()}
-    assert objects == set(place.data())
-    assert metadata.state_dict_metadata.keys() == {index.fqn for index in metadata.storage_data}
 
 
 def test_the_properties_in_our_metadata_are_those_that_torch_writes(local):

@@ -102,23 +102,6 @@ def test_a_transposed_tensor_larger_than_the_budget_is_saved_right(s3):
     assert_same(loaded, {"t": tensor.t(), "small": numbered(3)})
 
 
-def test_large_strided_small_and_plain_tensors_may_alternate(place):
-    place = place.having(memory_budget=_BUDGET, part_size=5 * MIB)
-    state = {}
-    for number in range(6):
-        state[f"{number} plain"] = numbered(300, 1000, first=number)
-        state[f"{number} small"] = numbered(number, 7, first=number)
-        state[f"{number} strided"] = numbered(1000, 700, first=number).t()
-        state[f"{number} value"] = [number] * number
-    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
-    loaded = {
-        key: torch.zeros(value.shape) if isinstance(value, torch.Tensor) else [None] * len(value)
-        for key, value in state.items()
-    }
-    cloudckpt.load(loaded, checkpoint_id=place.uri, config=place.config)
-    assert_same(loaded, state)
-
-
 def test_any_memory_budget_that_is_accepted_works(local):
     value = b"x" * 20_000
     cloudckpt.save({"v": value}, checkpoint_id=local.uri, config=local.config)

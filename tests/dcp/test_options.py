@@ -30,7 +30,7 @@ from cloudckpt.errors import (
 )
 
 from .layouts import LAYOUTS, Layout, spread
-from .places import Place, on_disk, on_s3
+from .places import Place, on_disk
 from .values import assert_same, blank_like, numbered
 
 
@@ -189,106 +189,7 @@ def test_torch_builds_a_state_dict_from_our_metadata_alone(place):
 # ---- plan caching
 
 
-def _cached_state(step: int, rank: int) -> dict:
-    """Three times the same shapes, then others, other keys, another dtype, and the first again."""
-    state = {
-        "t": numbered(64, 10, first=step * 1000),
-        f"values {rank}": [rank, step],
-        f"only {rank}": numbered(7, first=rank + step),
-    }
-    if step == 3:
-        state["t"] = numbered(32, 21, first=step * 1000)
-    if step == 4:
-        state["new"] = numbered(5, first=step)
-    if step == 5:
-        del state[f"only {rank}"]
-    if step == 6:
-        state["t"] = numbered(64, 10, first=step * 1000, dtype=torch.float64)
-    return state
-
-
-def _save_with_cached_plans(place: Place, one_writer: bool) -> list[list[str]]:
-    rank, seen = dist.get_rank(), []
-    writer = place.writer()
-    planner = DefaultSavePlanner(enable_plan_caching=True)
-    for step in range(5):
-        here = place.at(f"step-{step}")
-        if step % 2:  # a trainer keeps its planner, or makes one a save: the cache is the class's
-            planner = DefaultSavePlanner(enable_plan_caching=True)
-        if one_writer:
-            cloudckpt.save(
-                _cached_state(step, rank),
-                storage_writer=writer,
-                checkpoint_id=here.uri,
-                planner=planner,
-            )
-        else:
-            save(_cached_state(step, rank), here, planner=planner)
-        dist.barrier()
-        seen.append(here.names())
-    for step in range(5):
-        state = _cached_state(step, rank)
-        loaded = load(blank_like(state), place.at(f"step-{step}"))
-        assert_same(loaded, state, f"step {step}")
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("world", "one_writer"),
-    [(1, False), (3, True), (3, False)],
-    ids=["alone", "one writer", "a writer a save"],
-)
-@on_disk
-def test_cached_plans_never_mix_two_checkpoints(world, one_writer, place, ranks):
-    seen = ranks(world, _save_with_cached_plans, place, one_writer)[0]
-    names = [name for names in seen for name in names if name != ".metadata"]
-    assert len(set(names)) == len(names)
-
-
-def _fail_between(place: Place) -> None:
-    def planner() -> DefaultSavePlanner:
-        return DefaultSavePlanner(enable_plan_caching=True)
-
-    state = {"t": numbered(10)}
-    save(state, place, planner=planner())
-    with pytest.raises(CheckpointExistsError):
-        save({"t": numbered(20)}, place.having(overwrite=False), planner=planner())
-    for _ in range(2):
-        save({"t": numbered(20, first=7)}, place, planner=planner())
-        assert_same(load({"t": torch.zeros(20)}, place)["t"], numbered(20, first=7))
-
-
-def test_a_failed_save_does_not_spoil_cached_plans(local, ranks):
-    ranks(2, _fail_between, local)
-
-
 # ---- a writer, a reader, used many times
-
-
-def _many_saves(place: Place, door: str) -> None:
-    rank = dist.get_rank()
-    writer, reader = place.writer(), place.reader()
-    for step in range(4):
-        here, state = place.at(f"step-{step // 2}"), {f"t{rank}": numbered(40, first=step)}
-        if door == "torch":
-            dcp.save(state, checkpoint_id=here.uri, storage_writer=writer)
-        else:
-            cloudckpt.save(state, checkpoint_id=here.uri, storage_writer=writer)
-        assert writer.checkpoint_id == here.uri
-        assert writer.transferred.nbytes > 40 * 4
-        loaded = blank_like(state)
-        if door == "torch":
-            dcp.load(loaded, checkpoint_id=here.uri, storage_reader=reader)
-        else:
-            cloudckpt.load(loaded, checkpoint_id=here.uri, storage_reader=reader)
-        assert_same(loaded, state)
-
-
-@pytest.mark.parametrize("door", ["torch", "cloudckpt"])
-@on_disk
-def test_a_writer_and_a_reader_serve_one_checkpoint_after_another(door, place, ranks):
-    ranks(2, _many_saves, place, door)
-    assert len(place.at("step-0").names()) == len(place.at("step-1").names()) == 3
 
 
 def test_save_returns_the_metadata_that_was_committed(place):
@@ -424,30 +325,6 @@ def test_without_overwrite_an_existing_checkpoint_stops_every_rank_before_any_da
     assert {name: place.read(name) for name in place.names()} == before
     assert place.unfinished() == []
     assert_same(load({"t": torch.zeros(100)}, place)["t"], numbered(100, first=7))
-
-
-def _save_step(step: int, place: Place) -> None:
-    state = spread(
-        {"t": numbered(64, 1000, first=step)},
-        Layout((dist.get_world_size(),), LAYOUTS["2 rows"].placements),
-    )
-    save({**state, "step": step}, place)
-
-
-@pytest.mark.parametrize("worlds", [(2, 2), (1, 3), (4, 1)], ids=str)
-@on_s3
-def test_overwriting_leaves_exactly_the_objects_of_the_new_attempt(worlds, place, ranks):
-    ranks(worlds[0], _save_step, 1, place)
-    before = place.names()
-    ranks(worlds[1], _save_step, 2, place)
-    after = place.names()
-    assert set(before) & set(after) == {".metadata"}
-    named = {info.relative_path for info in place.reader().read_metadata().storage_data.values()}
-    assert set(place.data()) == named
-    assert len(after) == len(named) + 1
-    assert place.unfinished() == []
-    loaded = load({"t": torch.zeros(64, 1000), "step": None}, place)
-    assert_same(loaded, {"t": numbered(64, 1000, first=2), "step": 2})
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"no": "metadata"})])

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import copy
 import dataclasses
 import datetime
 import io
@@ -12,7 +11,6 @@ import pathlib
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt.checkpoint import values
@@ -91,15 +89,6 @@ def test_they_come_back_without_trust(place, told):
     assert told() == []
 
 
-def test_they_come_back_in_place(place):
-    save(state(), place)
-    target = copy.deepcopy(state())
-    target["array"][:] = 0
-    target["when"]["it began"] = target["path"] = target["buffer"] = None
-    cloudckpt.load(target, checkpoint_id=place.uri, config=place.config)
-    assert shown(target) == shown(state())
-
-
 def test_they_come_back_through_stock_calls(place):
     dcp.save(state(), storage_writer=place.writer())
     target = dict.fromkeys(state())
@@ -107,14 +96,6 @@ def test_they_come_back_through_stock_calls(place):
     target["random"] = state()["random"]
     dcp.load(target, storage_reader=place.reader())
     assert shown(target) == shown(state())
-
-
-@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
-def test_they_come_back_from_saves_in_the_background(local, kind):
-    config = CheckpointerConfig(config=local.config, kind=kind)
-    with make_async_checkpointer(config) as checkpointer:
-        checkpointer.save(local.uri, state())[1].result(PATIENCE)
-    assert shown(everything(local)) == shown(state())
 
 
 def test_they_come_back_from_checkpoints_of_stock_torch(local, tmp_path):

@@ -293,12 +293,6 @@ def writing(place: Place) -> Iterator[None]:
     assert failures == []
 
 
-def test_loads_beside_a_writer_are_each_of_one_save(place):
-    with writing(place):
-        found = _loads(place, 15)
-    assert found == sorted(found)
-
-
 def test_loads_of_many_ranks_beside_a_writer_are_each_of_one_save(place, ranks):
     with writing(place):
         first, second = ranks(2, _loads, place, 10)

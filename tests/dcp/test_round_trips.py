@@ -76,13 +76,6 @@ def test_a_folder_saved_in_any_layout_loads_as(name, saved_in_all_layouts, ranks
     ranks(world, _load_layouts, list(LAYOUTS), name, saved_in_all_layouts, "torch")
 
 
-@pytest.mark.parametrize("saved", LAYOUTS)
-def test_a_process_without_a_group_loads_the_whole_of(saved, saved_in_all_layouts):
-    state = {name: torch.full_like(tensor, 113) for name, tensor in full_state().items()}
-    load(state, saved_in_all_layouts.at(saved.replace(" ", "-")))
-    assert_same(state, full_state())
-
-
 # ---- plain tensors and values on several ranks
 
 

@@ -8,8 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.utils import _DistWrapper
@@ -380,37 +379,3 @@ def test_every_rank_can_look_at_the_metadata_of_its_save(local, ranks):
 
 SMALL, LARGE = 10, 20_000
 """Numbers in a list whose pickle is packed with others, and in one that lies in another object."""
-
-
-def _changing(steps: list[tuple[int, int]], place: Place) -> None:
-    """Saves of which two values of one rank have these lengths; each is read back."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for step, lengths in enumerate(steps):
-        own = {f"a{r}": torch.full((100,), float(step + r)) for r in range(ranks)}
-        values = {f"v{number}": [float(step)] * length for number, length in enumerate(lengths)}
-        values["end"] = "." * step
-        state = {f"a{rank}": own[f"a{rank}"], **(values if rank == ranks // 3 else {})}
-        with watched() as (_, plans):
-            cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
-        assert len(plans) == (0 if step else 1)
-        for load in (_loaded_by_ours, _loaded_by_stock):
-            blank = {**{name: torch.zeros(100) for name in own}, **dict.fromkeys(values)}
-            assert _same({**own, **values}, load(place, blank))
-        dist.barrier()
-
-
-def _loaded_by_ours(place: Place, state: dict) -> dict:
-    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
-    return state
-
-
-def _loaded_by_stock(place: Place, state: dict) -> dict:
-    dcp.load(state, storage_reader=FileSystemReader(place.path))
-    return state
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_values_that_change_their_size_are_found_by_all_readers(local, ranks, world):
-    few, many = SMALL, LARGE
-    steps = [(few, few), (few, many), (many, few), (many, many), (many, many + 1), (0, 0)]
-    ranks(world, _changing, steps, local)

@@ -222,27 +222,6 @@ def test_if_a_rank_dies_amid_the_reading_all_others_end(ranks, s3):
         ranks(4, load_while_one_dies, s3, deadline=60)
 
 
-def load_what_one_can_not_read(place):
-    if dist.get_rank() == 1:
-        store = open_store(CheckpointURI.parse(place.uri), place.config)
-
-        def refuse(key, *_, **__):
-            raise cloudckpt.errors.AccessDeniedError("not you", uri=store.uri(key))
-
-        store.get_range = refuse
-    try:
-        cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
-    finally:
-        if dist.get_rank() == 1:
-            del store.get_range
-
-
-def test_what_one_rank_can_not_read_is_told_to_all(ranks, s3):
-    cloudckpt.save(whole(), checkpoint_id=s3.uri, config=s3.config)
-    told = ranks.errors(4, load_what_one_can_not_read, s3)
-    assert [type(error) for error in told] == [cloudckpt.errors.AccessDeniedError] * 4
-
-
 def load_while_one_lacks(place, function):
     def lack(*_, **__):
         raise MemoryError("no memory for this")

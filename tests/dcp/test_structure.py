@@ -2,8 +2,6 @@
 
 import contextlib
 import copy
-import io
-import logging
 import re
 from collections import OrderedDict, UserDict
 from pathlib import Path
@@ -28,7 +26,6 @@ from cloudckpt.checkpointer import (
 )
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.errors import KeyCollisionError, MissingKeyError
-from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from . import values
 from .places import Place
@@ -97,71 +94,18 @@ def by_async_checkpointer(content, place, kind=AsyncCheckpointerType.THREAD):
         checkpointer.save(place.uri, content)[1].result(PATIENCE)
 
 
-def by_process_of_checkpointer(content, place):
-    by_async_checkpointer(content, place, AsyncCheckpointerType.PROCESS)
-
-
 def by_save(content, place):
     cloudckpt.save(content, checkpoint_id=place.uri, config=place.config)
-
-
-def by_save_with_torchs_planner(content, place):
-    planner = DefaultSavePlanner()
-    cloudckpt.save(content, checkpoint_id=place.uri, config=place.config, planner=planner)
 
 
 def by_stock(content, place):
     dcp.save(content, storage_writer=place.writer())
 
 
-def by_stock_with_cached_plans(content, place):
-    planner = DefaultSavePlanner(enable_plan_caching=True)
-    for _ in range(2):
-        dcp.save(content, storage_writer=place.writer(), planner=planner)
-
-
-@pytest.mark.parametrize(
-    ("save", "place"),
-    [
-        (by_checkpointer, "local"),
-        (by_async_checkpointer, "local"),
-        (by_process_of_checkpointer, "local"),
-        (by_save, "local"),
-        (by_save, "s3"),
-        (by_save_with_torchs_planner, "local"),
-        (by_stock, "s3"),
-        (by_stock_with_cached_plans, "local"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-    indirect=["place"],
-)
-def test_everything_comes_back_as_it_was_saved(save, place):
-    save(state(), place)
-    assert_same(loaded(place), state())
-
-
 # ---- conversion
 
 
-def test_a_converted_checkpoint_has_the_structure(place):
-    by_save(state(), place.at("ck"))
-    dcp_to_torch_save(place.at("ck").uri, place.at("model.pt").uri, config=place.config)
-    assert_same(torch.load(io.BytesIO(place.read("model.pt"))), state())
-    torch_save_to_dcp(place.at("model.pt").uri, place.at("again").uri, config=place.config)
-    assert_same(loaded(place.at("again")), state())
-
-
 # ---- into a state dict
-
-
-def test_values_are_loaded_behind_the_keys_that_the_state_dict_has(local):
-    saved = {1: 5, "a": {2: {True: "new", (1, 2): [1]}, "t": numbered(2)}, None: {}}
-    by_save(saved, local)
-    target = {1: 0, "a": {2: {True: "old", (1, 2): []}, "t": torch.zeros(2)}, None: {}}
-    tensor = target["a"]["t"]
-    cloudckpt.load(target, checkpoint_id=local.uri, config=local.config)
-    assert_same(target, saved)
-    assert target["a"]["t"] is tensor
 
 
 # ---- stock torch
@@ -245,19 +189,6 @@ def test_stock_torch_with_our_writer_saves_no_two_values_of_one_name(local):
     assert ".metadata" not in local.names()
 
 
-def test_a_key_that_cannot_be_restored_is_told_when_it_is_saved(local, caplog):
-    content = {"told here": {(1, 2): numbered(2)}}
-    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
-        by_save(content, local)
-        by_stock(content, local)
-    (message,) = caplog.messages
-    assert "(1, 2)" in message
-    assert "['told here']" in message
-    target = {"told here": {(1, 2): torch.zeros(2)}}
-    cloudckpt.load(target, checkpoint_id=local.uri)
-    assert_same(target, content)
-
-
 # ---- many ranks
 
 
@@ -271,33 +202,6 @@ def _state_of_rank(rank: int) -> dict:
 
 def _save_parts(place: Place, save) -> None:
     save(_state_of_rank(dist.get_rank()), place)
-
-
-def _load_everything(place: Place) -> dict:
-    return loaded(place)
-
-
-@pytest.mark.parametrize(
-    "save",
-    [by_save, by_stock, by_checkpointer, by_process_of_checkpointer],
-    ids=lambda save: save.__name__,
-)
-def test_what_each_rank_saved_is_in_the_whole(ranks, s3, save):
-    ranks(2, _save_parts, s3, save)
-    expected = {
-        "both": {0: numbered(2), "empty": {}},
-        "parts": {
-            0: {},
-            1: {},
-            10: {"t": numbered(3)},
-            11: {"t": numbered(3, first=1)},
-        },
-        "only 0": [{}, numbered(2)],
-        "only 1": [{}, numbered(2)],
-    }
-    for found in (loaded(s3), *ranks(2, _load_everything, s3)):
-        found["parts"] = dict(sorted(found["parts"].items()))
-        assert_same(dict(sorted(found.items())), dict(sorted(expected.items())))
 
 
 def _save_and_load_on_ranks(place: Place) -> dict:

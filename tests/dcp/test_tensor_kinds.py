@@ -2,7 +2,6 @@
 
 import functools
 import io
-import zipfile
 from fractions import Fraction
 
 import pytest
@@ -23,7 +22,6 @@ from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError, Untrust
 
 from .children import in_a_child
 from .layouts import LAYOUTS, Layout, spread
-from .places import on_disk
 from .values import assert_same, blank_like, numbered
 
 ALL_DTYPES = [
@@ -446,39 +444,3 @@ def test_a_sparse_target_is_refused_by_name(local):
 
 
 # ---- each item is an archive of torch.save
-
-
-def _items(place):
-    """``(fqn, bytes)`` of each item, by what .metadata says of them."""
-    for index, info in place.reader().read_metadata().storage_data.items():
-        data = place.read(info.relative_path)
-        yield index.fqn, data[info.offset : info.offset + info.length]
-
-
-@on_disk
-def test_each_item_is_a_file_that_torch_load_reads(place):
-    state = {**VIEWS, **{str(d): _patterned(d, 3, 4) for d in DTYPES}, "step": 5}
-    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
-    found = dict(_items(place))
-    assert found.keys() == state.keys()
-    for fqn, data in found.items():
-        loaded = torch.load(io.BytesIO(data), weights_only=True)
-        expected = state[fqn]
-        assert_same(loaded, expected.detach() if fqn != "step" else expected, fqn)
-
-
-def test_each_item_is_a_zip_of_uncompressed_records_and_tensors_are_aligned(local):
-    state = {
-        "t": numbered(1000, 10),
-        "view": numbered(100, 10).t(),
-        "step": 5,
-        "s": torch.tensor(1),
-    }
-    cloudckpt.save(state, checkpoint_id=local.uri, config=local.config)
-    for fqn, data in _items(local):
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            for info in archive.infolist():
-                assert info.compress_type == zipfile.ZIP_STORED
-        if fqn != "step":
-            values = state[fqn].contiguous().numpy().tobytes()
-            assert data.index(values) % 64 == 0

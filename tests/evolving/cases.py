@@ -13,6 +13,7 @@ WAYS = (
     "save",
     "by torch's planner",
     "by a planner of one's own",
+    "by cached plans",
     "by one planner",
     "by one writer",
     "to the lowest rank",
@@ -33,7 +34,7 @@ WAYS = (
 ALONE = ("alone", "everything", "verify", "inspect", "stock alone", "stock convert", "convert")
 """Checks that one rank makes by itself."""
 
-CHECKS = ("together", *ALONE, "stock together", "another group", "model")
+CHECKS = ("together", "placed otherwise", *ALONE, "stock together", "another group", "model")
 """What is looked at behind a save."""
 
 ALWAYS = ("together", "stock alone")

@@ -22,7 +22,7 @@ from cloudckpt.errors import CheckpointNotFoundError
 from dcp.places import Place
 
 from .cases import ALONE, Save
-from .states import difference, flat, made
+from .states import difference, flat, made, placed_otherwise
 from .values import Here
 
 __all__ = ["check", "is_for_all", "there_is_nothing"]
@@ -61,6 +61,14 @@ def _together(save: Save, step: int, world: int, place: Place) -> str | None:
     room = made(save.state, _here(save, step, blank=True))
     cloudckpt.load(room, checkpoint_id=place.uri, config=place.config)
     return difference(room, made(save.state, _here(save, step)), ordered=True)
+
+
+def _placed_otherwise(save: Save, step: int, world: int, place: Place) -> str | None:
+    """Into other shards, and on as many ranks as there are now."""
+    state = placed_otherwise(save.state, world)
+    room, expected = (made(state, _here(save, step, blank=blank)) for blank in (True, False))
+    cloudckpt.load(room, checkpoint_id=place.uri, config=place.config)
+    return difference(room, expected, ordered=True)
 
 
 def _in_another_group(save: Save, step: int, world: int, place: Place) -> str | None:
@@ -171,6 +179,7 @@ def _fits_into_model(value: Any) -> bool:
 
 _CHECKS: Mapping[str, Callable[[Save, int, int, Place], str | None]] = {
     "together": _together,
+    "placed otherwise": _placed_otherwise,
     "alone": _alone,
     "everything": _everything,
     "verify": _verify,

@@ -133,6 +133,11 @@ class _Rank:
 
     def carry_out(self, saves: Sequence[Save], first: int) -> list[Finding]:
         """All saves, up to one behind which something is found."""
+        for place, held in self._model.places.items():
+            if len(held) == 1 and held[0] is not None:  # of another number of ranks, mostly
+                findings = self._look(place, first, ("placed otherwise",), "by other ranks")
+                if findings := _of_all(findings):
+                    return findings
         for step, save in enumerate(saves, first):
             if findings := self._save(save, step):
                 return findings

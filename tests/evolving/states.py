@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
-from .values import Here, Own
+from .values import PLACEMENTS, Here, Own, Tensor
 
-__all__ = ["Component", "State", "component_of", "difference", "flat", "made", "scribble"]
+__all__ = ["Component", "State", "component_of", "difference", "flat", "made", "placed_otherwise"]
+__all__ += ["scribble"]
 
 State = Mapping[Any, Any]
 """A state dict: keys as they are, and behind them dicts, lists, and descriptions of values."""
@@ -64,6 +66,27 @@ def _made(described: Any, name: str, here: Here) -> Any:
     if isinstance(described, list):
         return [_made(inner, f"{name}.{number}", here) for number, inner in enumerate(described)]
     return described.made(name, here)
+
+
+def placed_otherwise(described: Any, world: int, own: bool = False) -> Any:
+    """The state with tensors in other shards; without what none of so many ranks had."""
+    if isinstance(described, Component):
+        return Component(placed_otherwise(described.content, world, own))
+    if isinstance(described, Own):
+        return Own(described.ranks, placed_otherwise(described.of, world, True))
+    if isinstance(described, dict):
+        return type(described)(
+            (key, placed_otherwise(value, world, own))
+            for key, value in described.items()
+            if not isinstance(value, Own) or min(value.ranks) < world
+        )
+    if isinstance(described, list):
+        return [placed_otherwise(value, world, own) for value in described]
+    if isinstance(described, Tensor) and not own and described.form != "stretched":
+        names = ["", *PLACEMENTS]
+        turned = names[(names.index(described.placed) + 2) % len(names)]
+        return dataclasses.replace(described, placed=turned, form="")
+    return described
 
 
 def flat(state: dict[Any, Any]) -> dict[str, Any]:

@@ -131,6 +131,7 @@ class _OwnPlanner(DefaultSavePlanner):
 _PLANNERS: Mapping[str, Callable[[], SavePlanner]] = {
     "by torch's planner": DefaultSavePlanner,
     "by a planner of one's own": _OwnPlanner,
+    "by cached plans": lambda: DefaultSavePlanner(enable_plan_caching=True),
     "to the lowest rank": lambda: CloudSavePlanner(dedup_save_to_lowest_rank=True),
 }
 

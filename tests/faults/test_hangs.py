@@ -20,15 +20,13 @@ from cloudckpt import RetryPolicy, waiting
 from cloudckpt.checkpointer import SaveFuture
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
-    CheckpointCorruptError,
-    ConnectionLostError,
     ServerError,
 )
 from cloudckpt.torch_files.torch_file import write_torch_file
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.uri import CheckpointURI
 from support.forks import child
-from support.wire.faults import Call, Corrupt, Drip, Stall
+from support.wire.faults import Call, Drip, Stall
 from support.wire.hop import Fault, Hop
 
 from . import jobs
@@ -378,50 +376,6 @@ class TestInterrupts:
 
 
 class TestThreads:
-    @pytest.mark.parametrize("wait", [False, True], ids=["save", "async_save"])
-    @pytest.mark.parametrize(
-        ("fault", "skip", "error"),
-        [
-            (Fault(), 0, None),
-            (internal_error(), 1, ServerError),
-            (Stall("answer"), 1, ConnectionLostError),
-        ],
-        ids=["good", "failed", "stalled"],
-    )
-    def test_no_thread_outlives_a_save(self, store, proxy, shaky, hasty, wait, fault, skip, error):
-        config = hasty if isinstance(fault, Stall) else shaky
-
-        def save() -> None:
-            arguments = {"checkpoint_id": store.uri("run"), "config": config}
-            if wait:
-                cloudckpt.async_save(filled(1), **arguments).result(150)
-            else:
-                cloudckpt.save(filled(1), **arguments)
-
-        proxy.inject(fault, operation="UploadPart", skip=skip)
-        with pytest.raises(error) if error else contextlib.nullcontext():
-            save()
-        cloudckpt.checkpointer.close_async_savers()
-        assert busy_threads() == []
-
-    @pytest.mark.parametrize(
-        ("fault", "error"),
-        [
-            (Fault(), None),
-            (internal_error(), ServerError),
-            (Stall("body", after=MIB), ConnectionLostError),
-            (Corrupt(at=MIB), CheckpointCorruptError),
-        ],
-        ids=["good", "failed", "stalled", "corrupt"],
-    )
-    def test_no_thread_outlives_a_load(self, saved, proxy, shaky, hasty, fault, error):
-        uri = saved(BIG)
-        config = hasty if isinstance(fault, Stall) else shaky
-        proxy.inject(fault, operation="GetObject", path="*.distcp")
-        with pytest.raises(error) if error else contextlib.nullcontext():
-            load_step(uri, config)
-        assert busy_threads() == []
-
     def test_failures_leak_no_sockets(self, saved, proxy, shaky):
         def sockets() -> int:
             links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))

@@ -1,14 +1,12 @@
 """Loads while requests fail, bytes get damaged on their way, and objects change or go."""
 
 import dataclasses
-import io
 import logging
 import re
 from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 
 import cloudckpt
@@ -274,17 +272,6 @@ class TestDamageInTheStore:
             load_step(uri, direct, SMALL)
         assert caught.value.uri == store.uri_of(key)
 
-    @pytest.mark.parametrize("at", range(0, 1000, 111))
-    def test_a_flipped_bit_of_the_metadata_never_passes(self, saved, store, direct, at):
-        uri = saved()
-        key = store.key(".metadata")
-        data = bytearray(store.get(key))
-        trailer = 31  # behind the pickle; without it the pickle still is what it was
-        data[at % (len(data) - trailer)] ^= 1 << (at % 8)
-        store.put(key, bytes(data))
-        with pytest.raises(CheckpointCorruptError):
-            load_step(uri, direct, SMALL)
-
     def test_a_damaged_index_is_told_and_can_be_done_without(self, saved, store, direct):
         uri = saved()
         for key in (key for key in store.objects() if key.endswith(".distcp")):
@@ -344,18 +331,3 @@ def test_a_checkpoint_of_torch_loads_through_faults_too(store, proxy, shaky, tmp
     cloudckpt.load(state, checkpoint_id=uri, config=shaky)
     assert step_of(state) == 3
     assert rule.injected == 3
-
-
-def test_a_damaged_checkpoint_of_torch_is_refused(store, direct, tmp_path):
-    """Without checksums, damage may look like a pickle that is not allowed."""
-    dcp.save({"step": [1, 2, 3], "w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
-    uri = store.uri("run/torch")
-    folder = store.key_of(uri)
-    for path in tmp_path.iterdir():
-        data = path.read_bytes()
-        if path.suffix == ".distcp":
-            data = data[:200] + bytes(64) + data[264:]
-        store.put(f"{folder}/{path.name}", data)
-    state = {"step": io.BytesIO(), "w": torch.zeros(4)}
-    with pytest.raises((CheckpointCorruptError, cloudckpt.errors.UntrustedPickleError)):
-        cloudckpt.load(state, checkpoint_id=uri, config=direct)

@@ -15,7 +15,7 @@ from support.wire.faults import Call, Reset
 from support.wire.hop import Fault, Hop
 
 from . import jobs
-from .refusals import GATEWAYS, AnswerFirst, denied, internal_error, slow_down
+from .refusals import GATEWAYS, AnswerFirst, denied, slow_down
 from .selection import everywhere
 from .states import BIG, filled, impatient, load_step, step_of
 
@@ -89,17 +89,6 @@ class TestFaults:
         assert statuses == [0, 0]
         assert [outcome["error"] for outcome in outcomes] == ["AccessDeniedError"] * 2
         assert (store.objects(), store.uploads()) == (set(), [])
-
-    def test_ranks_that_fail_for_different_reasons_are_both_told_of(self, run, store, proxy):
-        proxy.inject(denied(), operation="UploadPart", path="*/__0_*")
-        proxy.inject(internal_error(), operation="UploadPart", path="*/__1_*")
-        statuses, outcomes, _ = run()
-        assert statuses == [0, 0]
-        assert [outcome["error"] for outcome in outcomes] == ["RanksFailedError"] * 2
-        for outcome in outcomes:
-            assert "rank 0: AccessDeniedError" in outcome["text"]
-            assert "rank 1: ServerError" in outcome["text"]
-        assert store.objects() == set()
 
     @everywhere()
     def test_a_commit_that_a_gateway_refuses_and_then_forwards_has_the_data_of_all(
