@@ -428,8 +428,10 @@ def test_a_file_that_is_renamed_in_a_temporary_folder_is_committed_with_it(store
 def test_a_folder_whose_files_lie_elsewhere_is_not_committed(store) -> None:
     files = folders(store)
     write(files, "scratch/a", 7)
-    with pytest.raises(ConfigError, match="temp_dir_prefix"):
-        files.rename_folder("scratch/a", "run/step-7")
+    write(files, "run/tmp_a", 7)
+    for source, error in (("scratch/a", FileExistsError), ("run/tmp_a", ConfigError)):
+        with pytest.raises(error, match="temp_dir_prefix"):
+            files.rename_folder(source, "run/step-7")
     assert state_of(store, "run/step-7") is None
 
 
@@ -496,11 +498,11 @@ def test_what_torch_saves_is_sent_from_where_it_is(store) -> None:
         return sent[-1]
 
     files = folders(store)
-    with files.written("run/x.pt", is_immutable=is_memory) as file:
+    with files.written("run/tmp_a/x.pt", is_immutable=is_memory) as file:
         torch.save(state, file)
         assert not torch.serialization.get_crc32_options()
     assert torch.serialization.get_crc32_options()
     assert True in sent
-    loaded = torch.load(files.opened("run/x.pt"))
+    loaded = torch.load(files.opened("run/tmp_a/x.pt"))
     assert torch.equal(loaded["w"], state["w"])
     assert torch.equal(loaded["small"], state["small"])

@@ -1,9 +1,9 @@
 """A folder of files that is committed whole: how it lies in a store.
 
 For checkpoints that other programs write as files into a temporary folder, which they rename when
-all of it is there. A file goes to a key of its own that nobody else writes to; a *record* beside
-its path says which one. A file that waits for its commit has a *pending* record. The commit is one
-conditional write of the *manifest* of the folder, which names each file and where its bytes are.
+all of it is there. A file goes to a key of its own that nobody else writes to; until the commit a
+*record* beside its path says which one, to its own job. The commit is one conditional write of the
+*manifest* of the folder, which names each file and where its bytes are.
 docs/format.md has the bytes of both.
 
 A manifest lies in the folder of the objects that it names, or above it: so whoever looks for what
@@ -37,7 +37,6 @@ __all__ = [
     "folders_above",
     "inside",
     "is_content_name",
-    "is_pending_record",
     "is_record_name",
     "manifest_bytes",
     "name_of_record",
@@ -59,7 +58,7 @@ MOST_RECORD_BYTES = 1 << 20
 _BLOCK = 1024 * 1024  # bytes; the first power of two that is tried
 
 _CONTENT = re.compile(r".+\.[0-9a-f]{16}\.cloudckpt", re.DOTALL)
-_RECORD = re.compile(r"(.+)\.([0-9a-f]{16})\.cloudckpt-(record|pending)", re.DOTALL)
+_RECORD = re.compile(r"(.+)\.([0-9a-f]{16})\.cloudckpt-pending", re.DOTALL)
 
 
 def content_name(name: str, attempt: str) -> str:
@@ -67,15 +66,14 @@ def content_name(name: str, attempt: str) -> str:
     return f"{name}.{attempt}.cloudckpt"
 
 
-def record_name(name: str, job: str, *, is_pending: bool) -> str:
-    """The record of a file.
+def record_name(name: str, job: str) -> str:
+    """The record of a file that waits for its commit.
 
     Args:
         name: The file's.
         job: The sixteen hexadecimal digits that all ranks of the job have, and no other job.
-        is_pending: Whether only this job sees the file, until it is committed.
     """
-    return f"{name}.{job}.cloudckpt-{'pending' if is_pending else 'record'}"
+    return f"{name}.{job}.cloudckpt-pending"
 
 
 def is_content_name(name: str) -> bool:
@@ -86,12 +84,6 @@ def is_content_name(name: str) -> bool:
 def is_record_name(name: str) -> bool:
     """Whether a name, or key, is one of :func:`record_name`."""
     return _RECORD.fullmatch(name) is not None
-
-
-def is_pending_record(name: str) -> bool:
-    """Whether a name, or key, is that of a record of a file that waits for its commit."""
-    found = _RECORD.fullmatch(name)
-    return found is not None and found[3] == "pending"
 
 
 def name_of_record(name: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,11 +21,10 @@ from cloudckpt.checkpoint.baseline import LONGEST_SAVE
 from cloudckpt.checkpoint.file_folder import (
     MANIFEST,
     folders_above,
+    inside,
     is_content_name,
-    is_pending_record,
     is_record_name,
     read_manifest,
-    read_record,
 )
 from cloudckpt.checkpoint.objects import (
     METADATA,
@@ -64,7 +63,7 @@ class Leftovers:
         objects: The URIs of data that no checkpoint names.
         nbytes: Their bytes.
         uploads: The URIs of objects whose upload cloudckpt has begun and not completed.
-        unread: The URIs of commit objects, and of records of files, that can't be read: nothing
+        unread: The URIs of commit objects, and of manifests of files, that can't be read: nothing
             beside or beneath them counts as a leftover.
     """
 
@@ -188,8 +187,7 @@ class _Sweep:
         for folder, old in folders.items():
             files = [info for info in old if _is_of_files(info.key)]
             if files:
-                records = [info.key for info in listed if info.key.rpartition("/")[0] == folder]
-                self._objects += self._uncommitted(files, records)
+                self._objects += self._uncommitted(files)
             others = [info for info in old if not _is_of_files(info.key)]
             own = self._named(folder) if others else _Named()
             left = [info for info in others if info.key not in own.keys]
@@ -253,27 +251,20 @@ class _Sweep:
     def _uri(self, folder: str) -> CheckpointURI:
         return replace(self._run.root, prefix=folder)
 
-    def _uncommitted(self, old: list[ObjectInfo], beside: Collection[str]) -> Iterable[ObjectInfo]:
-        """A folder's old model files that no manifest and no record beside them names."""
+    def _uncommitted(self, old: list[ObjectInfo]) -> Iterable[ObjectInfo]:
+        """A folder's old files, and records of files, that no manifest above them names."""
         committed: set[str] = set()
         for folder in folders_above(old[0].key):
             named = self._named_above(folder)
             if named is None:
                 return ()
             committed |= named
-        left = [info for info in old if info.key not in committed and not _is_written(info.key)]
-        if any(is_content_name(info.key) for info in left):
-            for record in filter(_is_written, beside):
-                content = self._content_of(record)
-                if content is None:
-                    return ()
-                left = [info for info in left if info.key != content]
-        return left
+        return [info for info in old if info.key not in committed]
 
     def _named_above(self, folder: str) -> set[str] | None:
         """The keys that the manifest of a folder names; None if it can't be read."""
         if folder not in self._committed:
-            store, key = self._run.store, f"{folder}/{MANIFEST}" if folder else MANIFEST
+            store, key = self._run.store, inside(folder) + MANIFEST
             uri, found = store.uri(key), None
             try:
                 data, _ = self._run.retrier.call(partial(store.get_latest, key))
@@ -284,18 +275,6 @@ class _Sweep:
                 self._unread.append(uri)
             self._committed[folder] = found
         return self._committed[folder]
-
-    def _content_of(self, record: str) -> str | None:
-        """The object that a record names, empty if it is gone; None if it can't be read."""
-        store, uri = self._run.store, self._run.store.uri(record)
-        try:
-            data, _ = self._run.retrier.call(partial(store.get_latest, record))
-            return read_record(data, uri).key
-        except ObjectNotFoundError:
-            return ""
-        except CheckpointCorruptError:
-            self._unread.append(uri)
-            return None
 
 
 @dataclass
@@ -353,9 +332,3 @@ def _is_ours(key: str) -> bool:
 def _is_of_files(key: str) -> bool:
     name = key.rpartition("/")[2]
     return is_content_name(name) or is_record_name(name)
-
-
-def _is_written(key: str) -> bool:
-    """Whether it is the record of a file that is not pending a commit."""
-    name = key.rpartition("/")[2]
-    return is_record_name(name) and not is_pending_record(name)

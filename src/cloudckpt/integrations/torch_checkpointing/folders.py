@@ -60,8 +60,8 @@ from cloudckpt.errors import (
 )
 from cloudckpt.integrations.torch_checkpointing.visible import (
     CommittedFile,
+    PendingFile,
     PlainFile,
-    RecordedAs,
     VisibleFiles,
 )
 from cloudckpt.integrations.torch_checkpointing.written import RecordedFile
@@ -174,16 +174,15 @@ class FileFolders(VisibleFiles):
         Raises:
             FileExistsError: If it is a file of a committed folder.
         """
-        is_temporary = self._temporary_folder(key) is not None  # only this job sees such a file
-        if not is_temporary and isinstance(self.find(key), CommittedFile):
+        store, config = self._store, self._config
+        if (place := self._place(key)) is not None:  # only this job sees such a file
+            record = record_name(key, self._job)
+            return RecordedFile(store, place, record, config, expected, is_immutable)
+        if isinstance(self.find(key), CommittedFile):
             raise FileExistsError(
-                f"{self._store.uri(key)} is part of a committed folder: remove that, or write "
-                "elsewhere"
+                f"{store.uri(key)} is part of a committed folder: remove that, or write elsewhere"
             )
-        record = self._record_key(key)
-        return RecordedFile(
-            self._store, self._place(key), record, self._config, expected, is_immutable
-        )
+        return WrittenFile(store, key, config, expected=expected, is_immutable=is_immutable)
 
     def delete(self, key: str) -> None:
         """Removes a file.
@@ -197,12 +196,7 @@ class FileFolders(VisibleFiles):
             raise FileExistsError(
                 f"{self._store.uri(key)} is part of a committed folder: remove that"
             )
-        if isinstance(found, PlainFile):
-            self._retrier.call(lambda: self._store.delete(key))
-            return
-        self._delete([found.record])
-        if folder_of(found.file.key) == folder_of(found.record):
-            self._delete([found.file.key])  # otherwise a manifest may name it by now
+        self._delete([key if isinstance(found, PlainFile) else found.record])
 
     # ---- commits
 
@@ -238,8 +232,10 @@ class FileFolders(VisibleFiles):
             if not is_record_name(info.key):
                 if info.key != inside(folder) + MANIFEST:
                     raise FileExistsError(
-                        f"{self._store.uri(info.key)} was not written by this storage, and can't "
-                        "be committed with the folder that it is in: remove it, or write elsewhere"
+                        f"{self._store.uri(info.key)} was not written by this storage into a "
+                        "temporary folder, and can't be committed with the one that it is in: "
+                        "remove it; if all files are such, give CloudStorageConfig the "
+                        "temp_dir_prefix of the writer"
                     )
             elif name_of_record(info.key)[1] == self._job:
                 records.append(info)
@@ -329,15 +325,15 @@ class FileFolders(VisibleFiles):
             )
         if isinstance(found, CommittedFile):
             raise FileExistsError(f"{self._store.uri(source)} is part of a committed folder")
-        if isinstance(found, RecordedAs) and self._temporary_folder(target) is not None:
-            record = self._record_key(target)
+        if isinstance(found, PendingFile) and self._place(target) is not None:
+            record = record_name(target, self._job)
             content = memoryview(record_bytes(found.file))
             put_whole(self._store, record, content, self._retrier)
             self._delete([found.record])
             return
         self._make_plain(source if isinstance(found, PlainFile) else found.file.key, source, target)
-        if isinstance(there, RecordedAs):  # it would take precedence over the new object
-            self._delete([info.key for info in self.records(f"{target}.")])
+        if isinstance(there, PendingFile):  # it would take precedence over the new object
+            self._delete([there.record])
         self.delete(source)
         forget_listings()
 
@@ -372,8 +368,6 @@ class FileFolders(VisibleFiles):
         for info in visible:
             if info.key.rpartition("/")[2] != MANIFEST:
                 rest.append(info.key)
-                if is_record_name(info.key):
-                    named |= self._named_by_record(info.key)
                 continue
             folder = folder_of(info.key)
             try:
@@ -388,14 +382,6 @@ class FileFolders(VisibleFiles):
         self._delete([*rest, *sorted(named & there - set(rest))])
         forget_listings()
 
-    def _named_by_record(self, key: str) -> set[str]:
-        """The object of a record in its own folder; a manifest may name one elsewhere by now."""
-        try:
-            file = self.record(key)
-        except (ObjectNotFoundError, CheckpointCorruptError):
-            return set()
-        return {file.key} if folder_of(file.key) == folder_of(key) else set()
-
     def _remove_manifest(self, key: str, version: str) -> None:
         try:
             self._retrier.call(lambda: self._store.delete(key, if_version=version))
@@ -406,23 +392,17 @@ class FileFolders(VisibleFiles):
 
     # ---- shared
 
-    def _place(self, key: str) -> str:
-        """The key of a file's object: beneath the folder that the temporary one becomes."""
+    def _place(self, key: str) -> str | None:
+        """A key for the object of a file in a temporary folder: beneath what that becomes.
+
+        None if neither the folder of the file nor the one above is temporary.
+        """
         *folders, name = key.split("/")
-        if (at := self._temporary_folder(key)) is not None:
-            folders[at] = folders[at].removeprefix(self._temporary)
-        return "/".join([*folders, content_name(name, random_suffix())])
-
-    def _record_key(self, key: str) -> str:
-        is_pending = self._temporary_folder(key) is not None
-        return record_name(key, self._job, is_pending=is_pending)
-
-    def _temporary_folder(self, key: str) -> int | None:
-        """Which folder of a file is temporary: its own, or the one above."""
-        folders, prefix = key.split("/")[:-1], self._temporary
+        prefix = self._temporary
         for at in range(len(folders) - 1, max(-1, len(folders) - 1 - _DEPTH), -1):
             if prefix and folders[at].startswith(prefix) and folders[at] != prefix:
-                return at
+                folders[at] = folders[at].removeprefix(prefix)
+                return "/".join([*folders, content_name(name, random_suffix())])
         return None
 
     def _delete(self, keys: list[str]) -> None:

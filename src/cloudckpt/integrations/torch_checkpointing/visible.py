@@ -1,12 +1,13 @@
 """What a job sees in a bucket: plain objects, its own files, and files of committed folders.
 
 A file is one of three things (:data:`Found`): named by a manifest, and immutable; named by a
-record, as in the job's own temporary folders; or a plain object, which other programs read and
-write. If several exist at one path, the first of these is seen.
+record, in a temporary folder of the job; or a plain object, which other programs read and write. If
+several exist at one path, the first of these is seen.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,7 +21,6 @@ from cloudckpt.checkpoint.file_folder import (
     folders_above,
     inside,
     is_content_name,
-    is_pending_record,
     is_record_name,
     name_of_record,
     read_manifest,
@@ -32,7 +32,7 @@ from cloudckpt.errors import ObjectNotFoundError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 
-__all__ = ["CommittedFile", "Found", "PlainFile", "RecordedAs", "VisibleFiles"]
+__all__ = ["CommittedFile", "Found", "PendingFile", "PlainFile", "VisibleFiles"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class PlainFile:
 
 
 @dataclass(frozen=True)
-class RecordedAs:
-    """A file that a record names, but no manifest does, and the record's key."""
+class PendingFile:
+    """A file of this job that waits for its commit, and the key of its record."""
 
     file: StoredFile
     record: str
@@ -59,7 +59,7 @@ class CommittedFile:
     version: str
 
 
-Found = PlainFile | RecordedAs | CommittedFile
+Found = PlainFile | PendingFile | CommittedFile
 
 
 class VisibleFiles:
@@ -127,7 +127,7 @@ class VisibleFiles:
         """Whether an object is a file, a manifest, or the record of a file that this job sees."""
         name = key.rpartition("/")[2]
         if is_record_name(name):
-            return not is_pending_record(name) or name_of_record(name)[1] == self._job
+            return name_of_record(name)[1] == self._job
         return bool(name) and not is_content_name(name) and not is_drawn_name(name)
 
     def find(self, key: str) -> Found | None:
@@ -137,12 +137,12 @@ class VisibleFiles:
                 version, said = manifest
                 if (file := said.files.get(beneath(folder, key))) is not None:
                     return CommittedFile(file, folder, version)
-        if (recorded := self._recorded(key)) is not None:
-            return recorded
-        try:
+        with contextlib.suppress(ObjectNotFoundError):
+            own = record_name(key, self._job)
+            return PendingFile(self.record(own), own)
+        with contextlib.suppress(ObjectNotFoundError):
             return PlainFile(self._retrier.call(lambda: self._store.head(key)))
-        except ObjectNotFoundError:
-            return None
+        return None
 
     def existing(self, key: str) -> Found:
         """Like :meth:`find`, for a file that must exist.
@@ -154,23 +154,6 @@ class VisibleFiles:
         if found is None:
             raise FileNotFoundError(self._store.uri(key))
         return found
-
-    def _recorded(self, key: str) -> RecordedAs | None:
-        """What this job has written there, or else the last thing another job has written."""
-        records = [info for info in self.records(f"{key}.") if name_of_record(info.key)[0] == key]
-        if not records:
-            return None
-        own = {record_name(key, self._job, is_pending=pending) for pending in (False, True)}
-        newest = max(records, key=lambda info: (info.key in own, info.modified or 0.0))
-        try:
-            return RecordedAs(self.record(newest.key), newest.key)
-        except ObjectNotFoundError:
-            return None
-
-    def records(self, prefix: str) -> list[ObjectInfo]:
-        """The records with this key prefix that this job sees."""
-        listed = self._store.list(prefix, self._retrier.call)
-        return [info for info in listed if is_record_name(info.key) and self.sees(info.key)]
 
     def record(self, key: str) -> StoredFile:
         """Reads a record.
