@@ -84,7 +84,7 @@ __all__ = ["FilesUnderConstruction", "look_for_older"]
 _T = TypeVar("_T")
 logger = logging.getLogger("cloudckpt")
 
-_NUMBERED = re.compile(r"(shard-\d+-)?model-\d+-of-\d+\.safetensors")
+_NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 class FilesUnderConstruction:
@@ -343,7 +343,7 @@ def look_for_older(view: View) -> dict[str, ObjectInfo]:
     uri = view.location
     below = uri.key("")
     found: dict[str, ObjectInfo] = {}
-    for prefix in (SINGLE_FILE, "model-", "shard-"):  # index first: then its files exist
+    for prefix in (SINGLE_FILE, "model-"):  # index first: then its files exist
         for info in view.objects(below + prefix):
             name = info.key.removeprefix(below)
             if name == INDEX or _is_usual(name):
