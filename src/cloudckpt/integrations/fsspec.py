@@ -35,7 +35,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
-from cloudckpt.files import load_file, save_file
+from cloudckpt.files import save_file
 from cloudckpt.runs.deleting import delete
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
@@ -168,31 +168,6 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         on_error = on_error or _omit_what_is_gone
         return super().walk(path, maxdepth, topdown, on_error, **kwargs)  # type: ignore[no-any-return]
 
-    def find(
-        self,
-        path: str,
-        maxdepth: int | None = None,
-        withdirs: bool = False,
-        detail: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """All files beneath a path, and with ``withdirs`` it and its folders, from one listing."""
-        if maxdepth is not None:
-            return super().find(path, maxdepth=maxdepth, withdirs=withdirs, detail=detail, **kwargs)
-        path = self._strip_protocol(path)
-        bucket = path.partition("/")[0]
-        names = {f"{bucket}/{found.key}": found for found in self._listed(path)}
-        entries = {
-            name: self._file(name, found) for name, found in names.items() if name[-1] != "/"
-        }
-        if not entries and self.isfile(path):
-            entries = {path: self.info(path)}
-        elif withdirs and entries:
-            folders = {name[:end] for name in names for end in _ends_of_folders(name, len(path))}
-            entries |= {folder: self._folder(folder) for folder in folders}
-        found = dict(sorted(entries.items()))
-        return found if detail else list(found)
-
     def _listed(self, path: str) -> list[ObjectInfo]:
         store, key, retrier = self._place(path)
         return list(store.list(f"{key}/" if key else "", retrier.call))
@@ -228,17 +203,6 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             )
         store, key, _retrier = self._place(path)
         return WrittenFile(store, key, self._config)
-
-    def cat_file(
-        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
-    ) -> bytes:
-        """The bytes of a file or of a slice of it; the slice may count from the file's end."""
-        if start is None and end is None:
-            return load_file(self._uri(path), config=self._config)
-        with self._open(path) as file:
-            start, end, _ = slice(start, end).indices(file.seek(0, io.SEEK_END))
-            file.seek(start)
-            return file.read(max(0, end - start))
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         try:
@@ -337,13 +301,6 @@ class AzureFileSystem(_StoreFileSystem):
 def _omit_what_is_gone(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):
         raise error
-
-
-def _ends_of_folders(name: str, start: int) -> Iterator[int]:
-    """The positions, from ``start`` on, at which the names of a file's folders end."""
-    while start >= 0:
-        yield start
-        start = name.find("/", start + 1)
 
 
 def _makes_visible(key: str) -> bool:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
 from cloudckpt.checkpoint.baseline import Baseline, begin
 from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.manifest import Manifest
@@ -31,12 +29,11 @@ from cloudckpt.errors import (
     PreconditionFailedError,
 )
 from cloudckpt.runs.contents import ReadContent, read_content
-from cloudckpt.runs.verifying import Progress, find_damages, one_error
+from cloudckpt.runs.verifying import Progress, check
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.copying import CopyTask, MismatchError, copies_within, relay
 from cloudckpt.transfer.deleting import delete_quietly
-from cloudckpt.transfer.landing import Sink, Wanted
 from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.view import View
@@ -117,13 +114,6 @@ class Place:
                 ) from error
 
         return view.each(look, keys)
-
-
-class _Nothing(Sink):
-    """Discards bytes that are read only to verify them."""
-
-    def deliver(self, start: int, data: torch.Tensor) -> None:
-        pass
 
 
 def copy_checkpoint(
@@ -299,8 +289,8 @@ class _Sending:
                     raise
                 logger.warning("the store does not copy by itself, so bytes pass here: %s", error)
                 left = {key: replace(task, found=None) for key, task in left.items()}
-            except MismatchError as error:
-                self._look_for_damages(error)
+            except MismatchError:
+                check(self.source.uri, self.source.config)  # which names what is damaged there
                 tries += 1
                 if tries == 2:
                     raise
@@ -318,19 +308,6 @@ class _Sending:
         ]
         found = {info.key: info for info in source.heads(within)}
         return [replace(task, found=found.get(task.source)) for task in tasks]
-
-    def _look_for_damages(self, error: MismatchError) -> None:
-        """Finds out which blocks of an object are damaged, if any."""
-        source = self.source
-        wanted = [
-            Wanted(stored, 0, stored.nbytes, _Nothing(None), True)
-            for stored in read_content(source.uri, source.config).sources(
-                source.store, source.config
-            )
-            if source.store.uri(stored.key) == error.uri
-        ]
-        if found := find_damages(source.store, source.uri, wanted, source.config):
-            raise one_error(found) from error
 
 
 def _has_the_same(target: Place, ours: ReadContent) -> bool:

@@ -120,10 +120,10 @@ def copy(
     )
     done = Progress(progress)
     pairs = meeting.broadcast_from_first(lambda: _pairs(origin, goal, step_name))
-    if isinstance(pairs, str):
-        to = replace(goal, uri=checkpoint_location(CheckpointURI.parse(pairs)))
+    if pairs[0].nbytes is None:
+        from_, to = pairs[0].ends(origin, goal)
         return meeting.broadcast_from_first(
-            lambda: retry_if_replaced(partial(copy_checkpoint, origin, to, done))
+            lambda: retry_if_replaced(partial(copy_checkpoint, from_, to, done))
         )
     meeting.broadcast_from_first(
         lambda: copy_claim(origin.uri, origin.config, goal.uri, goal.config)
@@ -151,11 +151,10 @@ class _Copies:
 
 def _copies(origin: Place, goal: Place, pairs: Sequence[_Pair], done: Progress) -> _Copies:
     """Copies checkpoints of a run, one after the other."""
-    done.total = sum(pair.nbytes for pair in pairs)
+    done.total = sum(pair.nbytes or 0 for pair in pairs)
     copied, damaged, deleted = Copied(), list[CheckpointCorruptError](), []
     for pair in pairs:
-        source = replace(origin, uri=origin.uri.join(pair.folder))
-        target = replace(goal, uri=checkpoint_location(goal.uri.join(pair.folder)))
+        source, target = pair.ends(origin, goal)
         try:
             copied += retry_if_replaced(
                 partial(copy_checkpoint, source, target, done, is_of_a_run=True)
@@ -181,16 +180,15 @@ def planned(
     they can be known before.
     """
     origin, goal = _ends(source, target, config, None)
-    pairs = _pairs(origin, goal, step_name)
-    if not isinstance(pairs, str):
-        return [
-            (str(origin.uri.join(one.folder)), str(goal.uri.join(one.folder)), one.nbytes)
-            for one in pairs
-        ]
-    to = replace(goal, uri=checkpoint_location(CheckpointURI.parse(pairs)))
-    if not goal.config.overwrite and is_committed(to.store, to.uri, to.retrier):
-        raise CheckpointExistsError("a checkpoint exists here, and overwrite is off", uri=pairs)
-    return [(str(origin.uri), pairs, inspect(origin.uri, config=origin.config).nbytes)]
+    found = []
+    for pair in _pairs(origin, goal, step_name):
+        (here, to), nbytes = pair.ends(origin, goal), pair.nbytes
+        if nbytes is None:
+            if not to.config.overwrite and is_committed(to.store, to.uri, to.retrier):
+                raise CheckpointExistsError("it exists, and overwrite is off", uri=str(to.uri))
+            nbytes = inspect(here.uri, config=here.config).nbytes
+        found.append((str(here.uri), str(to.uri), nbytes))
+    return found
 
 
 def _ends(
@@ -234,14 +232,20 @@ def detach(
 
 @dataclass(frozen=True)
 class _Pair:
-    """A folder of a run that is to be copied, and its bytes as listed."""
+    """A checkpoint that is to be copied: from where, to where; its bytes as listed, if of a run."""
 
-    folder: str
-    nbytes: int
+    source: str
+    target: str
+    nbytes: int | None = None
+
+    def ends(self, origin: Place, goal: Place) -> tuple[Place, Place]:
+        """Both locations, with the options of this rank."""
+        source, target = CheckpointURI.parse(self.source), checkpoint_location(self.target)
+        return replace(origin, uri=source), replace(goal, uri=target)
 
 
-def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair] | str:
-    """The folders of a run; or where a checkpoint is to be copied to."""
+def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair]:
+    """The checkpoints of a run; or one, of which the listing has no size."""
     is_there = is_committed(goal.store, goal.uri, goal.retrier)
     if is_committed(origin.store, origin.uri, origin.retrier):
         name = origin.uri.prefix.rpartition("/")[2]
@@ -251,7 +255,7 @@ def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair] | s
             raise ConfigError("the source and the target of the copy are the same", uri=str(to))
         if beneath:
             logger.info("%s is a run: the copy is made at %s", goal.uri, to)
-        return str(to)
+        return [_Pair(str(origin.uri), str(to))]
     if origin.uri == goal.uri and origin.store is goal.store:
         raise ConfigError("the source and the target of the copy are the same", uri=str(goal.uri))
     if is_there:
@@ -262,7 +266,7 @@ def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair] | s
         )
     pattern = step_name or DEFAULT_PATTERN
     found = [
-        _Pair(CheckpointURI.parse(one.uri).prefix.rpartition("/")[2], one.nbytes)
+        _Pair(one.uri, str(goal.uri.join(CheckpointURI.parse(one.uri).folder)), one.nbytes)
         for one in list_checkpoints(origin.uri, step_name=pattern, config=origin.config)
         if one.is_committed and (step_name is None or one.step is not None)
     ]

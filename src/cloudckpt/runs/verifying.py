@@ -16,9 +16,9 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
-from cloudckpt.errors import CheckpointCorruptError, Damage, ObjectNotFoundError
-from cloudckpt.runs.contents import ReadContent, read_content
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
+from cloudckpt.errors import CheckpointCorruptError, Damage
+from cloudckpt.runs.contents import read_content
+from cloudckpt.stores.base import ObjectInfo, RangeReader
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import Sink, StoredBytes, Wanted
 from cloudckpt.transfer.memory import bytes_of
@@ -26,7 +26,7 @@ from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store, retry
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["Progress", "Verified", "find_damages", "one_error", "verify"]
+__all__ = ["Progress", "Verified", "check", "one_error", "verify"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,14 +127,12 @@ class _Content:
     @classmethod
     def of(cls, uri: CheckpointURI, config: Config) -> _Content:
         part = read_content(uri, config)
-        store, retrier = open_store(uri, config), Retrier(config.retry)
-        damaged: list[CheckpointCorruptError] = []
+        store, damaged = open_store(uri, config), list[CheckpointCorruptError]()
         try:
-            part.said.check_pickle(store, retrier)
+            part.said.check_pickle(store, Retrier(config.retry))
         except CheckpointCorruptError as error:
             damaged.append(error)
         items = part.sources(store, config, damaged.append)
-        damaged += _gone(part, items, store, retrier)
         reported = {error.uri for error in damaged}
         by_key: dict[str, list[StoredBytes]] = {}
         for item in items:
@@ -161,28 +159,17 @@ class _Content:
         return sorted(shares[meeting.rank], key=lambda one: (one.whole.key, one.whole.offset))
 
 
-def _gone(
-    part: ReadContent, items: Sequence[StoredBytes], store: ObjectStore, retrier: Retrier
-) -> Iterator[CheckpointCorruptError]:
-    """Objects that are not there, and of which nothing is read: all their items are empty.
+def check(uri: CheckpointURI, config: Config) -> None:
+    """As :func:`verify`, by this process alone.
 
-    Our objects have an index, which was read; those of torch may be empty files.
+    Raises:
+        CheckpointCorruptError: If something is damaged or missing.
+        StoreError: If the store refuses or stays unreachable.
     """
-    if part.has_checksums:
-        return
-    read = {item.key for item in items if item.nbytes}
-    for key, item in {item.key: item.item for item in items if item.key not in read}.items():
-        try:
-            retrier.call(partial(store.head, key))
-        except ObjectNotFoundError as error:
-            uri = store.uri(key)
-            yield CheckpointCorruptError(
-                "the object is gone",
-                uri=uri,
-                item=item,
-                cause=error,
-                damages=[Damage(uri, item, "is gone")],
-            )
+    content = _Content.of(uri, config)
+    found = _damages(uri, config, content.objects, lambda done, total: None)
+    if damaged := [*content.damaged, *found]:
+        raise one_error(damaged)
 
 
 def _verify(
@@ -218,7 +205,7 @@ def _damages(
     ]
     seen.total = sum(one.whole.nbytes for one in share)
     store = open_store(uri, config)
-    found = find_damages(store, uri, wanted, config)
+    found = _find_damages(store, uri, wanted, config)
     for unlike in _unlike(share, sums):
         found += _damages_of(unlike, store, uri, config)
     return found
@@ -276,7 +263,8 @@ def _damages_of(
     sums: list[_Sum] = []
     items = [Wanted(item, 0, item.nbytes, _Read(_Object(item), sums), True) for item in one.items]
     whole = Wanted(one.whole, 0, one.whole.nbytes, _Read(one, sums), True)
-    found = find_damages(store, uri, items, config) or find_damages(store, uri, [whole], config)
+    found = _find_damages(store, uri, items, config)
+    found = found or _find_damages(store, uri, [whole], config)
     if found or not list(_unlike([one], sums)):
         return found
     where = store.uri(one.whole.key)
@@ -307,7 +295,7 @@ class Progress:
         self._tell(done, total)
 
 
-def find_damages(
+def _find_damages(
     store: RangeReader, uri: CheckpointURI, wanted: Sequence[Wanted], config: Config
 ) -> list[CheckpointCorruptError]:
     """Reads items, and reports those that are missing, or not as they were written.
