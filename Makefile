@@ -120,13 +120,17 @@ integration-real: $(VENV)/.integration
 	$(BIN)/python -m pytest integration --only-real
 
 # Lightning and others, in an environment of their own
-integration-frameworks: .venv-frameworks/.installed
-	$(WORKER) .venv-frameworks/bin/python -m pytest -c integration/frameworks/pytest.ini integration/frameworks -n $(WORKERS) --maxschedchunk 1
+# FRAMEWORKS=before takes the releases before the newest: requirements-before.txt
+FRAMEWORKS_ARE = $(if $(FRAMEWORKS),-$(FRAMEWORKS))
+VENV_FRAMEWORKS = .venv-frameworks$(FRAMEWORKS_ARE)
 
-.venv-frameworks/.installed: integration/frameworks/requirements.txt constraints.txt pyproject.toml
-	$(PYTHON) -m venv .venv-frameworks
-	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[s3]' --requirement $<
+integration-frameworks: $(VENV_FRAMEWORKS)/.installed
+	$(WORKER) $(VENV_FRAMEWORKS)/bin/python -m pytest -c integration/frameworks/pytest.ini integration/frameworks -n $(WORKERS) --maxschedchunk 1
+
+$(VENV_FRAMEWORKS)/.installed: integration/frameworks/requirements$(FRAMEWORKS_ARE).txt constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV_FRAMEWORKS)
+	$(VENV_FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(VENV_FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[s3]' --requirement $<
 	@touch $@
 
 # on a machine with a GPU, in minutes and without a network, by the Python that has torch for it
