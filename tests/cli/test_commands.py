@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import shlex
-import shutil
-import uuid
 
 import pytest
 import torch
 import torch.distributed.checkpoint
 
 import cloudckpt
+from cli.test_tampered import of_tensor
 from cloudckpt import Config
-from cloudckpt.stores import registry
-from cloudckpt.stores.base import ObjectInfo, once
-from support.memory_store import MemoryStore
 
 STEP_4 = "PATH/run/step-4"
 SHOWN = {
@@ -151,43 +147,8 @@ def test_what_fails_says_why_on_stderr_and_by_the_exit_code(cli, run, tmp_path, 
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
-def flip(step) -> None:
-    [data] = step.glob("*.distcp")
-    content = bytearray(data.read_bytes())
-    content[2000] ^= 1
-    data.write_bytes(content)
-
-
-TAMPERED = {  # a checkpoint, and the exit codes of inspect, verify, cp, convert and of diff with it
-    "a byte of a tensor": (flip, (0, 4, 4, 4, 0)),
-    "data that is gone": (lambda step: next(step.glob("*.distcp")).unlink(), (0, 4, 4, 4, 4)),
-    "metadata that are cut": (lambda step: (step / ".metadata").write_bytes(b"cut"), (4,) * 5),
-    "no metadata": (lambda step: (step / ".metadata").unlink(), (3,) * 5),
-    "a folder of a stranger": (lambda step: shutil.rmtree(step), (3,) * 5),
-}
-
-
-@pytest.mark.parametrize("name", TAMPERED)
-def test_damage_and_absence_have_their_exit_codes(cli, run, tmp_path, name):
-    tamper, codes = TAMPERED[name]
-    step = run / "step-4"
-    shutil.copytree(step, tmp_path / "whole")
-    tamper(step)
-    commands = (
-        ("inspect", step),
-        ("verify", step),
-        ("cp", step, tmp_path / "copy"),
-        ("convert", step, tmp_path / "model.pt"),
-        ("diff", step, tmp_path / "whole"),
-    )
-    ended = [cli(*command) for command in commands]
-    assert tuple(one.code for one in ended) == codes
-    assert not list(tmp_path.glob("copy/*"))
-    assert all(bool(one.err) == (one.code != 0) for one in ended)
-
-
 def test_verify_lists_each_damaged_range(cli, run):
-    flip(run / "step-5")
+    of_tensor(run / "step-5")
     ended = cli("verify", run / "step-5", "--quiet")
     [[item, uri, what, start, stop]] = ended.rows
     assert (item, uri.rpartition("/")[0]) == ("w", (run / "step-5").as_uri())
@@ -290,22 +251,6 @@ def test_sweep_deletes_what_it_has_shown_and_nothing_else(cli, run, monkeypatch)
     assert (run / "logs" / "events").exists()
 
 
-def test_prune_keeps_what_it_can_not_compare_and_says_so(cli, run, caplog):
-    metadata = run / "step-1" / ".metadata"
-    metadata.write_bytes(metadata.read_bytes().replace(b'"loss"', b'"lass"'))
-    best = ("--best-metric", "loss", "--best-mode", "min", "--dry-run")
-    ended = cli("prune", run, "--best-to-keep", "1", *best)
-    assert [row[1].rpartition("/")[2] for row in ended.rows] == ["step-4"]
-    assert "the notes of step-1 can't be read" in caplog.text
-
-
-def test_good_checkpoints_are_not_deleted_in_favour_of_a_damaged_one(cli, run):
-    (run / "step-5" / ".metadata").write_bytes(b"damaged")
-    ended = cli("prune", run, "--max-to-keep", "1", "--yes")
-    assert (ended.code, "delete it before" in ended.err) == (4, True)
-    assert (run / "step-4" / ".metadata").exists()
-
-
 @pytest.mark.parametrize(
     ("variable", "option", "code"),
     [
@@ -339,56 +284,3 @@ def test_diff_shows_what_differs_and_what_it_can_not_tell(cli, run, tmp_path):
     ended = cli("diff", run / "step-1", tmp_path / "torch")
     assert (ended.code, {row[0] for row in ended.rows}) == (2, {"unknown"})
     assert "2 entries can't be compared by checksums" in ended.err
-
-
-def test_a_page_shows_entries_metrics_and_how_it_was_saved(cli, run, tmp_path):
-    cli("inspect", run / "step-4", "w*", "--html", tmp_path / "page")
-    text = (tmp_path / "page").read_text("utf-8")
-    assert text.startswith("<!doctype html>")
-    assert '"loss","1"' in text
-    assert '"world":1' in text
-
-
-class Long(MemoryStore):
-    """A run of many steps in a store that lists a thousand names at a time."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(uuid.uuid4().hex)  # opened stores are kept
-        self.folders = [f"step-{step}" for step in range(1, steps + 1)]
-        self.requests: list[str] = []
-
-    def list_level(self, prefix, retry=once):
-        if prefix != "run/":
-            self.requests.append(prefix)
-            return iter([ObjectInfo(f"{prefix}.metadata", 1000, "version", modified=1.7e9)])
-        self.requests += ["folders"] * (len(self.folders) // 1000 + 1)
-        return iter(self.folders)
-
-    def get_range(self, key, *args, **kwargs):
-        self.requests.append(key)
-        return ObjectInfo(key, 1000, "version", modified=1.7e9)
-
-    head = get_range
-
-
-@pytest.fixture
-def long_run(monkeypatch) -> Long:
-    store = Long(10_000)
-    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: store})
-    return store
-
-
-def test_ls_of_ten_thousand_takes_twelve_listings_and_three_looks_at_each(cli, long_run):
-    found = cli("ls", f"{long_run.root}/run").rows
-    assert [int(row[0]) for row in found] == list(range(1, 10_001))
-    assert long_run.requests.count("folders") <= 12
-    looks = [request for request in long_run.requests if request != "folders"]
-    levels = [f"run/{name}/" for name in long_run.folders]
-    notes = [f"run/{name}/.metadata" for name in long_run.folders] * 2
-    assert sorted(looks) == sorted(levels + notes)
-
-
-def test_latest_of_a_thousand_takes_four_requests(cli, long_run):
-    del long_run.folders[1000:]
-    assert cli("latest", f"{long_run.root}/run").out == f"{long_run.root}/run/step-1000\n"
-    assert len(long_run.requests) <= 4

@@ -82,16 +82,6 @@ def test_it_allows_its_own_script_and_style_and_loads_nothing() -> None:
     assert set(re.findall(r"https?://[\w./]+", text)) == {"http://www.w3.org/2000/svg"}  # a name
 
 
-def test_thousands_of_tensors_take_some_hundred_kilobytes() -> None:
-    items = (
-        tensor(f"model.layers.{layer}.attention.{kind}.weight{suffix}", 4096, 4096)
-        for layer in range(125)
-        for kind in ("wq", "wk", "wv", "wo")
-        for suffix in range(10)
-    )
-    assert len(page(contents(*items)).encode()) < 300_000
-
-
 def test_of_very_many_entries_the_largest_are_shown_and_the_others_counted() -> None:
     items = [tensor(f"w{number}", number + 1) for number in range(20_003)]
     data = data_of(page(contents(*items)))

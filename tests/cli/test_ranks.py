@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
-from cli.test_commands import flip
+from cli.test_tampered import of_tensor
 from support.emulators import free_port
 
 
@@ -41,7 +41,7 @@ def test_ranks_of_torchrun_divide_a_copy_and_the_first_one_speaks(run, tmp_path)
 
 
 def test_ranks_end_with_the_same_code_and_one_says_why(run, tmp_path):
-    flip(run / "step-5")
+    of_tensor(run / "step-5")
     command = ["-m", "cloudckpt", "cp", "--ranks", str(run / "step-5"), str(tmp_path / "copy")]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     children = [

@@ -13,7 +13,6 @@ from cloudckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     MissingKeyError,
-    UnsupportedTensorError,
 )
 from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.values import assert_same, numbered
@@ -228,15 +227,6 @@ def test_a_model_is_left_alone_if_overwrite_is_off(place) -> None:
 def test_no_model_is_not_found(place) -> None:
     with pytest.raises(CheckpointNotFoundError):
         cloudckpt.hf.load({"w": torch.zeros(1)}, place.uri, config=place.config)
-
-
-@pytest.mark.parametrize(
-    "value", [3, torch.zeros(2, dtype=torch.complex128)], ids=["number", "complex128"]
-)
-def test_what_the_format_has_not_is_refused(local, value) -> None:
-    with pytest.raises(UnsupportedTensorError, match="step"):
-        cloudckpt.hf.save({"w": numbered(3), "step": value}, local.uri, config=local.config)
-    assert local.names() == []
 
 
 def _names_of_metadata(place) -> list[str]:

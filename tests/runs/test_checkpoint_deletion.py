@@ -13,7 +13,6 @@ from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint.objects import KEPT_FOR
 from cloudckpt.errors import (
     AccessDeniedError,
-    CheckpointNotFoundError,
     CheckpointReplacedError,
     ConnectionLostError,
 )
@@ -80,14 +79,6 @@ def test_what_it_does_not_know_stays(store) -> None:
     ]
 
 
-def test_without_a_committed_checkpoint_nothing_is_deleted(store) -> None:
-    uri = CheckpointURI.parse(f"{store.root}/run/step-7")
-    store.put(uri.key("__0_0.0123456789abcdef.distcp"), [memoryview(b"x")], checksum=0)
-    with pytest.raises(CheckpointNotFoundError):
-        delete(uri, config=CONFIG)
-    assert len(keys(store)) == 1
-
-
 def test_a_save_that_commits_meanwhile_stays_whole(store) -> None:
     uri = save(store, 7)
     raced: list[str] = []
@@ -133,19 +124,6 @@ def test_another_save_that_comes_meanwhile_stays(store) -> None:
     found = {"w": torch.zeros(50), "n": 0}
     cloudckpt.load(found, checkpoint_id=uri, config=CONFIG)
     assert torch.equal(found["w"], torch.full((50,), 2.0))
-
-
-def test_a_denied_deletion_leaves_the_checkpoint_as_it_was(store) -> None:
-    uri = save(store, 7)
-    before = keys(store)
-
-    def deny(key: str) -> None:
-        raise AccessDeniedError("no", uri=store.uri(key), certain=True)
-
-    store.before = deny
-    with pytest.raises(AccessDeniedError):
-        delete(uri, config=CONFIG)
-    assert keys(store) == before
 
 
 def test_what_can_not_be_deleted_is_told_and_the_rest_is_gone(store) -> None:

@@ -68,41 +68,6 @@ def test_training_goes_on_beside_failures_that_may_pass(tmp_path, asynchronous, 
     assert "come back later" in told[1]
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_failure_is_raised_unless_told_otherwise(tmp_path, asynchronous) -> None:
-    found = trained(tmp_path, Refusing(FAILING), range(1, 7), asynchronous=asynchronous)
-    assert found[1:] == ("ThrottledError", [1])
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_the_last_of_too_many_failures_in_a_row_is_raised(tmp_path, asynchronous) -> None:
-    hook = Refusing({1, 2, 4, 5, 6})
-    options = {"on_failure": "log", "max_failures": 3, "asynchronous": asynchronous}
-    done, ended, committed = trained(tmp_path, hook, range(1, 9), **options)
-    assert ended == "ThrottledError"
-    assert committed == [3]
-    assert done[-1] == (6 if asynchronous else 5)
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_what_cant_get_better_is_raised_at_once(tmp_path, asynchronous) -> None:
-    hook = Refusing({2}, AccessDeniedError)
-    options = {"on_failure": "log", "asynchronous": asynchronous}
-    assert trained(tmp_path / "a", hook, range(1, 5), **options)[1:] == ("AccessDeniedError", [1])
-    options["on_failure"] = "log_all"
-    assert trained(tmp_path / "b", hook, range(1, 5), **options)[1:] == (None, [1, 3, 4])
-
-
-def test_failures_at_the_very_end_count(tmp_path) -> None:
-    with managed(tmp_path, Refusing({1, 2}), on_failure="log", max_failures=2) as manager:
-        manager.save(1, state(1))
-    manager = managed(tmp_path, Refusing({1, 2}), on_failure="log", max_failures=2)
-    manager.save(1, state(1))
-    manager.save(2, state(2))
-    with pytest.raises(ThrottledError):
-        manager.close()
-
-
 def _save_again(run: str, on_failure: str) -> tuple[bool, list[int]]:
     """Whether a step whose save failed is saved when it is asked for once more, without force."""
     hook = Refusing({2})
@@ -165,14 +130,6 @@ def test_a_run_knows_its_status(tmp_path) -> None:
     with managed(tmp_path, hook) as manager:
         assert manager.restore(state(0)) == 4
         assert (manager.status().newest_step, manager.status().newest_age) == (4, None)
-
-
-@pytest.mark.parametrize(
-    "options", [{"on_failure": "ignore"}, {"max_failures": 0}, {"max_failures": 1.5}]
-)
-def test_options_that_make_no_sense_are_refused(tmp_path, options) -> None:
-    with pytest.raises(ConfigError, match=r"on_failure|max_failures"):
-        managed(tmp_path, None, **options)
 
 
 def test_failures_are_counted_in_the_order_of_the_saves() -> None:
@@ -258,3 +215,33 @@ def test_all_ranks_end_alike(tmp_path, ranks) -> None:
     found = ranks(3, _on_ranks, str(tmp_path), AsyncCheckpointerType.THREAD, 2)
     assert found[0][1:] == (True, 1, 2)
     assert found == [found[0]] * 3
+
+
+WRONG = AccessDeniedError
+ENDS = {
+    "raise": (FAILING, ThrottledError, {}, [1]),
+    "too many": ({1, 2, 4, 5, 6}, ThrottledError, {"on_failure": "log", "max_failures": 3}, [3]),
+    "for good": ({2}, WRONG, {"on_failure": "log"}, [1]),
+    "all may fail": ({2}, WRONG, {"on_failure": "log_all"}, [1, 3, 4, 5, 6, 7, 8]),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("how", ENDS)
+def test_which_failures_end_the_training(tmp_path, how, asynchronous) -> None:
+    steps, error, options, committed = ENDS[how]
+    hook = Refusing(steps, error)
+    _, ended, found = trained(tmp_path, hook, range(1, 9), asynchronous=asynchronous, **options)
+    assert found == committed
+    assert ended == (None if how == "all may fail" else error.__name__)
+
+
+def test_failures_at_the_very_end_count_and_options_are_checked(tmp_path) -> None:
+    manager = managed(tmp_path, Refusing({1, 2}), on_failure="log", max_failures=2)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    with pytest.raises(ThrottledError):
+        manager.close()
+    for options in ({"on_failure": "ignore"}, {"max_failures": 0}, {"max_failures": 1.5}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            managed(tmp_path, None, **options)

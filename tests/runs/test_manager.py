@@ -37,7 +37,6 @@ from cloudckpt.runs import catalog, deleting
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.manager import CheckpointManager
 from cloudckpt.runs.preemption import Preemption
-from cloudckpt.transfer.retry import open_store
 
 
 def managed(run, **options) -> CheckpointManager:
@@ -90,15 +89,6 @@ class Broken(CommitHook):
             raise ArithmeticError("the dog ate it")
 
 
-def test_a_new_run_has_nothing_to_restore(run) -> None:
-    found = state(9)
-    with managed(run) as manager:
-        assert manager.restore(found) is None
-        assert manager.latest_step() is None
-        assert manager.all_steps() == []
-    assert value(found) == 9
-
-
 def test_only_steps_whose_turn_it_is_are_saved(run) -> None:
     with managed(run, save_interval_steps=3) as manager:
         saved = [step for step in range(1, 8) if manager.save(step, state(step))]
@@ -118,19 +108,6 @@ def test_old_steps_are_deleted_behind_the_commit(run) -> None:
     assert sorted(path.name for path in run.iterdir() if any(path.glob("*"))) == [
         "step-10", "step-4", "step-8", "step-9",
     ]  # fmt: skip
-
-
-def test_folders_of_others_stay(run) -> None:
-    fill(run, 1)
-    for name in ("tensorboard", "step-x", "step-007"):
-        (run / name).mkdir()
-        (run / name / "file").write_text("mine")
-    with managed(run, max_to_keep=1) as manager:
-        assert manager.restore(state()) == 1
-        manager.save(2, state(2))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [2]
-    assert all((run / name / "file").exists() for name in ("tensorboard", "step-x", "step-007"))
 
 
 def damage(run: Path, step: int) -> None:
@@ -301,41 +278,6 @@ def test_only_a_job_that_saves_heeds_a_signal(run) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"save_interval_steps": 0},
-        {"max_to_keep": 0},
-        {"keep_period": -1},
-        {"best_metric": "loss"},
-        {"best_metric": "loss", "best_mode": "lowest"},
-        {"best_mode": "min"},
-        {"best_to_keep": 2},
-        {"keep_younger_than": 0},
-        {"save_interval_seconds": 0},
-        {"save_interval_seconds": 60, "save_interval_steps": 2},
-        {"step_name": "step"},
-        {"best_metric": ["loss"], "best_mode": "min"},
-        {"preemption": signal.SIGTERM},
-    ],
-    ids=str,
-)
-def test_options_that_make_no_sense_are_refused(run, options) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        managed(run, **options)
-
-
-def test_the_best_step_needs_a_metric(run) -> None:
-    with managed(run) as manager, pytest.raises(ConfigError, match="best_metric"):
-        manager.best_step()
-
-
-@pytest.mark.parametrize("metrics", [{"loss": "low"}, {1: 2.0}])
-def test_what_is_no_metric_is_refused(run, metrics) -> None:
-    with managed(run) as manager, pytest.raises(ConfigError, match="is not a number"):
-        manager.save(1, state(1), metrics=metrics)
-
-
 NUMBERS = [np.int64, np.uint16, torch.tensor, lambda step: torch.tensor(step, dtype=torch.int32)]
 
 
@@ -356,68 +298,6 @@ def test_steps_and_options_may_be_numbers_of_numpy_and_torch(run, number) -> Non
         assert (type(restored), restored, value(found)) == (int, 8, 8.0)
         manager.delete(number(8))
         assert manager.all_steps() == [6, 10]
-
-
-NO_STEPS = [True, np.bool_(True), torch.tensor(True), 5.0, np.float32(5), torch.tensor(5.0), "5"]
-NO_STEPS += [-1, np.int64(-1), torch.tensor([1, 2]), None]
-
-
-@pytest.mark.parametrize("nan", [math.nan, np.float32("nan"), torch.tensor(math.nan)], ids=repr)
-def test_a_best_metric_that_is_not_a_number_is_told_and_never_the_best(run, nan, caplog) -> None:
-    with managed(run, best_metric="loss", best_mode="max") as manager:
-        manager.save(1, state(1), metrics={"loss": 0.1, "other": nan})
-        assert "not a number" not in caplog.text
-        manager.save(2, state(2), metrics={"loss": nan})
-        manager.wait_until_finished()
-        assert "step 2: its metric loss is not a number (NaN)" in caplog.text
-        assert manager.best_step() == 1
-
-
-def test_a_manager_takes_its_options_by_config(run) -> None:
-    config = Config(overwrite=False, verify=False, unloadable="warn")
-    options = {"asynchronous": False, "preemption": Preemption(signals=()), "config": config}
-    with CheckpointManager(run, max_to_keep=1, **options) as manager:
-        opened: list[Config] = []
-        with pytest.MonkeyPatch.context() as patch:
-            for module in ("runs.catalog", "runs.claim", "runs.deleting", "dcp.writer"):
-                patch.setattr(f"cloudckpt.{module}.open_store", watched(opened))
-            manager.save(1, state(1))
-            manager.save(2, state(2))
-            manager.wait_until_finished()
-            assert manager.all_steps() == [2]
-        assert len(opened) > 4
-        # a first save refuses values that will not load
-        assert all(used == config for used in opened)
-        with pytest.raises(CheckpointExistsError):
-            manager.save(2, state(2), force=True)
-
-
-def watched(opened: list[Config]):
-    """Opens stores, and notes by which options."""
-
-    def watched(uri, config):
-        opened.append(config)
-        return open_store(uri, config)
-
-    return watched
-
-
-def test_options_in_two_places_are_refused(run) -> None:
-    with pytest.raises(ConfigError, match="CheckpointerConfig"):
-        CheckpointManager(run, config=Config(), checkpointer=CheckpointerConfig())
-
-
-def test_a_step_without_the_metric_is_kept_and_never_the_best(run) -> None:
-    found = [{"loss": 0.5}, {"loss": 0.6}, {"loss": math.nan}, {"accuracy": 1.0}, None]
-    with managed(run, best_to_keep=1, best_metric="loss", best_mode="min") as manager:
-        for step, metrics in enumerate(found):
-            manager.save(step, state(step), metrics=metrics)
-        manager.wait_until_finished()
-        assert manager.all_steps() == [0, 2, 3, 4]
-        assert manager.best_step() == 0
-        assert manager.metrics(4) == {}
-        manager.delete(0)
-        assert manager.best_step() is None
 
 
 def damage_notes(run: Path, step: int) -> None:
@@ -556,14 +436,6 @@ def test_a_job_begins_from_a_part_of_another_run_or_checkpoint(run, tmp_path) ->
         assert (value(found), found["step"]) == (0, 5)
 
 
-def test_metrics_and_notes_come_back(run) -> None:
-    with managed(run) as manager:
-        manager.save(1, state(1), metrics={"loss": torch.tensor(0.5)}, notes={"seen": [1, "a"]})
-        manager.wait_until_finished()
-        assert manager.metrics(1) == {"loss": 0.5}
-        assert manager.notes(1) == {"seen": [1, "a"]}
-
-
 def test_a_step_that_is_being_saved_is_deleted_when_it_is_committed(run) -> None:
     held = Held()
     with managed(run, hook=held) as manager:
@@ -691,30 +563,6 @@ def test_a_forked_process_is_refused_and_ends_by_its_signal(run) -> None:
         assert manager.all_steps() == [1]
 
 
-@pytest.mark.parametrize("given", [{"metrics": [1.0]}, {"notes": "text"}], ids=str)
-def test_what_is_no_dict_is_refused(run, given) -> None:
-    with managed(run) as manager, pytest.raises(ConfigError, match="give a dict"):
-        manager.save(1, state(1), **given)
-
-
-@pytest.mark.parametrize("step", [1.5, "2", None, True, -1])
-def test_what_is_no_step_is_refused_whether_it_is_its_turn_or_not(run, step) -> None:
-    with managed(run, save_interval_steps=10) as manager:
-        for call in (manager.should_save, lambda step: manager.save(step, state(1))):
-            with pytest.raises(ConfigError, match="whole number"):
-                call(step)
-
-
-def test_a_closed_manager_says_so(run) -> None:
-    manager = managed(run)
-    manager.close()
-    manager.close()
-    with pytest.raises(ClosedError):
-        manager.save(1, state(1))
-    with pytest.raises(ClosedError):
-        manager.restore(state())
-
-
 def _run_of_ranks(run: str, is_told: bool) -> tuple:
     rank = dist.get_rank()
     step_due = [False]
@@ -754,17 +602,6 @@ def test_what_is_wrong_on_one_rank_is_told_to_all_and_leaves_nothing(ranks, run)
     assert ranks(2, _bad_on_one, str(run)) == [True, True]
 
 
-def _restore(run: str) -> int | None:
-    with managed(run) as manager:
-        return manager.restore(state())
-
-
-def test_all_ranks_fall_back_to_the_same_step(ranks, run) -> None:
-    fill(run, 1, 2, 3)
-    damage(run, 3)
-    assert ranks(2, _restore, str(run)) == [2, 2]
-
-
 def _different(run: str, what: str) -> None:
     if what == "run":
         managed(f"{run}-{dist.get_rank()}")
@@ -778,17 +615,6 @@ def _different(run: str, what: str) -> None:
 def test_ranks_that_mean_different_runs_are_told_at_once(ranks, run, what, error) -> None:
     errors = ranks.errors(2, _different, str(run), what)
     assert [type(found) for found in errors] == [error] * 2
-
-
-def _best(run: str) -> int | None:
-    with managed(run, best_metric="loss", best_mode="min") as manager:
-        return manager.best_step()
-
-
-def test_all_ranks_learn_the_same_best_step_whatever_is_damaged(ranks, run) -> None:
-    fill(run, 1, 2, 3)
-    damage_notes(run, 3)
-    assert ranks(2, _best, str(run)) == [2, 2]
 
 
 def _restore_sharded(run: str) -> tuple[int | None, float]:
@@ -881,3 +707,63 @@ def test_no_save_refers_to_what_a_restore_found_damaged(run, how) -> None:
             found = state()
             cloudckpt.load(found, checkpoint_id=manager.uri(step))
             assert value(found) == 2
+
+
+MISUSED = {
+    "save_interval_steps": [{"save_interval_steps": 0}],
+    "max_to_keep": [{"max_to_keep": 0}],
+    "best_metric": [{"best_metric": "loss"}, {"best_metric": ["loss"], "best_mode": "min"}],
+    "best_mode": [{"best_mode": "min"}, {"best_metric": "loss", "best_mode": "lowest"}],
+    "keep_younger_than": [{"keep_younger_than": 0}],
+    "save_interval_seconds": [
+        {"save_interval_seconds": 0},
+        {"save_interval_seconds": 60, "save_interval_steps": 2},
+    ],
+    "step_name": [{"step_name": "step"}],
+    "preemption": [{"preemption": signal.SIGTERM}],
+    "best_to_keep": [{"best_to_keep": 2}],
+}
+
+
+@pytest.mark.parametrize("name", MISUSED)
+def test_options_that_make_no_sense_are_refused(run, name) -> None:
+    for options in MISUSED[name]:
+        with pytest.raises(ConfigError, match=name):
+            managed(run, **options)
+
+
+def test_what_no_call_can_take_is_refused(run) -> None:
+    with managed(run, save_interval_steps=10) as manager:
+        for given in ({"metrics": {"loss": "low"}}, {"metrics": {1: 2.0}}):
+            with pytest.raises(ConfigError, match="is not a number"):
+                manager.save(10, state(1), **given)
+        for given in ({"metrics": [1.0]}, {"notes": "text"}):
+            with pytest.raises(ConfigError, match="give a dict"):
+                manager.save(20, state(1), **given)
+        for step in (1.5, "2", None, True, -1):
+            with pytest.raises(ConfigError, match="whole number"):
+                manager.save(step, state(1))
+        with pytest.raises(ConfigError, match="best_metric"):
+            manager.best_step()
+    manager.close()
+    for call in (lambda: manager.save(1, state(1)), lambda: manager.restore(state())):
+        with pytest.raises(ClosedError):
+            call()
+    with pytest.raises(ConfigError, match="CheckpointerConfig"):
+        CheckpointManager(run, config=Config(), checkpointer=CheckpointerConfig())
+
+
+def test_a_step_without_the_metric_is_kept_told_and_never_the_best(run, caplog) -> None:
+    nan = [math.nan, np.float32("nan"), torch.tensor(math.nan)]
+    found = [{"loss": 0.5, "x": nan[0]}, {"loss": 0.6}, *({"loss": one} for one in nan), None]
+    with managed(run, best_to_keep=1, best_metric="loss", best_mode="min") as manager:
+        assert manager.restore(state()) is manager.latest_step() is None
+        for step, metrics in enumerate(found):
+            manager.save(step, state(step), metrics=metrics)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 2, 3, 4, 5]
+        assert caplog.text.count("its metric loss is not a number (NaN)") == 3
+        assert manager.best_step() == 0
+        assert manager.metrics(5) == {}
+        manager.delete(0)
+        assert manager.best_step() is None

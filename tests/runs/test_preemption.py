@@ -37,18 +37,6 @@ def test_a_signal_is_noticed_and_told_to_the_handler_that_was_there(heard) -> No
     assert heard == [signal.SIGUSR1] * 2
 
 
-def test_a_handler_that_was_set_later_stays(heard) -> None:
-    preemption = Preemption(signals=[signal.SIGUSR1])
-    preemption.watch()
-
-    def later(number, frame) -> None:
-        pass
-
-    signal.signal(signal.SIGUSR1, later)
-    preemption.ignore()
-    assert signal.getsignal(signal.SIGUSR1) is later
-
-
 @pytest.mark.parametrize("calls_ours", [False, True])
 def test_what_is_watched_again_is_noticed_whatever_handler_was_set_meanwhile(
     heard, calls_ours
@@ -128,6 +116,8 @@ def test_two_that_watch_one_signal_both_notice_and_leave_what_was_there(heard) -
     first, second = (Preemption(signals=[signal.SIGUSR1]) for _ in range(2))
     first.watch()
     second.watch()
+    second.watch()  # of another manager
+    second.ignore()
     first.ignore()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert (first.noticed, second.noticed) == (False, True)
@@ -136,17 +126,6 @@ def test_two_that_watch_one_signal_both_notice_and_leave_what_was_there(heard) -
     os.kill(os.getpid(), signal.SIGUSR1)
     assert heard == [signal.SIGUSR1] * 2
     signal.signal(signal.SIGUSR1, before)
-
-
-def test_one_that_two_managers_share_is_heeded_until_both_are_closed(heard) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    shared = Preemption(signals=[signal.SIGUSR1])
-    shared.watch()
-    shared.watch()
-    shared.ignore()
-    assert signal.getsignal(signal.SIGUSR1) != before
-    shared.ignore()
-    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def _ended_by(number: int) -> None:
@@ -193,37 +172,25 @@ def test_outside_of_the_main_thread_no_signal_is_handled(caplog) -> None:
     assert "main thread" in caplog.text
 
 
-def _heard_at() -> list[int]:
-    agreement, rank = Agreement(dist.group.WORLD), dist.get_rank()
-    return [step for step in range(8) if agreement.step(rank == 2 and step >= 3)[0]]
-
-
-def test_all_ranks_hear_at_the_same_step_what_one_has_noticed(ranks) -> None:
-    assert ranks(3, _heard_at) == [[4, 5, 6, 7]] * 3
-
-
-def _heard_at_long_steps() -> list[int]:
-    agreement, rank = Agreement(dist.group.WORLD), dist.get_rank()
-    preemption._LONG = 0.0
-    try:
-        return [step for step in range(8) if agreement.step(rank == 2 and step >= 3)[0]]
-    finally:
-        preemption._LONG = 1.0
-
-
-def test_at_long_steps_all_ranks_hear_at_once(ranks) -> None:
-    assert ranks(3, _heard_at_long_steps) == [[3, 4, 5, 6, 7]] * 3
-
-
 def test_a_rank_alone_hears_at_once() -> None:
     agreement = Agreement(None)
     assert [agreement.step(noticed)[0] for noticed in (False, True)] == [False, True]
 
 
-def _due_at() -> list[int]:
-    agreement, first = Agreement(dist.group.WORLD), dist.get_rank() == 0
-    return [step for step in range(8) if agreement.step(False, first and step in (2, 5))[1]]
+def _heard_at(long: float) -> tuple[list[int], list[int]]:
+    """The steps at which this rank hears that the job ends, and that a save is due."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preemption, "_LONG", long)
+        ending, due = Agreement(dist.group.WORLD), Agreement(dist.group.WORLD)
+        heard = [step for step in range(8) if ending.step(rank == 2 and step >= 3)[0]]
+        return heard, [
+            step for step in range(8) if due.step(False, rank == 0 and step in (2, 5))[1]
+        ]
 
 
-def test_all_ranks_hear_once_at_the_same_step_that_a_save_is_due(ranks) -> None:
-    assert ranks(2, _due_at) == [[3, 6]] * 2
+@pytest.mark.parametrize("long", [1.0, 0.0])
+def test_all_ranks_hear_at_the_same_step_what_one_has_noticed(ranks, long) -> None:
+    """At the next step; at once if steps are long."""
+    expected = ([4, 5, 6, 7], [3, 6]) if long else ([3, 4, 5, 6, 7], [2, 5])
+    assert ranks(3, _heard_at, long) == [expected] * 3

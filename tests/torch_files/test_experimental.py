@@ -1,10 +1,8 @@
 """torch's experimental checkpointers save to and load from URIs, one object a rank."""
 
 import contextlib
-import importlib
 import io
 import os
-import sys
 
 import pytest
 import torch
@@ -178,12 +176,6 @@ def test_a_part_is_what_torchs_reader_gives(local):
         assert_same(list(ours), list(theirs))
 
 
-def test_tuples_are_read_as_such(local):
-    writer(local).write(local.uri, state())
-    loaded, _ = reader(local).read(local.uri, {"pair": None})
-    assert_same(loaded, {"pair": state()["pair"]})
-
-
 @pytest.mark.parametrize("wanted", [None, "tensor"])
 def test_a_tensor_of_an_unusual_kind_is_given_as_it_is_or_refused(wanted, local):
     writer(local).write(local.uri, {"s": torch.eye(4).to_sparse(), "t": numbered(3)})
@@ -303,16 +295,6 @@ def _each_its_own(place: Place) -> None:
 
 def test_each_rank_has_an_object_of_its_own(s3, ranks):
     ranks(2, _each_its_own, s3)
-
-
-def test_a_torch_without_the_experimental_api_is_named_when_it_is_needed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.distributed.checkpoint._experimental", None)
-    for name in ("cloudckpt.experimental", "cloudckpt.format_utils"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        monkeypatch.delattr(f"cloudckpt.{name.rpartition('.')[2]}", raising=False)
-    assert importlib.import_module("cloudckpt.format_utils")
-    with pytest.raises(ImportError, match="_experimental"):
-        importlib.import_module("cloudckpt.experimental")
 
 
 @pytest.mark.parametrize("cls", [CloudCheckpointWriter, CloudCheckpointReader])

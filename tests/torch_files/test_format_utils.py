@@ -1,10 +1,8 @@
 """DCP checkpoints and files of torch.save become each other, at any location."""
 
-import contextlib
 import io
 import os
 import pickle
-import resource
 import zipfile
 from collections import OrderedDict
 
@@ -29,7 +27,6 @@ from cloudckpt.errors import (
     InvalidURIError,
     MissingKeyError,
     ShapeMismatchError,
-    StorageFullError,
     UnsupportedTensorError,
     UntrustedPickleError,
 )
@@ -180,22 +177,6 @@ def test_a_failure_in_the_middle_leaves_no_part_behind(place, monkeypatch):
     assert place.unfinished() == []
 
 
-def _fill_the_disk(folder: str) -> tuple[str, list[str]]:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10 * MIB, 10 * MIB))
-    try:
-        write_torch_file(many(), CheckpointURI.parse(f"{folder}/model.pt"), cloudckpt.Config())
-    except StorageFullError as error:
-        return str(error), os.listdir(folder)
-    raise AssertionError("it was written")
-
-
-def test_a_full_disk_has_a_name_and_leaves_nothing(tmp_path):
-    message, names = in_a_child("forkserver", _fill_the_disk, str(tmp_path))
-    assert "full" in message
-    assert "model.pt" in message
-    assert names == []
-
-
 def test_wrong_locations_are_told_before_anything_is_read(local):
     cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.at("ck").uri, config=local.config)
     ck = local.at("ck").uri
@@ -234,18 +215,6 @@ def test_a_file_becomes_a_checkpoint(place):
     loaded = blank_like(state)
     cloudckpt.load(loaded, checkpoint_id=place.at("ck").uri, config=place.config)
     assert_same(plain(loaded), plain(state))
-
-
-def test_the_checkpoint_holds_what_stock_torch_makes_of_the_file(local, tmp_path):
-    state = {**nested_state(), **many(4_000)}
-    (tmp_path / "model.pt").write_bytes(bytes_of_file(state))
-    put(local, "model.pt", bytes_of_file(state))
-    torch_save_to_dcp(local.at("model.pt").uri, local.at("ours").uri, config=local.config)
-    stock.torch_save_to_dcp(tmp_path / "model.pt", tmp_path / "stock")
-    for folder in (local_copy(local, "ours", tmp_path / "copy"), tmp_path / "stock"):
-        loaded = blank_like(state)
-        dcp.load(loaded, checkpoint_id=folder)
-        assert_same(plain(loaded), plain(state))
 
 
 class Custom:
@@ -303,13 +272,6 @@ def _zip_of(**records) -> bytes:
     return buffer.getvalue()
 
 
-def _scripted() -> bytes:
-    buffer = io.BytesIO()
-    with contextlib.redirect_stderr(io.StringIO()):
-        torch.jit.save(torch.jit.trace(lambda x: x + 1, torch.zeros(1)), buffer)
-    return buffer.getvalue()
-
-
 _GOOD = bytes_of_file({"t": numbered(300)})
 BROKEN = {
     "empty": (b"", CheckpointCorruptError, "not one of torch.save"),
@@ -336,13 +298,6 @@ def test_what_is_no_state_is_named(kind, where, places):
         torch_save_to_dcp(place.at("model.pt").uri, place.at("ck").uri, config=place.config)
     assert caught.value.uri == place.at("model.pt").uri
     assert [name for name in place.names() if name.startswith("ck/")] == []
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_torchscript_is_named(local):
-    put(local, "model.pt", _scripted())
-    with pytest.raises(CheckpointError, match="TorchScript"):
-        torch_save_to_dcp(local.at("model.pt").uri, local.at("ck").uri, config=local.config)
 
 
 # ---- reading files
@@ -611,15 +566,6 @@ def test_a_value_that_holds_tensors_is_not_loaded_as_one(local):
     planner = DynamicMetaLoadPlanner(flatten_state_dict=False)
     with pytest.raises(UnsupportedTensorError, match="flattens"):
         cloudckpt.load({"a": {"t": torch.zeros(5)}}, storage_reader=reader, planner=planner)
-
-
-def test_a_reader_needs_a_location(local):
-    reader = BroadcastingTorchSaveReader(config=local.config)
-    with pytest.raises(InvalidURIError, match="checkpoint_id"):
-        cloudckpt.load({"t": torch.zeros(1)}, storage_reader=reader,
-                       planner=DynamicMetaLoadPlanner())  # fmt: skip
-    assert BroadcastingTorchSaveReader.validate_checkpoint_id("s3://bucket/model.pt")
-    assert not BroadcastingTorchSaveReader.validate_checkpoint_id("ftp://host/model.pt")
 
 
 # ---- a checkpoint anew
