@@ -119,8 +119,3 @@ def test_the_newest_is_never_deleted_nor_what_is_not_there(
 def test_a_limit_that_would_keep_nothing_is_refused(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=option):
         Retention(**{option: value})  # type: ignore[arg-type]
-
-
-def test_there_are_two_ways_to_be_the_best() -> None:
-    with pytest.raises(ConfigError, match="best_mode"):
-        Retention(best_metric="loss", best_mode="lowest")  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -150,13 +149,9 @@ class _Content:
 
     def share(self, meeting: Meeting) -> list[_Object]:
         """What a rank reads, of about as many bytes as each other, in the order of the bytes."""
-        shares: list[list[_Object]] = [[] for _ in range(meeting.size)]
-        loads = [(0, rank) for rank in range(meeting.size)]
-        for one in sorted(self.objects, key=lambda one: -one.whole.nbytes):
-            nbytes, rank = heapq.heappop(loads)
-            shares[rank].append(one)
-            heapq.heappush(loads, (nbytes + one.whole.nbytes, rank))
-        return sorted(shares[meeting.rank], key=lambda one: (one.whole.key, one.whole.offset))
+        largest_first = sorted(self.objects, key=lambda one: -one.whole.nbytes)
+        own = largest_first[meeting.rank :: meeting.size]
+        return sorted(own, key=lambda one: (one.whole.key, one.whole.offset))
 
 
 def check(uri: CheckpointURI, config: Config) -> None:
