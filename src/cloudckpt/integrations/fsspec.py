@@ -35,7 +35,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
-from cloudckpt.files import save_file
+from cloudckpt.files import load_file, save_file
 from cloudckpt.runs.deleting import delete
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
@@ -203,6 +203,17 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             )
         store, key, _retrier = self._place(path)
         return WrittenFile(store, key, self._config)
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> bytes:
+        """The bytes of a file or of a slice of it; the slice may count from the file's end."""
+        if start is None and end is None:
+            return load_file(self._uri(path), config=self._config)
+        with self._open(path) as file:
+            start, end, _ = slice(start, end).indices(file.seek(0, io.SEEK_END))
+            file.seek(start)
+            return file.read(max(0, end - start))
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         try:
