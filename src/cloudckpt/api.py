@@ -127,8 +127,13 @@ def save(
         check_together(use_collectives)
         return ToSave(writer_for(checkpoint_id, storage_writer, config, base), planner)
 
-    with naming("save to", checkpoint_id if storage_writer is None else storage_writer):
-        return save_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
+    return save_prepared(
+        state_dict,
+        prepare,
+        checkpoint_id if storage_writer is None else storage_writer,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
 
 
 @suggesting
@@ -187,12 +192,17 @@ def load(
             raise ConfigError("strict=False is for the planner that load makes; leave planner= out")
         return ToLoad(reader, CloudLoadPlanner(getattr(reader, "checkpoint_id", ""), strict=False))
 
-    with naming("load from", checkpoint_id if storage_reader is None else storage_reader):
-        return load_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
+    return load_prepared(
+        state_dict,
+        prepare,
+        checkpoint_id if storage_reader is None else storage_reader,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
 
 
 @contextlib.contextmanager
-def naming(action: str, target: object) -> Iterator[None]:
+def _naming(action: str, target: object) -> Iterator[None]:
     """Errors raised within begin with the action and its location, if that is valid."""
     try:
         yield
@@ -223,16 +233,29 @@ class ToLoad:
 def save_prepared(
     state_dict: dict[str, Any],
     prepare: Callable[[], ToSave],
+    target: object,
     *,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Metadata:
     """Saves to what ``prepare`` returns; if it raises on one rank, no rank begins.
 
-    Arguments, result and errors are those of :func:`save`.
-    """
-    meeting = Meeting.of(process_group, no_dist)
+    Other arguments, result and errors are those of :func:`save`.
 
+    Args:
+        state_dict: See there.
+        prepare: Makes the writer.
+        target: The location, or what has it as ``checkpoint_id``, for messages.
+        process_group: See there.
+        no_dist: See there.
+    """
+    with _naming("save to", target):
+        return _save_prepared(state_dict, prepare, Meeting.of(process_group, no_dist))
+
+
+def _save_prepared(
+    state_dict: dict[str, Any], prepare: Callable[[], ToSave], meeting: Meeting
+) -> Metadata:
     def prepare_to_write() -> ToSave:
         made = prepare()
         made.writer.begin(commits=meeting.rank == 0)
@@ -266,15 +289,29 @@ def save_prepared(
 def load_prepared(
     state_dict: dict[str, Any],
     prepare: Callable[[], ToLoad],
+    target: object,
     *,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> LoadReport:
     """Loads from what ``prepare`` returns; if it raises on one rank, no rank begins.
 
-    Arguments, result and errors are those of :func:`load`.
+    Other arguments, result and errors are those of :func:`load`.
+
+    Args:
+        state_dict: See there.
+        prepare: Makes the reader.
+        target: The location, or what has it as ``checkpoint_id``, for messages.
+        process_group: See there.
+        no_dist: See there.
     """
-    meeting = Meeting.of(process_group, no_dist)
+    with _naming("load from", target):
+        return _load_prepared(state_dict, prepare, Meeting.of(process_group, no_dist))
+
+
+def _load_prepared(
+    state_dict: dict[str, Any], prepare: Callable[[], ToLoad], meeting: Meeting
+) -> LoadReport:
     given: list[Content] = []
 
     def content() -> Content:

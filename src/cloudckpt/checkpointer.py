@@ -219,6 +219,7 @@ class Checkpointer(ClosedAtExit):
         self.load_report = api.load_prepared(
             {} if state_dict is None else state_dict,
             prepare,
+            uri,
             process_group=self._config.process_group,
             no_dist=self._config.no_dist,
         )
@@ -277,6 +278,7 @@ class SyncCheckpointer(Checkpointer):
         api.save_prepared(
             state_dict,
             prepare,
+            uri,
             process_group=self._config.process_group,
             no_dist=self._config.no_dist,
         )

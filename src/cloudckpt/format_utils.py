@@ -155,7 +155,7 @@ def dcp_to_dcp(
 
 def _content_of(reader: CloudStorageReader) -> dict[Any, Any]:
     planner = EverythingPlanner(reader.checkpoint_id)
-    load_prepared({}, lambda: ToLoad(reader, planner), no_dist=True)
+    load_prepared({}, lambda: ToLoad(reader, planner), reader, no_dist=True)
     return planner.content(reader.structure)
 
 

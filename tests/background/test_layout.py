@@ -396,6 +396,33 @@ def test_entries_that_are_made_when_asked_for_are_copied_each_at_once(stager, ma
     assert_same(dict(staged["m"]), expected)
 
 
+class Model:
+    """Is copied by whoever copies a method of it."""
+
+    def entry(self):
+        return self
+
+
+def test_the_object_of_a_method_that_makes_missing_entries_is_not_copied(stager):
+    state = {"d": defaultdict(Model().entry, {"w": numbered(3)})}
+    staged = stager.stage(state)
+    assert type(staged["d"]) is defaultdict
+    assert staged["d"].default_factory is state["d"].default_factory
+    assert_same(dict(staged["d"]), {"w": numbered(3)})
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, list])
+def test_what_cannot_be_copied_in_a_container_that_contains_itself_is_named(stager, kind):
+    container = kind()
+    if kind is list:
+        container += [container, threading.Lock()]
+    else:
+        container.update(itself=container, lock=threading.Lock())
+    with pytest.raises(StagingError, match="can't be copied") as caught:
+        stager.stage({"c": container})
+    assert caught.value.item == ("c.1" if kind is list else "c.lock")
+
+
 class OfOne(collections.namedtuple("OfOne", "a b")):
     """Has attributes, and is made from one argument."""
 

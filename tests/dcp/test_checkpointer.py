@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from cloudckpt import hf
 from cloudckpt.checkpointer import (
     CheckpointerConfig,
     CommitHook,
@@ -16,11 +17,19 @@ from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
     ClosedError,
+    CloudCheckpointError,
     ConfigError,
 )
 
 from .places import Place
 from .values import assert_same, numbered
+
+WAYS = {
+    "save": lambda place: make_sync_checkpointer(config_of(place)).save(place.uri, state()),
+    "load": lambda place: make_sync_checkpointer(config_of(place)).load(place.uri, state()),
+    "save a model": lambda place: hf.save({"step": 1}, place.uri, config=place.config),
+    "load a model": lambda place: hf.load(state()["model"], place.uri),
+}
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 PATIENCE = 150.0
@@ -130,3 +139,14 @@ def test_a_closed_checkpointer_says_so(local, make):
         checkpointer.save(local.uri, state())
     with pytest.raises(ClosedError):
         checkpointer.load(local.uri)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_says_what_failed_and_where(local, way):
+    place = local.having(overwrite=False)
+    if way == "save":
+        make_sync_checkpointer(config_of(place)).save(place.uri, state())
+    with pytest.raises(CloudCheckpointError) as caught:
+        WAYS[way](place)
+    action = "save to" if way.startswith("save") else "load from"
+    assert caught.value.action == f"{action} {place.uri}"

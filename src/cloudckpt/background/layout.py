@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -78,6 +79,7 @@ class Layout:
     _planned: dict[int, torch.Tensor] = field(default_factory=dict)
     _others: list[tuple[torch.Tensor, _Path]] = field(default_factory=list)
     _parts: dict[int, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # of wrappers
+    _factories: list[Any] = field(default_factory=list)  # of dicts, which are not saved
     _copies_itself: bool = False  # whether a container does, by a method of its own
 
     @classmethod
@@ -97,8 +99,8 @@ class Layout:
         layout.size = place
         return layout
 
-    def _walk(self, value: Any, path: _Path) -> None:
-        """Finds the tensors in dicts, lists and tuples."""
+    def _walk(self, value: Any, path: _Path, *, is_pickled: bool = False) -> None:
+        """Finds the tensors in dicts, lists and tuples, of which the latter are pickled whole."""
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -107,9 +109,12 @@ class Layout:
                 self._add_other(value, path)
         elif isinstance(value, (Mapping, list, tuple)):
             self._copies_itself |= hasattr(type(value), "__deepcopy__")
+            is_pickled |= isinstance(value, tuple)
+            if isinstance(value, defaultdict) and not is_pickled:
+                self._factories.append(value.default_factory)
             for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
                 if type(entry) not in _ATOMIC:
-                    self._walk(entry, (*path, key))
+                    self._walk(entry, (*path, key), is_pickled=is_pickled)
 
     def _add_other(self, tensor: Any, path: _Path) -> None:
         """Notes a tensor that is no plain memory, and plans the copy of its parts if it has any."""
@@ -167,6 +172,8 @@ class Layout:
             key: _of_kind(self._staged(shown), self._seen[key])
             for key, shown in self._planned.items()
         }
+        # a copy of a method would be one of its object, such as a whole model
+        memo.update((id(factory), factory) for factory in self._factories if callable(factory))
         for tensor, path in self._others:
             self._copy_other(tensor, memo, path)
         live: set[int] = set()
@@ -280,18 +287,22 @@ def _copied(
         for key in list(memo)[known:]:  # half of what has failed
             del memo[key]
         if isinstance(value, dict):
-            made = _shallow(value)
+            made = memo[id(value)] = _shallow(value)  # before its entries: it may be in itself
             for key, entry in value.items():
                 made[key] = _copied(entry, memo, (*path, key), live)
             return made
         if type(value) is list:
-            return [_copied(entry, memo, (*path, i), live) for i, entry in enumerate(value)]
+            made = memo[id(value)] = []
+            made.extend(_copied(entry, memo, (*path, i), live) for i, entry in enumerate(value))
+            return made
         with contextlib.suppress(Exception):  # torch copies no tensor amid a graph, but saves it
             torch.save(value, saved := io.BytesIO())
             saved.seek(0)
             return torch.load(saved, weights_only=False)
         if isinstance(value, Mapping):
-            return {key: _copied(entry, memo, (*path, key), live) for key, entry in value.items()}
+            made = memo[id(value)] = {}
+            made.update((key, _copied(e, memo, (*path, key), live)) for key, e in value.items())
+            return made
         raise StagingError(
             f"a value of type {type(value).__name__} can't be copied, and an asynchronous save "
             "needs a copy; leave it out of the state dict",

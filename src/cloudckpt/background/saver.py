@@ -410,6 +410,7 @@ class AsyncSaver:
             metadata = api.save_prepared(
                 save.content,
                 save.prepared,
+                save.where,
                 process_group=self._group,
                 no_dist=self._no_dist,
             )

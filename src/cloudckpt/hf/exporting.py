@@ -248,7 +248,7 @@ class _Source:
         }
         reader = CloudStorageReader(self.uri, config=self._config)
         planner = CloudLoadPlanner(reader.checkpoint_id, tells=False)
-        load_prepared(state, lambda: ToLoad(reader, planner), no_dist=True)
+        load_prepared(state, lambda: ToLoad(reader, planner), reader, no_dist=True)
         return {tensor.name: state[self.names[tensor.name]] for tensor in tensors}
 
 

@@ -65,4 +65,4 @@ def load(
         reader = CloudStorageReader(uri, config=config, key_mapping=key_mapping)
         return ToLoad(reader, CloudLoadPlanner(reader.checkpoint_id, strict=strict))
 
-    return load_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
+    return load_prepared(state_dict, prepare, uri, process_group=process_group, no_dist=no_dist)

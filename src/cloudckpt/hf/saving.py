@@ -83,7 +83,7 @@ def save(
         return ToSave(writer, planner)
 
     try:
-        save_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
+        save_prepared(state_dict, prepare, uri, process_group=process_group, no_dist=no_dist)
     except BaseException:
         for writer in made:
             writer.discard()
