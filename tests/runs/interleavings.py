@@ -1,13 +1,17 @@
-"""Saves, copies, deletions, sweeps, loads and kills, in every order that a seeded scheduler makes.
+"""Saves by each road, copies, deletions, sweeps and loads, in every order that a scheduler draws.
 
 The requests of all of them go to one store in memory, one at a time: at each request the scheduler
-draws whose is next, lets hours pass, loses answers, and ends some for ever. After each every
-committed checkpoint must be whole, and in the end a sweep leaves nothing that no checkpoint names.
+draws whose is next, lets hours pass, loses answers, ends some for ever, and has others stand still
+until all are done but they. After each every committed checkpoint must be whole, and in the end a
+sweep leaves nothing that no checkpoint names.
+
+A seed tells what is done and in which order, but for actors that have several threads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import threading
 import types
@@ -20,13 +24,16 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from cloudckpt import Config, RetryPolicy
+import cloudckpt
+from cloudckpt import CheckpointManager, Config, RetryPolicy
 from cloudckpt.checkpoint import baseline
 from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.baseline import begin
 from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch, object_names
+from cloudckpt.checkpoint.file_folder import MANIFEST, read_manifest
 from cloudckpt.checkpoint.index import index_bytes
 from cloudckpt.checkpoint.manifest import Manifest, Planned, earlier_objects
 from cloudckpt.checkpoint.notes import Notes
@@ -40,8 +47,10 @@ from cloudckpt.checkpoint.objects import (
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.references import Hold
+from cloudckpt.checkpoint.safetensors import INDEX, claimed_files, parse_index
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.trailer import notes_at_end
+from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.checksum import CRC32C
 from cloudckpt.dcp.global_plan import record_of
 from cloudckpt.errors import (
@@ -52,13 +61,13 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
+from cloudckpt.integrations.torch_checkpointing import folders
+from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
+from cloudckpt.runs import Preemption
 from cloudckpt.runs.adopting import adopt_pending
-from cloudckpt.runs.catalog import Run, newest_step, owner_of
-from cloudckpt.runs.claim import ClaimHook
 from cloudckpt.runs.copying import copy
 from cloudckpt.runs.deleting import delete
-from cloudckpt.runs.pruning import Pruner, prune
-from cloudckpt.runs.steps import Retention
+from cloudckpt.runs.pruning import prune
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo, once
@@ -69,11 +78,13 @@ from support import memory_store
 from support.memory_store import MemoryStore
 
 HOUR = 3600.0
+MODEL = "model"
 _ALONE = 1000  # the number of one beside whom there is nobody
 RANKS = 3  # that have written what a save commits
 KINDS = (
-    "save", "save", "save", "increment", "chain", "chain", "copy", "delete", "delete", "prune",
-    "sweep", "load", "orphan", "adopt", "job", "job", "job",
+    "save", "save", "increment", "chain", "chain", "copy", "delete", "delete", "prune", "sweep",
+    "load", "orphan", "adopt", "state", "manager", "manager", "manager", "model", "files", "files",
+    "rm",
 )  # fmt: skip
 """What an actor may do, as often as chance has it."""
 
@@ -85,16 +96,16 @@ class KilledError(BaseException):
 
 
 class Actor:
-    """One who sends requests; in a thread of its own, or in several, one after the other."""
+    """One who sends requests, from one thread or several."""
 
     def __init__(self, name: str, work: Callable[[Config], None]) -> None:
         self.name = name
         self.work = work
         self.is_dead = self.has_ended = False
         self.job = ""  # its name, if it has claimed the run
-        self.at_gate, self.go = threading.Lock(), threading.Lock()  # released by the other side
-        self.at_gate.acquire()
-        self.go.acquire()
+        self.listed = 0  # the number of the request by which it last saw which steps there are
+        self.at_gate, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        self.sending = threading.Lock()  # of its threads one at a time
         self.error: BaseException | None = None
 
     def gate(self) -> None:
@@ -114,15 +125,17 @@ class Gated(MemoryStore):
         self._actor, self._world = actor, world
 
     def _sent(self, request, *, reads=False):
-        self._actor.gate()
-        self._world.is_checked &= reads
-        luck = self._world.rng.random()
-        if luck < 0.01:
-            raise ConnectionLostError("the request was lost", uri=self.root)
-        answer = request()
-        if luck > 0.99:
-            raise ConnectionLostError("the answer was lost", uri=self.root)
-        return answer
+        with self._actor.sending:
+            self._actor.gate()
+            self._world.is_checked &= reads
+            self._world.requests += 1
+            luck = self._world.rng.random()
+            if luck < 0.01:
+                raise ConnectionLostError("the request was lost", uri=self.root)
+            answer = request()
+            if luck > 0.99:
+                raise ConnectionLostError("the answer was lost", uri=self.root)
+            return answer
 
     def put(self, key, body, **kwargs):
         signed = self._world.hours
@@ -130,9 +143,26 @@ class Gated(MemoryStore):
         def put():
             if key.endswith(METADATA) and self._world.hours - signed > 1:  # as of clouds
                 raise AccessDeniedError("the signature has expired", uri=self.root, certain=True)
-            return MemoryStore.put(self, key, body, **kwargs)
+            made = MemoryStore.put(self, key, body, **kwargs)
+            if key.endswith(CLAIM):
+                self._actor.job = json.loads(b"".join(body))["job"]
+                self._world.claims.append(self._actor.job)
+            return made
 
         return self._sent(put)
+
+    def create_upload(self, key, part_size):
+        return self._sent(lambda: MemoryStore.create_upload(self, key, part_size))
+
+    def put_part(self, *args, **kwargs):
+        return self._sent(lambda: MemoryStore.put_part(self, *args, **kwargs))
+
+    def complete_upload(self, upload, parts, **condition):
+        plain = self._world.plain  # whose put is no request of its own
+        return self._sent(lambda: plain.complete_upload(upload, parts, **condition))
+
+    def abort_upload(self, upload):
+        return self._sent(lambda: MemoryStore.abort_upload(self, upload))
 
     def get(self, key, **limit):
         return self._sent(lambda: MemoryStore.get(self, key, **limit), reads=True)
@@ -147,13 +177,16 @@ class Gated(MemoryStore):
         return self._listed(MemoryStore.list, prefix, retry)
 
     def list_level(self, prefix, retry=once):
+        self._actor.listed = self._world.requests
         return self._listed(MemoryStore.list_level, prefix, retry)
 
     def list_uploads(self, prefix, retry=once):
         return self._listed(MemoryStore.list_uploads, prefix, retry)
 
     def _listed(self, listing, prefix, retry):
-        return iter(retry(lambda: self._sent(lambda: list(listing(self, prefix)), reads=True)))
+        return iter(
+            retry(lambda: self._sent(lambda: [*listing(self._world.plain, prefix)], reads=True))
+        )
 
     def copies_from(self, source):
         return self._world.copies_by_store
@@ -170,15 +203,20 @@ class Gated(MemoryStore):
 
     def delete(self, key, *, if_version=None):
         def deleted():
-            self._world.deleted_by[key] = self._actor
+            self._world.deleted_by[key] = self._actor, self._world.requests
             if self._actor.job and key.endswith(METADATA):
                 gone = notes_at_end(MemoryStore.get(self, key)[0], key)
+                self._world.check_others(self._actor, key)
                 MemoryStore.delete(self, key, if_version=if_version)
                 self._world.check_owner(self._actor, Notes.from_json(gone, key))
                 return None
             return MemoryStore.delete(self, key, if_version=if_version)
 
         return self._sent(deleted)
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((16,), float(step)), "same": torch.zeros(16)}
 
 
 def sent(store: MemoryStore, uri: CheckpointURI, rank: int, attempt: str) -> WrittenObject:
@@ -231,7 +269,9 @@ class World:
         self.plain = MemoryStore(self.name)
         self.history: list[str] = []
         self.is_checked = False  # since the last request that may have changed anything
-        self.deleted_by: dict[str, Actor] = {}
+        self.requests = 0
+        self.deleted_by: dict[str, tuple[Actor, int]] = {}  # with the number of the request
+        self.removed: set[str] = set()  # by hand: whatever needed these is damaged by nobody else
         self.claims: list[str] = []  # jobs, in order
         self.loss = ""
         self.copies_by_store = self.rng.random() < 0.5
@@ -262,51 +302,74 @@ class World:
         self.first = both
         return self.save(3, 3 - number)
 
-    def job(self, number: int) -> Callable[[Config], None]:
+    def manager(self, number: int) -> Callable[[Config], None]:
         """A job that continues the run, saves twice, and keeps one step."""
-        first, second = self.step_of_a_job(), self.step_of_a_job()
+        options = {"asynchronous": self.rng.random() < 0.5, "incremental": self.rng.random() < 0.5}
 
         def work(config: Config) -> None:
-            run, hook, actor = Run(self.root, config=config), ClaimHook(None), self.actor_of(config)
-            seen, newest = owner_of(run.view, run), newest_step(run.view, run)
-            continues = {} if newest is None else run.notes(newest).continued_at(newest)
-            hook.begin(self.root, config, continues, seen)
-            hook.wait(None)
-            actor.job = hook.job
-            self.claims.append(actor.job)
-            pruner = Pruner(run, Retention(max_to_keep=1), hook)
-            try:
-                for step, save in enumerate([first, second], start=(newest or 0) + 1):
-                    notes = Notes(step=step, job=actor.job, continues=continues)
-                    save(config, step, notes.to_json(), hook.check_claim)
-                    pruner.after()
-                    pruner.wait()
-            finally:
-                pruner.close(wait=True)
+            made = CheckpointerConfig(config=config, kind=AsyncCheckpointerType.THREAD)
+            quiet = Preemption(signals=())
+            with CheckpointManager(
+                str(self.root), checkpointer=made, max_to_keep=1, preemption=quiet, **options
+            ) as manager:
+                state = state_of(0)
+                newest = manager.restore(state) or 0
+                assert state["w"].unique().numel() == 1
+                for step in range(newest + 1, newest + 3):
+                    manager.save(step, state_of(step))
+                manager.wait_until_finished()
 
         return work
 
-    def step_of_a_job(self) -> Callable[..., None]:
-        attempt = f"{self.rng.getrandbits(64):016x}"
+    def state(self, number: int) -> Callable[[Config], None]:
+        """A save by the function, at once or from a base."""
+        is_incremental = self.rng.random() < 0.5
 
-        def work(config: Config, step: int, notes: bytes, check: Callable[[], None]) -> None:
-            uri = self.step(step)
-            store, retrier = registry.open_store(uri, config), Retrier(RETRY)
-            key = uri.key(METADATA)
-            baseline = begin(
-                lambda: retrier.call(lambda: store.look(key)), key, str(uri), overwrite=True
-            )
-            written = []
-            for rank in range(RANKS):
-                columns = [torch.tensor([number]) for number in (0, 0, 64, rank, 0)]
-                one = sent(store, uri, rank, attempt)
-                written.append(Record(location=str(uri), objects=(one,), extents=Extents(*columns)))
-            self.publish(store, uri, config, baseline, attempt, written, notes, check)
+        def work(config: Config) -> None:
+            options = replace(config, incremental=is_incremental)
+            cloudckpt.save(state_of(number), checkpoint_id=str(self.step(number)), config=options)
 
         return work
 
-    def actor_of(self, config: Config) -> Actor:
-        return self.actor(int(config.read_timeout) - 1)
+    def model(self, number: int) -> Callable[[Config], None]:
+        """A model of two files and their index, beside the steps."""
+
+        def work(config: Config) -> None:
+            state = {name: torch.full((4,), float(number)) for name in "ab"}
+            cloudckpt.hf.save(state, str(self.root.join(MODEL)), max_shard_size=16, config=config)
+
+        return work
+
+    def files(self, number: int) -> Callable[[Config], None]:
+        """A folder of files, which a rename commits; one that is there is removed."""
+        job, target = f"{self.rng.getrandbits(64):016x}", self.root.join(f"files-{number}").prefix
+
+        def work(config: Config) -> None:
+            store = registry.open_store(self.root, config)
+            found = FileFolders(store, config, job=job, temporary="tmp_")
+            unfinished = f"{self.root.prefix}/tmp_files-{number}"
+            if found.exists(target):
+                found.remove_folder(target)
+            for name in "ab":
+                with found.written(f"{unfinished}/{name}") as file:
+                    file.write(job.encode())
+            found.rename_folder(unfinished, target)
+            read = {found.read(f"{target}/{name}") for name in "ab"}
+            assert len(read) == 1, f"{target} is of two jobs"
+
+        return work
+
+    def rm(self, number: int) -> Callable[[Config], None]:
+        """What somebody does who knows nothing of checkpoints."""
+
+        def work(config: Config) -> None:
+            store = registry.open_store(self.root, config)
+            found = [info.key for info in store.list(self.step(number).key(""))]
+            self.removed.update(found)  # with its marks goes what keeps the others
+            for key in found:
+                store.delete(key)
+
+        return work
 
     def publish(
         self, store, uri, config, baseline, attempt, written, notes=b"", check=lambda: None
@@ -436,7 +499,8 @@ class World:
                     except ObjectNotFoundError:
                         return
                     gone = uri.key(name)
-                    assert now != info.version or self.is_being_deleted(gone), (
+                    is_known = gone in self.removed or self.is_being_deleted(gone)
+                    assert now != info.version or is_known, (
                         f"{name} is gone, and {uri} is still there"
                     )
                     return
@@ -452,17 +516,21 @@ class World:
         doomed = {
             actor: self.rng.randint(1, 12) for actor in self.actors if self.rng.random() < 0.3
         }
+        frozen = {
+            actor: self.rng.randint(1, 12) for actor in self.actors if self.rng.random() < 0.3
+        }
         turns: dict[Actor, int] = dict.fromkeys(self.actors, 0)
         try:
             while live := [actor for actor in self.actors if not actor.has_ended]:
-                actor = self.rng.choice(live)
+                awake = [actor for actor in live if turns[actor] != frozen.get(actor)]
+                actor = self.rng.choice(awake or live)
                 turns[actor] += 1
                 if self.rng.random() < 0.1:
                     self.hours += self.rng.choice([1.0, 7.0, 11.0, 13.0, 25.0])
                 actor.is_dead = doomed.get(actor) == turns[actor]
                 self.history.append(f"{self.hours:g} h: {actor.name}{' †' * actor.is_dead}")
                 actor.go.release()
-                actor.at_gate.acquire()
+                assert actor.at_gate.acquire(timeout=120), f"{actor.name} hangs"
                 self.check()
         finally:
             for actor in self.actors:
@@ -502,7 +570,7 @@ class World:
 
         Its commit may have been sent once more meanwhile, as the answer was lost.
         """
-        actor = self.deleted_by.get(key)
+        actor, _ = self.deleted_by.get(key, (None, 0))
         return actor is not None and not actor.has_ended and actor.name[:6] in ("delete", "prune-")
 
     def check(self) -> None:
@@ -510,9 +578,10 @@ class World:
         if self.is_checked:
             return
         self.is_checked = True
-        keys = {info.key for info in self.plain.list("")}
-        for key in keys:
-            if key.endswith(f"/{METADATA}"):
+        there = {info.key for info in self.plain.list("")}
+        keys = there | self.removed
+        for key in there:
+            if key.endswith((f"/{METADATA}", f"/{MANIFEST}", f"/{INDEX}")):
                 for name in self.named_by(key):
                     assert name in keys or self.is_being_deleted(name), f"{name} is gone"
 
@@ -520,6 +589,17 @@ class World:
         """No job deletes what one has saved that has claimed the run after it."""
         if gone.job and self.claims.index(gone.job) > self.claims.index(actor.job):
             self.loss = f"{actor.name} has deleted step {gone.step} of a later job"
+
+    def check_others(self, actor: Actor, key: str) -> None:
+        """A job deletes no step unless a newer one was there when it looked, or has come since."""
+        known = {info.key for info in self.plain.list(self.root.key(""))}
+        known |= {one for one, (_, at) in self.deleted_by.items() if at > actor.listed}
+        steps = [self.step_in(one) for one in known - {key} if one.endswith(f"/{METADATA}")]
+        if max(steps, default=0) < self.step_in(key):
+            self.loss = f"{actor.name} has deleted {key}, and nothing newer was there"
+
+    def step_in(self, commit: str) -> int:
+        return int(commit.split("/")[-2].removeprefix("step-"))
 
     def check_end(self) -> None:
         """A sweep leaves what is named by checkpoints, and nothing else."""
@@ -535,15 +615,23 @@ class World:
         self.is_checked = False
         self.check()
         below = {info.key for info in self.plain.list("")}
-        commits = [key for key in below if key.endswith(f"/{METADATA}")]
+        below = {key for key in below if not key.startswith(self.root.key(f"{MODEL}/"))}
+        commits = [key for key in below if key.endswith((f"/{METADATA}", f"/{MANIFEST}"))]
         named = {*commits, *(name for key in commits for name in self.named_by(key, marks=True))}
-        assert below - {self.root.key(CLAIM)} == named
+        left = below - {self.root.key(CLAIM)}
+        assert left == named - (self.removed - below), f"left is {sorted(left ^ named)}"
         assert not self.loss, self.loss
 
     def named_by(self, commit: str, *, marks: bool = False) -> set[str]:
         """The keys that a commit object names; with those of its marks in other checkpoints."""
-        uri = replace(self.root, prefix=commit.removesuffix(f"/{METADATA}"))
-        names, attempt = _named(bytes(self.plain.get(commit)[0]))
+        folder, _, kind = commit.rpartition("/")
+        uri, data = replace(self.root, prefix=folder), bytes(self.plain.get(commit)[0])
+        if kind == MANIFEST:
+            return {file.key for file in read_manifest(data, folder, commit).files.values()}
+        if kind == INDEX:  # which may be the claim of a save that goes on
+            is_claim = claimed_files(data, commit) is not None
+            return set() if is_claim else {*map(uri.key, parse_index(data, commit).values())}
+        names, attempt = _named(data)
         found = {uri.key(name) for name in names}
         if marks:
             folders = {name.split("/")[1] for name in names if name.startswith("../")}
@@ -579,7 +667,8 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     monkeypatch.setattr(registry, "_OPENERS", {"memory": opener})
     monkeypatch.setattr(memory_store, "time", clock)
     monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.0)  # of a copy that begins anew
-    monkeypatch.setattr(baseline, "time", clock)
+    for module in (baseline, folders):
+        monkeypatch.setattr(module, "time", clock)
 
     def made(seed: int, **options: Sequence[str]) -> World:
         current[:] = [World(seed, **options)]

@@ -19,6 +19,7 @@ from cloudckpt.errors import (
 from cloudckpt.runs.deleting import delete
 from cloudckpt.stores import local, registry
 from cloudckpt.uri import CheckpointURI
+from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
 
 CONFIG = Config(retry=RetryPolicy(attempts=3, base=0.0, cap=0.0))
@@ -201,3 +202,44 @@ def test_the_marks_of_a_step_are_read_at_the_same_time(store, monkeypatch) -> No
     delete(uri, config=incremental)
     assert not any("step-4" in key for key in keys(store))
     assert done.is_set()
+
+
+class Rounds(FaultyStore):
+    """Answers requests that wait at the same time together, and counts how often it does."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        super().__init__(inner)
+        self.count = self._waiting = 0
+        self._changed = threading.Condition()
+
+    def _struck(self, verb, key):
+        with self._changed:
+            mine, self._waiting = self.count, self._waiting + 1
+            if self._waiting > 1:  # the first one answers all
+                self._changed.wait_for(lambda: self.count > mine)
+            else:
+                known = 0
+                while self._waiting > known:
+                    known = self._waiting
+                    self._changed.wait(0.3)
+                self.count, self._waiting = self.count + 1, 0
+                self._changed.notify_all()
+        return super()._struck(verb, key)
+
+
+@pytest.mark.parametrize("later", [20, 60])
+def test_the_deletion_of_a_base_waits_as_often_however_many_steps_refer_to_it(
+    store, monkeypatch, later
+) -> None:
+    config = Config(retry=CONFIG.retry, incremental=True, connections=64)
+    state = {"same": torch.arange(500.0), "other": torch.zeros(20)}
+    for step in range(later + 1):
+        state["other"] += 1
+        uri = f"{store.root}/run/step-{step}"
+        cloudckpt.save(state, checkpoint_id=uri, config=config)
+    rounds = Rounds(store)
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: rounds})
+    registry._places.clear()
+    delete(f"{store.root}/run/step-0", config=config)
+    assert len([key for key in keys(store) if "step-0" in key and key.endswith("distcp")]) == 1
+    assert rounds.count <= 12  # nine, and some that a busy machine answers apart
