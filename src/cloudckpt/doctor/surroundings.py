@@ -8,8 +8,9 @@ from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
 from cloudckpt.doctor.findings import Finding, Values, failed, ok, skipped, warning
+from cloudckpt.stores.credentials import Origin
 from cloudckpt.stores.http.client import HttpClient
-from cloudckpt.stores.origins import Origin, Route
+from cloudckpt.stores.http.options import Route
 
 __all__ = ["Connection", "credentials", "endpoint"]
 

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from cloudckpt.errors import (
@@ -19,11 +20,11 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.http.tls_errors import lasting_failure
-from cloudckpt.stores.origins import Origin
 from cloudckpt.stores.redaction import raise_alone, reason
 
 __all__ = [
     "Credentials",
+    "Origin",
     "Source",
     "alone",
     "check_credential",
@@ -33,6 +34,21 @@ __all__ = [
 ]
 
 _LONGEST_WAIT = 120.0  # seconds for credentials that another thread is fetching
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where credentials come from; nothing of it is a secret.
+
+    Attributes:
+        source: Such as ``the environment (AWS_ACCESS_KEY_ID)``.
+        identity: Whose they are, as far as that is known: an account, or how a key's id ends.
+        ends: When they do, in seconds since 1970; None if that is never, or not known.
+    """
+
+    source: str
+    identity: str = ""
+    ends: float | None = None
 
 
 class Source(Protocol):

@@ -36,12 +36,11 @@ from cloudckpt.stores.base import (
     Retry,
     nbytes,
 )
-from cloudckpt.stores.credentials import Credentials
+from cloudckpt.stores.credentials import Credentials, Origin
 from cloudckpt.stores.http.bodies import Reply, http_date, reading
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.expect import EXPECT
-from cloudckpt.stores.http.options import HttpOptions
-from cloudckpt.stores.origins import Origin, Route
+from cloudckpt.stores.http.options import HttpOptions, Route
 from cloudckpt.stores.redaction import conceal
 from cloudckpt.waiting import current
 

@@ -15,10 +15,10 @@ from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.capabilities import Capabilities
+from cloudckpt.transfer.download import Receiver
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.parts import Piece, choose_part_size
-from cloudckpt.transfer.receiving import Receiver
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats

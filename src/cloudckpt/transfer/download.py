@@ -5,19 +5,26 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from cloudckpt.config import MIB, Config
-from cloudckpt.errors import CheckpointCorruptError, Damage
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    ConnectionLostError,
+    Damage,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    RangeNotSatisfiableError,
+)
 from cloudckpt.gc_pause import paused_gc
-from cloudckpt.stores.base import RangeReader
+from cloudckpt.stores.base import ObjectInfo, Progress, RangeReader, nbytes, skip
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.landing import Bad, ScatterPlan, Segment, Wanted
 from cloudckpt.transfer.parts import even_share
-from cloudckpt.transfer.receiving import Receiver
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
@@ -25,6 +32,7 @@ from cloudckpt.transfer.stats import TransferStats
 __all__ = [
     "MERGE_GAP",
     "Download",
+    "Receiver",
     "Shared",
     "download",
     "pack_requests",
@@ -39,6 +47,13 @@ _GRAIN = MIB  # where unverified data may be cut
 MERGE_GAP = MIB
 """Unneeded bytes that are rather read than skipped by another request. All ranks of a job have the
 same: they must cut shared reads alike."""
+
+
+_REASONS = {
+    ObjectNotFoundError: "an object of the checkpoint is gone",
+    PreconditionFailedError: "an object was replaced while it was read",
+    RangeNotSatisfiableError: "an object is shorter than it was written",
+}
 
 
 def raise_it(error: CheckpointCorruptError) -> None:
@@ -111,6 +126,93 @@ def _whole_blocks(want: Wanted, *, verify: bool) -> Segment:
         stop = min(aligned(stop, grain), source.nbytes)
     origin = source.offset
     return Segment(want, origin + start, origin + stop, grain if want.divisible else 0)
+
+
+class Receiver:
+    """Fills memory with ranges of objects; all ranges of an object are of the same version of it.
+
+    Safe to use from many threads.
+    """
+
+    def __init__(self, store: RangeReader, retrier: Retrier, progress: Progress) -> None:
+        """
+        Args:
+            store: Where the objects are.
+            retrier: Tries a range again; it goes on where the connection broke.
+            progress: See :data:`~cloudckpt.stores.base.Progress`.
+        """
+        self._store = store
+        self._retrier = retrier
+        self._progress = progress
+        self._seen: dict[str, ObjectInfo] = {}
+        self._lock = threading.Lock()
+
+    def receive(
+        self,
+        key: str,
+        start: int,
+        views: Sequence[memoryview],
+        *,
+        size: int | None,
+        item: str,
+        version: str | None = None,
+    ) -> None:
+        """Fills ``views``, one after the other, with the object's bytes from ``start``.
+
+        Args:
+            key: The object.
+            start: The first byte.
+            views: Writable byte views, not empty in total.
+            size: What the object's size must be, or None if that is unknown.
+            item: What is read, for messages.
+            version: What the object's version must be, or None if that is unknown.
+
+        Raises:
+            CheckpointCorruptError: If the object is gone, was replaced since its first range was
+                read, or has another size.
+            StoreError: If the store refuses or stays unreachable.
+        """
+        at, rest = start, list(views)
+        with self._lock:
+            seen = self._seen.get(key)
+        version = seen.version if seen is not None else version
+
+        def once() -> ObjectInfo:
+            nonlocal at, rest, version
+            try:
+                return self._store.get_range(
+                    key, at, rest, if_version=version, progress=self._progress
+                )
+            except ConnectionLostError as error:
+                if error.received < nbytes(rest):
+                    version = version or error.version
+                    at, rest = at + error.received, skip(rest, error.received)
+                raise
+
+        try:
+            info = self._retrier.call(once)
+        except tuple(_REASONS) as error:
+            uri, what = self._store.uri(key), _REASONS[type(error)]
+            raise CheckpointCorruptError(
+                f"{what}: was the checkpoint deleted or overwritten meanwhile? Load another one",
+                uri=uri,
+                item=item,
+                cause=error,
+                damages=[Damage(uri, item, what)],
+            ) from error
+        with self._lock:
+            first = self._seen.setdefault(key, info)
+        if first.version != info.version or size not in (None, info.size):
+            uri = self._store.uri(key)
+            what = f"the object has {info.size} bytes instead of {size}"
+            if size in (None, info.size):
+                what = "the object was replaced while it was read"
+            raise CheckpointCorruptError(
+                f"{what}; load another checkpoint",
+                uri=uri,
+                item=item,
+                damages=[Damage(uri, item, what)],
+            )
 
 
 class Download:

@@ -24,14 +24,12 @@ from cloudckpt.checksum import to_base64
 
 from . import gcs_answers as answers
 from .gcs_answers import XML_NAMESPACE, Answer, Call, RefusalError, Request, xml_answer
-from .gcs_json import media
 from .gcs_state import (
     Attributes,
     State,
     StoredObject,
     header_checksum,
     part_tag,
-    timestamp,
     verify,
     whole_number,
 )
@@ -60,21 +58,17 @@ def _route(request: Request, key: str) -> _Operation:
     query, method = request.query, request.method
     found: dict[str, _Operation]
     if not key:
-        found = {"GET": _list_uploads if "uploads" in query else _list}
+        found = {"GET": _list_uploads}
     elif "uploads" in query:
         found = {"POST": _begin}
     elif "uploadId" in query:
         found = {"PUT": _put_part, "POST": _complete, "DELETE": _abort}
     else:
-        found = {"PUT": _put, "GET": _get, "HEAD": _get, "DELETE": _delete}
+        found = {}
     if method not in found:
         text = "The specified method is not allowed against this resource."
         raise RefusalError(405, "methodNotAllowed", text, "MethodNotAllowed")
     return found[method]
-
-
-def _expected(request: Request) -> int | None:
-    return whole_number(request.headers.get(_CONDITION))
 
 
 def _attributes(request: Request) -> Attributes:
@@ -102,36 +96,6 @@ def _hashes(stored: StoredObject) -> list[tuple[str, str]]:
 
 def _versions(stored: StoredObject) -> list[tuple[str, str]]:
     return [("x-goog-generation", str(stored.generation)), ("x-goog-metageneration", "1")]
-
-
-def _put(state: State, call: Call, bucket: str, key: str) -> Answer:
-    state.check(bucket, "storage.objects.create")
-    stored = state.put(
-        bucket,
-        key,
-        call.body,
-        _attributes(call.request),
-        expected=_expected(call.request),
-        checksum=header_checksum(call.request.headers),
-    )
-    return Answer(200, [("ETag", stored.etag), *_versions(stored), *_hashes(stored)])
-
-
-def _get(state: State, call: Call, bucket: str, key: str) -> Answer:
-    state.check(bucket, "storage.objects.get")
-    generation = whole_number(call.request.query.get("generation"))
-    expected = _expected(call.request)
-    # its HEAD is taken for a read of the data, too
-    stored = state.read(call.request, bucket, key, expected=expected, generation=generation)
-    headers = [*_hashes(stored), ("Cache-Control", state.cache_control(stored))]
-    return media(stored, call.request, headers)
-
-
-def _delete(state: State, call: Call, bucket: str, key: str) -> Answer:
-    state.check(bucket, "storage.objects.delete")
-    generation = whole_number(call.request.query.get("generation"))
-    state.delete(bucket, key, _expected(call.request), generation)
-    return Answer(204)
 
 
 def _no_conditions(request: Request) -> None:
@@ -228,38 +192,6 @@ def _list_uploads(state: State, call: Call, bucket: str, key: str) -> Answer:
         for upload in page
     )
     return _document("ListMultipartUploadsResult", _elements(fields) + entries)
-
-
-def _list(state: State, call: Call, bucket: str, key: str) -> Answer:
-    state.check(bucket, "storage.objects.list")
-    query = call.request.query
-    prefix, token = query.get("prefix", ""), query.get("continuation-token", "")
-    after = base64.b64decode(token) if token else query.get("start-after", "").encode()
-    limit = min(whole_number(query.get("max-keys")) or state.page, state.page)
-    with state.lock:
-        keys = [key for key in state.keys(bucket, prefix) if key.encode() > after]
-        page = [state.objects[bucket, key] for key in keys[:limit]]
-    spell, more = _speller(query), len(keys) > limit
-    fields = [("Name", bucket), ("Prefix", spell(prefix)), ("MaxKeys", str(limit))]
-    fields += [("KeyCount", str(len(page))), ("IsTruncated", "true" if more else "false")]
-    fields += _encoding(query)
-    if more:
-        last = base64.b64encode(page[-1].key.encode()).decode()
-        fields.append(("NextContinuationToken", last))
-    entries = "".join(f"<Contents>{_elements(_entry(stored, spell))}</Contents>" for stored in page)
-    return _document("ListBucketResult", _elements(fields) + entries)
-
-
-def _entry(stored: StoredObject, spell: Callable[[str], str]) -> list[tuple[str, str]]:
-    return [
-        ("Key", spell(stored.key)),
-        ("Generation", str(stored.generation)),
-        ("MetaGeneration", "1"),
-        ("LastModified", timestamp(stored.created)),
-        ("ETag", stored.etag),
-        ("Size", str(len(stored.data))),
-        ("StorageClass", stored.attributes.storage_class),
-    ]
 
 
 def _speller(query: Mapping[str, str]) -> Callable[[str], str]:

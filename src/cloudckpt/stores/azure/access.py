@@ -21,10 +21,9 @@ from cloudckpt.errors import (
     MissingDependencyError,
 )
 from cloudckpt.stores.azure.tokens import Tokens
-from cloudckpt.stores.credentials import Credentials, check_credential
+from cloudckpt.stores.credentials import Credentials, Origin, check_credential
 from cloudckpt.stores.http.bodies import iso_date
-from cloudckpt.stores.http.options import HttpOptions
-from cloudckpt.stores.origins import Origin, first_set, named_by
+from cloudckpt.stores.http.options import HttpOptions, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone
 from cloudckpt.stores.rest import Request
 

@@ -48,7 +48,7 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.http.bodies import Reply, http_date
-from cloudckpt.stores.origins import Route
+from cloudckpt.stores.http.options import Route
 from cloudckpt.stores.redaction import told
 from cloudckpt.stores.rest import UNRESERVED, Marks, RestStore, Signed, encode_query
 from cloudckpt.stores.xml_api import text, unqualified

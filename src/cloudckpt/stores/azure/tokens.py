@@ -9,8 +9,7 @@ from collections.abc import Callable
 from cloudckpt._version import __version__
 from cloudckpt.config import Config
 from cloudckpt.errors import CredentialsError, MissingDependencyError
-from cloudckpt.stores.credentials import alone, check_credential, fetching
-from cloudckpt.stores.origins import Origin
+from cloudckpt.stores.credentials import Origin, alone, check_credential, fetching
 from cloudckpt.stores.redaction import raise_alone, told
 
 try:

@@ -20,15 +20,9 @@ from cloudckpt.errors import (
     MissingDependencyError,
     TransientStoreError,
 )
-from cloudckpt.stores.credentials import (
-    Credentials,
-    alone,
-    check_credential,
-    fetching,
-)
-from cloudckpt.stores.http.options import HttpOptions
+from cloudckpt.stores.credentials import Credentials, Origin, alone, check_credential, fetching
+from cloudckpt.stores.http.options import HttpOptions, first_set, named_by
 from cloudckpt.stores.http.tls_errors import causes
-from cloudckpt.stores.origins import Origin, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone, told
 from cloudckpt.stores.refusals import kind_of
 from cloudckpt.stores.rest import Request

@@ -60,7 +60,7 @@ from cloudckpt.stores.gcs.json_api import (
     resource_of,
 )
 from cloudckpt.stores.http.bodies import Reply, http_date
-from cloudckpt.stores.origins import Route
+from cloudckpt.stores.http.options import Route
 from cloudckpt.stores.rest import UNRESERVED, Marks, encode_query
 from cloudckpt.stores.xml_api import XmlStore
 

@@ -1,4 +1,7 @@
-"""How connections are made: the user's limits, proxies and certificates, and TLS out of these."""
+"""How connections are made: the user's limits, proxies and certificates, and TLS out of these.
+
+And, for users, what says so: which setting names an endpoint or a region.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ import urllib3.util.ssl_
 
 from cloudckpt.config import Config
 from cloudckpt.config.general import NATIVE_TLS
+from cloudckpt.config.options import Options
 from cloudckpt.stores.http.native_tls import LongReadTLSSocket, TLSSocket
 
-__all__ = ["LONGER", "Contexts", "HttpOptions"]
+__all__ = ["LONGER", "Contexts", "HttpOptions", "Route", "first_set", "named_by"]
 
 LONGER = 15
 """How many times as long as others the answer to a completion may take."""
@@ -66,6 +70,41 @@ class HttpOptions:
             proxy=requests.utils.select_proxy(endpoint, found),
             ca_bundle=bundle or requests.utils.DEFAULT_CA_BUNDLE_PATH,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How a bucket is reached.
+
+    Attributes:
+        url: Of the bucket.
+        endpoint_from: What names the endpoint, such as ``AWS_ENDPOINT_URL_S3``.
+        region: That requests are signed for; empty where there are none.
+        region_from: What names the region.
+        http: How connections are made.
+    """
+
+    url: str
+    endpoint_from: str
+    region: str = ""
+    region_from: str = ""
+    http: HttpOptions
+
+
+def named_by(options: Options, name: str) -> str:
+    """What gives an option its value: its variable, or an argument; empty if nothing does."""
+    value = getattr(options, name)
+    if value is None:
+        return ""
+    variable = f"{options.variables}{name.upper()}"
+    if os.environ.get(variable) == value:
+        return variable
+    return f"{type(options).__name__}({name}=…)"
+
+
+def first_set(*variables: str) -> str:
+    """The first of these environment variables that says something; empty if none does."""
+    return next((name for name in variables if os.environ.get(name, "").strip()), "")
 
 
 class Contexts:

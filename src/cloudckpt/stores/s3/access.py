@@ -28,8 +28,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Body, nbytes
 from cloudckpt.stores.credentials import Credentials
-from cloudckpt.stores.http.options import HttpOptions
-from cloudckpt.stores.origins import Route, first_set, named_by
+from cloudckpt.stores.http.options import HttpOptions, Route, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone, reason
 from cloudckpt.stores.rest import Request
 from cloudckpt.stores.s3.dialects import DIALECTS, S3Dialect, dialect_of

@@ -16,9 +16,8 @@ import botocore.exceptions
 from botocore.credentials import RefreshableCredentials
 
 from cloudckpt.errors import AccessDeniedError, CredentialsError, TransientStoreError
-from cloudckpt.stores.credentials import check_credential, fetching
+from cloudckpt.stores.credentials import Origin, check_credential, fetching
 from cloudckpt.stores.http.tls_errors import causes
-from cloudckpt.stores.origins import Origin
 from cloudckpt.stores.redaction import raise_alone
 from cloudckpt.stores.s3.errors import from_code
 

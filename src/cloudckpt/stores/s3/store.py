@@ -35,7 +35,7 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.http.bodies import Reply, iso_date
-from cloudckpt.stores.origins import Route
+from cloudckpt.stores.http.options import Route
 from cloudckpt.stores.rest import UNRESERVED, Marks, Signed, encode_query
 from cloudckpt.stores.s3.access import (
     UNSIGNED_PAYLOAD,
