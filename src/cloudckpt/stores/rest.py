@@ -35,6 +35,7 @@ from cloudckpt.stores.base import (
     Progress,
     Retry,
     nbytes,
+    once,
 )
 from cloudckpt.stores.credentials import Credentials, Origin
 from cloudckpt.stores.http.bodies import Reply, http_date, reading
@@ -49,6 +50,7 @@ __all__ = [
     "UNRESERVED",
     "Access",
     "Marks",
+    "Page",
     "Request",
     "RestStore",
     "Signed",
@@ -64,6 +66,9 @@ SUCCESS = frozenset({200, 201, 202, 204, 206})
 
 Marks = tuple[str, ...]
 """Where a page of a listing begins, in the store's words; empty for the first page."""
+
+Page = tuple[Sequence[ObjectInfo], Sequence[str]]
+"""The objects, and the folders by their whole names, that a page of a listing has."""
 
 _MOST_SKEW = 120.0  # seconds between clocks; stores allow five to fifteen minutes
 _BUSY = 60.0  # seconds after an answer that asks to slow down in which others may come
@@ -339,6 +344,19 @@ class RestStore(ObjectStore):
             return False
         return self._credentials.renew(signed.source, signed.secrets)
 
+    def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
+        for objects, _ in self._listed(prefix, retry, ""):
+            yield from objects
+
+    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
+        for objects, folders in self._listed(prefix, retry, "/"):
+            yield from objects
+            yield from (folder.removeprefix(prefix).rstrip("/") for folder in folders)
+
+    @abstractmethod
+    def _listed(self, prefix: str, retry: Retry, delimiter: str) -> Iterator[Page]:
+        """The pages of a listing; keys that go on after a delimiter are folders."""
+
     def _all_pages(
         self, prefix: str, ask: Callable[[Marks], tuple[P, Marks | None]], retry: Retry
     ) -> Iterator[P]:
@@ -451,6 +469,14 @@ class RestStore(ObjectStore):
             modified=http_date(reply.headers.get("Last-Modified", "")),
             answered=http_date(reply.headers.get("Date", "")),
         )
+
+    def _removed(self, key: str, url: str, headers: Mapping[str, str]) -> None:
+        """Removes what is at a URL; that there is nothing is no error."""
+        with (
+            contextlib.suppress(ObjectNotFoundError),
+            self.exchange("DELETE", url, headers, key=key),
+        ):
+            pass
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         honoured = self.capabilities.conditional_deletes

@@ -4,7 +4,6 @@ parts of S3 and Google.
 
 from __future__ import annotations
 
-import contextlib
 import xml.etree.ElementTree as ElementTree
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from urllib.parse import unquote_plus
 from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, ServerError
+from cloudckpt.errors import ConnectionLostError, ServerError
 from cloudckpt.stores.base import (
     Body,
     Part,
@@ -214,11 +213,7 @@ class XmlStore(RestStore):
 
     def abort_upload(self, upload: Upload) -> None:
         url = self.object_url(upload.key, {"uploadId": upload.id})
-        with (
-            contextlib.suppress(ObjectNotFoundError),
-            self.exchange("DELETE", url, {}, key=upload.key),
-        ):
-            pass
+        self._removed(upload.key, url, {})
 
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
 

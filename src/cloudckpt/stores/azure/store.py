@@ -50,7 +50,7 @@ from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.http.bodies import Reply, http_date
 from cloudckpt.stores.http.options import Route
 from cloudckpt.stores.redaction import told
-from cloudckpt.stores.rest import UNRESERVED, Marks, RestStore, Signed, encode_query
+from cloudckpt.stores.rest import UNRESERVED, Marks, Page, RestStore, Signed, encode_query
 from cloudckpt.stores.xml_api import text, unqualified
 
 __all__ = ["AzureStore"]
@@ -286,14 +286,8 @@ class AzureStore(RestStore):
                 raise ObjectNotFoundError("there is a directory, not a blob", uri=self.uri(key))
             return self._described(reply, key, self._length(reply, key))
 
-    def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
-        for page in self._pages(prefix, retry, {}, _objects):
-            yield from page
-
-    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
-        for objects, folders in self._pages(prefix, retry, {"delimiter": "/"}, _level):
-            yield from objects
-            yield from (folder.removeprefix(prefix).rstrip("/") for folder in folders)
+    def _listed(self, prefix: str, retry: Retry, delimiter: str) -> Iterator[Page]:
+        return self._pages(prefix, retry, {"delimiter": delimiter} if delimiter else {}, _level)
 
     def _pages(
         self, prefix: str, retry: Retry, query: Mapping[str, str], read: Callable[[Element], P]
@@ -419,7 +413,7 @@ def _objects(page: Element) -> list[ObjectInfo]:
     return found
 
 
-def _level(page: Element) -> tuple[list[ObjectInfo], list[str]]:
+def _level(page: Element) -> Page:
     """The blobs and the folders that a page lists."""
     return _objects(page), [_name(folder) for folder in page.iterfind("Blobs/BlobPrefix")]
 

@@ -20,7 +20,6 @@ from cloudckpt.config import Config
 from cloudckpt.errors import (
     ConnectionLostError,
     InvalidRequestError,
-    ObjectNotFoundError,
     PreconditionFailedError,
     ServerError,
     StoreError,
@@ -61,7 +60,7 @@ from cloudckpt.stores.gcs.json_api import (
 )
 from cloudckpt.stores.http.bodies import Reply, http_date
 from cloudckpt.stores.http.options import Route
-from cloudckpt.stores.rest import UNRESERVED, Marks, encode_query
+from cloudckpt.stores.rest import UNRESERVED, Marks, Page, encode_query
 from cloudckpt.stores.xml_api import XmlStore
 
 __all__ = ["GCSStore"]
@@ -75,10 +74,6 @@ _MAX_OBJECT = 5 * 1024**4
 _NOT_IMPLEMENTED = 501
 
 _COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-compress", "x-gzip", "zstd"})
-
-
-_Page = tuple[list[ObjectInfo], list[str]]
-"""The objects and the folders, each with a slash at its end, that a page of a listing has."""
 
 
 class GCSStore(XmlStore):
@@ -284,27 +279,13 @@ class GCSStore(XmlStore):
     def look(self, key: str) -> ObjectInfo:
         return self.head(key) if self._may_be_cached else super().look(key)
 
-    def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
-        for objects, _ in self._pages(prefix, retry):
-            yield from objects
-
-    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
-        for objects, folders in self._pages(prefix, retry, delimiter="/"):
-            yield from objects
-            yield from (folder.removeprefix(prefix).rstrip("/") for folder in folders)
-
     def _delete(self, key: str, if_version: str | None) -> None:
         condition = generation(if_version) if if_version else ""
         query = {"ifGenerationMatch": condition, **BRIEF}
         url = self._url(f"{self._path}/{quote(key, safe='')}", query)
-        with (
-            contextlib.suppress(ObjectNotFoundError),
-            self.exchange("DELETE", url, {}, key=key),
-        ):
-            pass
+        self._removed(key, url, {})
 
-    def _pages(self, prefix: str, retry: Retry, delimiter: str = "") -> Iterator[_Page]:
-        """The pages of a listing."""
+    def _listed(self, prefix: str, retry: Retry, delimiter: str) -> Iterator[Page]:
         query = {
             "projection": "noAcl",
             "prefix": prefix,
@@ -313,7 +294,7 @@ class GCSStore(XmlStore):
             **BRIEF,
         }
 
-        def ask(marks: Marks) -> tuple[_Page, Marks | None]:
+        def ask(marks: Marks) -> tuple[Page, Marks | None]:
             url = self._url(self._path, {**query, "pageToken": marks[0] if marks else ""})
             with self.exchange("GET", url, {}, key=prefix) as reply:
                 page = answer_of(reply)

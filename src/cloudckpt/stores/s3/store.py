@@ -19,7 +19,6 @@ from cloudckpt.errors import (
     AccessDeniedError,
     ConfigError,
     ConnectionLostError,
-    ObjectNotFoundError,
     StoreError,
     WrongRegionError,
 )
@@ -36,7 +35,7 @@ from cloudckpt.stores.base import (
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.http.bodies import Reply, iso_date
 from cloudckpt.stores.http.options import Route
-from cloudckpt.stores.rest import UNRESERVED, Marks, Signed, encode_query
+from cloudckpt.stores.rest import UNRESERVED, Marks, Page, Signed, encode_query
 from cloudckpt.stores.s3.access import (
     UNSIGNED_PAYLOAD,
     BucketAccess,
@@ -64,10 +63,6 @@ _MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
 _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
-
-
-_Page = tuple[list[ObjectInfo], list[str]]
-"""The objects and the names of folders that a page of a listing has."""
 
 
 class S3Store(XmlStore):
@@ -237,36 +232,30 @@ class S3Store(XmlStore):
 
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
         if self._dialect.any_prefix:
-            for objects, _ in self._pages(prefix, retry):
-                yield from objects
-            return
-        pages = self._pages(_folder_of(prefix), retry)  # in no order
-        found = [info for objects, _ in pages for info in objects if info.key.startswith(prefix)]
-        yield from sorted(found, key=lambda info: info.key)
+            return super().list(prefix, retry)
+        found = super().list(_folder_of(prefix), retry)  # in no order
+        fitting = (info for info in found if info.key.startswith(prefix))
+        return iter(sorted(fitting, key=lambda info: info.key))
 
     def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
-        pages = self._pages(prefix, retry, delimiter="/")
+        found = super().list_level(prefix, retry)
         if self._dialect.any_prefix:
-            for objects, folders in pages:
-                yield from objects
-                yield from folders
-            return
-        all_objects, all_folders = list[ObjectInfo](), set[str]()
-        for objects, folders in pages:
-            all_objects += objects
-            all_folders.update(folders)
-        yield from sorted(all_objects, key=lambda info: info.key)
-        yield from sorted(all_folders)
+            return found
+        level = [*found]  # in no order, and folders again and again
+        objects = [one for one in level if not isinstance(one, str)]
+        folders = {one for one in level if isinstance(one, str)}
+        return iter([*sorted(objects, key=lambda info: info.key), *sorted(folders)])
 
-    def _pages(self, prefix: str, retry: Retry, **wanted: str) -> Iterator[_Page]:
-        query = {"list-type": "2", "prefix": prefix, **wanted, "encoding-type": "url"}
+    def _listed(self, prefix: str, retry: Retry, delimiter: str) -> Iterator[Page]:
+        level = {"delimiter": delimiter} if delimiter else {}
+        query = {"list-type": "2", "prefix": prefix, **level, "encoding-type": "url"}
 
-        def ask(marks: Marks) -> tuple[_Page, Marks | None]:
+        def ask(marks: Marks) -> tuple[Page, Marks | None]:
             more = {"continuation-token": marks[0]} if marks else {}
             url = f"{self.bucket_url}?{encode_query({**query, **more})}"
             with self.exchange("GET", url, {}, key=prefix) as reply:
                 page = unqualified(reply.read_all(), self.uri(prefix), "ListBucketResult")
-                found = _objects_in(page), _folders_in(page, prefix)
+                found = _objects_in(page), _folders_in(page)
                 follows = text(page, "IsTruncated") == "true"
                 return found, (text(page, "NextContinuationToken"),) if follows else None
 
@@ -274,11 +263,7 @@ class S3Store(XmlStore):
 
     def _delete(self, key: str, if_version: str | None) -> None:
         condition = {"If-Match": if_version} if if_version else {}
-        with (
-            contextlib.suppress(ObjectNotFoundError),
-            self.exchange("DELETE", self.object_url(key), condition, key=key),
-        ):
-            pass
+        self._removed(key, self.object_url(key), condition)
 
     def _advise(self, error: StoreError, signed: Signed | None) -> None:
         if signed is None or not isinstance(error, AccessDeniedError):
@@ -365,12 +350,9 @@ def _objects_in(page: Element) -> list[ObjectInfo]:
     ]
 
 
-def _folders_in(page: Element, prefix: str) -> list[str]:
-    """The names beneath a prefix that a page of a listing has."""
-    folders = (
-        key_text(page, required(entry, "Prefix")) for entry in page.iterfind("CommonPrefixes")
-    )
-    return [folder.removeprefix(prefix).rstrip("/") for folder in folders]
+def _folders_in(page: Element) -> list[str]:
+    """The folders that a page of a listing has."""
+    return [key_text(page, required(entry, "Prefix")) for entry in page.iterfind("CommonPrefixes")]
 
 
 def _crc32c(made: Element) -> int | None:
