@@ -43,10 +43,9 @@ def bucket(moto):
 def store(moto, bucket):
     options = GCSOptions(
         endpoint_url=moto.meta.endpoint_url,
-        checksum="on",
         metadata={"run": "7"},
     )
-    store = GCSStore(bucket, Config(gcs=options))
+    store = GCSStore(bucket, Config(gcs=options, checksum="on"))
     yield store
     store.close()
 

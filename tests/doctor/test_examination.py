@@ -40,8 +40,10 @@ def end(s3_url, authority, monkeypatch):
 
 
 def config_of(url: str, **options) -> Config:
-    s3 = S3Options(endpoint_url=url, addressing_style="path", **options)
-    return Config(s3=s3, retry=RetryPolicy(attempts=2, base=0.01, cap=0.02, deadline=5.0))
+    s3 = S3Options(endpoint_url=url, addressing_style="path")
+    return Config(
+        s3=s3, **options, retry=RetryPolicy(attempts=2, base=0.01, cap=0.02, deadline=5.0)
+    )
 
 
 def examined(location, config=None, **options) -> dict[str, Finding]:

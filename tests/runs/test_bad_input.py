@@ -182,7 +182,7 @@ def test_a_bucket_with_versions_or_a_lock_is_used_like_any_other(
         rule = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}
         lock = {"ObjectLockEnabled": "Enabled", "Rule": rule}
         s3_client.put_object_lock_configuration(Bucket=name, ObjectLockConfiguration=lock)
-    s3_config = replace(s3_config, s3=replace(s3_config.s3, checksum="on"))  # locks demand one
+    s3_config = replace(s3_config, checksum="on")  # locks demand one
     run = f"s3://{name}/run"
     fill(run, 1, 2, config=s3_config, max_to_keep=1)
     fill(run, 3, config=s3_config, max_to_keep=1)  # another job begins anew

@@ -99,7 +99,7 @@ def test_a_lost_answer_makes_no_second_version_that_is_locked(proxy, locked, s3_
 
 
 def test_without_checksums_a_locked_bucket_says_what_it_misses(proxy, locked):
-    config = dataclasses.replace(AWS, s3=dataclasses.replace(AWS.s3, checksum="off"))
+    config = dataclasses.replace(AWS, checksum="off")
     with pytest.raises(
         cloudckpt.errors.InvalidRequestError, match="Content-MD5 or x-amz-sdk-checksum"
     ):
