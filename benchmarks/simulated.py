@@ -97,17 +97,21 @@ class Others:
     def _record(self, own: Record, rank: int) -> Record:
         of_own = own.table
         assert of_own is not None
-        entries = {n: e for n, e in of_own.entries.items() if e.shape is not None}
-        self._tensors = [entry.first for entry in entries.values()]
-        self._sizes = dict.fromkeys(entries, torch.Size(()))
-        firsts = {
-            name: replace(e, first=number) for number, (name, e) in enumerate(entries.items())
-        }
+        are_tensors = of_own.dims >= 0
+        self._tensors = of_own.firsts[are_tensors].tolist()
+        names = [name for name, entry in of_own.entries() if entry.shape is not None]
+        self._sizes = dict.fromkeys(names, torch.Size(()))
         chunks = of_own.chunks[2]
         offsets = chunks.offsets.clone()
         offsets[:, 0] = chunks.sizes[:, 0] * rank
-        shifted = replace(chunks, rows=torch.arange(len(firsts)), offsets=offsets)
-        return replace(own, table=replace(of_own, entries=firsts, chunks={2: shifted}))
+        table = replace(
+            of_own,
+            names={name: number for number, name in enumerate(names)},
+            form_of=of_own.form_of[are_tensors],
+            counts=of_own.counts[are_tensors],
+            chunks={2: replace(chunks, offsets=offsets)},
+        )
+        return replace(own, table=table)
 
     def _item(self, item: WriteItem, rank: int) -> WriteItem:
         assert item.tensor_data is not None

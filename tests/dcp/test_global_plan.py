@@ -218,5 +218,5 @@ def test_names_that_many_ranks_share_are_read_once():
     told = [record_of(plan, Structure(), CRC32C) for plan in stages]
     known = {}
     records = [Record.parse(one, URI, known=known) for one in told * 8]
-    assert len({id(record.table.entries) for record in records}) == len(stages)
-    assert [list(record.table.entries) for record in records] == [[n] for n in "abcd"] * 8
+    assert len({id(record.table.names) for record in records}) == len(stages)
+    assert [list(record.table.names) for record in records] == [[n] for n in "abcd"] * 8

@@ -26,7 +26,6 @@ import xxhash
 from cloudckpt.checkpoint.object_plan import Place
 from cloudckpt.checkpoint.record import Extents, Record, no_times
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.transfer.memory import bytes_of
 
 __all__ = ["VALUE", "Base", "Digest", "Digester", "digest_of_bytes", "kind_of"]
 
@@ -103,9 +102,9 @@ class Base:
             structure=Structure(),
             times=no_times(),
         )
-        self._sorted = torch.sort(extents.all_columns[3])
-        self._highs, self._rows = map(_numbers, self._sorted)
-        self._columns = [_numbers(column) for column in extents.all_columns]
+        # without a tensor for each number
+        self._highs, self._rows = (one.numpy().data for one in torch.sort(extents.all_columns[3]))
+        self._columns = [column.numpy().data for column in extents.all_columns]
 
     def find(self, digest: Digest) -> Place | None:
         """Where the bytes with a digest are (the object is an index into ``objects``), or None."""
@@ -121,8 +120,3 @@ class Base:
 
     def __reduce__(self) -> tuple[object, ...]:
         return Base, (self._record,)
-
-
-def _numbers(column: torch.Tensor) -> memoryview:
-    """The numbers of a kept, contiguous int64 column, without creating a tensor for each."""
-    return memoryview(bytes_of(column)).cast("q") if column.numel() else memoryview(b"").cast("q")

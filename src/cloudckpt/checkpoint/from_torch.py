@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Sequence
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from cloudckpt.checkpoint.columns import matrix_of
-from cloudckpt.checkpoint.table import Chunks, Paths, Table, entries_of, rows_of
+from cloudckpt.checkpoint.columns import column_of, matrix_of
+from cloudckpt.checkpoint.table import VALUE, Chunks, Form, Paths, Table, numbered
 from cloudckpt.checkpoint.torch_private import with_strides
 
 __all__ = ["NotInColumnsError", "check_chunks", "table_of_metadata", "table_of_plan"]
 
 _END = 1 << 63
+_FIELDS = Form._fields[1:]  # those of TensorProperties, but for the strides of torch 2.15
 
 
 class NotInColumnsError(Exception):
@@ -51,15 +52,15 @@ def table_of_metadata(metadata: Metadata) -> Table:
     return collected.table(metadata.planner_data)
 
 
-def table_of_plan(plan: SavePlan) -> tuple[Table, list[int]]:
+def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
     """What a rank is to write: a row for each item, in the plan's order.
 
     Args:
         plan: A plan of torch's planner, or of one like it.
 
     Returns:
-        The table, and the numbers of the names of whole tensors, of which torch expects no part on
-        another rank.
+        The table, and the numbers of the names of whole tensors, as a column: of these torch
+        expects no part on another rank.
 
     Raises:
         NotInColumnsError: If columns can't express it.
@@ -89,16 +90,17 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, list[int]]:
         collected.add_tensor(name, data.size, data.properties, chunks)
     made = collected.table(plan.planner_data)
     check_chunks(made)
-    return made, whole
+    return made, column_of(whole)
 
 
 def check_chunks(table: Table) -> None:
-    """Checks that all chunks are inside their tensors, as columns require.
+    """Checks what columns require: all chunks are inside their tensors.
 
     Raises:
         NotInColumnsError: If one is not.
     """
     try:
+        table.check_names()
         table.check_chunks()
     except ValueError as exc:
         raise NotInColumnsError(str(exc)) from exc
@@ -118,18 +120,19 @@ class _Collected:
     """Names and chunks, one by one, to become a table.
 
     Attributes:
-        names: What was added: names, shapes, numbers of properties, counts of chunks.
+        names: What was added.
     """
 
     def __init__(self) -> None:
-        self.names: list[tuple[str, tuple[int, ...] | None, int, int]] = []
-        self._properties: dict[tuple[Any, ...], TensorProperties] = {}
-        self._numbers: dict[tuple[Any, ...], int] = {}
+        self.names: list[str] = []
+        self._forms: dict[Form, int] = {}
+        self._form_of, self._counts = array("q"), array("q")
         self._offsets: dict[int, array[int]] = {}
         self._sizes: dict[int, array[int]] = {}
+        self._per_dims: Counter[int] = Counter()
 
     def add_value(self, name: str) -> None:
-        self.names.append((name, None, 0, 1))
+        self._add(name, VALUE, 1)
 
     def add_tensor(
         self,
@@ -143,7 +146,6 @@ class _Collected:
         plain = type(properties) is TensorProperties and type(chunks) is list
         if not plain or set(map(type, chunks)) - {ChunkStorageMetadata}:
             raise NotInColumnsError(f"the properties or chunks of {name} are of an unknown class")
-        properties = with_strides(properties, None)
         offsets = [chunk.offsets for chunk in chunks]
         sizes = [chunk.sizes for chunk in chunks]
         if set(map(len, offsets)) | set(map(len, sizes)) | {dims} != {dims}:
@@ -156,40 +158,39 @@ class _Collected:
             )
         if math.prod(shape) * properties.dtype.itemsize >= _END:
             raise NotInColumnsError(f"{name} has more bytes than a 64-bit number can count")
-        key = properties.__getstate__()  # type: ignore[no-untyped-call]
-        self._properties.setdefault(key, properties)
         try:
-            _extend(self._offsets.setdefault(dims, array("q")), offsets)
-            _extend(self._sizes.setdefault(dims, array("q")), sizes)
+            for known, of_chunks in ((self._offsets, offsets), (self._sizes, sizes)):
+                flat = known.setdefault(dims, array("q"))
+                flat.extend(itertools.chain.from_iterable(of_chunks))
         except (TypeError, OverflowError) as exc:
             raise NotInColumnsError(
                 f"the offsets or sizes of a chunk of {name} are not integers"
             ) from exc
-        number = self._numbers.setdefault(key, len(self._numbers))
-        self.names.append((name, shape, number, len(chunks)))
+        self._per_dims[dims] += len(chunks)
+        self._add(name, Form(shape, *(getattr(properties, one) for one in _FIELDS)), len(chunks))
+
+    def _add(self, name: str, form: Form, count: int) -> None:
+        self.names.append(name)
+        self._form_of.append(self._forms.setdefault(form, len(self._forms)))
+        self._counts.append(count)
 
     def table(self, planner_data: Any) -> Table:
         """The table of everything that was added."""
-        if not all(type(name) is str for name, *_ in self.names):
+        if not all(type(name) is str for name in self.names):
             raise NotInColumnsError("the name of an item is not a string")
+        form_of, counts = column_of(self._form_of), column_of(self._counts)
+        chunks = {
+            dims: Chunks(
+                matrix_of(self._offsets[dims], dims, count),
+                matrix_of(self._sizes[dims], dims, count),
+            )
+            for dims, count in sorted(self._per_dims.items())
+        }
         try:
-            entries = entries_of(self.names)
-            chunks = {
-                dims: Chunks(
-                    rows,
-                    matrix_of(self._offsets[dims], dims, rows.numel()),
-                    matrix_of(self._sizes[dims], dims, rows.numel()),
-                )
-                for dims, rows in rows_of(entries).items()
-            }
-            made = Table(entries, [*self._properties.values()], chunks, _paths(planner_data))
+            names = numbered(self.names)
         except ValueError as exc:
             raise NotInColumnsError(str(exc)) from exc
-        return made
-
-
-def _extend(flat: array[int], sizes: Sequence[torch.Size]) -> None:
-    flat.extend(itertools.chain.from_iterable(sizes))
+        return Table(names, [*self._forms], form_of, counts, chunks, _paths(planner_data))
 
 
 def _paths(planner_data: Any) -> Paths | None:

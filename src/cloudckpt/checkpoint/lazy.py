@@ -96,13 +96,13 @@ class _Described(Lazy):
         return made
 
     def __contains__(self, name: object) -> bool:
-        return name in self._table.entries
+        return name in self._table.names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._table.entries)
+        return iter(self._table.names)
 
     def __len__(self) -> int:
-        return len(self._table.entries)
+        return len(self._table.names)
 
 
 class _Places(Lazy):
@@ -120,11 +120,11 @@ class _Places(Lazy):
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         offsets = {dims: iter(of.offsets.tolist()) for dims, of in self._table.chunks.items()}
-        for name, entry in self._table.entries.items():
+        for name, entry in self._table.entries():
             if entry.shape is None:
                 yield MetadataIndex(name)
                 continue
-            for number, offset in enumerate(islice(offsets[len(entry.shape)], entry.count)):
+            for number, offset in enumerate(islice(offsets[entry.form.dims], entry.count)):
                 yield MetadataIndex(name, torch.Size(offset), number)
 
     def items(self) -> ItemsView[MetadataIndex, StorageInfo]:

@@ -231,10 +231,10 @@ def _check_rows(table: Table, rows: Sequence[torch.Tensor], uri: str) -> None:
     if missing.numel():
         row = int(missing[0])
         name = table.name_of(row)
-        entry = table.metadata_of(name)
+        described, entry = table.metadata_of(name), table.get(name)
         part = ""
-        if isinstance(entry, TensorStorageMetadata):
-            part = f" (offsets {entry.chunks[row - table.entries[name].first].offsets})"
+        if entry is not None and isinstance(described, TensorStorageMetadata):
+            part = f" (offsets {described.chunks[row - entry.first].offsets})"
         raise IncompleteSaveError(
             f"{name}{part} was planned, but no rank wrote it, or it was planned twice; nothing "
             "was committed",

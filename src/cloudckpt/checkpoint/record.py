@@ -3,7 +3,8 @@
 There is one encoding, :meth:`Record.to_bytes`. Ranks exchange it (a plan is a record without
 locations, a report one without a table), a saving process leaves it, and what all ranks have
 written follows the pickle in ``.metadata``: one JSON document with everything that is not a column
-(names, shapes, element types, paths, objects), and columns of integers. Both are compressed.
+(names, distinct shapes and element types, paths, objects), and columns of integers. Both are
+compressed.
 Nothing in it is a pickle, and the memory needed to read it is bounded beforehand.
 """
 
@@ -16,10 +17,10 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorProperties
 
 from cloudckpt.checkpoint.columns import (
     column_of,
@@ -33,20 +34,19 @@ from cloudckpt.checkpoint.columns import (
 from cloudckpt.checkpoint.index import KINDS, kind_of
 from cloudckpt.checkpoint.objects import WrittenObject, check_attempt
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.table import Chunks, Entry, Paths, Table, entries_of, rows_of
+from cloudckpt.checkpoint.table import VALUE, Chunks, Form, Paths, Table, numbered
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["Extents", "Heads", "Record", "bound", "no_times"]
 
-_MAGIC = b"ckptrec\1"
+_MAGIC = b"ckptrec\2"
 _HEADER = struct.Struct("<8s4Q")  # bytes of both parts, each packed and unpacked
 _END = 1 << 63
 
 _LEAST = 1 << 20
 _TIMES = 16
-_UNWRITTEN = 1 << 24  # rows allowed without columns: plans of scalars and values only
 _AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
 
 _LAYOUTS = {str(kind).removeprefix("torch."): kind for kind in (torch.strided,)}
@@ -152,7 +152,7 @@ class Record:
     attempt: str = ""
     location: str = ""
     unmoved: str = ""
-    whole: Sequence[int] = ()
+    whole: torch.Tensor = field(default_factory=lambda: unfilled(0))
     times: torch.Tensor = field(default_factory=no_times)
     committing: int = 0
 
@@ -229,10 +229,11 @@ class Record:
             "digests": self.extents.has_digests,
             "ranks": len(self.times),
             "table": None if self.table is None else _described(self.table),
-            "whole": list(self.whole),
+            "whole": self.whole.numel(),
         }
-        columns = [*self.extents.all_columns, *self.times.unbind(1)]
+        columns = [*self.extents.all_columns, *self.times.unbind(1), self.whole]
         if self.table is not None:
+            columns += [self.table.form_of, self.table.counts]
             for chunks in self.table.chunks.values():
                 columns += [*chunks.offsets.unbind(1), *chunks.sizes.unbind(1)]
         text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
@@ -288,19 +289,17 @@ def _senseless_is_corrupt(uri: str) -> Iterator[None]:
 
 
 class _Head(NamedTuple):
-    """The document of a record, with its table but for the chunks.
+    """The document of a record.
 
     Attributes:
         record: What does not depend on the columns.
-        counts: Rows, columns for each row, and ranks.
-        table: The table; None if there is none.
-        rows_of: By number of dimensions, the rows of the chunks of such tensors.
+        counts: Rows, columns for each row, ranks, and whole tensors.
+        table: The table without columns; None if there is none.
     """
 
     record: Record
-    counts: tuple[int, int, int]
+    counts: tuple[int, int, int, int]
     table: Table | None
-    rows_of: Mapping[int, torch.Tensor]
 
 
 Heads = dict[bytes, _Head]
@@ -322,137 +321,134 @@ def _parse(data: memoryview, most: int | None, known: Heads) -> Record:
     document = data[_HEADER.size : middle]
     digest = hashlib.sha256(document).digest() + size.to_bytes(8, "big")
     if (head := known.get(digest)) is None:
-        head = known[digest] = _head(document, size, columns_size)
-    rows, wide, ranks = head.counts
-    per_dims = {dims: of_dims.numel() for dims, of_dims in head.rows_of.items()}
-    numbers = rows * wide + ranks * 5 + sum(2 * dims * n for dims, n in per_dims.items())
-    if numbers > columns_size:
-        raise ValueError("invalid metadata record: it has fewer numbers than items")
-    extents, times = unfilled(wide, rows), unfilled(5, ranks)
-    boxes = {dims: unfilled(2, dims, count) for dims, count in per_dims.items()}
-    columns = [*extents, *times, *(one for box in boxes.values() for one in box.flatten(0, 1))]
-    unpack_columns(inflated(data[middle:end], columns_size), columns)
-    table = head.table
-    if table is not None:
-        chunks = {
-            dims: Chunks(head.rows_of[dims], *(matrix.t() for matrix in box))
-            for dims, box in boxes.items()
-        }
-        table = dataclasses.replace(table, chunks=chunks)
-    made = dataclasses.replace(head.record, table=table, extents=Extents(*extents), times=times.t())
-    if most is not None and table is not None:
-        table.check_chunks()
+        head = known[digest] = _head(document, size)
+    made = _with_columns(head, inflated(data[middle:end], columns_size))
+    if most is not None and made.table is not None:
+        made.table.check_chunks()
         made.check_extents()
     return made
 
 
-def _head(packed: memoryview, size: int, columns_size: int) -> _Head:
+def _with_columns(head: _Head, data: bytes) -> Record:
+    """A record with its columns. Each number takes a byte at least, and memory only if it is there.
+
+    Raises:
+        ValueError: If the columns are others than the document says.
+    """
+    rows, wide, ranks, wholes = head.counts
+    names = 0 if head.table is None else len(head.table.names)
+    room = len(data) - rows * wide - ranks * 5 - wholes - names * 2
+    if room < 0:
+        raise ValueError("invalid metadata record: it has fewer numbers than items")
+    extents, times, whole = unfilled(wide, rows), unfilled(5, ranks), unfilled(wholes)
+    form_of, counts = unfilled(2, names)
+    boxes: dict[int, torch.Tensor] = {}
+    table = None
+    if head.table is not None:
+        table = dataclasses.replace(head.table, form_of=form_of, counts=counts, chunks={})
+
+    def columns() -> Iterator[torch.Tensor]:
+        yield from (*extents, *times, whole)
+        if table is None:
+            return
+        yield from (form_of, counts)
+        table.check_names()
+        if bool(((counts > room) & (table.dims > 0)).any()):
+            raise ValueError("invalid metadata record: it has fewer numbers than chunks")
+        per_dims = {
+            dims: int(counts[table.dims == dims].sum())
+            for dims in sorted({form.dims for form in table.forms} - {-1})
+        }
+        if sum(2 * dims * count for dims, count in per_dims.items()) > room:
+            raise ValueError("invalid metadata record: it has fewer numbers than chunks")
+        boxes.update((dims, unfilled(2, dims, count)) for dims, count in per_dims.items())
+        yield from (column for box in boxes.values() for column in box.flatten(0, 1))
+
+    unpack_columns(data, columns())
+    if table is not None:
+        chunks = {dims: Chunks(*(matrix.t() for matrix in box)) for dims, box in boxes.items()}
+        table = dataclasses.replace(table, chunks=chunks)
+        if rows not in (0, table.count):
+            raise ValueError("invalid metadata record: it has not as many locations as chunks")
+        if bool(((whole < 0) | (whole >= names)).any()):
+            raise ValueError("invalid metadata record: the number of a name is out of range")
+    return dataclasses.replace(
+        head.record, table=table, extents=Extents(*extents), times=times.t(), whole=whole
+    )
+
+
+def _head(packed: memoryview, size: int) -> _Head:
     text = str(inflated(packed, size), "utf-8", "surrogatepass")
     document = json.loads(text, parse_constant=_no_number)
     texts = tuple(document[name] for name in ("attempt", "location", "unmoved"))
-    numbers = tuple(document[name] for name in ("rows", "ranks", "committing"))
+    numbers = tuple(document[name] for name in ("rows", "ranks", "whole", "committing"))
     if any(type(one) is not str for one in texts) or any(
         type(one) is not int or not 0 <= one < _END for one in numbers
     ):
         raise ValueError("invalid metadata record: a field has the wrong type or is out of range")
     if texts[0]:
         check_attempt(texts[0])
-    rows, ranks, committing = numbers
+    rows, ranks, wholes, committing = numbers
     described, structure = document["structure"], Structure()
     if described is not None:
         structure = Structure.from_json(described)
-    objects = tuple(map(WrittenObject.from_json, document["objects"]))
-    table, rows_of_chunks = None, dict[int, torch.Tensor]()
-    whole = document["whole"]
-    if document["table"] is not None:
-        table = _table(document["table"])
-        if rows not in (0, table.count):
-            raise ValueError("invalid metadata record: it has not as many locations as chunks")
-        if table.count > max(columns_size, _UNWRITTEN):
-            raise ValueError("invalid metadata record: it has fewer numbers than items")
-        rows_of_chunks = rows_of(table.entries)
-        if not all(type(number) is int and 0 <= number < len(table.entries) for number in whole):
-            raise ValueError("invalid metadata record: the number of a name is out of range")
     record = Record(
-        objects=objects,
+        objects=tuple(map(WrittenObject.from_json, document["objects"])),
         checksum=KINDS[document["checksum"]],
         structure=structure,
         attempt=texts[0],
         location=texts[1],
         unmoved=texts[2],
-        whole=tuple(whole),
         committing=committing,
     )
     wide = 5 if document["digests"] is True else 3
-    return _Head(record, (rows, wide, ranks), table, rows_of_chunks)
+    table = None if document["table"] is None else _table(document["table"])
+    return _Head(record, (rows, wide, ranks, wholes), table)
 
 
 def _described(table: Table) -> dict[str, Any]:
-    entries = table.entries.values()
+    names, paths = list(table.names), table.paths
     return {
-        "names": list(table.entries),
-        "shapes": [entry.shape for entry in entries],
-        "properties": [entry.properties for entry in entries],
-        "chunks": [entry.count for entry in entries],
-        "kinds": list(map(_described_properties, table.properties)),
-        "paths": None if table.paths is None else list(map(list, table.paths.items())),
+        "names": names,
+        "forms": list(map(_described_form, table.forms)),
+        "paths": None if paths is None else list(paths.values()),
+        "of": None if paths is None or list(paths) == names else list(paths),
     }
 
 
 def _table(document: Mapping[str, Any]) -> Table:
-    """The table that a document describes, without chunks."""
-    properties = [_properties(one) for one in document["kinds"]]
-    columns = (document[column] for column in ("names", "shapes", "properties", "chunks"))
-    shapes: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}  # few are different
-
-    def checked(name: Any, shape: Any, kind: Any, count: Any) -> tuple[Any, Any, int, int]:
-        if type(name) is not str or type(count) is not int or type(kind) is not int:
-            raise ValueError(
-                "invalid metadata record: the name of an item is not a string, or its count of "
-                "chunks not an integer"
-            )
-        if shape is None:
-            if (count, kind) != (1, 0):
-                raise ValueError(
-                    "invalid metadata record: an item that is not a tensor has tensor properties"
-                )
-            return name, None, 0, 1
-        if not 0 <= kind < len(properties) or not 0 <= count < _END:
-            raise ValueError(
-                "invalid metadata record: the properties or the count of chunks of "
-                f"{name[:200]} are out of range"
-            )
-        if (found := shapes.get(key := (kind, tuple(shape)))) is None:
-            _check_shape(shape, properties[kind].dtype.itemsize)
-            found = shapes[key] = key[1]
-        return name, found, kind, count
-
-    entries: Mapping[str, Entry] = entries_of(map(checked, *_alike(list(columns))))
-    return Table(entries, properties, {}, _paths(document["paths"]))
+    """The table that a document describes, without columns."""
+    names = _strings(document["names"])
+    forms = list(map(_form, document["forms"]))
+    of = names if document["of"] is None else _strings(document["of"])
+    paths = None if document["paths"] is None else _paths(of, document["paths"])
+    return Table(numbered(names), forms, unfilled(0), unfilled(0), {}, paths)
 
 
-def _alike(columns: list[Any]) -> list[Any]:
-    if {*map(type, columns)} != {list} or len({*map(len, columns)}) != 1:
-        raise ValueError(
-            "invalid metadata record: the columns of names, shapes and properties differ in length"
-        )
-    return columns
+def _strings(listed: Any) -> list[str]:
+    if type(listed) is not list or not {*map(type, listed)} <= {str}:
+        raise ValueError("invalid metadata record: the name of an item is not a string")
+    return listed
 
 
-def _described_properties(properties: TensorProperties) -> list[Any]:
+def _described_form(form: Form) -> list[Any] | None:
+    if form.shape is None:
+        return None
     layouts = {kind: name for name, kind in _LAYOUTS.items()}
     formats = {kind: name for name, kind in _FORMATS.items()}
-    dtype = str(properties.dtype).removeprefix("torch.")
-    if getattr(torch, dtype, None) is not properties.dtype:
+    dtype = str(form.dtype).removeprefix("torch.")
+    if getattr(torch, dtype, None) is not form.dtype:
         raise ValueError(f"the element type {dtype} is not an attribute of torch")
-    flags = (properties.requires_grad, properties.pin_memory)
+    flags = (form.requires_grad, form.pin_memory)
     if not all(type(flag) is bool for flag in flags):
         raise ValueError("requires_grad or pin_memory is not a bool")
-    return [dtype, layouts[properties.layout], formats[properties.memory_format], *flags]
+    return [form.shape, dtype, layouts[form.layout], formats[form.memory_format], *flags]
 
 
-def _properties(described: Any) -> TensorProperties:
-    name, layout, memory_format, requires_grad, pinned = described
+def _form(described: Any) -> Form:
+    if described is None:
+        return VALUE
+    shape, name, layout, memory_format, requires_grad, pinned = described
     dtype = getattr(torch, name) if type(name) is str else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(
@@ -460,11 +456,7 @@ def _properties(described: Any) -> TensorProperties:
         )
     if {type(requires_grad), type(pinned)} != {bool}:
         raise ValueError("invalid metadata record: requires_grad or pin_memory is not a bool")
-    return TensorProperties(dtype, _LAYOUTS[layout], requires_grad, _FORMATS[memory_format], pinned)
-
-
-def _check_shape(shape: Any, itemsize: int) -> None:
-    size = itemsize
+    size = dtype.itemsize
     if type(shape) is not list:
         raise ValueError("invalid metadata record: the shape of a tensor is not a list")
     for dim in shape:
@@ -478,23 +470,20 @@ def _check_shape(shape: Any, itemsize: int) -> None:
         raise ValueError(
             "invalid metadata record: a tensor has more bytes than a 64-bit number can count"
         )
+    formats = _FORMATS[memory_format]
+    return Form(tuple(shape), dtype, _LAYOUTS[layout], requires_grad, formats, pinned)
 
 
-def _paths(described: Any) -> Paths | None:
-    if described is None:
-        return None
-    paths: dict[str, tuple[str | int, ...]] = {}
-    for name, path in described:
-        if type(name) is not str or type(path) is not list:
-            raise ValueError("invalid metadata record: a path is not a list, or has no name")
-        if not set(map(type, path)) <= {str} and not all(
-            type(one) is str or (type(one) is int and 0 <= one < _END) for one in path
-        ):
-            raise ValueError(
-                "invalid metadata record: a path has an element that is neither a key nor an index"
-            )
-        paths[name] = tuple(path)
-    return paths
+def _paths(names: Sequence[str], described: Any) -> Paths:
+    if type(described) is not list or not {*map(type, described)} <= {list}:
+        raise ValueError("invalid metadata record: a path is not a list")
+    elements = list(chain.from_iterable(described))
+    is_known = {*map(type, elements)} <= {str, int}
+    if not is_known or not all(0 <= one < _END for one in elements if type(one) is int):
+        raise ValueError(
+            "invalid metadata record: a path has an element that is neither a key nor an index"
+        )
+    return dict(zip(names, map(tuple, described), strict=True))
 
 
 def _no_number(text: str) -> float:

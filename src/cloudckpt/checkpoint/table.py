@@ -1,18 +1,17 @@
 """What is in a checkpoint, as columns: names, and which part of its tensor each chunk is.
 
 torch's metadata has three Python objects for each chunk of each tensor of each rank: half a million
-chunks take a gigabyte and seconds. Here there is a table of names and columns of numbers for the
-chunks, from which torch's objects are made on demand.
+chunks take a gigabyte and seconds. Here there are names, the few distinct forms that they have, and
+columns of numbers for names and chunks, from which torch's objects are made on demand.
 """
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import functools
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from cloudckpt.checkpoint.columns import column_of, counted, matrix_of, repeated
 
-__all__ = ["Chunks", "Entry", "Paths", "Table", "dims_of", "entries_of", "rows_of"]
+__all__ = ["VALUE", "Chunks", "Entry", "Form", "Paths", "Table", "numbered", "rows_by_dims"]
 
 Paths = Mapping[str, tuple["str | int", ...]]
 """``planner_data`` of torch's metadata: the path of each name in the state dict."""
@@ -34,22 +33,53 @@ Paths = Mapping[str, tuple["str | int", ...]]
 _AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
 
 
-class Entry(NamedTuple):
-    """The properties of a name.
+class Form(NamedTuple):
+    """What a name stands for: a value, or a tensor with the fields of torch's ``TensorProperties``.
 
     Attributes:
-        first: The row of its first chunk, or of its value.
+        shape: Of the whole tensor; None for a value that is not a tensor.
+    """
+
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype = torch.float32
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+    pin_memory: bool = False
+
+    @property
+    def dims(self) -> int:
+        """The number of dimensions; -1 for a value."""
+        return -1 if self.shape is None else len(self.shape)
+
+    @property
+    def properties(self) -> TensorProperties:
+        """The properties of the tensor."""
+        return TensorProperties(*self[1:])
+
+
+VALUE = Form()
+
+
+class Entry(NamedTuple):
+    """What a table says of a name.
+
+    Attributes:
+        form: What it stands for.
         count: How many chunks it has; 1 if it is not a tensor.
-        shape: Of the tensor; None if it is not a tensor.
-        properties: The number of its properties.
+        first: The row of its first chunk, or of its value.
         place: The number of its first chunk among the chunks of tensors with as many dimensions.
     """
 
-    first: int
+    form: Form
     count: int  # type: ignore[assignment]  # and not what tuples have of this name
-    shape: tuple[int, ...] | None
-    properties: int
+    first: int
     place: int
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of its tensor; None if it is not a tensor."""
+        return self.form.shape
 
 
 @dataclass(frozen=True)
@@ -57,12 +87,10 @@ class Chunks:
     """Which parts of their tensors chunks are, for tensors with as many dimensions.
 
     Attributes:
-        rows: The rows of the chunks.
         offsets: Where in the tensor each begins: one row per chunk, one column per dimension.
         sizes: How large each is, in the same form.
     """
 
-    rows: torch.Tensor
     offsets: torch.Tensor
     sizes: torch.Tensor
 
@@ -74,29 +102,75 @@ class Table:
     Rows are the chunks of tensors and the values, in the order of the names.
 
     Attributes:
-        entries: By name, in the order of the metadata.
-        properties: The distinct properties of tensors.
-        chunks: By number of dimensions.
+        names: Numbered in the order of the metadata.
+        forms: The distinct forms of the names.
+        form_of: The form of each name, as a column.
+        counts: How many rows each name has, as a column.
+        chunks: By number of dimensions, in ascending order.
         paths: ``planner_data``, or None.
     """
 
-    entries: Mapping[str, Entry]
-    properties: Sequence[TensorProperties]
+    names: Mapping[str, int]
+    forms: Sequence[Form]
+    form_of: torch.Tensor
+    counts: torch.Tensor
     chunks: Mapping[int, Chunks]
     paths: Paths | None = None
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """The number of rows."""
-        return sum(entry.count for entry in self.entries.values())
+        return int(self.counts.sum())
+
+    @functools.cached_property
+    def dims(self) -> torch.Tensor:
+        """The number of dimensions of each name; -1 for values."""
+        return column_of([form.dims for form in self.forms])[self.form_of]
+
+    @functools.cached_property
+    def firsts(self) -> torch.Tensor:
+        """The first row of each name."""
+        return self.counts.cumsum(0) - self.counts
+
+    @functools.cached_property
+    def places(self) -> torch.Tensor:
+        """The number of the first chunk of each name, among those with as many dimensions."""
+        places = torch.zeros_like(self.counts)
+        for dims in self.chunks:
+            counts = self.counts[of_dims := self.dims == dims]
+            places[of_dims] = counts.cumsum(0) - counts
+        return places
+
+    @functools.cached_property
+    def chunk_rows(self) -> dict[int, torch.Tensor]:
+        """By number of dimensions, the rows of the chunks."""
+        return rows_by_dims(self.dims, self.counts, self.chunks)
+
+    @functools.cached_property
+    def _numbers(self) -> tuple[memoryview, ...]:
+        """The columns over the names, without a tensor for each number."""
+        columns = (self.form_of, self.counts, self.firsts, self.places)
+        return tuple(column.numpy().data for column in columns)
+
+    def get(self, name: str) -> Entry | None:
+        """What the table says of a name; None if it does not have it."""
+        if (number := self.names.get(name)) is None:
+            return None
+        forms, counts, firsts, places = self._numbers
+        return Entry(self.forms[forms[number]], counts[number], firsts[number], places[number])
+
+    def entries(self) -> Iterator[tuple[str, Entry]]:
+        """All names with what the table says of them."""
+        for name, form, *numbers in zip(self.names, *self._numbers, strict=True):
+            yield name, Entry(self.forms[form], *numbers)
 
     def rows(self, indices: Sequence[MetadataIndex]) -> torch.Tensor:
         """The rows of items, or -1; hints count only if they lead to the right offsets."""
         found: list[int] = []
         by_dims: dict[int, list[tuple[int, Entry, int]]] = {}
         for number, index in enumerate(indices):
-            entry, dims = self.entries.get(index.fqn), dims_of(index.offset)
-            if entry is None or dims_of(entry.shape) != dims or not entry.count:
+            entry, dims = self.get(index.fqn), -1 if index.offset is None else len(index.offset)
+            if entry is None or entry.form.dims != dims or not entry.count:
                 found.append(-1)
                 continue
             hint = index.index if index.index is not None and dims >= 0 else 0
@@ -118,34 +192,39 @@ class Table:
                 rows[number] = entry.first + int(places[0]) if places.numel() else -1
         return rows
 
+    def name_at(self, number: int) -> str:
+        """The name with a number."""
+        return next(islice(self.names, number, None))
+
     def name_of(self, row: int) -> str:
         """The name that a row belongs to."""
-        firsts, names = self._names
-        return names[bisect.bisect_right(firsts, row) - 1]
-
-    @functools.cached_property
-    def _names(self) -> tuple[list[int], list[str]]:
-        """Parallel lists of first rows and names, sorted, for bisecting."""
-        found = sorted((entry.first, name) for name, entry in self.entries.items() if entry.count)
-        return [first for first, _ in found], [name for _, name in found]
+        ends = self.counts.cumsum(0)
+        return self.name_at(int(torch.searchsorted(ends, column_of([row]), right=True)))
 
     def shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
         """The shapes of rows; values have no dimensions."""
         found: list[tuple[int, ...]] = [()] * rows.numel()
-        for chunks in self.chunks.values():
-            places = torch.searchsorted(chunks.rows, rows).clamp(max=chunks.rows.numel() - 1)
-            items = (chunks.rows[places] == rows).nonzero().view(-1)
-            sizes = chunks.sizes[places[items]].tolist()
+        for dims, known in self.chunk_rows.items():
+            if not known.numel():
+                continue
+            places = torch.searchsorted(known, rows).clamp(max=known.numel() - 1)
+            items = (known[places] == rows).nonzero().view(-1)
+            sizes = self.chunks[dims].sizes[places[items]].tolist()
             for item, size in zip(items.tolist(), sizes, strict=True):
                 found[item] = tuple(size)
         return found
 
     def metadata_of(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        """What torch's metadata say of a name."""
-        entry = self.entries[name]
+        """What torch's metadata say of a name.
+
+        Raises:
+            KeyError: If the table does not have it.
+        """
+        if (entry := self.get(name)) is None:
+            raise KeyError(name)
         if entry.shape is None:
             return BytesStorageMetadata()
-        chunks, stop = self.chunks[len(entry.shape)], entry.place + entry.count
+        chunks, stop = self.chunks[entry.form.dims], entry.place + entry.count
         parts = zip(
             chunks.offsets[entry.place : stop].tolist(),
             chunks.sizes[entry.place : stop].tolist(),
@@ -153,8 +232,25 @@ class Table:
         )
         size = torch.Size
         made = [ChunkStorageMetadata(size(offsets), size(sizes)) for offsets, sizes in parts]
-        properties = dataclasses.replace(self.properties[entry.properties])
-        return TensorStorageMetadata(properties, size(entry.shape), made)
+        return TensorStorageMetadata(entry.form.properties, size(entry.shape), made)
+
+    def check_names(self) -> None:
+        """Checks the columns over the names: what has no dimensions has one row at most.
+
+        Raises:
+            ValueError: If a number is out of range.
+        """
+        numbers, counts = self.form_of, self.counts
+        if bool(((numbers < 0) | (numbers >= len(self.forms))).any()):
+            raise ValueError("invalid metadata: the number of a form is out of range")
+        if bool((counts < 0).any()):
+            raise ValueError("invalid metadata: a count of chunks is negative")
+        too_many = ((self.dims == -1) & (counts != 1)) | ((self.dims == 0) & (counts > 1))
+        if bool(too_many.any()):
+            name = self.name_at(int(too_many.nonzero()[0]))
+            raise ValueError(
+                f"invalid metadata: {name[:200]} has no dimensions, and not exactly one chunk"
+            )
 
     def check_chunks(self) -> None:
         """Checks that all chunks are inside their tensors.
@@ -162,68 +258,52 @@ class Table:
         Raises:
             ValueError: If one is not.
         """
+        forms = column_of([form.dims for form in self.forms])
         for dims, chunks in self.chunks.items():
-            named = [
-                (name, e)
-                for name, e in self.entries.items()
-                if dims_of(e.shape) == dims and e.count
-            ]
-            if not named or not dims:
+            if not dims:
                 continue
-            shapes = column_of([entry.shape for _, entry in named])
-            ends = column_of([entry.place + entry.count for _, entry in named])
-            for start in range(0, chunks.rows.numel(), _AT_ONCE):  # one by one, to save memory
+            shapes = column_of([form.shape for form in self.forms if form.dims == dims])
+            of_dims = (self.dims == dims).nonzero().view(-1)
+            # of each name, the number of its form among those of as many dimensions
+            shape_of = ((forms == dims).cumsum(0) - 1)[self.form_of[of_dims]]
+            ends = self.counts[of_dims].cumsum(0)
+            for start in range(0, len(chunks.sizes), _AT_ONCE):  # one by one, to save memory
                 offsets = chunks.offsets[start : start + _AT_ONCE]
                 sizes = chunks.sizes[start : start + _AT_ONCE]
                 numbers = torch.searchsorted(ends, counted(start, start + len(sizes)), right=True)
-                inside = (sizes >= 0) & (offsets >= 0) & (sizes <= (limits := shapes[numbers]))
+                limits = shapes[shape_of[numbers]]
+                inside = (sizes >= 0) & (offsets >= 0) & (sizes <= limits)
                 inside &= offsets <= limits.sub_(sizes)
                 if not bool(inside.all()):
-                    name, _ = named[int(numbers[int((~inside).any(1).nonzero()[0])])]
+                    number = int(numbers[int((~inside).any(1).nonzero()[0])])
+                    name = self.name_at(int(of_dims[number]))
                     raise ValueError(
                         f"invalid metadata: a chunk of {name[:200]} lies outside of the tensor"
                     )
 
 
-def entries_of(
-    names: Iterable[tuple[str, tuple[int, ...] | None, int, int]],
-) -> dict[str, Entry]:
-    """Entries with their first rows and places.
-
-    Args:
-        names: In the order of the rows: the name, the shape of its tensor or None, the number of
-            its properties, and how many chunks it has.
+def numbered(names: Sequence[str]) -> dict[str, int]:
+    """Names with their numbers.
 
     Raises:
         ValueError: If a name is there twice.
     """
-    made: dict[str, Entry] = {}
-    row, places = 0, dict[int, int]()
-    for name, shape, properties, count in names:
-        if name in made:
-            raise ValueError(f"invalid metadata: {name[:200]} is listed twice")
-        place = 0 if shape is None else places.get(len(shape), 0)
-        made[name] = Entry(row, count, shape, properties, place)
-        row += count
-        if shape is not None:
-            places[len(shape)] = place + count
-    return made
+    found = dict(zip(names, range(len(names)), strict=True))
+    if len(found) != len(names):
+        twice = next(name for number, name in enumerate(names) if found[name] != number)
+        raise ValueError(f"invalid metadata: {twice[:200]} is listed twice")
+    return found
 
 
-def dims_of(sizes: Sequence[int] | None) -> int:
-    """The number of dimensions of a shape, or of offsets; -1 if it is not a tensor's."""
-    return -1 if sizes is None else len(sizes)
+def rows_by_dims(
+    dims: torch.Tensor, counts: torch.Tensor, wanted: Iterable[int]
+) -> dict[int, torch.Tensor]:
+    """By number of dimensions, the rows of the chunks of such tensors.
 
-
-def rows_of(entries: Mapping[str, Entry]) -> dict[int, torch.Tensor]:
-    """By number of dimensions, in ascending order: the rows of the chunks of such tensors."""
-    by_dims: dict[int, list[Entry]] = {}
-    for entry in entries.values():
-        if entry.shape is not None:
-            by_dims.setdefault(len(entry.shape), []).append(entry)
-    made: dict[int, torch.Tensor] = {}
-    for dims, tensors in sorted(by_dims.items()):
-        firsts = column_of([entry.first - entry.place for entry in tensors])
-        counts = column_of([entry.count for entry in tensors])
-        made[dims] = repeated(firsts, counts) + counted(0, int(counts.sum()))
-    return made
+    Args:
+        dims: The number of dimensions of each name.
+        counts: The number of rows of each name.
+        wanted: The numbers of dimensions.
+    """
+    of_rows = repeated(dims, counts)
+    return {one: (of_rows == one).nonzero().view(-1) for one in wanted}

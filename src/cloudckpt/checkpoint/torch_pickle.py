@@ -17,7 +17,7 @@ import torch
 from cloudckpt.checkpoint.columns import byte_rows, column_of, counted, raw_bytes, repeated
 from cloudckpt.checkpoint.lazy import save_id_of
 from cloudckpt.checkpoint.record import Record
-from cloudckpt.checkpoint.table import Table, dims_of
+from cloudckpt.checkpoint.table import Form, Table
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION
 
 __all__ = ["metadata_pickle"]
@@ -87,28 +87,38 @@ class _Opcodes:
         for name in _FIELDS:
             self._remember((name,), _text(name))
         get = self._memo
-        for number, one in enumerate(self._table.properties):
-            encoding = bytes([_ENCODINGS.index(one.memory_format)])
-            self._remember(
-                number,
-                *(get["TensorProperties"], _NEW, _MARK, _text("torch"), _text(_name(one.dtype))),
-                *(b"\x93", get["_get_layout"], _text(str(one.layout)), _CALL),
-                *(_flag(one.requires_grad), get["_MEM_FORMAT_ENCODING"], b"K", encoding, _CALL),
-                *(_flag(one.pin_memory), _TUPLE, _BUILD),
-            )
-        self._fqns = [
-            self._wide(self._remember((None, name), _text(name))) for name in self._table.entries
-        ]
+        self._forms = list(map(self._form, self._table.forms))
+        self._first_name = len(get)
+        for name in self._table.names:
+            self._remember((None, name), _text(name))
         self._objects = []
         for written in self._record.objects:
             place = self._remember(written, _text(written.name))
             self._objects.append(int.from_bytes(place[1:], "little"))
         self._write(_DROP_ALL)
 
-    @staticmethod
-    def _wide(get: bytes) -> bytes:
-        """The same opcode in the same length for all."""
-        return b"j" + get[1:].ljust(4, b"\0")
+    def _form(self, form: Form) -> tuple[bytes, bytes]:
+        """What stands before the chunks of a tensor; its properties go into the memo."""
+        get = self._memo
+        if form.shape is None:
+            return get["BytesStorageMetadata"] + _NEW, b""
+        properties = form._replace(shape=None)
+        if properties not in get:
+            encoding = bytes([_ENCODINGS.index(form.memory_format)])
+            self._remember(
+                properties,
+                *(get["TensorProperties"], _NEW, _MARK, _text("torch"), _text(_name(form.dtype))),
+                *(b"\x93", get["_get_layout"], _text(str(form.layout)), _CALL),
+                *(_flag(form.requires_grad), get["_MEM_FORMAT_ENCODING"], b"K", encoding, _CALL),
+                *(_flag(form.pin_memory), _TUPLE, _BUILD),
+            )
+        parts = (
+            *(get["TensorStorageMetadata"], _NEW, _DICT, _MARK),
+            *(get[("properties",)], get[properties]),
+            *(get[("size",)], get["Size"], _tuple(map(_number, form.shape)), _CALL),
+            *(get[("chunks",)], _LIST, _MARK),
+        )
+        return b"".join(parts), _APPEND + _SET + _BUILD
 
     def _describe(self) -> None:
         self._write(self._memo["Metadata"], _NEW, _DICT, _MARK, _text("state_dict_metadata"))
@@ -131,21 +141,18 @@ class _Opcodes:
                 *(get[("offsets",)], *self._sizes(found.offsets)),
                 *(get[("sizes",)], *self._sizes(found.sizes), _SET, _BUILD),
             )
-            made = _rows(parts, found.rows.numel())
+            made = _rows(parts, len(found.sizes))
             rows[dims] = raw_bytes(made.view(-1)), made.shape[1]
         self._write(_DICT, _MARK)
-        for fqn, entry in zip(self._fqns, self._table.entries.values(), strict=True):
-            if entry.shape is None:
-                self._write(fqn, get["BytesStorageMetadata"], _NEW)
-                continue
-            packed, length = rows[len(entry.shape)]
-            start, stop = entry.place * length, (entry.place + entry.count) * length
-            self._write(
-                *(fqn, get["TensorStorageMetadata"], _NEW, _DICT, _MARK),
-                *(get[("properties",)], get[entry.properties]),
-                *(get[("size",)], get["Size"], _tuple(map(_number, entry.shape)), _CALL),
-                *(get[("chunks",)], _LIST, _MARK, packed[start:stop], _APPEND, _SET, _BUILD),
-            )
+        table = self._table
+        numbers = (table.form_of, table.dims, table.places, table.counts)
+        columns = (column.numpy().data for column in numbers)
+        for number, (form, dims, place, count) in enumerate(zip(*columns, strict=True)):
+            before, after = self._forms[form]
+            packed, length = rows.get(dims, (b"", 0))
+            chunks_of_name = packed[place * length : (place + count) * length]
+            fqn = (self._first_name + number).to_bytes(4, "little")
+            self._write(b"j", fqn, before, chunks_of_name, after)
         self._write(_SET)
 
     def _paths(self) -> list[bytes]:
@@ -167,17 +174,14 @@ class _Opcodes:
 
     def _places(self) -> None:
         get, table = self._memo, self._table
-        fqns = column_of([int.from_bytes(fqn[1:], "little") for fqn in self._fqns])
-        entries = list(table.entries.values())
         objects = column_of(self._objects)
         extents = self._record.extents
         for dims, chunks in table.chunks.items():
-            of_dims = [number for number, e in enumerate(entries) if dims_of(e.shape) == dims]
-            counts = column_of([entries[number].count for number in of_dims])
-            names = repeated(fqns[column_of(of_dims)], counts)
-            starts = column_of([entries[number].place for number in of_dims])
-            hints = counted(0, chunks.rows.numel()) - repeated(starts, counts)
-            places = extents.at(chunks.rows)
+            of_dims = (table.dims == dims).nonzero().view(-1)
+            counts = table.counts[of_dims]
+            names = repeated(of_dims, counts) + self._first_name
+            hints = counted(0, len(chunks.sizes)) - repeated(table.places[of_dims], counts)
+            places = extents.at(table.chunk_rows[dims])
             self._write_rows(
                 *(get["MetadataIndex"], _NEW, _DICT, _MARK, get[("fqn",)], b"j", _u32(names)),
                 *(get[("index",)], *_column(hints)),
@@ -187,9 +191,9 @@ class _Opcodes:
                 *(get[("offset",)], *_column(places.offsets)),
                 *(get[("length",)], *_column(places.lengths), _SET, _BUILD),
             )
-        of_values = [number for number, e in enumerate(entries) if e.shape is None]
-        names = fqns[column_of(of_values)]
-        places = extents.at(column_of([entries[number].first for number in of_values]))
+        of_values = (table.dims == -1).nonzero().view(-1)
+        names = of_values + self._first_name
+        places = extents.at(table.firsts[of_values])
         self._write_rows(
             *(get["MetadataIndex"], _NEW, _DICT, _MARK, get[("fqn",)], b"j", _u32(names)),
             *(get[("index",)], _NONE, _SET, _BUILD, get["_StorageInfo"], _NEW, _DICT, _MARK),

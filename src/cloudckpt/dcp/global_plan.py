@@ -11,20 +11,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    WriteItem,
-)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from cloudckpt.checkpoint.columns import (
     column_of,
@@ -38,7 +32,7 @@ from cloudckpt.checkpoint.from_torch import NotInColumnsError, table_of_plan
 from cloudckpt.checkpoint.manifest import Planned
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.structure import Structure, shown
-from cloudckpt.checkpoint.table import Chunks, Paths, Table, entries_of
+from cloudckpt.checkpoint.table import Chunks, Form, Paths, Table, rows_by_dims
 from cloudckpt.checkpoint.torch_private import validate_global_plan
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp.copies import Shared, shared_of_ranks
@@ -109,30 +103,6 @@ def plan_together(
     return Planned(table, tuple(of_ranks), records[0].checksum, structure), parts, shared
 
 
-class _Name(NamedTuple):
-    """What all ranks say about a name, in agreement.
-
-    Attributes:
-        shape: Of the tensor; None if it is a value.
-        dtype: Its element type.
-        is_whole: Whether no two ranks may write parts of it.
-        weight: What torch counts for it when it divides work: the bytes of the whole tensor.
-    """
-
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
-    is_whole: bool
-    weight: int
-
-    def __str__(self) -> str:
-        if self.shape is None:
-            return "a value that is no tensor"
-        return f"a tensor of {self.dtype} and shape {self.shape}"
-
-
-_VALUE = _Name(None, None, False, 1)
-
-
 def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm) -> bytes:
     """What a rank is to write, as the bytes of a record without locations.
 
@@ -162,79 +132,73 @@ class _Items:
     """
 
     def __init__(self, records: Sequence[Record], uri: str) -> None:
-        self.starts = [0]
+        tables = [record.table for record in records if record.table is not None]
         self._uri = uri
+        self.starts = [0, *itertools.accumulate(table.count for table in tables)]
         self.groups: list[list[int]] = []
         self.ranks_of_groups: list[tuple[int, ...]] = []
-        self._names: list[tuple[str, _Name]] = []
-        self._properties_of: list[tuple[Any, ...] | None] = []  # by name, what tells them apart
-        self._first_ranks: list[int] = []  # by name
-        self._numbers: dict[str, int] = {}
-        self._properties: dict[tuple[Any, ...], TensorProperties] = {}
-        self._paths: list[tuple[int, Paths]] = []
-        of_items: list[torch.Tensor] = []
-        chunks: dict[int, list[tuple[torch.Tensor, Chunks]]] = {}
+        self._paths = [(rank, table.paths or {}) for rank, table in enumerate(tables)]
+        self._bounds = column_of([0, *itertools.accumulate(len(table.names) for table in tables)])
+        numbers: dict[str, int] = defaultdict(itertools.count().__next__)
+        forms: dict[Form, int] = defaultdict(itertools.count().__next__)
         known: dict[int, torch.Tensor] = {}  # ranks of most jobs have the same names
-        for rank, record in enumerate(records):
-            table = record.table
-            assert table is not None
-            names = known.get(id(table.entries))
-            if names is None:
-                names = self._named(table, record.whole, rank)
-                known[id(table.entries)] = names
-            self._paths.append((rank, table.paths or {}))
-            of_items.append(names)
-            for dims, of_dims in table.chunks.items():
-                chunks.setdefault(dims, []).append((of_dims.rows + self.starts[-1], of_dims))
-            self.starts.append(self.starts[-1] + names.numel())
-        self._of_items = torch.cat(of_items)
+        names_of, forms_of = [], []
+        for table in tables:
+            if (names := known.get(id(table.names))) is None:
+                names = known[id(table.names)] = column_of([numbers[name] for name in table.names])
+            names_of.append(names)
+            forms_of.append(column_of([forms[form] for form in table.forms])[table.form_of])
+        self._names, self._forms = list(numbers), list(forms)
+        of_ranks, forms_of_ranks = torch.cat(names_of), torch.cat(forms_of)
+        self._take_forms(of_ranks, forms_of_ranks)
+        whole = [one.whole + start for one, start in zip(records, self._bounds, strict=False)]
+        self._is_whole = torch.zeros(len(self._names), dtype=torch.bool, device="cpu")
+        self._is_whole[of_ranks[torch.cat(whole)]] = True
+        counts = torch.cat([table.counts for table in tables])
+        self._of_items = repeated(of_ranks, counts)
+        every_dims = [form.dims for form in self._forms]
+        self._rows = rows_by_dims(
+            column_of(every_dims)[forms_of_ranks], counts, sorted({*every_dims})
+        )
+        self._values = self._rows.pop(-1, unfilled(0))
         self._chunks = {
-            dims: Chunks(
-                torch.cat([rows for rows, _ in parts]),
-                torch.cat([part.offsets for _, part in parts]),
-                torch.cat([part.sizes for _, part in parts]),
+            one: Chunks(
+                torch.cat([table.chunks[one].offsets for table in tables if one in table.chunks]),
+                torch.cat([table.chunks[one].sizes for table in tables if one in table.chunks]),
             )
-            for dims, parts in sorted(chunks.items())
+            for one in self._rows
         }
 
-    def _named(self, table: Table, whole: Sequence[int], rank: int) -> torch.Tensor:
-        """The number of the name of each item of a rank."""
-        kinds: list[tuple[Any, ...]] = [
-            one.__getstate__()  # type: ignore[no-untyped-call]
-            for one in table.properties
-        ]
-        for key, one in zip(kinds, table.properties, strict=True):
-            self._properties.setdefault(key, one)
-        made: dict[Any, tuple[_Name, Any]] = {(None, 0, False): (_VALUE, None)}  # few are different
-        names, known, alone, numbers = self._names, self._numbers, set(whole), list[int]()
-        for place, (name, entry) in enumerate(table.entries.items()):
-            like = entry.shape, entry.properties, place in alone
-            if (found := made.get(like)) is None:
-                dtype = table.properties[entry.properties].dtype
-                nbytes = math.prod(entry.shape or ()) * dtype.itemsize
-                one_like_it = _Name(entry.shape, dtype, place in alone, nbytes or 1)
-                found = made[like] = one_like_it, kinds[entry.properties]
-            said, key = found
-            number = known.setdefault(name, len(known))
-            if number == len(names):
-                names.append((name, said))
-                self._properties_of.append(key)
-                self._first_ranks.append(rank)
-            elif names[number][1][:2] == said[:2]:
-                if said.is_whole:  # here; on the other rank it may be a part that is all of it
-                    names[number] = (name, said)
-            else:
-                raise KeyCollisionError(
-                    f"{name} is {names[number][1]} on rank {self._first_ranks[number]} and {said} "
-                    f"on rank {rank}, of which only one would be saved. What belongs to a rank "
-                    "needs a name of its own: wrap it in cloudckpt.per_rank(...); the parts of one "
-                    "tensor are a DTensor",
-                    uri=self._uri,
-                    item=name,
-                )
-            numbers.append(number)
-        counts = column_of([entry.count for entry in table.entries.values()])
-        return repeated(column_of(numbers), counts)
+    def _take_forms(self, names: torch.Tensor, forms: torch.Tensor) -> None:
+        """Takes the form of each name from the lowest rank that has it.
+
+        Args:
+            names: What ranks have, one rank after the other.
+            forms: The form of each.
+
+        Raises:
+            KeyCollisionError: If ranks have different things under one name.
+        """
+        firsts = torch.full((len(self._names),), names.numel(), dtype=torch.int64, device="cpu")
+        firsts.scatter_reduce_(0, names, counted(0, names.numel()), "amin")
+        self._form_of = forms[firsts]
+        kinds: dict[str, int] = defaultdict(itertools.count().__next__)
+        kind = column_of([kinds[_kind(form)] for form in self._forms])
+        unlike = kind[forms] != kind[self._form_of[names]]
+        if not bool(unlike.any()):
+            return
+        place = int(unlike.nonzero()[0])
+        number = int(names[place])
+        name, first = self._names[number], int(firsts[number])
+        ranks = torch.searchsorted(self._bounds, column_of([first, place]), right=True) - 1
+        raise KeyCollisionError(
+            f"{name} is {_kind(self._forms[int(forms[first])])} on rank {int(ranks[0])} and "
+            f"{_kind(self._forms[int(forms[place])])} on rank {int(ranks[1])}, of which only one "
+            "would be saved. What belongs to a rank needs a name of its own: wrap it in "
+            "cloudckpt.per_rank(...); the parts of one tensor are a DTensor",
+            uri=self._uri,
+            item=name,
+        )
 
     def kept(self, to_lowest_rank: bool) -> torch.Tensor:
         """The items that are written: of those that several ranks have, one each.
@@ -243,49 +207,55 @@ class _Items:
         write so far: of what it has alone, as far as torch has come by then, and what it was given.
         """
         keeps = torch.ones(self.starts[-1], dtype=torch.bool, device="cpu")
-        groups = sorted(self._duplicates())
-        of_groups = [tuple(bisect_right(self.starts, i) - 1 for i in group) for group in groups]
-        self.groups, self.ranks_of_groups = groups, of_groups
-        for group, ranks in zip(groups, of_groups, strict=True):
-            if len(set(ranks)) != len(ranks):
+        members, sizes = self._duplicates()
+        keeps[members] = False
+        ranks = torch.searchsorted(column_of(self.starts), members, right=True) - 1
+        items, of_items = members.tolist(), ranks.tolist()
+        bounds = [0, *itertools.accumulate(sizes.tolist())]
+        groups = [(items[a:b], (*of_items[a:b],)) for a, b in itertools.pairwise(bounds)]
+        groups.sort()
+        self.groups = [group for group, _ in groups]
+        self.ranks_of_groups = [of_group for _, of_group in groups]
+        sets = {of_group: set(of_group) for of_group in self.ranks_of_groups}
+        for group, of_group in groups:
+            if len(sets[of_group]) != len(of_group):
                 raise self._invalid(int(self._of_items[group[0]]), "a rank has a part of it twice")
-            keeps[column_of(group)] = False
         if to_lowest_rank:
-            keeps[column_of([group[0] for group in groups])] = True
+            keeps[column_of([group[0] for group in self.groups])] = True
             return keeps.nonzero().view(-1)
-        weights = column_of([name.weight for _, name in self._names])[self._of_items]
+        weights = column_of(list(map(_weight, self._forms)))[self._form_of][self._of_items]
         alone = torch.cat([unfilled(1).zero_(), (weights * keeps).cumsum(0)]).tolist()
         given, starts = [0] * (len(self.starts) - 1), self.starts
-        sets: dict[tuple[int, ...], set[int]] = {}
-        for group, ranks in zip(groups, of_groups, strict=True):
-            first = ranks[0]  # torch has come to nothing yet of what the ranks behind have alone
+        for group, of_group in groups:
+            first = of_group[0]  # torch has come to nothing yet of what the ranks behind have alone
             met = alone[group[0]] - alone[starts[first]]
             given[first] += met
             # a set, as in torch, whose order decides between ranks that have as much
-            members = sets.setdefault(ranks, set(ranks))
-            chosen = min(members, key=given.__getitem__)
+            chosen = min(sets[of_group], key=given.__getitem__)
             given[first] -= met
             given[chosen] += int(weights[group[0]])
-            keeps[group[ranks.index(chosen)]] = True
+            keeps[group[of_group.index(chosen)]] = True
         return keeps.nonzero().view(-1)
 
-    def _duplicates(self) -> Iterator[list[int]]:
-        """The numbers of items that are the same part of the same name."""
-        is_value = torch.ones(self.starts[-1], dtype=torch.bool, device="cpu")
-        for of_dims in self._chunks.values():
-            is_value[of_dims.rows] = False
-            keys = [self._of_items[of_dims.rows], *of_dims.offsets.unbind(1)]
-            for group, is_same in _groups(of_dims.rows, keys, of_dims.sizes.unbind(1)):
-                if not is_same:
-                    name = int(self._of_items[group[0]])
-                    raise self._invalid(name, "two parts begin at one place and differ in size")
-                yield group
-        values = is_value.nonzero().view(-1)
-        for group, _ in _groups(values, [self._of_items[values]]):
-            yield group
+    def _duplicates(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Items that are the same part of the same name, group after group, and their numbers."""
+        found = [_groups(self._values, [self._of_items[self._values]])]
+        for dims, of_dims in self._chunks.items():
+            rows = self._rows[dims]
+            keys = [self._of_items[rows], *of_dims.offsets.unbind(1)]
+            places, sizes = _groups(counted(0, rows.numel()), keys)
+            first = repeated(places[sizes.cumsum(0) - sizes], sizes)
+            unlike = (of_dims.sizes[places] != of_dims.sizes[first]).any(1).nonzero()
+            if unlike.numel():
+                name = int(self._of_items[rows[places[int(unlike[0])]]])
+                raise self._invalid(name, "two parts begin at one place and differ in size")
+            found.append((rows[places], sizes))
+        return torch.cat([members for members, _ in found]), torch.cat(
+            [sizes for _, sizes in found]
+        )
 
     def _invalid(self, name: int, why: str) -> ValueError:
-        return ValueError(f"{_INVALID}: key:{self._names[name][0]} {why}")
+        return ValueError(f"{_INVALID}: key:{self._names[name]} {why}")
 
     def ordered(self, kept: torch.Tensor) -> tuple[Table, torch.Tensor, torch.Tensor]:
         """What is written, in torch's order: names by first occurrence, their chunks by rank.
@@ -297,71 +267,68 @@ class _Items:
             The table; and of each item that is written its row, and its number in its name.
         """
         of_kept = self._of_items[kept]
-        names, counts = self._names, of_kept.bincount(minlength=len(self._names))
-        firsts = torch.full((len(names),), kept.numel(), dtype=torch.int64, device="cpu")
+        counts = of_kept.bincount(minlength=len(self._names))
+        firsts = torch.full((len(self._names),), kept.numel(), dtype=torch.int64, device="cpu")
         firsts.scatter_reduce_(0, of_kept, counted(0, kept.numel()), "amin")
-        order = firsts.argsort(stable=True)
-        places = unfilled(len(names))
-        places[order] = counted(0, len(names))
+        order = firsts.argsort(stable=True)[: int((counts > 0).sum())]  # of some no rank has a part
+        places = unfilled(len(self._names))
+        places[order] = counted(0, order.numel())
         by_row = places[of_kept].argsort(stable=True)
         rows = unfilled(kept.numel())
         rows[by_row] = counted(0, kept.numel())
-        starts = unfilled(len(names))
-        starts[order] = counts[order].cumsum(0) - counts[order]
-        properties = {key: number for number, key in enumerate(self._properties)}
-        in_order: list[tuple[str, tuple[int, ...] | None, int, int]] = []
-        for number, count in zip(order.tolist(), counts[order].tolist(), strict=True):
-            name, said = names[number]
-            if not count:
-                continue  # no rank has a part of it
-            if count > 1 and (said.is_whole or said.shape is None):
-                raise self._invalid(number, "ranks have different parts of what is whole")
-            key = self._properties_of[number]
-            in_order.append((name, said.shape, 0 if key is None else properties[key], count))
-        dims = sorted({len(shape) for _, shape, _, _ in in_order if shape is not None})
+        is_value = column_of([form.shape is None for form in self._forms]).bool()[self._form_of]
+        several = ((counts > 1) & (self._is_whole | is_value))[order].nonzero().view(-1)
+        if several.numel():
+            number = int(order[several[0]])
+            raise self._invalid(number, "ranks have different parts of what is whole")
         table = Table(
-            entries_of(in_order),
-            list(self._properties.values()),
-            {one: self._chunks_of(one, kept, by_row) for one in dims},
+            {self._names[number]: place for place, number in enumerate(order.tolist())},
+            self._forms,
+            self._form_of[order],
+            counts[order],
+            {dims: self._chunks_of(dims, kept[by_row]) for dims in self._chunks},
             _merged(self._paths, self._uri),
         )
-        return table, rows, rows - starts[of_kept]
+        return table, rows, rows - table.firsts[places[of_kept]]
 
-    def _chunks_of(self, dims: int, kept: torch.Tensor, by_row: torch.Tensor) -> Chunks:
-        """The chunks of a number of dimensions, by row."""
-        known = self._chunks[dims]
+    def _chunks_of(self, dims: int, items: torch.Tensor) -> Chunks:
+        """The chunks of a number of dimensions among some items."""
         place_of = torch.full((self.starts[-1],), -1, dtype=torch.int64, device="cpu")
-        place_of[known.rows] = counted(0, known.rows.numel())
-        places = place_of[kept[by_row]]
-        rows = (places >= 0).nonzero().view(-1)
-        places = places[rows]
-        return Chunks(rows, known.offsets[places], known.sizes[places])
+        place_of[self._rows[dims]] = counted(0, self._rows[dims].numel())
+        places = place_of[items]
+        places, known = places[places >= 0], self._chunks[dims]
+        return Chunks(known.offsets[places], known.sizes[places])
 
 
-def _groups(
-    items: torch.Tensor, keys: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()
-) -> Iterator[tuple[list[int], bool]]:
+def _kind(form: Form) -> str:
+    """What all ranks must agree about."""
+    if form.shape is None:
+        return "a value that is no tensor"
+    return f"a tensor of {form.dtype} and shape {form.shape}"
+
+
+def _weight(form: Form) -> int:
+    """What torch counts for an item when it divides work: the bytes of the whole tensor."""
+    return 1 if form.shape is None else math.prod(form.shape) * form.dtype.itemsize or 1
+
+
+def _groups(items: torch.Tensor, keys: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Those of ``items`` whose keys are the same, if they are several, in ascending order.
 
-    With each group: whether all groups have the same in the other columns, too.
+    Returns:
+        The groups, one after the other, and how many items each has.
     """
     if items.numel() < 2 or int(keys[0].bincount().max()) < 2:
-        return
+        return items[:0], unfilled(0)
     order = counted(0, items.numel())
     for key in reversed(keys):
         order = order[key[order].argsort(stable=True)]
-    same = torch.ones(items.numel() - 1, dtype=torch.bool, device="cpu")
+    is_first = torch.zeros(items.numel(), dtype=torch.bool, device="cpu")
+    is_first[0] = True
     for key in keys:
-        same &= key[order].diff() == 0
-    if not bool(same.any()):
-        return
-    unlike = torch.zeros_like(same)
-    for other in others:
-        unlike |= (other[order].diff() != 0) & same
-    numbers, starts = items[order].tolist(), [0, *((~same).nonzero().view(-1) + 1).tolist()]
-    for start, stop in itertools.pairwise([*starts, len(numbers)]):
-        if stop - start > 1:
-            yield numbers[start:stop], not bool(unlike[start : stop - 1].any())
+        is_first[1:] |= key[order].diff() != 0
+    sizes = is_first.cumsum(0).bincount()[1:]
+    return items[order[repeated(sizes, sizes) > 1]], sizes[sizes > 1]
 
 
 def _merged(paths: Sequence[tuple[int, Paths]], uri: str) -> Paths:
@@ -401,34 +368,32 @@ def _validate(table: Table, ranks: int) -> None:
     Raises:
         ValueError: As torch's planner raises it.
     """
-    doubtful = set(_doubtful(table, ranks))
+    doubtful = sorted(itertools.chain.from_iterable(_doubtful(table, ranks)))
     if not doubtful:
         return
-    in_order = [name for name in table.entries if name in doubtful]
-    metadata = Metadata({name: table.metadata_of(name) for name in in_order})
+    names = list(table.names)
+    metadata = Metadata({names[number]: table.metadata_of(names[number]) for number in doubtful})
     if errors := validate_global_plan([SavePlan([])] * ranks, metadata):
         summary = "; ".join(errors)
         summary = summary if len(summary) <= 500 else f"{summary[:500]}... (truncated)"
         raise ValueError(f"{_INVALID}: {summary}")
 
 
-def _doubtful(table: Table, ranks: int) -> Iterator[str]:
-    """The names of tensors whose chunks do not obviously fill them."""
+def _doubtful(table: Table, ranks: int) -> Iterator[list[int]]:
+    """The numbers of the names of tensors whose chunks do not obviously fill them."""
+    elements = column_of([math.prod(form.shape or ()) for form in table.forms])
     for dims, chunks in table.chunks.items():
         if not dims:
             continue
-        tensors = [(n, e) for n, e in table.entries.items() if e.shape and len(e.shape) == dims]
-        counts = column_of([entry.count for _, entry in tensors])
-        names = repeated(counted(0, len(tensors)), counts)
-        wanted = column_of([math.prod(entry.shape or ()) for _, entry in tensors])
-        found = torch.zeros(len(tensors), dtype=torch.int64, device="cpu")
-        found.index_add_(0, names, chunks.sizes.prod(1))
-        wrong = torch.zeros(len(tensors), dtype=torch.bool, device="cpu")
+        tensors = (table.dims == dims).nonzero().view(-1)
+        names = repeated(counted(0, tensors.numel()), table.counts[tensors])
+        filled = torch.zeros(tensors.numel(), dtype=torch.int64, device="cpu")
+        filled.index_add_(0, names, chunks.sizes.prod(1))
+        wrong = torch.zeros(tensors.numel(), dtype=torch.bool, device="cpu")
         if ranks > 1:
-            wrong |= found != wanted
+            wrong |= filled != elements[table.form_of[tensors]]
         wrong[names[_not_apart(names, chunks)]] = True
-        for number in wrong.nonzero().view(-1).tolist():
-            yield tensors[number][0]
+        yield tensors[wrong].tolist()
 
 
 def _not_apart(names: torch.Tensor, chunks: Chunks) -> torch.Tensor:

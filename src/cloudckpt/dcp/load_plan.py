@@ -84,7 +84,7 @@ def plan_reads(state_dict: Mapping[str, Any], table: Table) -> tuple[LoadPlan, s
     items: list[ReadItem] = []
     moved: set[str] = set()
     for name, value in state_dict.items():
-        entry = table.entries.get(name)
+        entry = table.get(name)
         if entry is None:
             continue
         if isinstance(value, DTensor):
@@ -236,10 +236,10 @@ def saved_types(metadata: Metadata) -> Callable[[str], torch.dtype | None]:
         if table is None:
             stored = metadata.state_dict_metadata.get(name)
             return stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
-        entry = table.entries.get(name)
+        entry = table.get(name)
         if entry is None or entry.shape is None:
             return None
-        return table.properties[entry.properties].dtype
+        return entry.form.dtype
 
     return dtype_of
 

@@ -233,7 +233,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         if self.flatten_state_dict:
             self.left_alone = self._empty(table)
             left = self._take_whole(table)
-        missing = [name for name in self.state_dict if name not in table.entries]
+        missing = [name for name in self.state_dict if name not in table.names]
         if missing and not self.allow_partial_load:
             raise self._missing(missing)
         self._leave_unfit(table)
@@ -281,7 +281,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         """Dicts that are empty in the state dict, and not in the checkpoint; and what that has."""
         names = {".".join(map(str, path)) for path in self._names.empty}
         counts: Counter[str] = Counter()
-        for parts in (name.split(".") for name in table.entries) if names else ():
+        for parts in (name.split(".") for name in table.names) if names else ():
             above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
             counts.update(above & names)
         return {
@@ -294,7 +294,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         for name, value in self.state_dict.items():
             if not (isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"):
                 continue
-            entry = table.entries.get(name)
+            entry = table.get(name)
             is_bytes = type(value) is torch.Tensor and value.dtype is torch.uint8
             if not is_bytes or entry is None or entry.shape is None:
                 continue
@@ -317,8 +317,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         stored = paths if isinstance(paths, Mapping) else {}
         record = record_behind(self.metadata)
         saved_empty = frozenset(() if record is None else record.structure.empty)
-        entries = table.entries
-        missing = [self.mappings[name] for name in self.state_dict if name not in entries]
+        missing = [self.mappings[name] for name in self.state_dict if name not in table.names]
         self._whole = {}
         left: list[str] = []
         own_empty = frozenset(self._names.empty)
@@ -327,8 +326,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             for depth in range(1, len(path) + 1):
                 whole = ".".join(map(str, path[:depth]))
                 if (
-                    whole in entries
-                    and entries[whole].shape is None
+                    (entry := table.get(whole)) is not None
+                    and entry.shape is None
                     and stored.get(whole, (whole,)) == path[:depth]  # a key may have dots
                     and self.mappings.get(whole, path[:depth]) == path[:depth]
                 ):
@@ -348,7 +347,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             ShapeMismatchError: If it is strict; a type that does not fit is found later.
         """
         for name, value in [*self.state_dict.items()]:
-            entry = table.entries.get(name)
+            entry = table.get(name)
             if entry is None or entry.shape is None:
                 continue
             if why := _why_not(value, entry):
@@ -356,7 +355,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                     text = f"{name} is {why}; with strict=False it keeps its value"
                     raise ShapeMismatchError(text, uri=self._uri, item=name)
             elif not self._strict:
-                why = _why_not_held(value, table.properties[entry.properties].dtype)
+                why = _why_not_held(value, entry.form.dtype)
             if why:
                 self.left_alone[name] = why
                 del self.state_dict[name]

@@ -164,7 +164,7 @@ def _above(names: Iterable[str]) -> str:
 def _names_in(metadata: Metadata) -> AbstractSet[str]:
     """The names that a checkpoint has, in their order."""
     table = table_behind(metadata)
-    return metadata.state_dict_metadata.keys() if table is None else table.entries.keys()
+    return metadata.state_dict_metadata.keys() if table is None else table.names.keys()
 
 
 def _doubtful(
@@ -176,7 +176,7 @@ def _doubtful(
     if any(isinstance(one, list) and one and isinstance(one[0], str) for one in params.values()):
         found.update((name, _EMPTY) for name, one in params.items() if one == [])
     table = table_behind(metadata)
-    kinds = [] if table is None else [one.dtype for one in table.properties]
+    kinds = [] if table is None else [form.dtype for form in table.forms]
     if states and any(map(_is_cast, kinds)):
         dtype_of = saved_types(metadata)
         for name in wanted:

@@ -167,12 +167,11 @@ class ReadContent:
             for name, entry in self.metadata.state_dict_metadata.items():
                 yield self.item(name, entry)
             return
-        for name, known in table.entries.items():
+        for name, known in table.entries():
             if known.shape is None:
                 yield self.item(name, None)
             else:
-                dtype = table.properties[known.properties].dtype
-                yield _stored(name, known.shape, dtype, known.count)
+                yield _stored(name, known.shape, known.form.dtype, known.count)
 
     def item(self, name: str, entry: object) -> StoredItem:
         """One entry of the metadata."""
