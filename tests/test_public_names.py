@@ -14,157 +14,48 @@ from cloudckpt import errors
 
 ROOT = Path(__file__).parent.parent
 
-PUBLIC = {
-    "cloudckpt": {
-        "__version__",
-        "save",
-        "async_save",
-        "load",
-        "exists",
-        "CloudStorageWriter",
-        "CloudStorageReader",
-        "install",
-        "uninstall",
-        "CheckpointManager",
-        "Config",
-        "RetryPolicy",
-        "S3Options",
-        "GCSOptions",
-        "AzureOptions",
-        "BackgroundOptions",
-        "LoadReport",
-        "PerRank",
-        "per_rank",
-        "latest",
-        "list_checkpoints",
-        "inspect",
-        "verify",
-        "watch",
-        "diff",
-        "copy",
-        "delete",
-        "sweep",
-        "errors",
-        "events",
-        "hf",
-        "integrations",
-        "format_utils",
-        "aio",
-    },
-    "cloudckpt.errors": {
-        "AccessDeniedError",
-        "AsyncSaveError",
-        "BucketNotFoundError",
-        "CheckpointConflictError",
-        "CheckpointCorruptError",
-        "CheckpointError",
-        "CheckpointExistsError",
-        "CheckpointNotFoundError",
-        "CheckpointReplacedError",
-        "ClockError",
-        "ClosedError",
-        "CloudCheckpointError",
-        "CommitUnknownError",
-        "ConfigError",
-        "ConnectionLostError",
-        "CredentialsError",
-        "Damage",
-        "DifferentCheckpointsError",
-        "ExpiredCredentialsError",
-        "IncompleteSaveError",
-        "InstallError",
-        "InvalidRequestError",
-        "InvalidURIError",
-        "KeyCollisionError",
-        "MissingDependencyError",
-        "MissingKeyError",
-        "ObjectNotFoundError",
-        "ObjectTooLargeError",
-        "PreconditionFailedError",
-        "ProcessGroupError",
-        "RangeNotSatisfiableError",
-        "RanksFailedError",
-        "SaveInProgressError",
-        "SaveProcessError",
-        "ServerError",
-        "ShapeMismatchError",
-        "StagingError",
-        "StagingMemoryError",
-        "StorageFullError",
-        "StoreError",
-        "TLSError",
-        "TensorChangedError",
-        "ThrottledError",
-        "TransferCancelledError",
-        "TransientStoreError",
-        "UnsupportedTensorError",
-        "UnsupportedValueError",
-        "UntrustedPickleError",
-        "WrongRegionError",
-    },
-    "cloudckpt.checkpointer": {
-        "AsyncCheckpointer",
-        "Checkpointer",
-        "CheckpointerConfig",
-        "CommitHook",
-        "SaveFuture",
-        "Stager",
-        "SyncCheckpointer",
-        "close_async_savers",
-        "make_async_checkpointer",
-        "make_sync_checkpointer",
-    },
-    "cloudckpt.runs": {
-        "CheckpointContents",
-        "CheckpointSummary",
-        "ComparedItem",
-        "Comparison",
-        "Copied",
-        "Leftovers",
-        "Preemption",
-        "RunStatus",
-        "StoredItem",
-        "Verified",
-        "adopt",
-        "detach",
-        "find_leftovers",
-        "prune",
-    },
-    "cloudckpt.hf": {"Exported", "SafetensorsWriter", "export_checkpoint", "load", "save"},
-    "cloudckpt.files": {"FileContent", "FileData", "load_file", "save_file"},
-    "cloudckpt.format_utils": {
-        "BroadcastingTorchSaveReader",
-        "DynamicMetaLoadPlanner",
-        "Kind",
-        "add_safe_metadata_globals",
-        "dcp_to_dcp",
-        "dcp_to_torch_save",
-        "kind_of",
-        "torch_save_to_dcp",
-    },
-    "cloudckpt.experimental": {"CloudCheckpointReader", "CloudCheckpointWriter"},
-    "cloudckpt.events": {
-        "Event",
-        "Phase",
-        "Timeline",
-        "Transferred",
-        "progress_bar",
-        "record",
-        "subscribe",
-    },
-    "cloudckpt.aio": {
-        "exists",
-        "inspect",
-        "latest",
-        "list_checkpoints",
-        "load_file",
-        "verify",
-        "watch",
-    },
-    "cloudckpt.doctor": {"Finding", "examine"},
-    "cloudckpt.uri": {"CheckpointURI", "URILike"},
-    "cloudckpt.integrations": set(),
+NAMES = {
+    "cloudckpt": """
+        AzureOptions BackgroundOptions CheckpointManager CloudStorageReader CloudStorageWriter
+        Config GCSOptions LoadReport PerRank RetryPolicy S3Options __version__ aio async_save copy
+        delete diff errors events exists format_utils hf inspect install integrations latest
+        list_checkpoints load per_rank save sweep uninstall verify watch
+    """,
+    "cloudckpt.errors": """
+        AccessDeniedError AsyncSaveError BucketNotFoundError CheckpointConflictError
+        CheckpointCorruptError CheckpointError CheckpointExistsError CheckpointNotFoundError
+        CheckpointReplacedError ClockError ClosedError CloudCheckpointError CommitUnknownError
+        ConfigError ConnectionLostError CredentialsError Damage DifferentCheckpointsError
+        ExpiredCredentialsError IncompleteSaveError InstallError InvalidRequestError InvalidURIError
+        KeyCollisionError MissingDependencyError MissingKeyError ObjectNotFoundError
+        ObjectTooLargeError PreconditionFailedError ProcessGroupError RangeNotSatisfiableError
+        RanksFailedError SaveInProgressError SaveProcessError ServerError ShapeMismatchError
+        StagingError StagingMemoryError StorageFullError StoreError TLSError TensorChangedError
+        ThrottledError TransferCancelledError TransientStoreError UnsupportedTensorError
+        UnsupportedValueError UntrustedPickleError WrongRegionError
+    """,
+    "cloudckpt.checkpointer": """
+        AsyncCheckpointer Checkpointer CheckpointerConfig CommitHook SaveFuture Stager
+        SyncCheckpointer close_async_savers make_async_checkpointer make_sync_checkpointer
+    """,
+    "cloudckpt.runs": """
+        CheckpointContents CheckpointSummary ComparedItem Comparison Copied Leftovers Preemption
+        RunStatus StoredItem Verified adopt detach find_leftovers prune
+    """,
+    "cloudckpt.hf": "Exported SafetensorsWriter export_checkpoint load save",
+    "cloudckpt.files": "FileContent FileData load_file save_file",
+    "cloudckpt.format_utils": """
+        BroadcastingTorchSaveReader DynamicMetaLoadPlanner Kind add_safe_metadata_globals dcp_to_dcp
+        dcp_to_torch_save kind_of torch_save_to_dcp
+    """,
+    "cloudckpt.experimental": "CloudCheckpointReader CloudCheckpointWriter",
+    "cloudckpt.events": "Event Phase Timeline Transferred progress_bar record subscribe",
+    "cloudckpt.aio": "exists inspect latest list_checkpoints load_file verify watch",
+    "cloudckpt.doctor": "Finding examine",
+    "cloudckpt.uri": "CheckpointURI URILike",
+    "cloudckpt.integrations": "",
 }
+PUBLIC = {module: set(names.split()) for module, names in NAMES.items()}
 FRAMEWORKS = {"accelerate", "fabric", "fsspec", "lightning", "ray", "torch_checkpointing"}
 FRAMEWORKS |= {"transformers"}
 STARTED = {"cloudckpt.auto", "cloudckpt.run"}

@@ -96,14 +96,6 @@ print("saved")
 """
 
 
-def test_nothing_is_asked_of_how_the_trainer_was_started(local):
-    """What is typed here; the trainers of the next two tests are a command and a script."""
-    done = _python(["-"], GUARDLESS.format(step=7, uri=local.uri))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "saved\n"
-    assert step_at(local) == 7
-
-
 LEFT = """
 import os
 import sys

@@ -1,6 +1,5 @@
 """Listings that other libraries have cached show what we have committed and deleted."""
 
-import os
 import sys
 
 import pytest
@@ -133,21 +132,6 @@ def test_what_a_failed_save_has_deleted_is_not_listed(listing, s3):
     with pytest.raises(cloudckpt.errors.RanksFailedError):
         cloudckpt.save(_state(), storage_writer=writer)
     assert listing.ls() == []
-
-
-def test_what_s3fs_lists_is_right(s3):
-    s3fs = pytest.importorskip("s3fs")
-    files = s3fs.S3FileSystem(
-        endpoint_url=s3.config.s3.endpoint_url, config_kwargs={"s3": {"addressing_style": "path"}}
-    )
-    folder = s3.uri.removeprefix("s3://")
-    _plain(s3.at("step-1"))
-    assert [os.path.basename(name) for name in files.ls(folder)] == ["step-1"]
-    _plain(s3.at("step-2"))
-    assert [os.path.basename(name) for name in files.ls(folder)] == ["step-1", "step-2"]
-    old = files.ls(f"{folder}/step-1")
-    _plain(s3.at("step-1"))
-    assert set(old) & set(files.ls(f"{folder}/step-1")) == {f"{folder}/step-1/.metadata"}
 
 
 def test_listings_of_other_stores_are_kept(s3):

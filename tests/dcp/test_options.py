@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import cloudckpt
-from cloudckpt import CloudStorageReader, CloudStorageWriter
 from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -197,24 +196,6 @@ def test_save_returns_the_metadata_that_was_committed(place):
     returned, stored = save(state, place), place.reader().read_metadata()
     stored.storage_meta.load_id = returned.storage_meta.load_id
     assert returned == stored
-
-
-@pytest.mark.parametrize("kind", [CloudStorageWriter, CloudStorageReader])
-@pytest.mark.parametrize(
-    ("location", "valid"),
-    [
-        ("s3://bucket/run", True),
-        ("/a/path", True),
-        ("file:///a/path", True),
-        ("s3://", False),
-        ("s3:/bucket/run", False),
-        ("ftp://host/run", False),
-        ("", False),
-        ("s3://bucket/../up", False),
-    ],
-)
-def test_validate_checkpoint_id_says_whether_it_is_a_location(kind, location, valid):
-    assert kind.validate_checkpoint_id(location) is valid
 
 
 @pytest.mark.parametrize("call", [cloudckpt.save, cloudckpt.load, cloudckpt.async_save])

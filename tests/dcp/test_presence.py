@@ -10,7 +10,6 @@ import torch.distributed.checkpoint as dcp
 import cloudckpt
 from cloudckpt.errors import (
     AccessDeniedError,
-    BucketNotFoundError,
     CheckpointNotFoundError,
     ServerError,
 )
@@ -74,11 +73,6 @@ def test_asking_says_nothing_and_takes_one_request(s3, caplog):
         assert len(requests) == 1
     finally:
         del store.exchange
-
-
-def test_a_missing_bucket_is_not_a_missing_checkpoint(s3):
-    with pytest.raises(BucketNotFoundError):
-        cloudckpt.exists("s3://there-is-no-such-bucket/run", config=s3.config)
 
 
 @pytest.mark.parametrize("error", [AccessDeniedError, ServerError])

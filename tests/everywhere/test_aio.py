@@ -5,6 +5,8 @@ import dataclasses
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -342,3 +344,32 @@ def test_many_who_ask_at_once_share_the_connections(place) -> None:
     assert asyncio.run(ask()) == [True] * 60
     assert len(place.proxy.requests()) == 60
     assert 1 < most <= limit
+
+
+SCRIPT = """
+import asyncio, sys
+from cloudckpt import Config, S3Options, aio
+
+async def main(url):
+    config = Config(s3=S3Options(endpoint_url=url, addressing_style="path"))
+    try:
+        await asyncio.wait_for(aio.exists("s3://bucket/run", config=config), 3)
+    except asyncio.TimeoutError:
+        print("cancelled")
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+@on["s3"]
+def test_a_process_that_ends_amid_a_question_says_nothing_of_it(place) -> None:
+    place.proxy.inject(Stall("answer"))
+    ended = subprocess.run(
+        [sys.executable, "-W", "always", "-c", SCRIPT, place.proxy.url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stdout == "cancelled\n"
+    assert "nclosed" not in ended.stderr
+    assert "never" not in ended.stderr
