@@ -67,11 +67,6 @@ def test_without_its_packages_the_command_says_what_to_install(monkeypatch):
         __main__.main()
 
 
-def test_unknown_command_is_a_usage_error(cli):
-    ended = cli("destroy")
-    assert (ended.code, "destroy" in ended.err) == (2, True)
-
-
 def with_place(command: str, place: str) -> list[str]:
     name, *options = command.split()
     others = {"diff": [place], "cp": [f"{place}-copy"]}.get(name, [])

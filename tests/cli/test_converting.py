@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import collections
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -88,13 +86,6 @@ def test_code_in_a_pickle_runs_only_if_it_is_trusted(cli, tmp_path):
     assert not (tmp_path / "new").exists()
     assert cli(*arguments, "--trust-pickle").code == 0
     assert cloudckpt.exists(tmp_path / "new")
-
-
-def test_nothing_but_the_result_is_printed(file, tmp_path):
-    command = [sys.executable, "-m", "cloudckpt", "convert", str(file), str(tmp_path / "new")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
-    assert ended.stderr == ""
-    assert ended.stdout.count("\n") == 1
 
 
 def test_a_source_that_is_none_is_named(cli, run, tmp_path):

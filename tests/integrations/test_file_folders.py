@@ -19,8 +19,7 @@ from cloudckpt.errors import (
     ConnectionLostError,
     IncompleteSaveError,
 )
-from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
-from cloudckpt.integrations.torch_checkpointing.written import is_tensor_memory
+from cloudckpt.integrations.torch_checkpointing.folders import FileFolders, is_tensor_memory
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.uri import CheckpointURI
 from support.faulty_store import FaultyStore

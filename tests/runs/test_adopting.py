@@ -93,13 +93,6 @@ def test_the_steps_of_a_job_that_has_claimed_the_run_since_stay_as_they_are(tmp_
     assert [one.step for one in cloudckpt.list_checkpoints(str(tmp_path / "run"))] == [1]
 
 
-def test_a_step_that_one_rank_has_not_sent_is_not_restored(tmp_path) -> None:
-    killed(tmp_path, 2)
-    folder = tmp_path / "run" / "step-2"
-    (folder / left(folder)[0]).unlink()
-    assert job(tmp_path, 2, adopt_wait=1.0) == [(0, (1, True))] * 2
-
-
 def test_who_is_silent_is_not_waited_for(tmp_path, monkeypatch) -> None:
     killed(tmp_path, 2)
     folder = tmp_path / "run" / "step-2"

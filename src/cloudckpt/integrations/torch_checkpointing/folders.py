@@ -30,6 +30,10 @@ import shutil
 import time
 from collections.abc import Callable
 from functools import partial
+from types import TracebackType
+
+import numpy as np
+import torch
 
 from cloudckpt.checkpoint.baseline import Baseline, now
 from cloudckpt.checkpoint.commit import commit, conditions_work
@@ -48,6 +52,7 @@ from cloudckpt.checkpoint.file_folder import (
     record_name,
 )
 from cloudckpt.checkpoint.objects import trial_name
+from cloudckpt.checksum import BlockChecksums
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointConflictError,
@@ -64,7 +69,6 @@ from cloudckpt.integrations.torch_checkpointing.visible import (
     PlainFile,
     VisibleFiles,
 )
-from cloudckpt.integrations.torch_checkpointing.written import RecordedFile
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
@@ -76,8 +80,9 @@ from cloudckpt.transfer.retry import Retrier, retry_if_replaced
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import put_whole
 
-__all__ = ["FileFolders"]
+__all__ = ["FileFolders", "is_tensor_memory"]
 
+_BLOCK = 1024 * 1024  # bytes that share a checksum, in files of up to 1 GiB
 _PIECE = 4 * 1024 * 1024  # bytes read at a time
 _DEPTH = 2  # how far above a file its temporary folder may be: others above it are not ours
 
@@ -408,3 +413,86 @@ class FileFolders(VisibleFiles):
     def _delete(self, keys: list[str]) -> None:
         threads = self._config.requests_at_once
         delete_all(self._store, keys, self._config.retry, threads=threads, what="files that are")
+
+
+class RecordedFile(WrittenFile):
+    """A file whose record is written once all of the file is in the store."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        key: str,
+        record: str,
+        config: Config,
+        expected: int,
+        is_immutable: Callable[[memoryview], bool],
+    ) -> None:
+        self._checksums = BlockChecksums(store.capabilities.checksum, _BLOCK)
+        self._where = (store, key, record, Retrier(config.retry))
+        super().__init__(
+            store,
+            key,
+            config,
+            expected=expected,
+            checks=self._checksums,
+            is_immutable=is_immutable,
+        )
+
+    def __enter__(self) -> RecordedFile:
+        """Makes ``torch.save`` leave out the CRC32, which nobody reads, in this thread."""
+        self._before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        torch.serialization.set_crc32_options(self._before)
+        super().__exit__(kind, error, trace)
+
+    def close(self) -> None:
+        """Completes the file and makes it visible to others.
+
+        Raises:
+            StoreError: If the store refuses or stays unreachable.
+        """
+        if self.closed:
+            return
+        super().close()
+        store, key, record, retrier = self._where
+        algorithm, sums = store.capabilities.checksum, self._checksums.finish(self._at)
+        file = StoredFile.of_blocks(key, self._at, algorithm, _BLOCK, sums)
+        put_whole(store, record, memoryview(record_bytes(file)), retrier)
+
+
+def is_tensor_memory(value: object) -> Callable[[memoryview], bool]:
+    """A test of whether memory belongs to a tensor in host memory anywhere in ``value``."""
+    ranges: set[tuple[int, int]] = set()
+    waiting, seen = [value], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            inner = getattr(one, "_local_tensor", None)
+            if isinstance(inner, torch.Tensor):
+                waiting.append(inner)
+            elif one.is_cpu and one.layout is torch.strided:
+                storage = one.untyped_storage()
+                ranges.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        elif isinstance(one, dict):
+            waiting.extend(one.values())
+        elif isinstance(one, (list, tuple)):
+            waiting.extend(one)
+    starts = dict(sorted(ranges))  # the longest range for each start
+
+    def is_of_tensor(view: memoryview, _kept: object = value) -> bool:
+        start = np.frombuffer(view, np.uint8).ctypes.data
+        stop = starts.get(start)
+        return stop is not None and start + view.nbytes <= stop
+
+    return is_of_tensor

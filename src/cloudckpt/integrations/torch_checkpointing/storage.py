@@ -23,8 +23,7 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.torch_private import default_store
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import InvalidURIError, MissingDependencyError
-from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
-from cloudckpt.integrations.torch_checkpointing.written import is_tensor_memory
+from cloudckpt.integrations.torch_checkpointing.folders import FileFolders, is_tensor_memory
 from cloudckpt.stores.base import random_suffix
 from cloudckpt.torch_files.torch_file import size_of
 from cloudckpt.transfer.retry import open_store
