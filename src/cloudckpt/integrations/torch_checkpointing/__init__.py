@@ -7,8 +7,7 @@
 torch_checkpointing commits a checkpoint by renaming the folder that all ranks have written to. Here
 each file goes to an object of its own, and the commit is one conditional write of a manifest:
 ``storage`` is what torch_checkpointing calls, ``folders`` has files and folders, and their commit,
-and ``visible`` what a job sees of them.
-Only ``storage`` imports torch_checkpointing.
+and ``visible`` what a job sees of them. Only ``storage`` imports torch_checkpointing.
 """
 
 from __future__ import annotations
