@@ -509,20 +509,6 @@ def test_the_last_abort_of_several_deletes_the_blocks_of_all(store, server):
     assert [request.method for request in server.requests] == ["GET", "GET", "HEAD", "DELETE"]
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "expected"),
-    [
-        (403, "AuthorizationPermissionMismatch", AccessDeniedError),
-        (404, "ContainerNotFound", BucketNotFoundError),
-        (503, "ServerBusy", ThrottledError),
-    ],
-)
-def test_an_abort_that_failed_is_told(store, server, status, code, expected):
-    server.respond(lambda request: server.Answer(status, {"x-ms-error-code": code}))
-    with pytest.raises(expected):
-        store.abort_upload(UPLOAD)
-
-
 @pytest.mark.parametrize("verb", ["put_part", "complete_upload"])
 def test_nothing_late_brings_an_aborted_upload_back(store, server, verb):
     server.respond(lambda request: server.Answer(**NO_BLOB))

@@ -2,10 +2,12 @@
 
 import gc
 import html
+import itertools
 import json
 import logging
 import pickle
 import sys
+import threading
 import traceback
 import urllib.parse
 import urllib.request
@@ -24,12 +26,13 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.azure.store import AzureStore
+from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.gcs.store import GCSStore
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.redaction import conceal, masked
 from cloudckpt.stores.s3.store import S3Store
-from support.dialects import AZURE_KEY, error_xml
+from support.dialects import AZURE_KEY, at_once, error_xml
 
 SECRET = "S3cr3t+Value/of=this-Test"
 ONE_TRY = RetryPolicy(attempts=1, base=0.0, cap=0.0)
@@ -446,3 +449,48 @@ def test_white_space_around_a_credential_is_named(
 
 
 # looked for anew
+
+
+class Key:
+    def secrets(self):
+        return ("one",)
+
+
+def test_many_threads_whose_credentials_failed_look_once():
+    """One after the other, they would wait far beyond the deadline of their requests."""
+    looks, may_end = [], threading.Event()
+
+    def look():
+        if not looks:
+            looks.append("the first")
+            return Key()
+        looks.append("another")
+        may_end.wait(30)
+        raise CredentialsError("the service is silent")
+
+    credentials = Credentials(look)
+    credentials.were_held = True
+    credentials.failed(CredentialsError("expired"))
+
+    class Counted:
+        """The lock, which lets the look end when all have asked."""
+
+        turns, lock = itertools.count(1), threading.Lock()
+
+        def __enter__(self):
+            if next(self.turns) == 8:
+                may_end.set()
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
+    credentials._lock = Counted()
+
+    refused = at_once(8, credentials.source)
+    assert len(looks) == 2
+    assert len({id(error) for error in refused}) == 8
+    assert all(error.certain for error in refused)
+    with pytest.raises(CredentialsError):  # who asks later looks again
+        credentials.source()
+    assert len(looks) == 3

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from cloudckpt import Config, GCSOptions, RetryPolicy
+from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -31,7 +31,6 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import ObjectInfo, Part
 from cloudckpt.stores.gcs.errors import from_answer
 from cloudckpt.stores.gcs.store import GCSStore
-from cloudckpt.transfer.retry import Retrier
 from support.dialects import (
     CRC,
     GOOGLE,
@@ -196,21 +195,6 @@ def test_an_object_whose_checksum_is_not_told_is_read(store, server):
 # lists and deletions
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "expected"),
-    [
-        (429, error_json(429, "rateLimitExceeded"), ThrottledError),
-        (503, b"", ThrottledError),
-        (404, error_json(404, "notFound", NO_BUCKET), BucketNotFoundError),
-    ],
-)
-def test_an_object_that_could_not_be_deleted_is_named(store, server, status, body, expected):
-    server.answer(status=status, body=body)
-    with pytest.raises(expected) as caught:
-        store.delete("run/b")
-    assert caught.value.uri == "gs://bucket/run/b"
-
-
 # what the answers mean
 
 REASONS = {
@@ -316,17 +300,6 @@ def test_bytes_that_arrived_damaged_are_sent_again(store, server):
     server.answer(status=400, body=error_json(400, "invalid", text))
     with pytest.raises(ServerError, match="damaged"):
         put(store)
-
-
-@pytest.mark.parametrize("code", ["BadDigest", "CrcMismatch", "InvalidDigest"])
-def test_a_part_that_arrived_damaged_is_sent_again_but_not_for_ever(store, server, code):
-    server.answer(server.Answer(400, body=error_xml(code)), server.Answer(headers={"ETag": '"t"'}))
-    retrier = Retrier(RetryPolicy(attempts=4, base=0.001, cap=0.001))
-    assert retrier.call(lambda: VERBS["put_part"](store)).tag == '"t"'
-    server.respond(lambda request: server.Answer(400, body=error_xml(code)))
-    with pytest.raises(ServerError, match="gave up after 4 tries"):
-        retrier.call(lambda: VERBS["put_part"](store))
-    assert len(server.requests) == 2 + 4
 
 
 def test_an_object_of_another_size_than_what_was_sent_is_a_broken_answer(store, server):

@@ -492,24 +492,9 @@ def trusting(open_client, tls_files):
     return lambda **changes: open_client(ca_bundle=tls_files[0], **changes)
 
 
-def test_large_bodies_travel_by_tls(tls_server, trusting):
-    body = random.Random(7).randbytes(5 * MIB)
-    tls_server.answer(tls_server.Answer(200), tls_server.Answer(body=body))
-    client = trusting()
-    put(client, tls_server.url, [memoryview(body), memoryview(b"end")])
-    assert tls_server.requests[0].body == body + b"end"
-    assert get(client, tls_server.url, len(body)) == body
-    assert tls_server.requests[0].port == tls_server.requests[1].port
-
-
 def test_an_answer_before_the_end_of_the_body_is_read_under_tls(tls_server, trusting):
     tls_server.answer(status=412, body=b"too late", hasty=True)
     assert refusal(trusting(), tls_server.url) == (412, b"too late")
-
-
-def test_a_stall_is_noticed_under_tls(tls_server, trusting):
-    tls_server.answer(body=b"x" * 100_000, drip=True)
-    lost(trusting(stall_timeout=1.0), tls_server.url, 100_000)
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused(tls_server, open_client):

@@ -365,12 +365,6 @@ def test_head_finds_out_the_reason_that_its_answer_does_not_tell(
     assert isinstance(caught.value, expected)
 
 
-def test_an_abort_that_failed_is_told(store, server):
-    server.answer(status=404, body=error_xml("NoSuchBucket"))
-    with pytest.raises(BucketNotFoundError):
-        store.abort_upload(UPLOAD)
-
-
 @pytest.mark.parametrize("code", ["InternalError", "SlowDown"])
 def test_a_completion_that_fails_behind_status_200_is_transient(store, server, code):
     server.answer(status=200, body=b'<?xml version="1.0" encoding="UTF-8"?>\n' + error_xml(code))
@@ -384,14 +378,6 @@ def test_other_bytes_than_were_asked_for_say_nothing_of_the_object(store, server
     server.answer(status=206, headers=headers, body=body)
     with pytest.raises(ServerError, match="other bytes were offered"):
         get_range(store)
-
-
-@pytest.mark.parametrize(
-    "head", [b"", b"<?xml version='1.0'?>\n", b"<!-- " + b"x" * 5000 + b" -->"]
-)
-def test_a_listing_is_known_by_its_root_wherever_that_is(store, server, head):
-    server.answer(body=head + xml_of("ListBucketResult", IsTruncated="false"))
-    assert list(store.list("run/")) == []
 
 
 # answers that leave something out
