@@ -102,7 +102,7 @@ async def verify(uri: URILike, *, config: Config | None = None) -> Verified:
 
     def look(done: int, total: int) -> None:
         if cancelled.is_set():
-            raise TransferCancelledError("the verification was cancelled")
+            raise TransferCancelledError("the verification was cancelled before it had finished")
 
     return await _in_thread(
         lambda: verifying.verify(uri, config=config, progress=look), cancelled.set

@@ -62,16 +62,19 @@ __all__ = [
 S = TypeVar("S")
 T = TypeVar("T")
 
-_LOST = "the ranks lost each other: look which one ended first and why, and start them again"
+_LOST = (
+    "the ranks lost each other: find out which rank ended first and why, "
+    "and start all of them again"
+)
 _DESTROYED = (
     "the process group was destroyed during this save: wait for all saves before you destroy it"
 )
 _WHAT_IS_COMMITTED = {
-    True: "this save is committed nevertheless",
+    True: "this save is committed all the same",
     False: "this save is not committed, and will not be",
-    None: "whether this save is committed is not known: it was not when this rank checked (if "
-    "it could), and it may still be; check for the checkpoint before you go on. Its data "
-    "was kept",
+    None: "it is unknown whether this save is committed: it was not when this rank checked (if "
+    "it could), but it may still be; check whether the checkpoint exists before you go on. "
+    "Its data was kept",
 }
 
 
@@ -189,7 +192,10 @@ def load(
         if strict:
             return ToLoad(reader, planner)
         if planner is not None:
-            raise ConfigError("strict=False is for the planner that load makes; leave planner= out")
+            raise ConfigError(
+                "strict=False needs the planner that load makes itself: leave "
+                "planner= out, or pass strict=True"
+            )
         return ToLoad(reader, CloudLoadPlanner(getattr(reader, "checkpoint_id", ""), strict=False))
 
     return load_prepared(
@@ -320,8 +326,8 @@ def _load_prepared(
         named = {str(key): value for key, value in state_dict.items()}
         if len(named) < len(state_dict):
             raise KeyCollisionError(
-                "two keys of the state dict are the same as strings, and keys are loaded by "
-                "their strings"
+                "two keys of the state dict become the same string, and keys are loaded as "
+                "strings: rename one of them"
             )
         given.append(Content(named, meeting.rank, sorts=True))
         return given[0]
@@ -396,7 +402,8 @@ def _check_dict(state_dict: object) -> None:
         kind = type(state_dict).__name__
         what = "model" if isinstance(state_dict, torch.nn.Module) else "name"
         raise ConfigError(
-            f"a state dict is a dict, not a {kind}: write {{'{what}': ...}} around it"
+            f"a state dict must be a dict, not a {kind}: pass {{'{what}': ...}} with the value "
+            "in it"
         )
 
 
@@ -415,13 +422,15 @@ def writer_for(
     """
     if writer is None:
         if checkpoint_id is None:
-            raise InvalidURIError("neither checkpoint_id nor storage_writer was given")
+            raise InvalidURIError(
+                "a save needs a location: pass checkpoint_id, a URI or a path, or a storage_writer"
+            )
         return CloudStorageWriter(checkpoint_id, config=config, base=base)
     ours = our_writer(writer)
     if config is not None or base is not None:
         raise ConfigError(
-            "config= and base= are for the writer that this call makes; give them to your "
-            "storage_writer instead"
+            "config= and base= configure the writer that this call makes, and you pass a "
+            "storage_writer: give them to that instead"
         )
     ours.reset(None if checkpoint_id is None else str(checkpoint_id))
     return ours
@@ -446,14 +455,16 @@ def _reader(
 ) -> OurReader:
     if reader is None:
         if checkpoint_id is None:
-            raise InvalidURIError("neither checkpoint_id nor storage_reader was given")
+            raise InvalidURIError(
+                "a load needs a location: pass checkpoint_id, a URI or a path, or a storage_reader"
+            )
         return CloudStorageReader(checkpoint_id, config=config, trust_pickle=trust_pickle)
     if not isinstance(reader, OurReader):
         raise _foreign(reader, "load", "reader")
     if config is not None or trust_pickle:
         raise ConfigError(
-            "config= and trust_pickle= are for the reader that this call makes; give them to "
-            "your storage_reader instead"
+            "config= and trust_pickle= configure the reader that this call makes, and you pass "
+            "a storage_reader: give them to that instead"
         )
     reader.reset(None if checkpoint_id is None else str(checkpoint_id))
     return reader
@@ -462,9 +473,9 @@ def _reader(
 def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
     kind = type(storage).__name__
     return ConfigError(
-        f"cloudckpt.{verb} does not take a {kind}, which is not a cloudckpt {noun}: pass it to "
-        f"torch.distributed.checkpoint.{verb}, or leave it out and pass checkpoint_id, a URI or "
-        "a path"
+        f"cloudckpt.{verb} does not accept a {kind}, which is not a cloudckpt {noun}: pass it "
+        f"to torch.distributed.checkpoint.{verb}, or leave it out and pass checkpoint_id, a URI "
+        "or a path"
     )
 
 

@@ -86,7 +86,7 @@ def checked(given: object) -> CheckpointerConfig:
     """
     if not isinstance(given, CheckpointerConfig):
         raise ConfigError(
-            f"a CheckpointerConfig is needed here, not a {type(given).__name__}: write "
+            f"CheckpointerConfig expected, not {type(given).__name__}: write "
             "CheckpointerConfig(config=...)"
         )
     config_or_default(given.config)
@@ -114,7 +114,7 @@ class ClosedAtExit(ABC):
         except CloudCheckpointError as failure:
             if error is None:
                 raise
-            logger.error("%s: while it was closed: %s", type(self).__name__, failure)
+            logger.error("%s.close() failed: %s", type(self).__name__, failure)
 
 
 class Checkpointer(ClosedAtExit):
@@ -132,8 +132,8 @@ class Checkpointer(ClosedAtExit):
         given: object = config.planner
         if not callable(given):
             raise ConfigError(
-                f"planner={given!r}: give a class or a function, which makes the planner of all "
-                "saves; save() takes a planner for itself"
+                f"planner={given!r}: give a class or a function that makes the planner of each "
+                "save; save() accepts a planner for one save"
             )
         self._planner = config.planner()
         self._closed = False
@@ -207,12 +207,18 @@ class Checkpointer(ClosedAtExit):
             where = reader.checkpoint_id
             if state_dict is not None:
                 if default_map_location is not None:
-                    raise ConfigError("default_map_location= is for loading without a state_dict")
+                    raise ConfigError(
+                        "default_map_location= applies to loading without a state_dict: leave "
+                        "one of them out"
+                    )
                 planner = CloudLoadPlanner(where, strict=not leave_misfits or strict)
                 planner.allow_partial_load = not strict
                 return api.ToLoad(reader, planner)
             if strict:
-                raise ConfigError("strict=True needs a state_dict whose keys to check")
+                raise ConfigError(
+                    "strict=True compares the keys of a state_dict, and none is given: pass "
+                    "state_dict=, or leave strict= out"
+                )
             everything.append((reader, EverythingPlanner(where, default_map_location)))
             return api.ToLoad(*everything[0])
 
@@ -242,7 +248,7 @@ class Checkpointer(ClosedAtExit):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the checkpointer was closed")
+            raise ClosedError("the checkpointer was closed: make a new one")
 
     def _writer(
         self, uri: URILike, state_dict: object, kwargs: dict[str, Any]
@@ -251,9 +257,11 @@ class Checkpointer(ClosedAtExit):
         if unknown := sorted(
             set(kwargs) - {"planner", "notes", "base", "keep_existing", "is_first"}
         ):
-            raise ConfigError(f"save does not take {unknown}")
+            raise ConfigError(f"save() does not accept {unknown}: leave it out")
         if isinstance(state_dict, (str, os.PathLike)):
-            raise ConfigError("save takes the location first: save(uri, state_dict)")
+            raise ConfigError(
+                "save() needs the location as its first argument: save(uri, state_dict)"
+            )
         hook = self._config.commit_hook
         notes = kwargs.get("notes")
         if callable(notes):

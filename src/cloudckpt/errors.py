@@ -434,10 +434,10 @@ class TensorChangedError(CheckpointError):
     def of(cls, item: str | None, **context: Any) -> TensorChangedError:
         """Adds the advice on what to do; ``context`` is that of :class:`CloudCheckpointError`."""
         return cls(
-            f"{item or 'a tensor'} changed while it was saved, so that its checksum does not fit "
-            "what was sent: let nobody write to it before the save has returned (also no "
-            "optimizer step, and no kernel that still runs), pass a copy of it, or use "
-            "async_save, which makes one first",
+            f"{item or 'a tensor'} changed while it was saved, so that its checksum does not "
+            "match the uploaded bytes: do not write to it before the save has returned (no "
+            "optimizer step, no running kernel), pass a copy, or use async_save, which copies "
+            "first",
             item=item,
             **context,
         )

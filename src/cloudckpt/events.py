@@ -172,7 +172,7 @@ def _tell(listener: Listener, event: Event) -> None:
     try:
         listener(event)
     except Exception:
-        logger.exception("a listener failed")
+        logger.exception("a progress listener raised an error; the operation goes on")
 
 
 def _log(event: Event) -> None:
@@ -274,7 +274,7 @@ class Timeline:
     def table(self) -> str:
         """A line for each event: phase, start and duration in seconds, MiB, rank, URI."""
         if not self.events:
-            return "nothing was recorded"
+            return "no events were recorded"
         first = min(event.began for event in self.events)
         lines = [f"{'phase':<9} {'start s':>9} {'seconds':>9} {'MiB':>10} {'rank':>5}  uri"]
         for event in sorted(self.events, key=lambda event: event.began):

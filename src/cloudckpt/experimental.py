@@ -191,7 +191,9 @@ class CloudCheckpointReader(CheckpointReader):
         missing = merging.missing
         if missing:
             more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-            logger.warning("%s lacks the keys %s%s", uri, missing[:10], more)
+            logger.warning(
+                "%s: the file lacks the keys %s%s of the state dict", uri, missing[:10], more
+            )
         return updated, missing
 
 
@@ -219,7 +221,9 @@ class _Merging:
             return source
         if target is not None and not _is_like(target, source):
             theirs = f"the file has a {type(source).__name__} there"
-            raise self._misfit(path, f"is a {type(target).__name__}, and {theirs}")
+            raise self._misfit(
+                path, f"is a {type(target).__name__} in the state dict, but {theirs}"
+            )
         if isinstance(source, torch.Tensor):
             return self._filled(target, source, path)
         if isinstance(source, Mapping):
@@ -245,15 +249,15 @@ class _Merging:
         if target.shape != source.shape or target.dtype != source.dtype:
             raise self._misfit(
                 path,
-                f"has shape {tuple(source.shape)} and type {source.dtype} in the file, and "
+                f"has shape {tuple(source.shape)} and type {source.dtype} in the file, but "
                 f"{tuple(target.shape)} and {target.dtype} in the state dict",
                 ShapeMismatchError,
             )
         if target.layout != source.layout:
             raise self._misfit(
                 path,
-                f"has the layout {source.layout} in the file, and {target.layout} in the state "
-                "dict: give None for it",
+                f"has the layout {source.layout} in the file, but {target.layout} in the state "
+                "dict: put None there to load it",
                 UnsupportedTensorError,
             )
         check_fillable(target, _text(path), self._uri)

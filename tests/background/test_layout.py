@@ -129,7 +129,7 @@ def test_a_tensor_whose_memory_is_gone_is_refused_by_name(stager, left):
 def test_a_tensor_that_plans_itself_by_an_attribute_is_refused_by_name(stager):
     tensor = numbered(4)
     tensor.__create_write_items__ = lambda fqn, value: []
-    with pytest.raises(StagingError, match="plans its items") as caught:
+    with pytest.raises(StagingError, match="plan its items") as caught:
         stager.stage({"model": {"own": tensor}})
     assert caught.value.item == "model.own"
 

@@ -52,7 +52,7 @@ def test_a_save_behind_a_stuck_one_is_skipped_and_the_one_behind_its_end_is_save
         assert begin(one, 4, local.at("4")).result(PATIENCE) is not None
     assert [step_at(local.at(step)) for step in ("1", "4")] == [1, 4]
     assert local.at("2").names() == local.at("3").names() == []
-    assert caplog.text.count(f"{local.at('2').uri} is skipped") == 1
+    assert caplog.text.count(f"{local.at('2').uri} was skipped") == 1
 
 
 def test_a_save_that_makes_progress_is_waited_for(local, gate, stuck) -> None:

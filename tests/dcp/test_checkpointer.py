@@ -93,7 +93,7 @@ def test_options_of_a_load_that_do_not_fit_together_are_refused(local, options):
 def test_a_state_dict_before_its_location_is_refused_with_the_order(local):
     with (
         make_sync_checkpointer(config_of(local)) as checkpointer,
-        pytest.raises(ConfigError, match="location first"),
+        pytest.raises(ConfigError, match="location as its first"),
     ):
         checkpointer.save(state(), local.uri)
 

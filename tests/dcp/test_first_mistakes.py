@@ -58,7 +58,7 @@ def test_a_dict_in_place_of_options_is_named(tmp_path, act, config):
 
 
 def test_a_function_in_place_of_a_hook_is_named_before_anything_is_sent(tmp_path):
-    with pytest.raises(ConfigError, match="derive a class from CommitHook"):
+    with pytest.raises(ConfigError, match="derived from CommitHook"):
         cloudckpt.CloudStorageWriter(tmp_path, commit_hook=print)
 
 

@@ -129,7 +129,7 @@ def test_a_file_is_told_from_nothing(place):
     open_store(uri, place.config).put(
         uri.key("model.pt"), [memoryview(b"of torch.save")], checksum=0
     )
-    assert "It is a file; if torch.save" in not_found(place.at("model.pt"))
+    assert "This is a file; if torch.save" in not_found(place.at("model.pt"))
 
 
 def test_a_listing_that_is_refused_is_no_matter(local, monkeypatch):

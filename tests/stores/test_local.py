@@ -406,7 +406,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(store, tmp_path, verb):
     key = str(tmp_path / "object")
     os.mkfifo(key)
     more = (0, [memoryview(bytearray(1))]) if verb == "get_range" else ()
-    with pytest.raises(InvalidRequestError, match="no file"):
+    with pytest.raises(InvalidRequestError, match="not a file"):
         getattr(store, verb)(key, *more)
 
 

@@ -25,7 +25,7 @@ __all__ = ["Annex", "Arena", "Memory", "available_memory"]
 
 _WORTH_A_CALL = 256 * 1024  # bytes
 _WORTH_A_CHECK = 4 * 1024 * 1024  # bytes
-_ADDITION = "what a save adds to its staged copy"
+_ADDITION = "the part that a save adds to its staged copy"
 
 
 class Arena:
@@ -256,7 +256,8 @@ def _pin(address: int, size: int) -> None:
     if int(code) != 0:
         raise StagingMemoryError(
             f"CUDA can't pin {_mib(size)} for the staged copy; raise the limit of locked memory "
-            "(ulimit -l), or turn pinning off",
+            "(ulimit -l), or turn pinning off with "
+            "Config(background=BackgroundOptions(pin_memory='off'))",
             cause=f"cudaHostRegister returned {int(code)}",
         )
 

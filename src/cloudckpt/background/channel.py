@@ -134,8 +134,9 @@ def receive_descriptors(end: socket.socket, count: int) -> list[int]:
             found += received
         if len(found) < count:
             raise SaveProcessError(
-                "the saving process can't take over the memory of the staged copy: as many files "
-                "are open as it, or the machine, may open (ulimit -n)"
+                "the saving process can't open the shared memory of the staged copy: the "
+                "process or the machine has as many files open as it may; raise the limit "
+                "(ulimit -n)"
             )
     except BaseException:
         for fd in found:

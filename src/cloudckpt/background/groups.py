@@ -77,7 +77,10 @@ def open_group(
     world = dist.group.WORLD
     group = parent if parent is not None else world
     if world is None or not isinstance(group, dist.ProcessGroup):
-        raise ConfigError("this rank is not in the process group given for saving")
+        raise ConfigError(
+            "this rank is not in the process group given for saving: call this on the ranks of "
+            "the group only"
+        )
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     with _lock:
         kept = _kept.setdefault(world, _Kept())
@@ -94,9 +97,10 @@ def open_group(
     except (RuntimeError, TimeoutError) as exc:  # gloo and the stores have no other in common
         raise ProcessGroupError(
             f"the ranks {list(ranks)} did not all make a group for their saves within "
-            f"{patience:g} s. Check whether one has ended. All of them must make this call. If "
-            "torchrun has restarted them, its store may still have the addresses of those before: "
-            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with --standalone or --rdzv-backend c10d",
+            f"{patience:g} s. Check whether one of them has ended; all of them must make this "
+            "call. If torchrun has restarted them, its store may still have the addresses of "
+            "the previous processes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with "
+            "--standalone or --rdzv-backend c10d",
             cause=exc,
         ) from exc
     with _lock:
@@ -181,5 +185,5 @@ def _await(store: Store, keys: list[str], timeout: float) -> None:
     while not store.check(keys):
         waited = time.monotonic() - began
         if waited > timeout:
-            raise TimeoutError(f"timed out after {timeout:g} s")
+            raise TimeoutError(f"the ranks did not all reply within {timeout:g} s")
         time.sleep(min(_LONGEST_PAUSE, max(0.001, waited / 10)))

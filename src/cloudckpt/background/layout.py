@@ -242,8 +242,8 @@ def _why_not_copied(tensor: torch.Tensor) -> str:
     """Why a copy would not be what the tensor is; empty if it can be copied."""
     if not PLANS_ITSELF.isdisjoint(vars(tensor)):
         return (
-            "a tensor plans its items by functions that are attributes of it, and a copy would "
-            "keep those of the original; save it with cloudckpt.save"
+            "a tensor has functions as attributes that plan its items, and in a copy these "
+            "would still belong to the original; save it with cloudckpt.save"
         )
     with contextlib.suppress(RuntimeError):  # of a subclass without a storage
         if tensor.layout == torch.strided and not tensor.is_meta and not has_memory(tensor):
@@ -305,7 +305,7 @@ def _copied(
             return made
         raise StagingError(
             f"a value of type {type(value).__name__} can't be copied, and an asynchronous save "
-            "needs a copy; leave it out of the state dict",
+            "needs a copy; leave it out of the state dict, or use cloudckpt.save",
             item=_text(path),
             cause=exc,
         ) from exc
@@ -318,7 +318,7 @@ def _refuse_live(value: Any, live: Collection[int], seen: set[int]) -> None:
         TypeError: If it has.
     """
     if id(value) in live:
-        raise TypeError("a container within it does not copy its tensors")
+        raise TypeError("a container in the value does not copy its tensors")
     if id(value) not in seen and isinstance(value, (Mapping, list, tuple)):
         seen.add(id(value))
         for entry in value.values() if isinstance(value, Mapping) else value:

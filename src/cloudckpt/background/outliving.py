@@ -136,7 +136,11 @@ def finish(current: CurrentSave, limit: float) -> None:
         if version is not None:
             delete_quietly(store, [key], policy, threads=1)  # it could not be sent
     except CloudCheckpointError as error:
-        logger.debug("what was left of a save could not be told: %s", error)
+        logger.debug(
+            "the file with the state of an unfinished save could not be written, so the next "
+            "job can't finish it: %s",
+            error,
+        )
 
 
 def _let_go_of_output() -> None:

@@ -137,7 +137,7 @@ class SaveProcess:
         """
         with self._lock:
             if self._closed:
-                raise SaveProcessError("the saver was closed")
+                raise SaveProcessError("the saver was closed, so it can't save: make a new one")
             if self._worker is None or not self._worker.is_alive:
                 self._worker = None
                 self._worker = _Worker(self._options)
@@ -215,7 +215,7 @@ class ProcessSender:
                 self._sent_by = worker
                 outcome = worker.outcome()
             except BaseException:
-                worker.end(0, "the save before failed in it")
+                worker.end(0, "the previous save failed in it")
                 keys = [destination.key(number) for number in {plan.object for plan in plans}]
                 clear_away(store, keys, destination.config.retry)
                 raise
@@ -253,7 +253,8 @@ class _Worker:
         if not sys.executable:
             raise SaveProcessError(
                 "sys.executable is empty, as in an interpreter that is embedded in another "
-                "program, so no saving process can be started; save in a thread"
+                "program, so the saving process can't be started; save in a thread "
+                "(AsyncCheckpointerType.THREAD)"
             )
         self.is_busy = self.is_stuck = self._is_ready = False
         self.unsettled = threading.Event()
@@ -279,7 +280,9 @@ class _Worker:
         except OSError as exc:
             undo.close()
             raise SaveProcessError(
-                f"the saving process can't be started by {sys.executable}", cause=exc
+                f"the saving process could not be started by {sys.executable}: check that it "
+                "can run, or save in a thread (AsyncCheckpointerType.THREAD)",
+                cause=exc,
             ) from exc
         _workers.add(self)
         # also if nobody closes the saver; and at the interpreter's end, after the last save
@@ -348,13 +351,14 @@ class _Worker:
                     raise self._death(None)
                 elif deadline is not None and time.monotonic() > deadline:
                     raise SaveProcessError(
-                        f"the saving process was not ready within {START_TIMEOUT:g} s"
+                        f"the saving process was not ready within {START_TIMEOUT:g} s; see its "
+                        "output on standard error, or save in a thread "
+                        "(AsyncCheckpointerType.THREAD)"
                     )
                 elif deadline is None and silent >= _SIGN_OF_LIFE:
                     raise SaveProcessError(
-                        f"the saving process gave no sign of life for {silent:g} s and was "
-                        "killed; this save is not committed, and the next one starts a new "
-                        "process"
+                        f"the saving process did not respond for {silent:g} s and was killed; "
+                        "this save is not committed, and the next one starts a new process"
                     )
                 else:
                     silent += _LOOK  # not by the clock, which runs on while both are suspended
@@ -381,13 +385,13 @@ class _Worker:
                 f"{self._ended_for}; this save is not committed"
             )
         if code is not None:
-            how = f"was ended by signal {-code}" if code < 0 else f"ended ({code})"
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         elif isinstance(cause, BlockingIOError):  # what the channel's time limit raises
             how = f"did not read or write for {_SIGN_OF_LIFE:g} s"
         else:
             how = "can't be reached"
         if not self._is_ready:
-            how += " before it was ready; it says why on standard error"
+            how += " before it was ready; see its output on standard error"
         return SaveProcessError(
             f"the saving process {how}; this save is not committed, and the next one starts a "
             "new process",

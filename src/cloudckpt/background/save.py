@@ -146,8 +146,8 @@ class Save:
         """
         if is_stuck:
             logger.warning(
-                "the save to %s is skipped: the store fails or does not answer, and the save "
-                "before it is still under way; the next one is tried as usual",
+                "the save to %s was skipped: the store fails or does not answer, and the "
+                "previous save is still in progress; the next save is tried as usual",
                 self.where,
             )
         self.written.number = -1
@@ -195,9 +195,16 @@ class Save:
         """Drops the copy because there is no thread: :meth:`run` will only report the failure."""
         made: AsyncSaveError
         if closed:
-            made = ClosedError("the saver was closed", uri=self.where)
+            made = ClosedError(
+                "the saver was closed, so it can't save: make a new one", uri=self.where
+            )
         elif threading.main_thread().is_alive():
-            made = AsyncSaveError("can't start a thread to save in", uri=self.where, cause=cause)
+            made = AsyncSaveError(
+                "can't start a thread for a background save; lower the number of threads, or "
+                "raise the limit of the process (ulimit -u)",
+                uri=self.where,
+                cause=cause,
+            )
         else:
             made = AsyncSaveError(
                 "the interpreter is shutting down and can't start a background save; start the "
@@ -224,8 +231,8 @@ def _checked(made: object) -> dict[str, Any]:
     """What a custom stager has made, if it is a state dict: without one, nothing would be saved."""
     if not isinstance(made, Mapping):
         raise StagingError(
-            f"stage() of the stager has returned a {type(made).__name__}: return a copy of the "
-            "state dict, or a future of one"
+            f"the stager's stage() returned a {type(made).__name__}: return a copy of the state "
+            "dict, or a future of it"
         )
     return cast(dict[str, Any], made)
 
@@ -236,7 +243,11 @@ def as_ours(error: BaseException, where: str) -> CloudCheckpointError:
         if error.uri is None and where:
             error.uri = where
         return error
-    made: AsyncSaveError = StagingError("the state dict could not be copied", cause=error)
+    made: AsyncSaveError = StagingError(
+        "the state dict could not be copied for a background save; see the cause, or use "
+        "cloudckpt.save",
+        cause=error,
+    )
     made.uri = where or None
     made.__cause__ = error
     return made

@@ -179,16 +179,16 @@ class AsyncSaver:
         """
         if not self.belongs_here:
             raise ClosedError(
-                f"the saver belongs to process {self._pid}, from which this one was forked; make "
-                "a new one here"
+                f"the saver belongs to process {self._pid}, and this process was forked from "
+                "that: make a new saver in this process"
             )
         with self._lock:
             if self._closed:
-                raise ClosedError("the saver was closed")
+                raise ClosedError("the saver was closed, so it can't save: make a new one")
         if self._knows_no_ranks and _has_ranks():
             raise ConfigError(
-                "this saver was made before torch.distributed was initialized, and would save this "
-                "rank alone; make it later, or with no_dist=True"
+                "this saver was made before torch.distributed was initialized, and would save "
+                "only this rank; make it afterwards, or with no_dist=True"
             )
         try:
             with all_expected(self._group):
@@ -337,7 +337,8 @@ class AsyncSaver:
         concurrent.futures.wait([last.written], min(pause, left))
         if not last.written.done() and pause >= left:
             raise SaveInProgressError(
-                f"the previous save has not finished within {self._options.patience:g} s",
+                f"the previous save has not finished within {self._options.patience:g} s: wait "
+                "for it, save less often, or raise BackgroundOptions(patience=...)",
                 uri=last.where,
             )
         return last.written.done()
@@ -368,7 +369,7 @@ class AsyncSaver:
             return made, str(checkpoint_location(checkpoint_id))
         if self._process is not None:
             raise ConfigError(
-                "a saving process works with CloudStorageWriter only, not with a "
+                "a saving process works with a CloudStorageWriter, not with a "
                 f"{type(made).__name__}; save in a thread (AsyncCheckpointerType.THREAD)"
             )
         return made, f"writer {id(made)}"
@@ -402,8 +403,8 @@ class AsyncSaver:
         try:
             if self._group is not None and not exists(self._group):
                 raise ProcessGroupError(  # torch would save each rank alone, as if it were all
-                    "the process group was destroyed before this save began; wait for all saves "
-                    "before you destroy it",
+                    "the process group was destroyed before this save began; wait for all "
+                    "saves before you destroy it",
                     uri=save.where,
                     committed=False,
                 )
@@ -476,7 +477,9 @@ class AsyncSaver:
         self._raise_next()
         for save in self._unreported.values():
             raise SaveInProgressError(
-                f"the save has not finished within {self._options.patience:g} s", uri=save.where
+                f"the save has not finished within {self._options.patience:g} s: wait for its "
+                "future, or raise BackgroundOptions(patience=...)",
+                uri=save.where,
             )
 
     def wait(self) -> None:
@@ -533,7 +536,8 @@ def alike(kind: AsyncCheckpointerType, options: BackgroundOptions) -> RankStatus
     given: object = kind
     if not isinstance(given, AsyncCheckpointerType):
         raise ConfigError(
-            f"{given!r} is no kind of saving in the background: give AsyncCheckpointerType.PROCESS "
-            "or AsyncCheckpointerType.THREAD, of torch.distributed.checkpoint.state_dict_saver"
+            f"async_checkpointer_type={given!r} is not valid: give "
+            "AsyncCheckpointerType.PROCESS or AsyncCheckpointerType.THREAD, of "
+            "torch.distributed.checkpoint.state_dict_saver"
         )
     return RankStatus(options=f"{kind.value} and when_busy={options.when_busy!r}")

@@ -196,7 +196,7 @@ def _mapped(fd: int, size: int) -> Iterator[memoryview]:
         mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as exc:
         raise SaveProcessError(
-            f"the saving process can't map the {size:,} bytes that it is to send; raise the limit "
+            f"the saving process can't map {size:,} bytes of the staged copy; raise the limit "
             "of its address space (ulimit -v), or save in a thread",
             cause=exc,
         ) from exc
@@ -209,7 +209,11 @@ def _portable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - made in the line itself
     except Exception:  # noqa: BLE001 - anything may be raised by somebody's __reduce__
-        return SaveProcessError("the saving process failed", cause=error)
+        return SaveProcessError(
+            "the saving process failed with an error that can't be sent to the trainer; this "
+            "save is not committed",
+            cause=error,
+        )
     return error
 
 

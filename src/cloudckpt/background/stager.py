@@ -136,11 +136,13 @@ class Stager(AsyncStager):
             patience: Seconds to wait for the end of the copy before; 0 for not at all.
         """
         if self._closed:
-            raise ClosedError("the stager was closed")
+            raise ClosedError(
+                "the stager was closed, so it can't copy a state dict: make a new one"
+            )
         if os.getpid() != self._process:
             raise ClosedError(
-                "the stager was made before this process was forked, and its memory is shared "
-                "with the parent; make a new one in this process"
+                "the stager was made before this process was forked, and shares its memory "
+                "with the parent process; make a new one in this process"
             )
         # copies made in inference mode could not be read outside it
         with torch.inference_mode(False), torch.no_grad():
@@ -155,11 +157,13 @@ class Stager(AsyncStager):
                 self._take(lease, patience)
             except queue.Empty:
                 raise SaveInProgressError(
-                    f"an earlier save still reads the staged copy after {patience:g} s; wait for "
-                    "its future, or save less often"
+                    f"an earlier save still reads the staged copy after {patience:g} s; wait "
+                    "for its future, or save less often"
                 ) from None
             if self._closed:
-                raise ClosedError("the stager was closed")
+                raise ClosedError(
+                    "the stager was closed, so it can't copy a state dict: make a new one"
+                )
             arena = self._fitting(layout)
             memory = arena.memory(lease.end)
             with paused_gc():

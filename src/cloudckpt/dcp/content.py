@@ -52,9 +52,9 @@ class PerRank(Generic[T]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a value of per_rank stands for one of each rank, which cloudckpt's own functions "
-            "understand where it is an entry of a dict or a list: save with cloudckpt.save, "
-            "async_save, a checkpointer or a manager, and not within an object or a tuple"
+            "a per_rank value can be an entry of a dict or a list, not of an object or a "
+            "tuple, and only cloudckpt saves it: use cloudckpt.save, async_save, a "
+            "checkpointer or a manager"
         )
 
 
@@ -151,7 +151,7 @@ class Content:
             return [self._of(entry, (*path, index)) for index, entry in enumerate(value)]
         raise UnsupportedValueError(
             f"state_dict{shown(path)} is a {type(value).__name__}, which is saved as one value, "
-            "and holds a Stateful (such as a module), or a per_rank: make it a list",
+            "but holds a Stateful (such as a module) or a per_rank: make it a list",
             item=".".join(map(str, path)),
         )
 
@@ -163,7 +163,9 @@ class Content:
         """
         flattens = not isinstance(planner, DefaultSavePlanner) or planner.flatten_state_dict
         if self._own and not flattens:
-            raise ConfigError("per_rank needs a planner with flatten_state_dict=True, the default")
+            raise ConfigError(
+                "per_rank values need a planner with flatten_state_dict=True, which is the default"
+            )
         return self.state
 
     def put(self, loaded: Any) -> Any:
@@ -236,8 +238,8 @@ class Content:
             self.notes.append(f"{name}: rank {self._rank} keeps its value, {self.left_alone[name]}")
         elif self._rank == 0 and max(saved) >= ranks:
             self.notes.append(
-                f"{name}: ranks {listed} have saved it and {ranks} load it: the values of the "
-                "others are in PerRank.all only"
+                f"{name}: ranks {listed} saved it, and {ranks} ranks load it: PerRank.all has "
+                "the values of the others"
             )
 
 

@@ -246,12 +246,13 @@ def refuse_or_tell(
         return frozenset(unlike)
     first = news[0]
     text = (
-        f"{len(news)} {'entry differs' if len(news) == 1 else 'entries differ'} between ranks, and "
-        "of each the checkpoint has one copy only. Ranks with the same copy: "
-        f"{_first_few((unlike[name] for name in news), '; ')}. Mark what belongs to a "
-        "rank as cloudckpt.per_rank(value), or give it a name that has the rank, the stage or the "
-        f"expert in it, for example {{f'{first}.{{rank}}': ...}}; what belongs to all has to be "
-        "made the same before, for example by a broadcast. replicas='trust' compares nothing"
+        f"{len(news)} {'entry differs' if len(news) == 1 else 'entries differ'} between ranks, "
+        "and the checkpoint keeps one copy of each. Ranks with the same copy: "
+        f"{_first_few((unlike[name] for name in news), '; ')}. If each rank has its own value, "
+        "wrap it in cloudckpt.per_rank(value), or put the rank, the stage or the expert into "
+        f"its name, for example {{f'{first}.{{rank}}': ...}}; if all ranks share it, make it "
+        "equal before the save, for example by a broadcast. replicas='trust' turns this "
+        "comparison off"
     )
     if refuses:
         raise KeyCollisionError(text, uri=uri, item=first)

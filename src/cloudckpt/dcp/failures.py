@@ -30,8 +30,8 @@ def portable(error: E, uri: str | None) -> E | CheckpointError:
     if error is None or _survives_pickling(error):
         return error
     made = CheckpointError(
-        "a planner or another part outside of cloudckpt failed, with an error that can't be "
-        "passed on as it is",
+        "a planner or other code outside of cloudckpt failed, with an error that can't be sent "
+        "to the other ranks",
         uri=uri,
         cause=error,
     )

@@ -192,10 +192,11 @@ class _Items:
         name, first = self._names[number], int(firsts[number])
         ranks = torch.searchsorted(self._bounds, column_of([first, place]), right=True) - 1
         raise KeyCollisionError(
-            f"{name} is {_kind(self._forms[int(forms[first])])} on rank {int(ranks[0])} and "
-            f"{_kind(self._forms[int(forms[place])])} on rank {int(ranks[1])}, of which only one "
-            "would be saved. What belongs to a rank needs a name of its own: wrap it in "
-            "cloudckpt.per_rank(...); the parts of one tensor are a DTensor",
+            f"{name} is {_kind(self._forms[int(forms[first])])} on rank {int(ranks[0])}, but "
+            f"{_kind(self._forms[int(forms[place])])} on rank {int(ranks[1])}, and only one of "
+            "them would be saved. Wrap a value that belongs to one rank in "
+            "cloudckpt.per_rank(...), or give it its own name; make the parts of one tensor a "
+            "DTensor",
             uri=self._uri,
             item=name,
         )
@@ -219,7 +220,7 @@ class _Items:
         sets = {of_group: set(of_group) for of_group in self.ranks_of_groups}
         for group, of_group in groups:
             if len(sets[of_group]) != len(of_group):
-                raise self._invalid(int(self._of_items[group[0]]), "a rank has a part of it twice")
+                raise self._invalid(int(self._of_items[group[0]]), "has the same part twice on one rank")
         if to_lowest_rank:
             keeps[column_of([group[0] for group in self.groups])] = True
             return keeps.nonzero().view(-1)
@@ -248,7 +249,7 @@ class _Items:
             unlike = (of_dims.sizes[places] != of_dims.sizes[first]).any(1).nonzero()
             if unlike.numel():
                 name = int(self._of_items[rows[places[int(unlike[0])]]])
-                raise self._invalid(name, "two parts begin at one place and differ in size")
+                raise self._invalid(name, "has two parts that begin at the same offsets and differ in size")
             found.append((rows[places], sizes))
         return torch.cat([members for members, _ in found]), torch.cat(
             [sizes for _, sizes in found]
@@ -280,7 +281,7 @@ class _Items:
         several = ((counts > 1) & (self._is_whole | is_value))[order].nonzero().view(-1)
         if several.numel():
             number = int(order[several[0]])
-            raise self._invalid(number, "ranks have different parts of what is whole")
+            raise self._invalid(number, "is whole on some rank, but ranks have different parts of it")
         table = Table(
             {self._names[number]: place for place, number in enumerate(order.tolist())},
             self._forms,
@@ -303,7 +304,7 @@ class _Items:
 def _kind(form: Form) -> str:
     """What all ranks must agree about."""
     if form.shape is None:
-        return "a value that is no tensor"
+        return "not a tensor"
     return f"a tensor of {form.dtype} and shape {form.shape}"
 
 
@@ -353,9 +354,9 @@ def _merged(paths: Sequence[tuple[int, Paths]], uri: str) -> Paths:
                 rank = next(rank for rank, other in paths if other.get(name) == made[name])
                 low, high = sorted(((first, path), (rank, made[name])))
                 raise KeyCollisionError(
-                    f"{name} is state_dict{shown(low[1])} on rank {low[0]} and state_dict"
-                    f"{shown(high[1])} on rank {high[0]}, of which only one would be saved: rename "
-                    "one of them",
+                    f"{name} is state_dict{shown(low[1])} on rank {low[0]}, but state_dict"
+                    f"{shown(high[1])} on rank {high[0]}, and only one of them would be saved: "
+                    "rename one of them",
                     uri=uri,
                     item=name,
                 )

@@ -261,7 +261,12 @@ def newest_beside(
         except (ObjectNotFoundError, CheckpointNotFoundError):
             continue
         except CheckpointCorruptError as error:
-            logger.warning("%s: %s is no base for it: %s", uri, beside, error)
+            logger.warning(
+                "%s: %s can't be the base of this incremental save, so everything is uploaded: %s",
+                uri,
+                beside,
+                error,
+            )
             continue
         return beside
     return None

@@ -88,8 +88,9 @@ def _in_torch(module: str, name: str, *parameters: str) -> Any:
     has = tuple(inspect.signature(found).parameters) if callable(found) else ()
     if has[: len(parameters)] != parameters:
         raise InstallError(
-            f"{name} of torch's {module} takes {', '.join(has) or 'nothing'}: this cloudckpt does "
-            "not know this torch; use cloudckpt.save and cloudckpt.load"
+            f"this cloudckpt does not know this torch, whose {module}.{name} takes "
+            f"{', '.join(has) or 'nothing'}: use cloudckpt.save and cloudckpt.load, or install "
+            "another version of torch or cloudckpt"
         )
     return found
 
@@ -147,14 +148,15 @@ def _becoming(kind: Any, ours: type[Any]) -> Callable[..., None]:
             return
         if type(self) is not kind:
             raise InstallError(
-                f"{type(self).__name__} takes local paths only: derive it from cloudckpt's class",
+                f"{type(self).__name__} can only use local paths: derive it from cloudckpt's class",
                 uri=uri,
             )
         for name, value in given.items():
             if name not in _HEEDED and value and value != signature.parameters[name].default:
                 raise ConfigError(
-                    f"{', '.join(value) if isinstance(value, dict) else name} means nothing to "
-                    "cloudckpt: leave it out; cloudckpt.install(config=...) takes options",
+                    "cloudckpt does not support "
+                    f"{', '.join(value) if isinstance(value, dict) else name}: leave it out, "
+                    "and pass options by cloudckpt.install(config=...)",
                     uri=uri,
                 )
         self.__class__ = ours  # not by __new__, which can't be removed from a class without a trace

@@ -60,8 +60,8 @@ def table_of(metadata: Metadata, uri: str) -> Table:
         return table_of_metadata(Metadata(metadata.state_dict_metadata))
     except NotInColumnsError as exc:
         raise CheckpointError(
-            f"its metadata can't be read as those of torch: {exc}. Load it by the classes of the "
-            "package that has saved it, then save it again",
+            f"the metadata can't be read as torch's: {exc}. Load the checkpoint with the "
+            "package that saved it, then save it again",
             uri=uri,
             cause=exc,
         ) from exc
@@ -134,9 +134,10 @@ def check_whole(
     for name, value in state_dict.items():
         if dtype_of(name) is None or planned.get(name, 0) >= (wanted := _elements(value)):
             continue
-        what = f"{planned.get(name, 0)} of the {wanted} elements of {name} that this rank has"
+        what = f"{planned.get(name, 0)} of the {wanted} elements of {name} on this rank"
         raise CheckpointCorruptError(
-            f"the metadata have only {what}: they are damaged, or a part was not saved",
+            f"the metadata describes only {what}: it is damaged, or a part was not saved; load "
+            "an older checkpoint",
             uri=uri,
             item=name,
         )
@@ -178,16 +179,18 @@ def check_types(
     for name, (saved, wanted) in converted.items():
         if not torch.can_cast(saved, wanted):
             raise UnsupportedTensorError(
-                f"{name} is {saved} in the checkpoint and {wanted} in the state dict, which can't "
-                f"hold its values: load into a tensor of {saved}, and convert it afterwards",
+                f"{name} is {saved} in the checkpoint, but {wanted} in the state dict, which "
+                f"can't hold its values: load into a tensor of {saved}, and convert it "
+                "afterwards",
                 uri=uri,
                 item=name,
             )
     if converted and logs:
         name, (saved, wanted) = next(iter(converted.items()))
         logger.warning(
-            "%s: tensors converted while they are loaded: %d, the first of them %s, from %s to %s. "
-            "To load what was saved, load into tensors of that type, for example by model.to(%s)",
+            "%s: %d tensors are converted while they are loaded, such as %s, from %s to %s. To "
+            "load what was saved, load into tensors of that type, for example after "
+            "model.to(%s)",
             uri,
             len(converted),
             name,
@@ -219,9 +222,9 @@ def tell_replaced(
     replaced += left
     if replaced:
         logger.warning(
-            "%s: tensors of the state dict that are other values in the checkpoint: %d, the "
-            "first of them %s. The loaded values take their places in the state dict; the tensors "
-            "themselves stay as they are. Pass the loaded state dict to load_state_dict",
+            "%s: %d tensors of the state dict are other values in the checkpoint, such as %s. "
+            "The loaded values replace them in the state dict; the tensors themselves are not "
+            "changed. Pass the loaded state dict to load_state_dict",
             uri,
             len(replaced),
             replaced[0],

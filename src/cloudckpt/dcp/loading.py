@@ -203,14 +203,15 @@ class Load:
             # a single row of an expanded tensor does not show that the others are in its place
             why = why_not_filled(planner.lookup_tensor(item.dest_index))
         if why:
-            message = f"{name} can't be loaded into: {why}"
+            message = f"{name} can't be loaded into this tensor: {why}"
             raise UnsupportedTensorError(message, uri=self.uri, item=name)
 
     def _check_shape(self, item: ReadItem, target: torch.Tensor, stored: tuple[int, ...]) -> None:
         fqn, wanted = item.storage_index.fqn, tuple(item.lengths)
         if tuple(target.shape) != wanted:
             raise ShapeMismatchError(
-                f"{fqn}: {wanted} is to be loaded into a target of shape {tuple(target.shape)}",
+                f"the planner loads {wanted} elements of {fqn} into a tensor of shape "
+                f"{tuple(target.shape)}: make resolve_tensor return a tensor of that shape",
                 uri=self.uri,
                 item=fqn,
             )
@@ -220,8 +221,9 @@ class Load:
         )
         if not fits:
             raise CheckpointCorruptError(
-                f"{fqn} is stored with shape {stored}, which does not hold {wanted} at "
-                f"{tuple(item.storage_offsets)}",
+                f"the planner asks for {wanted} elements of {fqn} at offsets "
+                f"{tuple(item.storage_offsets)}, but the saved part has the shape {stored}: the "
+                "metadata and the object contradict each other; load an older checkpoint",
                 uri=self.uri,
                 item=fqn,
             )

@@ -96,20 +96,20 @@ class RankStatus(NamedTuple):
         uri = first.location or None
         if self.version != first.version:
             return ConfigError(
-                f"rank 0 runs cloudckpt {first.version}, and rank {rank} {self.version}: "
+                f"rank 0 runs cloudckpt {first.version}, but rank {rank} runs {self.version}: "
                 "install the same version on all ranks",
                 uri=uri,
             )
         if self.options != first.options:
             return ConfigError(
-                f"rank 0 has the options {first.options}, and rank {rank} {self.options}: give "
-                "the same on all ranks",
+                f"rank 0 has the options {first.options}, but rank {rank} has {self.options}: "
+                "give the same on all ranks",
                 uri=uri,
             )
         if self.location != first.location:
             return DifferentCheckpointsError(
-                f"rank 0 means {first.location}, and rank {rank} {self.location}: give the same "
-                "checkpoint_id on all ranks, for example by a broadcast of it",
+                f"rank 0 uses {first.location}, but rank {rank} uses {self.location}: give the "
+                "same checkpoint_id on all ranks, for example by broadcasting it",
                 uri=uri,
             )
         return None
@@ -206,9 +206,10 @@ def _warn_of_others() -> None:
     count = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and count.isdecimal() and int(count) > 1:
         logger.warning(
-            "this is one of %s processes (WORLD_SIZE), but torch.distributed is not initialized: "
-            "each saves and loads by itself, and saves to one location replace each other. Call "
-            "torch.distributed.init_process_group() first; no_dist=True says that it is meant",
+            "this is one of %s processes (WORLD_SIZE), but torch.distributed is not "
+            "initialized: each process saves and loads by itself, and saves to the same "
+            "location replace each other. Call torch.distributed.init_process_group() first, "
+            "or pass no_dist=True if this is intended",
             count,
         )
 
@@ -229,8 +230,8 @@ class Meeting:
         # what torch gives to such a rank, in place of a group
         if group is not None and cast(Any, group) == dist.GroupMember.NON_GROUP_MEMBER:
             raise ConfigError(
-                "this rank is not in the process group that was given: call it on the ranks of the "
-                "group only"
+                "this rank is not in the given process group: make this call on the ranks of "
+                "the group only"
             )
         self.group = group
         self.is_broken = False
@@ -362,10 +363,10 @@ class Meeting:
             break_off(self.group)
             if failure is not None:
                 raise failure from exc
-            outcome = "" if has_begun else ", and nothing was begun"
+            outcome = "" if has_begun else ", and nothing was started"
             raise ProcessGroupError(
-                f"the ranks did not meet{outcome}: look which one ended first and why, and start "
-                "them again",
+                f"the ranks did not meet{outcome}: a rank ended or its connection broke; find "
+                "out which rank ended first and why, and start all of them again",
                 committed=None if has_begun else False,
                 cause=exc,
             ) from exc
@@ -401,9 +402,10 @@ def check_together(use_collectives: bool, uri: str | None = None) -> None:
     """
     if not use_collectives:
         raise ConfigError(
-            "use_collectives=False is not supported: each rank would commit a part by itself, and "
-            "a save that fails on one of them would leave parts of two checkpoints. Leave it out: "
-            "all ranks commit by one request. A process that is to save alone takes no_dist=True",
+            "use_collectives=False is not supported: each rank would commit its part by "
+            "itself, and if one of them failed, the location would hold parts of two "
+            "checkpoints. Leave it out; all ranks then commit together. If one process is to "
+            "save alone, pass no_dist=True",
             uri=uri,
         )
 

@@ -35,7 +35,7 @@ def advice(missing: str, stored: Collection[str]) -> str:
     return ""
 
 
-_STRICT = "pass strict=False, which loads the rest and reports what it left as it was"
+_STRICT = "pass strict=False, which loads the rest and reports what was not loaded"
 
 
 def _wrapped(missing: str, stored: Collection[str]) -> str:
@@ -53,8 +53,11 @@ def _wrapped(missing: str, stored: Collection[str]) -> str:
         ends += 1
     ours, theirs = here[common : len(here) - ends], there[common : len(there) - ends]
     said = [
-        f"the model that {verb} is wrapped by {' and '.join(_WRAPPERS[part] for part in parts)}"
-        for verb, parts in (("loads", _wrappers(ours)), ("was saved", _wrappers(theirs)))
+        f"the model {verb} is wrapped by {' and '.join(_WRAPPERS[part] for part in parts)}"
+        for verb, parts in (
+            ("to load into", _wrappers(ours)),
+            ("that was saved", _wrappers(theirs)),
+        )
         if parts
     ]
     if common < 2 and {*ours, *theirs} <= _WRAPPERS.keys():  # around the model as a whole
@@ -71,8 +74,9 @@ def _wrapped(missing: str, stored: Collection[str]) -> str:
             f"{{saved[{prefix}name]: value for name, value in {_STATE_DICT}.items()}}"
         )
     return (
-        f"; it has {found!r}: {', and '.join(said)}. Instead of model.state_dict(), write {line}; "
-        f"{_STATE_DICT} names both alike when they are saved"
+        f"; the checkpoint has {found!r}: {', and '.join(said)}. Instead of model.state_dict(), "
+        f"use {line}; saves that use {_STATE_DICT} have the same names with and without "
+        "wrappers"
     )
 
 
@@ -88,12 +92,12 @@ def _of_rank(missing: str, stored: Collection[str]) -> str:
     """If one of both is a value of each rank."""
     bare = without_ranks(missing)
     if bare != missing and bare in stored:
-        return f"; it has {bare!r}, one value for all ranks: load that without per_rank"
+        return f"; the checkpoint has {bare!r}, one value for all ranks: load it without per_rank"
     found = next((name for name in stored if without_ranks(name) == missing), missing)
     if found == missing:
         return ""
     return (
-        f"; it has {found!r}, as each rank has saved a value of its own: put "
+        f"; the checkpoint has {found!r}, because each rank saved its own value: put "
         "cloudckpt.per_rank(...) there"
     )
 
@@ -104,9 +108,9 @@ def _container(missing: str, stored: Collection[str]) -> str:
     if not beneath:
         return ""
     return (
-        f"; it has {len(beneath)} entries beneath {missing!r}, such as {beneath[0]!r}, and the "
-        "state dict has a single value or an empty list there: put a dict or list with these "
-        f"entries there, or {_STRICT}"
+        f"; the checkpoint has {len(beneath)} entries under {missing!r}, such as "
+        f"{beneath[0]!r}, but the state dict has a single value or an empty list there: put a "
+        f"dict or list with these entries there, or {_STRICT}"
     )
 
 
@@ -116,12 +120,12 @@ def _of_optimizer(missing: str, stored: Collection[str]) -> str:
     if found is None or not any(name.startswith(f"{found[1]}param_groups") for name in stored):
         return ""
     return (
-        "; the optimizer that was saved had no state for it: the parameter is new, or was frozen "
-        f"or had no gradient yet. Remove its state, or {_STRICT}"
+        "; the saved optimizer had no state for this parameter: it is new, or it was frozen or "
+        f"had no gradient yet. Remove its state from the state dict, or {_STRICT}"
     )
 
 
 def _near(missing: str, stored: Collection[str]) -> str:
     near = difflib.get_close_matches(missing, stored, n=3)
-    said = f"; near {missing!r} it has {near}" if near else ""
-    return f"{said}. Remove what is missing from the state dict, or {_STRICT}"
+    said = f"; the checkpoint has the similar {near}" if near else ""
+    return f"{said}. Remove the missing keys from the state dict, or {_STRICT}"

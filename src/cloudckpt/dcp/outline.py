@@ -33,7 +33,7 @@ _PLACEMENTS = frozenset((Partial, Replicate, Shard, StridedShard))
 _DICTS = frozenset((dict, OrderedDict, defaultdict))
 _KEYS = frozenset((bool, float, bytes, type(None)))  # besides str and int
 _VALUES = frozenset((type(None), bool, int, float, complex, str, bytes, tuple))
-_VALUE = "a value that is pickled"  # whatever it is: its plan is the same
+_VALUE = "a pickled value"  # whatever it is: its plan is the same
 
 
 class _UnknownError(Exception):

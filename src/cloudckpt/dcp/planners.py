@@ -264,7 +264,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             raise self._missing(missing)
         else:
             self.unused.add(read_item.dest_index.fqn)
-            why = f"the checkpoint has a {type(value).__name__} in place of what it is in"
+            why = f"the checkpoint has a {type(value).__name__} in place of the container"
             self.left_alone.update(dict.fromkeys(missing, why))
 
     def _store(self, name: str, value: Any) -> None:
@@ -397,8 +397,8 @@ def _refuse_meta(state_dict: dict[str, Any]) -> None:
     for name, value in flatten_state_dict(state_dict)[0].items():
         if isinstance(value, torch.Tensor) and value.is_meta:
             raise UnsupportedTensorError(
-                f"{name} is a meta tensor in the state dict, which has no memory to load into: "
-                "call model.to_empty(device=...) before you take the model's state dict",
+                f"{name} is a meta tensor in the state dict, without memory to load into: call "
+                "model.to_empty(device=...) before you take the model's state dict",
                 item=name,
             )
 
@@ -410,9 +410,12 @@ def _why_not(value: Any, entry: Entry) -> str:
     """Why a tensor that was saved can't be loaded into a value; empty if it can."""
     if type(value).__module__ in _NO_TENSORS:
         shape = entry.shape
-        return f"a tensor of shape {shape} in the checkpoint: put a tensor there to load it"
+        return (
+            f"a tensor of shape {shape} in the checkpoint, but not in the state dict: put a "
+            "tensor there to load it"
+        )
     if hasattr(value, "size") and (shape := whole_shape(value)) != entry.shape:
-        return f"of shape {entry.shape} in the checkpoint and {shape} in the state dict"
+        return f"of shape {entry.shape} in the checkpoint, but {shape} in the state dict"
     return ""
 
 

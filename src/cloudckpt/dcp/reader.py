@@ -191,8 +191,8 @@ class CloudStorageReader(OurReader):
                 )
             self._refuse_parts()
             raise CheckpointNotFoundError(
-                "there is no committed checkpoint here: neither .metadata, nor a model in "
-                "safetensors files. " + self._what_is_there(),
+                "there is no committed checkpoint here: neither a .metadata object, nor a "
+                "model in safetensors files. " + self._what_is_there(),
                 uri=str(self.uri),
             ) from error
         return self._taken(commit, fetched)
@@ -204,7 +204,7 @@ class CloudStorageReader(OurReader):
         with contextlib.suppress(CloudCheckpointError):
             if is_file(self._store().head, self.uri):
                 return (
-                    "It is a file; if torch.save has written it, 'cloudckpt convert' makes a "
+                    "This is a file; if torch.save wrote it, 'cloudckpt convert' makes a "
                     "checkpoint of it"
                 )
         return "Check the location; an interrupted save leaves no checkpoint"
@@ -214,10 +214,10 @@ class CloudStorageReader(OurReader):
         with contextlib.suppress(ObjectNotFoundError):
             Retrier(self.config.retry).call(lambda: self._store().head(self.uri.key(PART)))
             raise CheckpointError(
-                "each rank has saved a part of its own here (use_collectives=False), and cloudckpt "
-                "reads what ranks have saved together: load it on as many ranks with "
-                "torch.distributed.checkpoint.load and a reader of torch's, then save it without "
-                "that option",
+                "each rank has saved its part by itself here (use_collectives=False), which "
+                "cloudckpt can't read: load it on as many ranks with "
+                "torch.distributed.checkpoint.load and torch's own reader, then save it "
+                "without that option",
                 uri=str(self.uri),
             )
 
@@ -232,7 +232,7 @@ class CloudStorageReader(OurReader):
         if self._model is not None:
             return self._model
         if self._fetched is None:
-            raise ValueError("no metadata was read yet")
+            raise ValueError("the metadata was not read yet: call read_metadata() first")
         return pickle.dumps(self._fetched)
 
     def adopt(self, packed: bytes | bytearray | memoryview | ModelFolder) -> Metadata:
@@ -258,7 +258,8 @@ class CloudStorageReader(OurReader):
     def _taken(self, commit: CommitObject, fetched: Fetched) -> Metadata:
         if self.key_mapping is not None:
             raise ConfigError(
-                "key_mapping is for models in safetensors files, and this is a checkpoint",
+                "key_mapping= is for models in safetensors files, and this is a checkpoint: "
+                "leave it out",
                 uri=str(self.uri),
             )
         self._commit, self._fetched = commit, fetched
@@ -297,7 +298,9 @@ class CloudStorageReader(OurReader):
         places, commit = metadata.storage_data, self._commit
         if not isinstance(places, Mapping):
             raise CheckpointCorruptError(
-                "the metadata does not say where the items are", uri=str(self.uri)
+                "invalid metadata: it has no locations of the items (storage_data); load an "
+                "older checkpoint",
+                uri=str(self.uri),
             )
         if commit is not None and places is commit.metadata.storage_data:
             return Places(self.uri, commit)
@@ -326,13 +329,14 @@ class CloudStorageReader(OurReader):
                 continue
             if source.uri == first.uri:
                 raise CheckpointReplacedError(
-                    f"it was replaced while ranks 0 and {rank} read its metadata; load it again",
+                    f"the checkpoint was replaced while ranks 0 and {rank} read its metadata; "
+                    "load it again",
                     saves=(first.save_id, source.save_id),
                     uri=first.uri,
                 )
             raise DifferentCheckpointsError(
-                f"rank 0 loads from here, and rank {rank} from {source.uri}: give the same "
-                "checkpoint_id on all ranks, for example by a broadcast of it",
+                f"rank 0 loads from {first.uri}, but rank {rank} from {source.uri}: give the "
+                "same checkpoint_id on all ranks, for example by broadcasting it",
                 uri=first.uri,
             )
         return plans
@@ -413,8 +417,8 @@ def _named(error: Exception, uri: str) -> CloudCheckpointError:
     if isinstance(error, CloudCheckpointError):
         return error
     return CheckpointError(
-        "the metadata could not be read, for a reason that says nothing about whether there is a "
-        "checkpoint",
+        "the metadata could not be read, and whether there is a checkpoint is unknown; see the "
+        "cause",
         uri=uri,
         cause=error,
     )
@@ -440,7 +444,8 @@ def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Meta
         save_id = getattr(found.storage_meta, "save_id", None)
         if save_id != wanted:
             raise CheckpointReplacedError(
-                "replaced by another save before its metadata was read",
+                "another save replaced this checkpoint before its metadata was read: inspect "
+                "the new checkpoint, or save to another location",
                 saves=(wanted, save_id),
                 uri=str(uri),
             )

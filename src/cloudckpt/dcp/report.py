@@ -33,8 +33,8 @@ _ROWS = {
 }
 
 _CAST = (
-    "which torch.optim.Optimizer.load_state_dict converts to the type of the parameter, unless the "
-    "optimizer has a load_state_dict of its own"
+    "which torch.optim.Optimizer.load_state_dict converts to the type of the parameter, unless "
+    "the optimizer has its own load_state_dict"
 )
 _EMPTY = (
     "a group without parameters, of which set_optimizer_state_dict loses lr, betas, eps and "
@@ -128,19 +128,19 @@ class LoadReport:
         """Logs it, if it has more than what was loaded; as a warning if that may not be meant."""
         if self.left_alone:
             logger.warning(
-                "%s: left as it was, though the checkpoint has something there: %s",
+                "%s: left as it was, although the checkpoint has an entry of this name: %s",
                 self.uri,
                 _shown(self.left_alone),
             )
         if self.optimizer:
             logger.warning(
-                "%s: the state of the optimizer is there, beneath %s, and is not loaded, as the "
-                "state dict has no place for it (%d entries): an optimizer that has made no step, "
-                "or whose parameters are frozen, has no state for them. Take both from "
-                "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)",
+                "%s: the checkpoint has %d entries of optimizer state, under %s, that were not "
+                "loaded, as the state dict has no entries for them: an optimizer that has made "
+                "no step, or whose parameters are frozen, has no state for them. Take both "
+                "from torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)",
                 self.uri,
-                _above(self.optimizer),
                 len(self.optimizer),
+                _above(self.optimizer),
             )
         if any(getattr(self, name) for name in _ROWS):
             logger.info("%s", self)

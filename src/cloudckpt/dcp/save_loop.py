@@ -372,10 +372,10 @@ class SaveLoop:
                 raise
             found = re.search(r"key:(\S+)", str(exc))
             raise IncompleteSaveError(
-                "the parts of a tensor that the ranks have overlap, or do not fill it. Give the "
-                "same keys on all ranks, for example those of torch.distributed.checkpoint."
-                "state_dict.get_model_state_dict(model), and nothing is saved behind an "
-                "`if rank == ...:`",
+                "the ranks' parts of a tensor overlap, or do not cover it. Give the same keys "
+                "on all ranks, for example those of "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model), and save "
+                "nothing inside an `if rank == ...:`",
                 uri=uri,
                 item=None if found is None else found[1],
                 cause=exc,
@@ -480,12 +480,12 @@ class SaveLoop:
         ):
             try:
                 if digest != planned_digest:
-                    raise ValueError("it has written by another plan")
+                    raise ValueError("the rank wrote by another plan")
                 written.append(one.completed(before))
             except ValueError as exc:
                 raise IncompleteSaveError(
-                    f"rank {rank} means another plan or save than rank 0, under the same number: "
-                    f"{exc}; nothing was committed. Save again: all ranks plan anew then",
+                    f"rank {rank} wrote by another plan, or another save, than rank 0: {exc}; "
+                    "nothing was committed. Save again: all ranks will then plan anew",
                     uri=str(self._ours.uri),
                 ) from exc
         return replace(known.of_all, extents=_extents_of(written)), written

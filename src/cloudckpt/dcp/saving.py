@@ -231,8 +231,8 @@ class StateLayout:
         data, is_bytes = self._resolved(item), item.type == WriteItemType.BYTE_IO
         if not isinstance(data, io.BytesIO if is_bytes else torch.Tensor):
             raise UnsupportedTensorError(
-                f"{fqn} is planned as {'bytes' if is_bytes else 'a tensor'}, and resolve_data of "
-                f"the planner has returned a {type(data).__name__}",
+                f"{fqn} is planned as {'bytes' if is_bytes else 'a tensor'}, but the planner's "
+                f"resolve_data returned a {type(data).__name__}",
                 item=fqn,
             )
         if isinstance(data, io.BytesIO):
@@ -246,8 +246,8 @@ class StateLayout:
         # plans ignore types
         if item.tensor_data is not None and tensor.shape != item.tensor_data.chunk.sizes:
             raise ShapeMismatchError(
-                f"{fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, and "
-                f"resolve_data of the planner has returned one of shape {tuple(tensor.shape)}",
+                f"{fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, but the "
+                f"planner's resolve_data returned a tensor of shape {tuple(tensor.shape)}",
                 item=fqn,
             )
         if travels_as_bytes(tensor):
@@ -266,9 +266,9 @@ class StateLayout:
             if item.type != WriteItemType.BYTE_IO or not isinstance(planner, DefaultSavePlanner):
                 raise
             raise UnsupportedValueError(
-                f"{fqn} (of type {_kind(planner, item).__name__}) can't be pickled: save what it "
-                "can be made of again (numbers, strings, tensors, dicts and lists of them), or "
-                "leave it out of the state dict",
+                f"{fqn} (of type {_kind(planner, item).__name__}) can't be pickled: save the "
+                "values it can be made from (numbers, strings, tensors, dicts and lists of "
+                "them), or leave it out of the state dict",
                 uri=self._uri,
                 item=fqn,
                 cause=exc,

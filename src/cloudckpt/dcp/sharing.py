@@ -102,7 +102,8 @@ def _named(error: Exception) -> CloudCheckpointError:
     if isinstance(error, CloudCheckpointError):
         return error
     made = ProcessGroupError(
-        "the ranks lost each other: look which one ended first and why, and start them again",
+        "the ranks lost each other: find out which rank ended first and "
+        "why, and start all of them again",
         cause=error,
     )
     made.__cause__ = error

@@ -156,8 +156,8 @@ class CloudStorageWriter(OurWriter):
         super().__init__()
         if not isinstance(commit_hook, (CommitHook, type(None))):
             raise ConfigError(
-                f"commit_hook is a {type(commit_hook).__name__}: derive a class from CommitHook, "
-                "and give an object of it"
+                f"commit_hook is a {type(commit_hook).__name__}: pass an object of a class "
+                "derived from CommitHook"
             )
         self.uri = checkpoint_location(checkpoint_id)
         self.config = config_or_default(config)
@@ -311,12 +311,18 @@ class CloudStorageWriter(OurWriter):
                 return None
             hold = Hold.of(store, self.uri, base, self.config, self.attempt)
         except CloudCheckpointError as error:
-            logger.warning("%s: %s is no base for it: %s", self.uri, base or "nothing", error)
+            logger.warning(
+                "%s: %s can't be the base of this incremental save, so everything is uploaded: %s",
+                self.uri,
+                base or "nothing",
+                error,
+            )
             return None
         if hold is None:
             logger.warning(
-                "%s: %s is no base for it, as it has no digests, or is being replaced: save it "
-                "with Config(incremental=True)",
+                "%s: %s can't be the base of this incremental save, so everything is uploaded: "
+                "it has no digests, or is being replaced. Save it with "
+                "Config(incremental=True)",
                 self.uri,
                 base,
             )
@@ -342,7 +348,8 @@ class CloudStorageWriter(OurWriter):
             self.note_structure(planner.structure)
         if self.is_incremental and contents is None:
             logger.warning(
-                "%s: all of it is sent, as torch's own saver was called: call cloudckpt.save",
+                "%s: everything is uploaded, because torch's own save was called: call "
+                "cloudckpt.save for an incremental save",
                 self.uri,
             )
         written = self.send(plan, planner, contents=contents)
@@ -431,11 +438,16 @@ class CloudStorageWriter(OurWriter):
         """
         uri, hook = str(self.uri), self.commit_hook or CommitHook()
         if self._baseline is None:
-            raise IncompleteSaveError("the save was not planned", uri=uri)
+            raise IncompleteSaveError(
+                "the save was not planned: call prepare_local_plan and prepare_global_plan "
+                "before finish",
+                uri=uri,
+            )
         baseline = self._baseline.answer()
         if self._is_finished:  # its objects are committed by now, or deleted
             raise IncompleteSaveError(
-                "the save was finished before, and can't be finished twice: save again", uri=uri
+                "this save was already finished, and can't be finished twice: start a new save",
+                uri=uri,
             )
         with portable_errors(uri):
             with paused_gc():  # the collector would traverse the plans of all ranks
@@ -499,7 +511,9 @@ class CloudStorageWriter(OurWriter):
                 found = retrier.call(lambda: fetch(store, key))
                 names = object_names(found, store.uri(key))
             except CloudCheckpointError as error:
-                logger.warning("whether the save is committed could not be seen: %s", error)
+                logger.warning(
+                    "the store could not be asked whether the save is committed: %s", error
+                )
             else:
                 if not names.isdisjoint(self._written):
                     self.committed = True
@@ -530,10 +544,10 @@ def committing(writer: OurWriter) -> Iterator[None]:
         if not isinstance(error, Exception) and portable(error, uri) is error:
             raise
         raise CommitUnknownError(
-            "the checkpoint is committed, and something failed after that; nothing was deleted"
+            "the checkpoint is committed, but something failed after that; nothing was deleted"
             if writer.committed
-            else "the commit failed in an unexpected way and may have taken place; its data was "
-            "kept",
+            else "the commit failed unexpectedly and may have taken place; its data was kept. "
+            "Check whether this checkpoint exists before you go on",
             uri=uri,
             cause=error,
         ) from error
@@ -544,4 +558,6 @@ def run_after(hook: CommitHook, uri: str, metadata: Metadata) -> None:
     try:
         hook.after_commit(uri, metadata)
     except Exception:
-        logger.exception("the hook after the commit of %s failed; the checkpoint is committed", uri)
+        logger.exception(
+            "the commit hook failed after the commit of %s; the checkpoint is committed", uri
+        )
