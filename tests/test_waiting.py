@@ -164,7 +164,7 @@ def test_what_has_ended_is_not_said_to_be_silent(clock, lines):
 def test_what_is_looked_for_in_vain_is_said(clock, lines):
     assert retrier(clock, deadline=30.0).wait_for(lambda: None) is None
     assert [when for when, _ in lines] == [10.0, 20.0]
-    assert "not to be seen yet" in lines[0][1]
+    assert "not visible yet" in lines[0][1]
 
 
 def test_a_forked_child_does_not_wait_for_what_its_parent_waits_for(monkeypatch):

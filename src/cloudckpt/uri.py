@@ -152,11 +152,13 @@ class CheckpointURI:
         if not text.strip():
             raise InvalidURIError(f"the checkpoint location is empty; write {_FORMS}")
         if _CONTROL.search(text):
-            raise InvalidURIError(f"{_shown(text)!r} contains a control character")
+            raise InvalidURIError(f"{_shown(text)!r} contains a control character: remove it")
         try:
             os.fsencode(text)
         except UnicodeEncodeError:
-            raise InvalidURIError(f"{_shown(text)!r} contains half of a surrogate pair") from None
+            raise InvalidURIError(
+                f"{_shown(text)!r} contains half of a surrogate pair: use a name in valid UTF-8"
+            ) from None
         if foreign := _FOREIGN_SCHEME.match(text):
             scheme = foreign[1].lower()
             raise InvalidURIError(
@@ -177,8 +179,8 @@ class CheckpointURI:
             )
         if _NEARLY.match(text):
             raise InvalidURIError(
-                f"{_shown(text)!r} looks like a mistyped URI and would be a local folder; write "
-                f"{_FORMS}"
+                f"{_shown(text)!r} looks like a mistyped URI, and would be read as a local "
+                f"folder; write {_FORMS}"
             )
         match = _SCHEME.match(text)
         if match is None:
@@ -207,7 +209,7 @@ class CheckpointURI:
             )
         path = os.fsdecode(unquote_to_bytes(os.fsencode(parts.path)))  # names may not be UTF-8
         if _CONTROL.search(path):
-            raise InvalidURIError(f"{_shown(text)!r} contains a control character")
+            raise InvalidURIError(f"{_shown(text)!r} contains a control character: remove it")
         return cls("file", "", os.path.abspath(path))
 
     @classmethod
@@ -233,8 +235,8 @@ class CheckpointURI:
             )
         if "sig=" in path.partition("?")[2]:
             raise InvalidURIError(
-                f"{_shown(text)!r}: do not put a shared access signature into a URI; put it "
-                "into AZURE_STORAGE_SAS_TOKEN"
+                f"{_shown(text)!r} contains a shared access signature: remove it, and set "
+                "AZURE_STORAGE_SAS_TOKEN instead"
             )
         if scheme == "https":  # a URL, which is percent-encoded; the others are taken literally
             if re.search(r"%(?![0-9A-Fa-f]{2})", path):
@@ -242,9 +244,12 @@ class CheckpointURI:
             try:
                 rest = unquote(path, errors="strict")
             except UnicodeDecodeError:
-                raise InvalidURIError(f"{_shown(text)!r} is not percent-encoded UTF-8") from None
+                raise InvalidURIError(
+                    f"{_shown(text)!r} is not percent-encoded UTF-8: encode it, or write "
+                    "az://container/path"
+                ) from None
             if _CONTROL.search(rest):
-                raise InvalidURIError(f"{_shown(text)!r} contains a control character")
+                raise InvalidURIError(f"{_shown(text)!r} contains a control character: remove it")
         else:
             rest = f"{container}{slash}{path}"
         found = cls._object("az", rest, text)
@@ -273,23 +278,27 @@ class CheckpointURI:
                     raise InvalidURIError(f"{shown!r} names {meaning}")
         if point is None and ("@" in bucket or ":" in bucket):
             raise InvalidURIError(
-                f"{shown!r}: do not put credentials into a URI; cloudckpt finds them where the "
-                "cloud's own tools do"
+                f"{shown!r} contains credentials: remove them; cloudckpt gets credentials from "
+                "where the cloud's own tools get them"
             )
         if "?" in rest or "#" in rest:
-            raise InvalidURIError(f"{shown!r}: a checkpoint URI has no query and no fragment")
+            raise InvalidURIError(
+                f"{shown!r} has a query or a fragment, which checkpoint URIs do not have: remove it"
+            )
         if _HALVES.search(rest):
             raise InvalidURIError(
-                f"{shown!r} contains half of a surrogate pair, as names of files that are not "
-                "UTF-8 do; no object store has such a name"
+                f"{shown!r} contains half of a surrogate pair, as file names that are not UTF-8 "
+                "do: use a name in valid UTF-8"
             )
         prefix = prefix.removesuffix("/")
         segments = prefix.split("/") if prefix else []
         if "" in segments:
-            raise InvalidURIError(f"{shown!r} contains an empty path segment ('//')")
+            raise InvalidURIError(
+                f"{shown!r} contains an empty path segment ('//'): remove a slash"
+            )
         if "." in segments or ".." in segments:
             raise InvalidURIError(
-                f"{shown!r} contains '.' or '..'; object stores do not resolve them: write the "
+                f"{shown!r} contains '.' or '..', which object stores do not resolve: write the "
                 "whole path"
             )
         return cls(scheme, bucket, prefix)
@@ -360,8 +369,8 @@ def _absolute(path: str) -> str:
         return os.path.abspath(path)
     except FileNotFoundError as exc:  # on which some begin a new run
         raise InvalidURIError(
-            f"{_shown(path)!r} is relative to the working directory, which is gone: change to "
-            "another one, or write an absolute path",
+            f"{_shown(path)!r} is relative to the working directory, which no longer exists: "
+            "change to another one, or write an absolute path",
             cause=exc,
         ) from exc
 

@@ -94,7 +94,7 @@ def test_a_source_that_is_none_is_named(cli, run, tmp_path):
     assert (ended.code, "step-5" in ended.err) == (3, True)  # did you mean
     (tmp_path / "text.pt").write_text("not a state")
     ended = cli("convert", tmp_path / "text.pt", tmp_path / "new")
-    assert (ended.code, "not one of torch.save" in ended.err) == (4, True)
+    assert (ended.code, "not written by torch.save" in ended.err) == (4, True)
 
 
 def test_a_checkpoint_is_exported_as_a_model_and_imported_again(cli, stock, tmp_path, caplog):

@@ -564,7 +564,7 @@ def _loaded(state: dict, place: Place, **options) -> dict:
 
 
 UNREADABLE = [
-    MemoryError("no room"),
+    MemoryError("could not be allocated"),
     RecursionError("too deep"),
     ValueError("Invalid endpoint: nonsense"),
     OSError("the disk is on fire"),

@@ -261,7 +261,7 @@ def test_a_base_elsewhere_is_refused(place, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("gone", "there is no such file"),
+        ("gone", "does not exist"),
         ("damaged", "checksum"),
         ("without digests", "no digests"),
         ("of torch", "no digests"),

@@ -75,7 +75,7 @@ class TestDoubtfulCommits:
         ]
         with pytest.raises(CommitUnknownError) as caught:
             cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
-        assert "look whether" in str(caught.value)
+        assert "check whether" in str(caught.value)
         assert any(look.injected for look in looks)
         assert load_step(uri, direct, SMALL) == 2
 

@@ -190,7 +190,7 @@ def identity(azure_key, monkeypatch):
 
 
 def test_tokens_are_not_sent_in_the_clear(open_azure, identity):
-    with pytest.raises(CredentialsError, match="https only"):
+    with pytest.raises(CredentialsError, match="only over https"):
         open_azure()
     assert identity.asked == []
 

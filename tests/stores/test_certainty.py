@@ -124,7 +124,7 @@ def test_what_a_gateway_says_of_its_own_troubles_is_tried_again(read, status):
 def test_a_proxy_that_asks_for_a_password_is_named(read):
     error = read(407, {}, HTML, "PUT", "s3://bucket/key")
     assert not isinstance(error, TransientStoreError)
-    assert "a proxy on the way asks for a user" in str(error)
+    assert "a proxy requires a user" in str(error)
 
 
 def test_an_error_is_not_certain_unless_it_says_so():

@@ -115,7 +115,9 @@ def test_a_first_token_that_is_refused_is_final_and_a_refresh_is_tried_again(ope
     credentials = store._credentials.current._credentials
     credentials.expires_in(-1)
     credentials.script = [REFUSED]
-    with pytest.raises(ConnectionLostError, match=r"can't be refreshed for now.*invalid_grant"):
+    with pytest.raises(
+        ConnectionLostError, match=r"can't be refreshed at the moment.*invalid_grant"
+    ):
         store.head("run/object")
     call(store, secure, "head")
 
@@ -176,7 +178,7 @@ def workload_file(tmp_path, token_server):
 def test_a_token_endpoint_that_is_silent_is_given_up(open_gcs, account_file, token_server):
     token_server.respond(lambda request: token_server.Answer(silent=True))
     store = open_gcs(file=account_file, read_timeout=0.3)
-    with pytest.raises(ConnectionLostError, match="for now"):
+    with pytest.raises(ConnectionLostError, match="at the moment"):
         store.head("run/object")
 
 

@@ -61,7 +61,9 @@ def test_a_folder_that_is_deleted_just_then_is_made_again_but_not_forever(
         put(store, tmp_path / "run" / "object", b"data")
         assert files_below(tmp_path) == ["run/object"]
     else:
-        with pytest.raises(InvalidRequestError, match="makes no files in this folder") as caught:
+        with pytest.raises(
+            InvalidRequestError, match="can't create files in this folder"
+        ) as caught:
             put(store, tmp_path / "run" / "object", b"data")
         assert caught.value.uri == (tmp_path / "run" / "object").as_uri()
         assert len(begun) < deletions
@@ -113,7 +115,7 @@ def test_a_file_that_may_not_stay_is_not_called_missing(store, tmp_path, monkeyp
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(CommitUnknownError, match="put in its place") as caught:
+    with pytest.raises(CommitUnknownError, match="moved to its name") as caught:
         put(store, key, b"data", if_absent=if_absent)
     assert caught.value.uri == key.as_uri()
     assert key.read_bytes() == b"data"
@@ -227,7 +229,7 @@ def test_the_errors_of_the_file_system_have_names(store, tmp_path, monkeypatch, 
 @pytest.mark.parametrize("if_absent", [True, False])
 def test_a_folder_in_the_place_of_a_file_is_said(store, tmp_path, if_absent):
     (tmp_path / "a").mkdir()
-    with pytest.raises(InvalidRequestError, match="a folder is in the place of this file"):
+    with pytest.raises(InvalidRequestError, match="a folder has the name of this file"):
         put(store, tmp_path / "a", b"x", if_absent=if_absent)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -236,7 +238,7 @@ def test_a_folder_in_the_place_of_a_file_is_said(store, tmp_path, if_absent):
 def test_a_file_in_the_place_of_a_folder_is_said(store, tmp_path, key):
     (tmp_path / "a").write_bytes(b"mine")
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(InvalidRequestError, match="in the place of this folder") as caught:
+    with pytest.raises(InvalidRequestError, match="has the name of this folder") as caught:
         put(store, tmp_path / key, b"x")
     assert caught.value.uri == (tmp_path / key.partition("/")[0]).as_uri()
     for version in (None, "1-2-3"):
@@ -365,7 +367,7 @@ def test_an_unfinished_file_that_was_swapped_is_not_written_to(store, tmp_path, 
         "complete_upload": lambda: store.complete_upload(upload, [part], if_absent=True),
         "copy_part": lambda: store.copy_part(store, source, upload, 2, 0, 4),
     }
-    with pytest.raises(InvalidRequestError, match="replaced by somebody") as caught:
+    with pytest.raises(InvalidRequestError, match="replaced by another user") as caught:
         calls[verb]()
     assert caught.value.uri == key.as_uri()
     assert victim.read_bytes() == b"of somebody else"
@@ -396,7 +398,7 @@ def test_what_was_swapped_is_not_published(store, tmp_path, monkeypatch, conditi
         "put": lambda: put(store, key, b"data", **conditions),
         "copy": lambda: store.copy(store, source, str(key), **conditions),
     }
-    with pytest.raises(InvalidRequestError, match="replaced by somebody"):
+    with pytest.raises(InvalidRequestError, match="replaced by another user"):
         calls[verb]()
     assert victim.read_bytes() == b"of somebody else"
 

@@ -340,7 +340,7 @@ def test_a_session_that_is_refused_is_begun_anew(express):
     [
         (403, "AccessDenied", AccessDeniedError, "s3express:CreateSession"),
         (404, "NoSuchBucket", BucketNotFoundError, "CreateSession"),
-        (503, "SlowDown", ConnectionLostError, "can't be fetched for now"),
+        (503, "SlowDown", ConnectionLostError, "can't be fetched at the moment"),
     ],
 )
 def test_a_session_that_is_refused_says_why(open_s3, server, status, code, expected, told):
@@ -369,7 +369,7 @@ def test_nothing_but_the_url_goes_to_whom_reads_are_sent_on_to(monkeypatch, requ
 def test_a_target_that_always_refuses_is_an_error_without_its_signature(gateway):
     store, stub, info = gateway
     stub.lifetime = -1.0
-    with pytest.raises(AccessDeniedError, match="where the store sent") as caught:
+    with pytest.raises(AccessDeniedError, match="to which the store redirected") as caught:
         get_range(store, size=1, if_version=info.version)
     assert len(stub.expired) == 1
     assert "SIGNED" not in f"{caught.value!r} {caught.value} {vars(caught.value)}"

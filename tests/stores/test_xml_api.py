@@ -46,7 +46,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
 def test_an_answer_that_is_no_answer_is_a_named_error(body):
-    with pytest.raises(ServerError, match="not what it should be") as caught, reading(URI):
+    with pytest.raises(ServerError, match="can't be understood") as caught, reading(URI):
         unqualified(body, URI)
     assert caught.value.uri == URI
 

@@ -200,7 +200,7 @@ def test_a_file_is_not_named_like_one_of_another_format(local):
     cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.at("ck").uri, config=local.config)
     before = local.names()
     for name in ("model.safetensors", "MODEL.SafeTensors", "a.gguf", "a.onnx", "a.npz", "a.h5"):
-        with pytest.raises(InvalidURIError, match="named like a file of another format"):
+        with pytest.raises(InvalidURIError, match="has the suffix of another format"):
             dcp_to_torch_save(local.at("ck").uri, local.at(name).uri, config=local.config)
     assert local.names() == before
 
@@ -274,9 +274,9 @@ def _zip_of(**records) -> bytes:
 
 _GOOD = bytes_of_file({"t": numbered(300)})
 BROKEN = {
-    "empty": (b"", CheckpointCorruptError, "not one of torch.save"),
-    "text": (b"hello" * 100, CheckpointCorruptError, "not one of torch.save"),
-    "a pickle": (pickle.dumps({"a": 1}), CheckpointCorruptError, "not one of torch.save"),
+    "empty": (b"", CheckpointCorruptError, "not written by torch.save"),
+    "text": (b"hello" * 100, CheckpointCorruptError, "not written by torch.save"),
+    "a pickle": (pickle.dumps({"a": 1}), CheckpointCorruptError, "not written by torch.save"),
     "truncated": (_GOOD[:-30], CheckpointCorruptError, "truncated"),
     "cut in half": (_GOOD[: len(_GOOD) // 2], CheckpointCorruptError, "truncated"),
     "a few bytes": (_GOOD[:7], CheckpointCorruptError, "truncated"),

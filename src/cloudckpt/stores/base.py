@@ -92,7 +92,7 @@ class ObjectInfo:
 
     def __post_init__(self) -> None:
         if not 0 <= self.size < 1 << 63:
-            raise ValueError(f"no object has {self.size} bytes")
+            raise ValueError(f"the size of an object can't be {self.size} bytes")
 
     @property
     def age(self) -> float | None:
@@ -301,7 +301,7 @@ class ObjectStore(RangeReader):
         raise self._makes_no_copies(upload.key)
 
     def _makes_no_copies(self, key: str) -> InvalidRequestError:
-        text = "the store can't copy that by itself"
+        text = "the store can't copy this object by itself"
         return InvalidRequestError(text, uri=self.uri(key), certain=True)
 
     @abstractmethod
@@ -342,8 +342,8 @@ class ObjectStore(RangeReader):
         """
         if size > limit:
             raise ObjectTooLargeError(
-                f"the object has {size} bytes, and what it should be has {limit} at most; it was "
-                "not read",
+                f"the object has {size} bytes, but at most {limit} are expected, so it was not "
+                "read: is it damaged, or something else?",
                 uri=self.uri(key),
                 certain=True,
             )

@@ -125,7 +125,7 @@ class Credentials(Generic[S]):
         self._failed = True
         if not self.were_held:
             return error
-        text = "the credentials can't be refreshed for now"
+        text = "the credentials can't be refreshed at the moment; it is tried again"
         return ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
 
     def renew(self, refused: S, secrets: Iterable[str]) -> bool:
@@ -175,9 +175,9 @@ def check_credential(value: str, name: str, uri: str | None = None, *, header: b
     elif value != value.rstrip():
         problem = "ends in white space: remove it"
     elif re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
-        problem = "holds a line break or another control character: copy it anew"
+        problem = "contains a line break or another control character: copy it again"
     elif header and not value.isascii():
-        problem = "holds characters that are not ASCII: copy it anew"
+        problem = "contains characters that are not ASCII: copy it again"
     if problem is not None:
         raise CredentialsError(f"{name} {problem}", uri=uri)
 
@@ -208,14 +208,16 @@ def fetching(
     except CloudCheckpointError:
         raise
     except Exception as exc:  # noqa: BLE001 - SDKs raise whatever their sources do
-        error: StoreError | None = lasting_failure(exc, "the service that gives credentials")
+        error: StoreError | None = lasting_failure(exc, "the credentials service")
         if error is not None:
             error.uri, error.cause = uri, said(exc)
         elif is_passing(exc):
-            text = f"the {whose} credentials can't be fetched for now"
+            text = f"the {whose} credentials can't be fetched at the moment; it is tried again"
             error = ConnectionLostError(text, uri=uri, cause=said(exc), certain=True)
         else:
-            text = f"the {whose} credentials can't be used; correct or renew them"
+            text = (
+                f"the {whose} credentials can't be used; see the cause, and correct or renew them"
+            )
             error = CredentialsError(text, uri=uri, cause=said(exc), certain=True)
         raise_alone(error)
 
@@ -229,7 +231,7 @@ def alone(lock: threading.Lock, uri: str, *, wait: bool = True) -> Iterator[bool
     """
     is_mine = lock.acquire(timeout=_LONGEST_WAIT if wait else 0.0)
     if wait and not is_mine:
-        raise ConnectionLostError("the credentials were not fetched in time", uri=uri, certain=True)
+        raise ConnectionLostError("fetching the credentials took too long", uri=uri, certain=True)
     try:
         yield is_mine
     finally:

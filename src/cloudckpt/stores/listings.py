@@ -31,7 +31,7 @@ def forget_listings() -> None:
     try:
         live = list(_live(base))
     except Exception as error:  # noqa: BLE001 - a cache of somebody else's must not fail a save
-        logger.debug("fsspec's file systems can't be looked at: %r", error)
+        logger.debug("fsspec's file systems can't be inspected for cached listings: %r", error)
         return
     for files in live:
         try:

@@ -111,8 +111,8 @@ class LocalStore(ObjectStore):
                     continue
                 return Upload(key, str(temporary), part_size), file
         raise InvalidRequestError(
-            "the file system makes no files in this folder, although the folder is there; choose "
-            "another location",
+            "the file system can't create files in this folder, although the folder exists; "
+            "choose another location",
             uri=self.uri(key),
             certain=True,
         )
@@ -156,8 +156,9 @@ class LocalStore(ObjectStore):
 
     def _is_swapped(self, upload: Upload, *, certain: bool = True) -> InvalidRequestError:
         return InvalidRequestError(
-            "the unfinished file was replaced by somebody who may write to this folder; nothing "
-            "was written through the replacement. Save to a folder that others may not write to",
+            "the unfinished file was replaced by another user who may write to this folder; "
+            "nothing was written through the replacement. Save to a folder that others may not "
+            "write to",
             uri=self.uri(upload.key),
             cause=Path(upload.id).name,
             certain=certain,
@@ -277,7 +278,7 @@ class LocalStore(ObjectStore):
             raise IsADirectoryError(key)
         if not stat.S_ISREG(found.st_mode):
             raise InvalidRequestError(
-                "this is a pipe, a device or a socket, and no file", uri=self.uri(key), certain=True
+                "this is a pipe, a device or a socket, not a file", uri=self.uri(key), certain=True
             )
         return _info(key, found)
 
@@ -391,8 +392,9 @@ class LocalStore(ObjectStore):
                 if not is_there:
                     raise
                 raise CommitUnknownError(
-                    "the file was put in its place, but the file system could not make sure that "
-                    "it stays there; look whether it is there, and whole, before you go on",
+                    "the file was moved to its name, but the file system could not confirm "
+                    "that it is stored permanently; check whether it exists and is complete "
+                    "before you go on",
                     uri=self.uri(key),
                     cause=exc,
                 ) from exc
@@ -415,16 +417,16 @@ class LocalStore(ObjectStore):
         except OSError as exc:
             if if_absent and exc.errno in {errno.EPERM, *UNKNOWN_STEP}:
                 raise InvalidRequestError(
-                    "the file system has no hard links, which let a file appear without replacing "
-                    "another; choose another location, or, if one job at a time writes to this "
-                    "one, set conditional_writes='off'",
+                    "the file system has no hard links, which are needed to create a file "
+                    "without replacing another; choose another location, or, if one job at a "
+                    "time writes to this one, set conditional_writes='off'",
                     uri=self.uri(key),
                     cause=exc,
                     certain=True,
                 ) from exc
             if os.path.isdir(key):
                 raise InvalidRequestError(
-                    "a folder is in the place of this file; choose another location",
+                    "a folder has the name of this file; choose another location",
                     uri=self.uri(key),
                     cause=exc,
                     certain=True,
@@ -436,10 +438,11 @@ class LocalStore(ObjectStore):
                     return
                 if isinstance(exc, FileExistsError):
                     raise PreconditionFailedError(
-                        "the file exists already", uri=self.uri(key), certain=True
+                        "the file already exists", uri=self.uri(key), certain=True
                     ) from exc
             raise InvalidRequestError(
-                "the file system does not say whether the file is in its place now",
+                "the file system did not confirm that the file exists under its name; check "
+                "before you go on",
                 uri=self.uri(key),
                 cause=exc,
             ) from exc
@@ -464,11 +467,14 @@ class LocalStore(ObjectStore):
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:
             raise ObjectNotFoundError(
-                "there is no such file", uri=self.uri(key), certain=True
+                "the file does not exist", uri=self.uri(key), certain=True
             ) from exc
         except PermissionError as exc:
             raise AccessDeniedError(
-                "this user may not do that here", uri=self.uri(key), cause=exc, certain=True
+                "this user may not read or write here: check the owner and the permissions",
+                uri=self.uri(key),
+                cause=exc,
+                certain=True,
             ) from exc
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -480,9 +486,10 @@ class LocalStore(ObjectStore):
                 ) from exc
             has_limit = exc.errno in (errno.EMFILE, errno.ENFILE)
             raise InvalidRequestError(
-                "as many files are open as this process, or the machine, may open (ulimit -n)"
+                "the process or the machine has as many files open as it may; raise the limit "
+                "(ulimit -n)"
                 if has_limit
-                else "the file system refused",
+                else "the file system refused the operation; see the cause",
                 uri=self.uri(key),
                 cause=exc,
                 certain=True,
@@ -496,5 +503,5 @@ def _info(key: str, found: os.stat_result) -> ObjectInfo:
 
 def _too_short(start: int, size: int, uri: str) -> RangeNotSatisfiableError:
     return RangeNotSatisfiableError(
-        f"the range from {start} is longer than the file of {size} bytes", uri=uri
+        f"the range begins at byte {start}, but the file has only {size} bytes", uri=uri
     )

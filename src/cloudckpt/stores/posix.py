@@ -113,8 +113,8 @@ def names_in(folder: str) -> list[str]:
 def _say_left_out(path: str) -> None:
     """Says of a link to a folder, once in this process, that listings leave it out."""
     logger.warning(
-        "%s is a link to a folder: listings leave it out. What is in it can be loaded by its own "
-        "URI; to have it listed, mount or move the folder here",
+        "%s is a symbolic link to a folder, which listings leave out. Its checkpoints can be "
+        "loaded by their own URI; to have them listed, mount or move the folder here",
         path,
     )
 
@@ -149,8 +149,8 @@ def make_folder(folder: Path) -> None:
             folder.mkdir(exist_ok=True)
         except FileExistsError as exc:
             raise InvalidRequestError(
-                "a file, or a link to nothing, is in the place of this folder; choose another "
-                "location",
+                "a file, or a symbolic link to nothing, has the name of this folder; choose "
+                "another location",
                 uri=folder.as_uri(),
                 cause=exc,
                 certain=True,
@@ -187,7 +187,7 @@ def locked(folder: Path) -> Iterator[None]:
                 if exc.errno not in {errno.ENOLCK, *UNKNOWN_STEP}:
                     raise
                 raise InvalidRequestError(
-                    "the file system gives no locks (flock), which keep two writers apart; mount "
+                    "the file system has no locks (flock), which keep two writers apart; mount "
                     "it with them (Lustre: -o flock), or choose another location",
                     uri=folder.as_uri(),
                     cause=exc,

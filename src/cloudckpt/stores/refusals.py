@@ -63,13 +63,15 @@ _TEXTS: Mapping[type[StoreError], str] = {
     BucketNotFoundError: "the bucket does not exist; check its name and the endpoint",
     ClockError: "this machine's clock is wrong by minutes",
     CredentialsError: "the store does not accept these credentials; correct or renew them",
-    InvalidRequestError: "the store rejects the request",
-    ObjectNotFoundError: "there is no such object",
-    PreconditionFailedError: "the object is not in the expected state",
-    RangeNotSatisfiableError: "the object ends before the range does",
-    ServerError: "the store failed inside",
-    StorageFullError: "the store's disks or a quota are full",
-    ThrottledError: "the store is overloaded or unavailable for the moment",
+    InvalidRequestError: "the store rejected the request; see the code in the cause",
+    ObjectNotFoundError: "the object does not exist",
+    PreconditionFailedError: (
+        "the object is not in the expected state: it was written, replaced or deleted meanwhile"
+    ),
+    RangeNotSatisfiableError: "the object ends before the requested range",
+    ServerError: "the store had an internal error",
+    StorageFullError: "the disks of the store or a quota are full; free space, or raise the quota",
+    ThrottledError: "the store is overloaded or unavailable at the moment",
     TLSError: "the store demands a newer version of TLS than this machine has",
     WrongRegionError: "the bucket is in another region",
 }
@@ -94,8 +96,7 @@ _OF_ALL = (
     Meaning(
         "407",
         InvalidRequestError,
-        "a proxy on the way asks for a user and a password; write them into its URL (HTTP_PROXY, "
-        "HTTPS_PROXY)",
+        "a proxy requires a user and a password; write them into its URL (HTTP_PROXY, HTTPS_PROXY)",
     ),
 )
 
@@ -137,10 +138,10 @@ def refusal(
     """
     if status == 404 and is_foreign and not _CODE.fullmatch(code):
         foreign = ServerError(
-            f"{action}: something between this machine and the store has answered in its place; "
-            "check the endpoint and the proxy",
+            "something between this machine and the store has answered in its place; check the "
+            "endpoint and the proxy (cloudckpt doctor)",
             uri=uri,
-            cause=f"HTTP {status} without an error code of the store",
+            cause=f"{action}: HTTP {status} without an error code of the store",
         )
         foreign.status = status
         return foreign
@@ -151,12 +152,12 @@ def refusal(
     is_known = known is not None and (known.is_certain or kind is not ServerError)
     given = {name.lower(): value.strip() for name, value in headers.items()}
     said = " ".join(filter(None, (told(code), f"HTTP {status}" if status else "")))
-    cause = ": ".join(filter(None, (said, *map(told, words))))
+    cause = ": ".join(filter(None, (action, said, *map(told, words))))
     identity = " ".join(told(given[name]) for name in _REQUEST_IDS if given.get(name))
     if identity:
         cause += f"; request {identity}"
     certain = _is_certain(code, status, is_known=is_known)
-    error = kind(f"{action}: {text}", uri=uri, cause=cause or None, certain=certain)
+    error = kind(text, uri=uri, cause=cause, certain=certain)
     error.status = status or None
     if isinstance(error, TransientStoreError):
         error.retry_after = retry_after(given)
@@ -165,7 +166,7 @@ def refusal(
         minutes, where = round(abs(ahead) / 60), "ahead of" if ahead > 0 else "behind"
         error.message += f": it is {minutes} minutes {where} the store's"
         if not minutes:
-            error.message = f"{action}: the request reached the store minutes after it was signed"
+            error.message = "the request reached the store minutes after it was signed"
     return error
 
 

@@ -165,7 +165,7 @@ class RestStore(ObjectStore):
         try:
             yield
         except StoreError as error:
-            error.message += f" (the copy of {source.uri(found.key)})"
+            error.message += f" (while it was copied from {source.uri(found.key)})"
             raise
 
     @abstractmethod
@@ -203,18 +203,18 @@ class RestStore(ObjectStore):
         """
         if tag:
             return ObjectInfo(key, size, tag)
-        problem = "it is not there"
+        problem = "the object does not exist"
         try:
             found = self.head(key)
             if (found.size, found.attempt) == (size, attempt):
                 return found
-            problem = "what is there is not it"
+            problem = "another object has its name"
         except ObjectNotFoundError:
             pass
         except StoreError as error:
-            problem = f"it can't be looked at: {error}"
+            problem = f"the object can't be checked: {error}"
         raise ServerError(
-            f"the store says that an object of {size} bytes is written, but {problem}",
+            f"the store reported that it wrote an object of {size} bytes, but {problem}",
             uri=self.uri(key),
         )
 
@@ -301,7 +301,9 @@ class RestStore(ObjectStore):
             StoreError: If they can't be refreshed for now. All are certain, as nothing was sent.
         """
         if not {".", ".."}.isdisjoint(request.key.split("/")):
-            raise InvalidRequestError("'.' and '..' can't be part of a key", certain=True)
+            raise InvalidRequestError(
+                "a key can't contain the segments '.' and '..': choose another name", certain=True
+            )
         size, given = nbytes(request.body), dict(request.headers)
         if request.body or request.method in ("PUT", "POST"):
             given = {"Content-Length": str(size), **given}
@@ -381,10 +383,10 @@ class RestStore(ObjectStore):
             begun.add(marks)
             page, marks = retry(functools.partial(ask, marks))
             if marks is not None and (not any(marks) or marks in begun):
-                where = "back to a page that was there" if any(marks) else "nowhere"
+                where = "back to an earlier page" if any(marks) else "nowhere"
                 raise ServerError(
-                    f"the listing does not end: its page leads {where}, although it says that more "
-                    "follows",
+                    f"the listing does not end: its page leads {where}, although it says that "
+                    "more follows; check the store",
                     uri=self.uri(prefix),
                 )
             yield page
@@ -407,7 +409,7 @@ class RestStore(ObjectStore):
             if "If-Match" not in headers:
                 raise
             raise PreconditionFailedError(
-                "the object that was to be replaced is gone",
+                "the object that was to be replaced no longer exists",
                 uri=self.uri(key),
                 cause=error,
                 certain=error.certain,

@@ -41,7 +41,7 @@ _MOST_TAGS = 1_000_000  # a thousand blobs of Azure have some seventy thousand
 
 # an encoding that Python does not know, or that expat can't use, comes as one of the other two
 _NO_XML = (ElementTree.ParseError, LookupError, ValueError)
-_NOT_THE_XML = "the answer is not the XML it should be; check the endpoint and the proxy"
+_NOT_THE_XML = "the store's answer is not the expected XML; check the endpoint and the proxy"
 
 
 def unqualified(body: bytes, uri: str, name: str = "") -> Element:
@@ -66,7 +66,7 @@ def unqualified(body: bytes, uri: str, name: str = "") -> Element:
 
 def _another_root(found: str, wanted: str, uri: str) -> ServerError:
     """A sign-in page may be XML, and would be taken for a listing in which nothing is."""
-    cause = f"<{told(found)}> in place of <{wanted}>" if found else f"no <{wanted}>"
+    cause = f"<{told(found)}> instead of <{wanted}>" if found else f"no <{wanted}>"
     return ServerError(_NOT_THE_XML, uri=uri, cause=cause)
 
 
@@ -79,7 +79,7 @@ def required(element: Element, name: str) -> str:
     """The text of a child, which an entry of a listing must have; ValueError if it has none."""
     if found := element.findtext(name):
         return found
-    raise ValueError(f"an entry has no {name}")
+    raise ValueError(f"an entry of the listing has no {name}")
 
 
 def key_text(root: Element, key: str) -> str:
@@ -125,7 +125,9 @@ def _parsed(body: bytes) -> Element:
     bytes, all tags begin with the byte of ASCII.
     """
     if b"\0" in body or b"<!DOCTYPE" in body or body.count(b"<") > _MOST_TAGS:
-        raise ElementTree.ParseError("it has a document type, too many elements, or no text")
+        raise ElementTree.ParseError(
+            "the XML has a document type or too many elements, or is not text"
+        )
     # white space has kept the connection alive
     return ElementTree.fromstring(body.lstrip())  # noqa: S314 - bounded above
 
@@ -157,7 +159,7 @@ class XmlStore(RestStore):
         with self.exchange("POST", url, headers, key=key) as reply:
             upload_id = text(unqualified(reply.read_all(), self.uri(key)), "UploadId")
         if not upload_id:
-            raise ServerError("the answer names no upload", uri=self.uri(key))
+            raise ServerError("the answer has no upload ID", uri=self.uri(key))
         return Upload(key, upload_id, part_size, attempt=attempt)
 
     def put_part(
@@ -196,7 +198,7 @@ class XmlStore(RestStore):
             root = result_of(self, reply, "POST", uri)
             tag = text(root, "ETag")
             if not tag and root.tag not in ("", "CompleteMultipartUploadResult"):
-                raise ServerError("the completion has no result", uri=uri)
+                raise ServerError("the answer to the completion of an upload is empty", uri=uri)
             return tag, reply.headers
 
     def _completion(self, parts: Sequence[Part]) -> bytes:

@@ -134,12 +134,13 @@ class BroadcastingTorchSaveReader(OurReader):
             ConfigError: If a rank other than ``coordinator_rank`` coordinates the load.
         """
         if self._uri is None:
-            raise InvalidURIError("no file was named: pass checkpoint_id")
+            raise InvalidURIError("a load needs a location: pass checkpoint_id")
         rank = dist.get_rank() if dist.is_initialized() else 0
         if is_coordinator and dist.is_initialized() and rank != self.coordinator_rank:
             raise ConfigError(
                 f"rank {rank} coordinates this load, but coordinator_rank is "
-                f"{self.coordinator_rank}: pass coordinator_rank={rank}, the first of the group",
+                f"{self.coordinator_rank}: pass coordinator_rank={rank}, the first rank of the "
+                "group",
                 uri=self.checkpoint_id,
             )
 
@@ -164,8 +165,8 @@ class BroadcastingTorchSaveReader(OurReader):
         groups = {plan.storage_data for plan in plans}
         if len(plans) > 1 and (len(groups) > 1 or len(groups.pop()) != len(plans)):
             raise ConfigError(
-                f"{len(plans)} ranks load, but the readers of some broadcast in another group: "
-                "give the process_group of load to each BroadcastingTorchSaveReader, too",
+                f"{len(plans)} ranks load, but some of them broadcast in another group: give "
+                "the process_group of the load to each BroadcastingTorchSaveReader, too",
                 uri=self.checkpoint_id,
             )
         stats = TransferStats(str(self._uri), self.coordinator_rank)
@@ -183,8 +184,8 @@ class BroadcastingTorchSaveReader(OurReader):
         if missing:
             count = "1 key is" if len(missing) == 1 else f"{len(missing)} keys are"
             raise MissingKeyError(
-                f"{count} not in the file, the first: {missing[:5]}. It has "
-                f"{list(self._content)[:5]}…; remove what is missing from the state dict",
+                f"{count} not in the file, the first: {missing[:5]}. The file has "
+                f"{list(self._content)[:5]}…; remove the missing keys from the state dict",
                 uri=self.checkpoint_id,
                 item=missing[0],
             )
@@ -305,7 +306,7 @@ class BroadcastingTorchSaveReader(OurReader):
             fits = len(stored) == tensor.dim() and all(map(int.__le__, ends, stored))
             if wanted != stored or not fits:
                 raise ShapeMismatchError(
-                    f"{fqn} has shape {stored} in the file and {wanted} in the state dict",
+                    f"{fqn} has shape {stored} in the file, but {wanted} in the state dict",
                     uri=self.checkpoint_id,
                     item=fqn,
                 )
@@ -322,7 +323,9 @@ def check_fillable(tensor: torch.Tensor, name: str, uri: str) -> None:
     """
     why = "" if travels_as_bytes(tensor) else why_not_filled(tensor)
     if why:
-        raise UnsupportedTensorError(f"{name} can't be loaded into: {why}", uri=uri, item=name)
+        raise UnsupportedTensorError(
+            f"{name} can't be loaded into this tensor: {why}", uri=uri, item=name
+        )
 
 
 def _why_not_sent(stored: Any, kind: LoadItemType) -> str:
@@ -330,19 +333,20 @@ def _why_not_sent(stored: Any, kind: LoadItemType) -> str:
     wants_tensor = kind != LoadItemType.BYTE_IO
     if isinstance(stored, torch.Tensor) != wants_tensor:
         wanted = "a tensor" if wants_tensor else "none"
-        return f"is a {type(stored).__name__}, and the state dict has {wanted} for it"
+        return f"is a {type(stored).__name__}, but the state dict has {wanted} for it"
     if not wants_tensor:
         if any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(stored)):
             return (
-                "holds tensors, and the planner asks for it as one value: use a planner that "
-                "flattens the state dict, and give it the same structure"
+                "contains tensors, but the planner asks for it as one value: use a planner "
+                "that flattens the state dict, and give the state dict the structure of the "
+                "file"
             )
         return ""
     is_plain = type(stored) in (torch.Tensor, torch.nn.Parameter) and not stored.is_quantized
     if not is_plain or stored.layout != torch.strided:
         return (
             f"is a {type(stored).__name__} of layout {stored.layout}, which can't be sharded: "
-            "convert it to a plain tensor and save it again"
+            "convert it to a dense tensor and save it again"
         )
     return ""
 
@@ -351,14 +355,17 @@ def _by_name(state: Any, uri: str) -> dict[str, Any]:
     """The entries by name, both flattened and unflattened."""
     if not isinstance(state, dict):
         raise CheckpointError(
-            f"the file holds a {type(state).__name__}, and only a dict can be loaded by key",
+            f"the file contains a {type(state).__name__}, but only a dict can be loaded by key: "
+            "use torch.load",
             uri=uri,
         )
     try:
         flattened, _ = flatten_state_dict(state)
     except ValueError as exc:
         raise CheckpointError(
-            "two entries of the file have the same name when it is flattened", uri=uri, cause=exc
+            "two entries of the file get the same name when it is flattened: rename one of them",
+            uri=uri,
+            cause=exc,
         ) from exc
     return {**{str(key): value for key, value in state.items()}, **flattened}
 

@@ -41,7 +41,9 @@ def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
         InvalidURIError: If the location is a bucket, or the root of the file system.
     """
     if not uri.prefix or uri.prefix == "/":
-        raise InvalidURIError(f"{uri} names no file: write for example {uri.join('model.pt')}")
+        raise InvalidURIError(
+            f"{uri} does not name a file: write for example {uri.join('model.pt')}"
+        )
     return open_store(uri, config), uri.prefix
 
 
@@ -137,7 +139,9 @@ class PinnedObject(RangeReader):
         version = if_version or self.info.version
         found = self._store.get_range(key, start, into, if_version=version, progress=progress)
         if found.version != self.info.version:  # of a store that ignores the condition
-            raise PreconditionFailedError("the object was replaced", uri=self._store.uri(key))
+            raise PreconditionFailedError(
+                "the object was replaced while it was read: open it again", uri=self._store.uri(key)
+            )
         return found
 
     def interrupt(self, threads: Collection[int]) -> None:
@@ -188,7 +192,7 @@ class ObjectFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         if base + offset < 0:
-            raise OSError(f"seek to {base + offset}: before the beginning of the file")
+            raise OSError(f"can't seek to {base + offset}, before the beginning of the file")
         self._at = base + offset
         return self._at
 

@@ -55,9 +55,9 @@ def check_destination(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, 
     store, key = object_at(uri, config)
     if PurePosixPath(key).suffix.lower() in _OTHER_FORMATS:
         raise InvalidURIError(
-            f"{uri} is named like a file of another format, and what is written here is one of "
-            f"torch.save: name it {PurePosixPath(key).stem}.pt, or write the other format with its "
-            "own library"
+            f"{uri} has the suffix of another format, but this writes the format of torch.save: "
+            f"name it {PurePosixPath(key).stem}.pt, or write the other format with its own "
+            "library"
         )
     if uri.scheme == "file" and os.path.isdir(key):
         raise InvalidURIError(f"{uri} is a folder: write for example {uri.join('model.pt')}")
@@ -101,7 +101,8 @@ def write_torch_file(
             raise
         except Exception as exc:
             raise CheckpointError(
-                "torch.save can't write this state: remove or convert what it names",
+                "torch.save can't write this state: remove or convert the value that the cause "
+                "names",
                 uri=str(uri),
                 cause=exc,
             ) from exc
@@ -141,13 +142,15 @@ def load_torch_file(
         pinned = PinnedObject(store, key, config, stats)
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(
-            "there is no file here: check the location (a folder with a DCP checkpoint is read "
-            "by cloudckpt.load or converted by dcp_to_torch_save)",
+            "there is no file here: check the location (to read a folder with a DCP "
+            "checkpoint, use cloudckpt.load or dcp_to_torch_save)",
             uri=str(uri),
         ) from error
     file = ObjectFile(pinned, config)
     if not file.read(len(_BEGINNINGS[1])).startswith(_BEGINNINGS):
-        raise CheckpointCorruptError("the file is not one of torch.save", uri=str(uri))
+        raise CheckpointCorruptError(
+            "the file was not written by torch.save: check the location", uri=str(uri)
+        )
     try:
         return _loaded(file, map_location, trust_pickle, str(uri))
     except CheckpointCorruptError as error:
@@ -155,8 +158,8 @@ def load_torch_file(
             raise
         _loaded(file, "cpu", trust_pickle, str(uri))  # which fails, too, if the file is damaged
         raise CheckpointError(
-            "torch.load can't put the tensors where map_location, or the file itself, says: "
-            'map_location="cpu" needs no other device',
+            "torch.load can't place the tensors on the device that map_location or the file "
+            'names: map_location="cpu" works on every machine',
             uri=str(uri),
             cause=error.cause,
         ) from error
@@ -174,8 +177,8 @@ def _loaded(file: ObjectFile, map_location: Any, trust_pickle: bool, uri: str) -
         if isinstance(exc, pickle.UnpicklingError) and not trust_pickle:
             raise untrusted("the file", exc, uri) from None
         raise CheckpointCorruptError(
-            "torch.load can't read the file: it is truncated or damaged, or was written by "
-            "something else than torch.save",
+            "torch.load can't read the file: it is truncated or damaged, or was not written by "
+            "torch.save",
             uri=uri,
             cause=exc,
         ) from exc

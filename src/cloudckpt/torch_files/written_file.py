@@ -110,7 +110,7 @@ class WrittenFile(io.BufferedIOBase):
             StoreError: Why it can't be sent.
         """
         if self.closed:
-            raise ValueError("write to closed file")
+            raise ValueError("write to a closed file")
         view = memoryview(data).cast("B")
         if self._upload is not None:
             try:
@@ -126,8 +126,8 @@ class WrittenFile(io.BufferedIOBase):
     def _send(self, upload: ObjectUpload, view: memoryview) -> None:
         if self._at + view.nbytes > self._most:
             raise InvalidRequestError(
-                f"the object exceeds {self._most} bytes, the most that parts of this size add up "
-                "to: raise Config(memory_budget=...), on which the size of parts depends",
+                f"the object exceeds {self._most} bytes, the limit with parts of this size: "
+                "raise Config(memory_budget=...), on which the size of parts depends",
                 uri=self._uri,
             )
         if view.nbytes >= _UNCOPIED and self._is_immutable(view):
@@ -166,7 +166,12 @@ class WrittenFile(io.BufferedIOBase):
         """Ends it; nothing changes at the key."""
         if not self.closed:
             has_ended = self._upload is None
-            self._end(TransferCancelledError("the file was not completed", uri=self._uri))
+            self._end(
+                TransferCancelledError(
+                    "the file was not completed, and nothing was stored: write it again",
+                    uri=self._uri,
+                )
+            )
             super().close()
             if not has_ended and not isinstance(self.failure, Exception | None):  # an interrupt
                 raise self.failure
@@ -224,6 +229,7 @@ class _NamedUpload(ObjectUpload):
         if self._may_have_twin:
             # unlike one with a random key, it may be somebody else's upload
             logger.warning(
-                "%s: an empty multipart upload may have been left behind",
+                "%s: an empty multipart upload could not be aborted; cloudckpt sweep aborts it "
+                "later",
                 self._store.uri(self.key),
             )

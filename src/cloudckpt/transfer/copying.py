@@ -345,5 +345,7 @@ class _Comparison:
 def _mismatch(uri: str) -> MismatchError:
     what = "does not match its checksum"
     return MismatchError(
-        f"what was received of the object {what}", uri=uri, damages=[Damage(uri, "", what)]
+        f"the copied object {what}, so the copy was discarded: run cloudckpt verify on the source",
+        uri=uri,
+        damages=[Damage(uri, "", what)],
     )

@@ -92,7 +92,7 @@ def delete_all(
     """
     if left := delete_each(store, keys, policy, threads=threads):
         reason = next(iter(left.values()))
-        reason.message += f" ({what} left behind: {len(left)})"
+        reason.message += f" ({what} that could not be deleted: {len(left)})"
         raise reason
 
 
@@ -106,11 +106,11 @@ def delete_quietly(
     try:
         left = delete_each(store, keys, Retrier.for_cleanup(policy).policy, threads=threads)
     except Exception as error:  # noqa: BLE001 - see above
-        logger.warning("unneeded objects were left behind: %s", error)
+        logger.warning("unneeded objects could not be deleted: %s", error)
         return
     if left:
         reason = next(iter(left.values()))
-        logger.warning("%d unneeded objects were left behind: %s", len(left), reason)
+        logger.warning("%d unneeded objects could not be deleted: %s", len(left), reason)
 
 
 def _try_each(

@@ -301,13 +301,14 @@ class Download:
         if not (bad := self._bad(landing)):
             return
         uri = self._store.uri(request[0].want.source.key)
-        logger.warning("%s: fetched again after a wrong checksum of %s", uri, bad[0].item)
+        logger.warning("%s: read again, because the checksum of %s did not match", uri, bad[0].item)
         self._receive(request, views)
         if bad := self._bad(landing):
             first, others = bad[0], f" (and of {len(bad) - 1} more)" if bad[1:] else ""
             raise CheckpointCorruptError(
                 f"bytes {first.start} to {first.stop} of the object{others} do not match their "
-                "checksum, twice: the object is damaged; restore it or load an older checkpoint",
+                "checksum, twice: the object is damaged; restore it, or load an older "
+                "checkpoint",
                 uri=uri,
                 item=first.item,
                 damages=[

@@ -36,7 +36,7 @@ class Cancellation:
     def check(self) -> None:
         """Raises TransferCancelledError once cancelled."""
         if self._event.is_set():
-            raise TransferCancelledError("stopped, because another transfer failed")
+            raise TransferCancelledError("cancelled, because another transfer failed")
 
     def wait(self, seconds: float) -> None:
         """Sleeps, at most until cancelled."""

@@ -70,7 +70,10 @@ class BytesSink(Sink):
             try:
                 self.data = memoryview(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
             except (OSError, OverflowError, ValueError) as error:
-                raise MemoryError(f"there is no room for {nbytes} bytes") from error
+                raise MemoryError(
+                    f"{nbytes} bytes of memory could not be allocated for a part of the "
+                    "checkpoint: free memory, or lower Config(memory_budget=...)"
+                ) from error
         super().__init__(memoryview(self.data))
 
 

@@ -70,13 +70,16 @@ def memory_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | N
 def why_not_filled(tensor: torch.Tensor) -> str:
     """Why nothing can be loaded into a tensor, for messages; empty if it can."""
     if tensor.layout != torch.strided:
-        return f"it is a tensor of layout {tensor.layout}: load into a dense one, and convert it"
+        return (
+            f"it has the layout {tensor.layout}: load into a dense tensor, and convert it "
+            "afterwards"
+        )
     if tensor.is_meta:
         return "it is a meta tensor, without memory: call model.to_empty(device=...) first"
     if not has_memory(tensor):
-        return "the memory of its tensor was freed, or never was"
+        return "its memory was freed or never allocated: allocate it before the load"
     if not tensor.is_contiguous() and _may_overlap(tensor.shape, tensor.stride()):
-        return "many elements of its tensor are in one place: load into tensor.contiguous()"
+        return "several of its elements share memory: load into tensor.contiguous()"
     return ""
 
 

@@ -111,7 +111,7 @@ class Retrier:
         with pauses.waiting:
             while (found := self.call(look)) is None:
                 looks += 1
-                pause = pauses.next("what was sent is not to be seen yet")
+                pause = pauses.next("the uploaded bytes are not visible yet")
                 if pause is None or (self.policy.cap == 0 and looks == self.policy.attempts):
                     return None
                 self._cancellation.wait(pause)
@@ -225,7 +225,7 @@ def check_unchanged(
         version = None
     if version != read.version:
         raise CheckpointReplacedError(
-            "it was replaced or deleted while it was loaded; load it again",
+            "the checkpoint was replaced or deleted while it was loaded; load it again",
             saves=None if told is None else (told, version),
             uri=uri,
             cause=error,
@@ -249,20 +249,20 @@ def retry_if_replaced(load: Callable[[], T]) -> T:
                 raise
             if error.saves is not None and error.saves == saves:
                 raise DifferentCheckpointsError(
-                    "ranks read different saves under this location, again and again: they reach "
-                    "different stores by it. Compare their endpoint_url (AWS_ENDPOINT_URL), "
-                    "account or mount",
+                    "the ranks read different saves at this location, repeatedly: they read "
+                    "from different stores. Compare endpoint_url (AWS_ENDPOINT_URL), account "
+                    "and mount on all ranks",
                     uri=error.uri,
                 ) from error
             saves = error.saves
             overtaken += 1
             if overtaken >= _RESTARTS:
                 raise CheckpointReplacedError(
-                    f"it was replaced {overtaken} times while it was loaded: load a location that "
-                    "nobody overwrites, or stop the writer",
+                    f"the checkpoint was replaced {overtaken} times while it was loaded: load a "
+                    "location that is not overwritten, or stop the job that saves there",
                     times=overtaken,
                     uri=error.uri,
                     cause=error.cause,
                 ) from error
-            logger.info("the load begins anew: %s", error)
+            logger.info("the load starts again: %s", error)
         time.sleep(_FIRST_PAUSE * 2 ** (overtaken - 1))

@@ -180,7 +180,10 @@ def _allocated(size: int) -> torch.Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:  # torch's for a lack of memory
-        raise MemoryError(f"no memory for {size} bytes that ranks hand on") from error
+        raise MemoryError(
+            f"{size} bytes of memory could not be allocated to share a part of the checkpoint "
+            "between ranks: free memory, or turn sharing off by Config(shared_reads='off')"
+        ) from error
 
 
 def ring_allgather(
@@ -239,7 +242,7 @@ class _HandOn:
         if self._lost is not None:
             raise self._lost
         if self._has_failed():
-            raise TransferCancelledError("stopped, because another rank has failed")
+            raise TransferCancelledError("cancelled, because the load failed on another rank")
 
     def _fetch_next(self) -> None:
         number = next(self._own, None)

@@ -303,7 +303,11 @@ def _abort(store: ObjectStore, upload: Upload, policy: RetryPolicy) -> None:
     try:
         Retrier.for_cleanup(policy).call(lambda: store.abort_upload(upload))
     except CloudCheckpointError as error:
-        logger.warning("an unfinished multipart upload was left behind: %s", error)
+        logger.warning(
+            "an unfinished multipart upload could not be aborted: %s; cloudckpt sweep aborts "
+            "it later",
+            error,
+        )
 
 
 def _abort_all(
@@ -315,7 +319,11 @@ def _abort_all(
             if upload.key == key and upload.id not in apart_from:
                 _abort(store, upload, policy)
     except CloudCheckpointError as error:
-        logger.warning("unfinished multipart uploads could not be listed: %s", error)
+        logger.warning(
+            "unfinished multipart uploads could not be listed, and so not aborted: %s; "
+            "cloudckpt sweep aborts them later",
+            error,
+        )
 
 
 def clear_away(store: ObjectStore, keys: Sequence[str], policy: RetryPolicy) -> None:
@@ -371,5 +379,5 @@ def written(store: ObjectStore, key: str, attempt: str, policy: RetryPolicy) -> 
     try:
         return Retrier.for_cleanup(policy).call(lambda: store.written(key, attempt))
     except StoreError as error:
-        logger.warning("whether a request was carried out can't be seen: %s", error)
+        logger.warning("whether the upload took place can't be determined: %s", error)
         return None

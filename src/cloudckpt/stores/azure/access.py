@@ -118,18 +118,20 @@ class ContainerAccess:
                 return _Source(sas=given.sas, given=given.sas, found=lambda: origin)
             if parts.scheme != "https":
                 raise CredentialsError(
-                    "no key and no shared access signature was found for this endpoint "
-                    f"({', '.join((*_KEY, *_SAS))}, AZURE_STORAGE_CONNECTION_STRING), and tokens "
-                    "are sent by https only",
+                    "no account key and no shared access signature was found for this http "
+                    f"endpoint ({', '.join((*_KEY, *_SAS))}, AZURE_STORAGE_CONNECTION_STRING), "
+                    "and tokens are sent only over https: set one of these variables, or use "
+                    "https",
                     uri=uri,
                 )
             note = ""
             if not fits and given.account:
-                note = f" (AZURE_STORAGE_* is of another account, {given.account!r})"
+                note = f" (AZURE_STORAGE_* is set for another account, {given.account!r})"
             elif not fits:
                 note = (
-                    f" (AZURE_STORAGE_SAS_TOKEN is not sent to the account of the URI: set "
-                    f"AZURE_STORAGE_ACCOUNT={place.account} if it is of that)"
+                    " (AZURE_STORAGE_SAS_TOKEN is not sent to an account that only the URI "
+                    f"names: set AZURE_STORAGE_ACCOUNT={place.account} if it belongs to that "
+                    "account)"
                 )
             tokens = Tokens(config, uri, note=note)
             return _Source(token=tokens.get, found=tokens.origin)
@@ -235,7 +237,7 @@ class _SharedKey:
         except binascii.Error:
             raise_alone(  # without the text of the cause, which might quote it
                 CredentialsError(
-                    "the key of the storage account is not valid base64; copy it anew from "
+                    "the key of the storage account is not valid base64; copy it again from "
                     "'Access keys' of the account",
                     uri=uri,
                 )
@@ -293,8 +295,8 @@ def _from_environment(container: str, uri: str) -> _Given:
             account = _VARIANT.sub("", named)
     except ValueError:
         problem = ConfigError(  # without the text of the cause, which might quote a key
-            "AZURE_STORAGE_CONNECTION_STRING can't be parsed; copy it anew from 'Access keys' of "
-            "the storage account",
+            "AZURE_STORAGE_CONNECTION_STRING can't be parsed; copy it again from 'Access keys' "
+            "of the storage account",
             uri=uri,
         )
         raise_alone(problem)
@@ -348,7 +350,8 @@ def _locate(host: str, config: Config, given: _Given, uri: str) -> _Place:
         )
     if not re.fullmatch(r"[a-z0-9]{3,24}", account):
         raise ConfigError(
-            f"{account!r} is no storage account's name: 3 to 24 lowercase letters and digits",
+            f"{account!r} is not a valid name of a storage account: write 3 to 24 lowercase "
+            "letters and digits",
             uri=uri,
         )
     return _Place(f"https://{account}.blob.core.windows.net", account)
@@ -379,7 +382,8 @@ def _check_cloud(given: _Given, place: _Place, uri: str) -> None:
     there, here = map(_CLOUD.search, hosts)
     if there and here and there.group("zone", "suffix") != here.group("zone", "suffix"):
         raise ConfigError(
-            f"{_CONNECTION} is of the account {given.account!r} at {hosts[0]}, and not at "
-            f"{hosts[1]}, which is another cloud; correct one of them, or unset the variable",
+            f"{_CONNECTION} belongs to the account {given.account!r} at {hosts[0]}, but the "
+            f"endpoint is at {hosts[1]}, which is another cloud; correct one of them, or unset "
+            "the variable",
             uri=uri,
         )

@@ -50,14 +50,15 @@ _MEANINGS = (
     Meaning(
         "KeyBasedAuthenticationNotPermitted",
         CredentialsError,
-        "the account forbids keys and what is signed with them; unset AZURE_STORAGE_* and use "
-        "Microsoft Entra ID (a managed identity, AZURE_CLIENT_ID or 'az login')",
+        "the account allows neither account keys nor signatures made with them; unset "
+        "AZURE_STORAGE_* and use Microsoft Entra ID (a managed identity, AZURE_CLIENT_ID or "
+        "'az login')",
     ),
     Meaning("DateHeaderTooOld", ClockError),
     Meaning(
         "UnauthorizedBlobOverwrite",
         AccessDeniedError,
-        "the credentials may create blobs, but not replace the one that is there; give the shared "
+        "the credentials may create blobs, but not replace existing ones; give the shared "
         "access signature the permission w, or save to another location",
     ),
     Meaning(
@@ -70,59 +71,60 @@ _MEANINGS = (
     Meaning(
         "KeyVault.*",
         AccessDeniedError,
-        "the account can't use the key vault with the key that encrypts it: look at the vault and "
-        "its firewall, the key, and what the managed identity of the account may do there",
+        "the account can't use the key vault that has its encryption key: check the vault and "
+        "its firewall, the key, and the permissions of the account's managed identity there",
     ),
     Meaning(
         "Authorization(Protocol|SourceIP|Service|ResourceType)Mismatch",
         AccessDeniedError,
         "the shared access signature does not allow this protocol, address, service or type of "
-        "resource: it takes https, b, and c and o",
+        "resource: it needs https, b, and c and o",
     ),
     Meaning(
         ".*(Immutab|LegalHold).*",
         AccessDeniedError,
-        "an immutability policy or a legal hold forbids that this blob is replaced or deleted",
+        "an immutability policy or a legal hold protects this blob from being replaced or "
+        "deleted; wait until it ends, or use another location",
     ),
     Meaning(
         "RequestBodyTooLarge",
         InvalidRequestError,
-        "the store does not take so much in one request; set a smaller Config(part_size=...)",
+        "the request was too large for the store; set a smaller Config(part_size=...)",
     ),
     Meaning(
         "BlockCountExceedsLimit|InvalidBlobOrBlock",
         InvalidRequestError,
-        "the blob holds unfinished blocks, of another writer perhaps, which go a week after the "
-        "last; save to another location",
+        "the blob has unfinished blocks, perhaps of another writer, which are deleted a week "
+        "after the last one; save to another location",
     ),
     Meaning(
         "BlobOperationNotSupported",
         InvalidRequestError,
-        "the Blob API can't do this to a file that was made through the Data Lake API; delete it "
-        "first, or save to another location",
+        "the Blob API can't do this with a file that was made through the Data Lake API; "
+        "delete it first, or save to another location",
     ),
     Meaning(
         ".*ForHierarchicalNamespaceAccounts",
         InvalidRequestError,
-        "the account has a hierarchical namespace, which does not support a part of this request; "
+        "a part of this request is not supported by accounts with a hierarchical namespace; "
         "leave tags empty",
     ),
     Meaning(
         ".*Tier.*",
         InvalidRequestError,
-        "the account, or a blob of this kind and size, can't have this access tier; leave out or "
-        "change AzureOptions(access_tier=...)",
+        "the account, or a blob of this kind and size, can't have this access tier; change or "
+        "leave out AzureOptions(access_tier=...)",
     ),
     Meaning(".*EncryptionScope.*", InvalidRequestError),
     Meaning(
         ".*Lease.*",
         InvalidRequestError,
-        "somebody holds a lease on the blob or its container; release or break it",
+        "the blob or its container has a lease; release or break it",
     ),
     Meaning("TlsVersionNotPermitted", TLSError),
     Meaning("ServerBusy", ThrottledError),
     Meaning("(Container|Filesystem)BeingDeleted|AccountBeingCreated", ServerError),
-    Meaning("(Md5|Crc64)Mismatch", ServerError, "the bytes arrived damaged"),
+    Meaning("(Md5|Crc64)Mismatch", ServerError, "the bytes were damaged on their way to the store"),
     Meaning(
         "403",
         AccessDeniedError,
@@ -131,7 +133,11 @@ _MEANINGS = (
         "signature the permissions rwdl, and t if tags are set; or the account's firewall does not "
         "let this network in; with a hierarchical namespace the access control lists count too",
     ),
-    Meaning("409", InvalidRequestError, "the state of the blob or container forbids this"),
+    Meaning(
+        "409",
+        InvalidRequestError,
+        "the state of the blob or container does not allow this; see the code in the cause",
+    ),
 )
 
 

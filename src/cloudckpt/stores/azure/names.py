@@ -20,9 +20,9 @@ _DEEPEST = 254  # segments between slashes
 _BENEATH = 64  # most characters that a checkpoint's objects have after its prefix
 
 _UNFIT = (
-    (re.compile(r"[\x00-\x1f\x7f-\x9f]"), "holds a control character"),
-    (re.compile(r"[\ud800-\udfff]"), "holds half of a surrogate pair"),
-    (re.compile(r"\\"), "holds a backslash, which Azure takes for a slash"),
+    (re.compile(r"[\x00-\x1f\x7f-\x9f]"), "contains a control character"),
+    (re.compile(r"[\ud800-\udfff]"), "contains half of a surrogate pair"),
+    (re.compile(r"\\"), "contains a backslash, which Azure treats as a slash"),
     (re.compile(r"\.(?:/|\Z)"), "has a segment that ends in a dot, which Azure drops"),
     (re.compile(r"/\Z"), "ends in a slash"),
 )
@@ -38,7 +38,7 @@ def check_blob(name: str, uri: str) -> None:
     why = _why_unfit(name, longest=_LONGEST, deepest=_DEEPEST) if name else "is empty"
     if why:
         raise InvalidRequestError(
-            f"the name of the blob {why}; choose another one",
+            f"the name of the blob {why}; choose another name",
             uri=uri.encode("utf-8", "backslashreplace").decode(),  # which can be printed
             certain=True,
         )
@@ -56,8 +56,8 @@ def check_location(uri: CheckpointURI, *, is_checkpoint: bool) -> None:
     """
     if len(uri.bucket) > 63 or not _CONTAINER.fullmatch(uri.bucket):
         raise InvalidURIError(
-            f"{str(uri)!r}: Azure has no container of this name; it is made of 3 to 63 "
-            "lowercase letters, digits and single hyphens between them"
+            f"{str(uri)!r}: not a valid container name; use 3 to 63 lowercase letters, digits "
+            "and single hyphens between them"
         )
     beneath = (_BENEATH, 1) if is_checkpoint else (0, 0)
     why = _why_unfit(uri.prefix, longest=_LONGEST - beneath[0], deepest=_DEEPEST - beneath[1])
@@ -70,7 +70,7 @@ def _why_unfit(name: str, *, longest: int, deepest: int) -> str | None:
         if pattern.search(name):
             return why
     if len(name.encode("utf-16-le")) // 2 > longest:
-        return f"has more than {longest:,} characters, the most that fit"
+        return f"has more than {longest:,} characters, which is the limit"
     if name.count("/") >= deepest:
-        return f"has more than {deepest} segments, the most that fit"
+        return f"has more than {deepest} segments, which is the limit"
     return None

@@ -191,7 +191,10 @@ class AzureStore(RestStore):
             answer, crc = self._copied(source, found, key, self.object_url(key), headers)
             if (status := answer.get("x-ms-copy-status")) != "success":
                 raise ServerError(
-                    f"the copy was not made at once: {told(str(status))}", uri=self.uri(key)
+                    "the store copied the blob only in the background (status "
+                    f"{told(str(status))}), so whether the copy is complete is unknown; it is "
+                    "tried again",
+                    uri=self.uri(key),
                 )
         made = self._made(key, found.size, answer.get("ETag"), attempt)
         return replace(made, checksum=crc)
@@ -275,7 +278,9 @@ class AzureStore(RestStore):
     def _check_open(self, upload: Upload) -> None:
         """Keeps a late part from bringing back a discarded upload."""
         if upload.id in self._aborted:
-            raise ObjectNotFoundError("the upload was aborted", uri=self.uri(upload.key))
+            raise ObjectNotFoundError(
+                "the upload was aborted, so no part can be added to it", uri=self.uri(upload.key)
+            )
 
     # head, list and delete
 
@@ -283,7 +288,7 @@ class AzureStore(RestStore):
         # unlike S3, Azure names the reason of a failure in a header
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
             if reply.headers.get("x-ms-meta-hdi_isfolder") == "true":
-                raise ObjectNotFoundError("there is a directory, not a blob", uri=self.uri(key))
+                raise ObjectNotFoundError("this is a directory, not a blob", uri=self.uri(key))
             return self._described(reply, key, self._length(reply, key))
 
     def _listed(self, prefix: str, retry: Retry, delimiter: str) -> Iterator[Page]:

@@ -86,11 +86,11 @@ class Tokens:
 
     def _none(self, exc: Exception) -> CredentialsError:
         return CredentialsError(
-            f"no Azure credentials were found that give a token{self._note}: neither "
+            f"no Azure credentials were found{self._note}: neither "
             "AZURE_STORAGE_CONNECTION_STRING, nor an account key (AZURE_STORAGE_KEY, "
             "AZURE_STORAGE_ACCOUNT_KEY) or shared access signature (AZURE_STORAGE_SAS_TOKEN), "
-            "nor by azure-identity (AZURE_CLIENT_ID and its companions, workload identity, "
-            "managed identity, 'az login')",
+            "nor a token by azure-identity (AZURE_CLIENT_ID and related variables, workload "
+            "identity, managed identity, 'az login'); set one of them",
             uri=self._uri,
             cause=told(str(exc), most=_LONGEST),  # a line of each source
             certain=True,

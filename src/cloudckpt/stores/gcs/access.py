@@ -62,7 +62,7 @@ class BucketAccess:
         self.endpoint_from = (
             named_by(config.gcs, "endpoint_url")
             or first_set("STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_UNIVERSE_DOMAIN")
-            or "nothing: Google's own"
+            or "the default, Google's endpoint"
         )
         self.http_options = HttpOptions.of_environment(config, self.endpoint)
         self._payer: dict[str, str] = {}
@@ -136,8 +136,9 @@ def _check_universe(universe: str, endpoint: str, host: str, uri: str) -> None:
     if host.endswith(f".{universe}") or universe == domain:
         return
     raise CredentialsError(
-        f"the credentials are for the universe {universe}, but {endpoint} belongs to {domain}; use "
-        f"other credentials, or set GOOGLE_CLOUD_UNIVERSE_DOMAIN={universe}, or the endpoint",
+        f"the credentials are for the universe {universe}, but {endpoint} belongs to {domain}; "
+        f"use other credentials, or set GOOGLE_CLOUD_UNIVERSE_DOMAIN={universe} or another "
+        "endpoint",
         uri=uri,
         certain=True,
     )
@@ -210,7 +211,10 @@ class _Token:
                 yield
         except CredentialsError as error:
             if "reasonable timeframe" in (error.cause or ""):  # of a service account's signature
-                text = "this machine's clock is wrong by minutes, so Google gives out no token"
+                text = (
+                    "this machine's clock is wrong by minutes, so Google issues no access "
+                    "token: set the clock by NTP"
+                )
                 raise_alone(ClockError(text, uri=self._uri, cause=error.cause, certain=True))
             raise
 
@@ -230,10 +234,10 @@ def _find(uri: str) -> google.auth.credentials.Credentials:
 
 def _none(exc: Exception, uri: str) -> CredentialsError:
     return CredentialsError(
-        "no Google credentials were found that can be used: neither in the file that "
+        "no Google credentials were found: neither in the file that "
         "GOOGLE_APPLICATION_CREDENTIALS names, nor in gcloud's "
-        "application_default_credentials.json, nor at the metadata server of Google's machines; "
-        "run `gcloud auth application-default login`, or name a file",
+        "application_default_credentials.json, nor at the metadata server of a Google machine; "
+        "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
         uri=uri,
         cause=_said(exc),
         certain=True,

@@ -44,7 +44,7 @@ _MEANINGS = (
     Meaning(
         "userProjectAccessDenied",
         AccessDeniedError,
-        "the project to bill may not be used: it takes serviceusage.services.use",
+        "these credentials may not bill the project: grant serviceusage.services.use",
     ),
     Meaning("orgPolicyConstraintFailed", AccessDeniedError),
     Meaning("403", AccessDeniedError, "access denied; check the IAM roles of these credentials"),
@@ -54,9 +54,9 @@ _MEANINGS = (
     Meaning(
         "userProjectMissing",
         InvalidRequestError,
-        "the bucket's requesters pay: name the project to bill in GCSOptions(user_project=…)",
+        "this is a requester-pays bucket: name the project to bill in GCSOptions(user_project=…)",
     ),
-    Meaning("quotaExceeded", StorageFullError, "a quota is used up"),
+    Meaning("quotaExceeded", StorageFullError, "a quota is used up: raise it, or wait"),
     Meaning(
         "badDigest|crcMismatch|invalidDigest|incompleteBody|uploadBrokenConnection",
         ServerError,
@@ -104,7 +104,8 @@ def from_answer(
     )
     if isinstance(error, AccessDeniedError) and action in ("GET", "HEAD"):
         error.message += (
-            "; without storage.objects.list, Google answers so if there is no such object, too"
+            "; without the permission storage.objects.list, Google gives the same answer for "
+            "an object that does not exist"
         )
     return error
 

@@ -119,7 +119,7 @@ def answer_of(reply: Reply) -> dict[str, Any]:
     """
     answer = json.loads(reply.read_all())
     if not isinstance(answer, dict) or "error" in answer:
-        raise ValueError("the answer is an error, or no object of JSON")
+        raise ValueError("the answer is not a JSON object: check the endpoint and the proxy")
     return answer
 
 

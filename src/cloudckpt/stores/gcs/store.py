@@ -142,7 +142,10 @@ class GCSStore(XmlStore):
         ) as reply:
             made = described(answer_of(reply), key)
         if made.size != size:
-            raise ServerError(f"{size} bytes were sent, but {made.size} stored", uri=self.uri(key))
+            raise ServerError(
+                f"{size} bytes were sent, but the store has {made.size}; it is tried again",
+                uri=self.uri(key),
+            )
         return made
 
     def part_headers(self, crc32c: int) -> Mapping[str, str]:
@@ -167,8 +170,8 @@ class GCSStore(XmlStore):
         with contextlib.suppress(StoreError):
             self.delete(made.key, if_version=made.version)  # not what came after it
         raise StoreError(  # its parts are gone, so it can't be tried again
-            "the store put the parts together wrongly: size or CRC32C are not theirs; the object "
-            "was deleted",
+            "the store joined the parts incorrectly: the size or the CRC32C of the object is "
+            "wrong; the object was deleted",
             uri=self.uri(made.key),
         )
 
@@ -226,7 +229,9 @@ class GCSStore(XmlStore):
                     raise
             if made.size != found.size:
                 raise ServerError(
-                    f"{found.size} bytes were copied, but {made.size} stored", uri=self.uri(key)
+                    f"{found.size} bytes were copied, but the store has {made.size}; it is "
+                    "tried again",
+                    uri=self.uri(key),
                 )
         return made
 
@@ -364,7 +369,7 @@ class GCSStore(XmlStore):
 def _replaced(uri: str, version: str | None = None) -> ConnectionLostError:
     """``version``: the one to read instead."""
     return ConnectionLostError(
-        "the object was replaced while it was read: it is read anew", version=version, uri=uri
+        "the object was replaced while it was read: it is read again", version=version, uri=uri
     )
 
 
@@ -374,8 +379,8 @@ def _check_encoding(reply: Reply, uri: str) -> None:
         if found := codings & _COMPRESSIONS:
             coding = ", ".join(sorted(found))
             raise InvalidRequestError(
-                f"the object has Content-Encoding: {coding}, so what is read of it is not what its "
-                "size and checksum say; write it again without: download it with `gcloud storage "
-                "cp`, which decompresses gzip, and upload that without its options -z and -Z",
+                f"the object is stored with Content-Encoding: {coding}, so the bytes that are "
+                "read do not fit its size and checksum: download it with `gcloud storage cp`, "
+                "which decompresses gzip, and upload it without the options -z and -Z",
                 uri=uri,
             )

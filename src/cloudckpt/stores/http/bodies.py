@@ -168,8 +168,8 @@ class Reply:
         if self.status == 200:  # a store that ignores Range, if only now and then
             if start != 0 or self.length != size:
                 raise ServerError(
-                    f"the store ignored the Range header: {self.length} bytes were offered for "
-                    f"{start}-{start + size - 1}",
+                    f"the store ignored the Range header: it offered {self.length} bytes for "
+                    f"the range {start}-{start + size - 1}",
                     uri=uri,
                 )
             return size
@@ -181,15 +181,15 @@ class Reply:
             return whole
         span, extent = told(span), told(extent)
         if unit != "bytes" or whole is None:
-            raise ConnectionLostError("the answer has no usable Content-Range", uri=uri, cause=span)
+            raise ConnectionLostError("the answer has no valid Content-Range", uri=uri, cause=span)
         if whole < start + size:
             raise RangeNotSatisfiableError(
-                f"the object ends before the range does: bytes {extent} of {total} were offered "
-                f"for {start}-{start + size - 1}",
+                f"the object ends before the requested range: the store offered bytes {extent} "
+                f"of {total} for {start}-{start + size - 1}",
                 uri=uri,
             )
         raise ServerError(
-            f"other bytes were offered than were asked for: {extent} of {total} for "
+            f"the store offered bytes {extent} of {total} for the range "
             f"{start}-{start + size - 1}; check the endpoint and the proxy",
             uri=uri,
         )
@@ -212,7 +212,7 @@ class Reply:
                     ) from exc
                 if count == 0:
                     raise ConnectionLostError(
-                        f"the answer ended after {received} bytes", received=received
+                        f"the answer ended too early, after {received} bytes", received=received
                     )
                 done += count
                 received += count
@@ -259,7 +259,9 @@ class Reply:
         if is_beginning and len(data) == limit:
             return bytes(data)
         if not self._raw.isclosed() or (self.length or 0) > len(data):
-            raise ConnectionLostError(f"the answer did not end after {len(data)} bytes")
+            raise ConnectionLostError(
+                f"the answer is incomplete or too long, after {len(data)} bytes"
+            )
         return bytes(data)
 
     def _receive(self, data: bytearray, limit: int) -> None:
@@ -287,7 +289,7 @@ class Reply:
             if not piece:
                 return
             if time.monotonic() > end:
-                raise TimeoutError(f"the answer did not end within {self._longest:.0f} s")
+                raise TimeoutError(f"the answer was not complete within {self._longest:.0f} s")
             data += piece
 
     def _step(self, view: memoryview) -> int:
@@ -350,7 +352,7 @@ def reading(uri: str) -> Iterator[None]:
         raise
     except Exception as exc:
         raise ServerError(
-            "the answer is not what it should be; check the endpoint and the proxy",
+            "the store's answer can't be understood; check the endpoint and the proxy",
             uri=uri,
             cause=reason(exc),
         ) from exc

@@ -129,7 +129,7 @@ class _Watched(_Ours):
             call.asks_first = False
             self.is_spent, self.begun = early_answer(self.sock)
             if self.is_spent:  # urllib3 then reads the answer
-                raise BrokenPipeError(errno.EPIPE, "answered before the body was sent")
+                raise BrokenPipeError(errno.EPIPE, "the server answered before the body was sent")
 
     def getresponse(self) -> http.client.HTTPResponse:
         answer: Any = http.client.HTTPResponse
@@ -141,7 +141,7 @@ class _Watched(_Ours):
         if self.sock is not None:
             self.sock.settimeout(None)  # urllib3 has set another one
         call = self.calls[threading.get_ident()]
-        late = f"no answer began within {call.limit:g} s ({call.option})"
+        late = f"the server did not answer within {call.limit:g} s ({call.option})"
         # the end of a body may still be on its way: that time is not the server's
         with self.watch.step(self.raw_sock, late, call.limit, Counter.ACKNOWLEDGED):
             self.raw_response = super().getresponse()
@@ -173,7 +173,9 @@ class _Connecting(_Ours):
     proxy_config: Any
 
     def connect(self) -> None:
-        late = f"no connection was made within {self.connect_limit:g} s (4 times connect_timeout)"
+        late = (
+            f"the connection was not made within {self.connect_limit:g} s (4 times connect_timeout)"
+        )
         if isinstance(self, urllib3.connection.HTTPSConnection):
             self.ssl_context = self.contexts.to_store()
             if self.proxy_config is not None:
@@ -269,8 +271,8 @@ class HttpClient:
         for name, value in headers.items():
             if _UNFIT.search(value):  # http.client would quote it
                 raise InvalidRequestError(
-                    f"the header {name} can't be sent: it holds a line break, or another character "
-                    "that headers don't have",
+                    f"the header {name} can't be sent: it contains a line break or another "
+                    "character that is not allowed in headers",
                     certain=True,
                 )
         headers = {"User-Agent": _USER_AGENT, **headers}
@@ -296,7 +298,10 @@ class HttpClient:
                 raise stopped.error from None
             except (urllib3.exceptions.LocationValueError, http.client.InvalidURL):
                 raise_alone(
-                    InvalidRequestError(f"{method} can't be sent: its URL is none", certain=True)
+                    InvalidRequestError(
+                        f"the URL of the {method} request is not valid: check the endpoint",
+                        certain=True,
+                    )
                 )
             except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
                 host = urlsplit(url).netloc.rpartition("@")[2]
@@ -308,13 +313,17 @@ class HttpClient:
                 unsent = _never_connected(exc)
                 why = f"no connection to {host}" if unsent else f"no answer from {host}"
                 raise ConnectionLostError(
-                    f"{why} ({method}): check that the endpoint is right and answers",
+                    f"{why} to a {method} request: check that the endpoint is right and answers "
+                    "(cloudckpt doctor)",
                     cause=_plain(exc),
                     certain=unsent,
                 ) from exc
             connection: object = response.connection
             if not isinstance(connection, _Ours) or connection.raw_response is None:
-                raise TypeError("urllib3 did not use the connection class it was given")
+                raise TypeError(
+                    "urllib3 did not use the connection class of cloudckpt: install a "
+                    "supported version of urllib3"
+                )
             reply = Reply(
                 response,
                 connection.raw_response,
@@ -391,9 +400,9 @@ def proxy_url(proxy: str) -> urllib3.util.Url:
         if url.scheme in ("http", "https") and url.host:
             return url
     raise ConfigError(
-        "HTTPS_PROXY (HTTP_PROXY for an http:// endpoint, or ALL_PROXY in their place) names no "
-        "proxy that can be used; write it as http://host:port or https://host:port (SOCKS is not "
-        "supported)"
+        "HTTPS_PROXY (HTTP_PROXY for an http:// endpoint, or ALL_PROXY instead of them) does "
+        "not name a usable proxy; write it as http://host:port or https://host:port (SOCKS is "
+        "not supported)"
     )
 
 
@@ -405,10 +414,10 @@ def _refused_by_proxy(exc: BaseException, host: str) -> StoreError | None:
     advice = (
         "write a user and a password into its URL"
         if said[1] == "407"
-        else "have it allow this host, name another proxy, or name the host in NO_PROXY"
+        else "configure it to allow this host, use another proxy, or add the host to NO_PROXY"
     )
     return InvalidRequestError(
-        f"the proxy that HTTPS_PROXY (or ALL_PROXY) names refuses a connection to {host}: {advice}",
+        f"the proxy that HTTPS_PROXY (or ALL_PROXY) names refuses to connect to {host}: {advice}",
         cause=said[0],
         certain=True,
     )

@@ -97,7 +97,7 @@ class _OpenSSL:
 def _openssl() -> _OpenSSL:
     """Raises _UnfitError, which is found out anew at each call; it takes microseconds."""
     if sys.implementation.name != "cpython":
-        raise _UnfitError(f"the Python is {sys.implementation.name}")
+        raise _UnfitError(f"the Python implementation is {sys.implementation.name}, not CPython")
     if sys.platform != "linux":
         raise _UnfitError(f"the platform is {sys.platform}")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
@@ -133,7 +133,7 @@ def _openssl() -> _OpenSSL:
         read = ctypes.CDLL(path).BIO_read
         read.restype, read.argtypes = number, (pointer, pointer, number)
     except (AttributeError, OSError) as exc:
-        where = "linked into Python" if path is None else "out of reach"
+        where = "linked into Python" if path is None else "not accessible"
         raise _UnfitError(f"OpenSSL is {where}: {exc}") from exc
     return _OpenSSL(read, library)
 
@@ -154,7 +154,7 @@ def _words(address: int) -> _Words:
         _UnfitError: If there is no memory, or none that can be read.
     """
     if not address or address % _WORD or address >= 1 << (8 * _WORD - 1):
-        raise _UnfitError("a pointer to OpenSSL's object of a TLS connection is none")
+        raise _UnfitError("a pointer to OpenSSL's TLS connection is null")
     there = (ctypes.c_char * (_FIRST * _WORD)).from_address(address)
     try:
         taken, given = os.pipe()
@@ -166,7 +166,7 @@ def _words(address: int) -> _Words:
             os.close(taken)
     except OSError as exc:
         raise _UnfitError(
-            f"a pointer to OpenSSL's object of a TLS connection can't be followed: {exc}"
+            f"a pointer to OpenSSL's TLS connection can't be followed: {exc}"
         ) from exc
     return tuple(memoryview(data).cast("P"))
 
@@ -196,7 +196,7 @@ def _own_words(thing: Any, kind: type, count: int) -> _Words:
     """
     head = object.__basicsize__
     if not isinstance(thing, kind) or type(thing).__basicsize__ < head + count * _WORD:
-        raise _UnfitError("Python's object of a TLS connection is another one")
+        raise _UnfitError("Python's TLS connection object has an unknown layout")
     return tuple((ctypes.c_size_t * count).from_address(id(thing) + head))
 
 
@@ -224,21 +224,21 @@ def _ssl_of(sock: ssl.SSLSocket, sslobj: Any, library: ctypes.PyDLL) -> int:
     before, found, behind = _own_words(sslobj, kind, 3)
     context = sslobj.context
     if before != id(reference) or behind != id(context):
-        raise _UnfitError("Python's object of a TLS connection is another one")
+        raise _UnfitError("Python's TLS connection object has an unknown layout")
     [shared] = _own_words(context, _ssl._SSLContext, 1)
     home = _loaded(library.TLS_method(), library)
     if found == shared or home is None:
-        raise _UnfitError("Python's object of a TLS connection is another one")
+        raise _UnfitError("Python's TLS connection object has an unknown layout")
     if all(_loaded(word, library) != home for word in _words(found)):
-        raise _UnfitError("another OpenSSL than Python's is called")
+        raise _UnfitError("the OpenSSL library that was loaded is not the one that Python uses")
     if library.SSL_get_ex_data(found, _APP_DATA) != id(sslobj):
-        raise _UnfitError("OpenSSL's object of a TLS connection does not know Python's")
+        raise _UnfitError("OpenSSL's TLS connection does not refer to Python's object")
     if library.SSL_get_SSL_CTX(found) != shared:
-        raise _UnfitError("OpenSSL's object of a TLS connection has another context")
+        raise _UnfitError("OpenSSL's TLS connection has an unexpected context")
     if library.SSL_get_fd(found) != sock.fileno():
-        raise _UnfitError("OpenSSL's object of a TLS connection has another socket")
+        raise _UnfitError("OpenSSL's TLS connection has an unexpected socket")
     if library.BIO_s_socket() not in _words(library.SSL_get_rbio(found) or 0):
-        raise _UnfitError("OpenSSL's object of a TLS connection does not read from its socket")
+        raise _UnfitError("OpenSSL's TLS connection does not read from its socket")
     return int(found)
 
 
@@ -268,7 +268,7 @@ class _Chain:
         ):
             for bio in (below, records, upper):
                 library.BIO_free_all(bio)  # of NULL: nothing
-            raise _UnfitError("no memory for the BIOs")
+            raise _UnfitError("OpenSSL could not allocate its buffers (BIO)")
         # SSL_set0_rbio gives one reference of the old BIO away and takes over the new one.
         plain = library.SSL_get_rbio(tls)
         library.BIO_up_ref(plain)
@@ -449,9 +449,11 @@ class LongReadTLSSocket(WatchedSocket, TLSSocket):
             self._chain = _Chain(self)
         except _UnfitError as exc:
             self._why_not = str(exc)
-            logger.debug("a TLS connection is read record by record: %s", self._why_not)
+            logger.debug(
+                "TLS connections are read record by record, which is slower: %s", self._why_not
+            )
         else:
-            logger.debug("a TLS connection is read by whole buffers, without the GIL")
+            logger.debug("TLS connections are read in whole buffers, without the GIL")
         return self._chain
 
     def _real_close(self) -> None:

@@ -156,9 +156,9 @@ class Watch:
 
     def __init__(self, limit: float) -> None:
         self.stalled = (
-            f"stalled: fewer than {SLOWEST:,} bytes a second moved for {limit:g} s; if the link is "
-            "that slow or pauses that long, raise stall_timeout, or lower connections so that each "
-            "of them gets more of it"
+            f"stalled: fewer than {SLOWEST:,} bytes a second were transferred for {limit:g} s; "
+            "if the link is that slow or pauses that long, raise stall_timeout, or lower "
+            "connections so that each has a larger share"
         )
         self._limit = limit
         self._steps: set[_Step] = set()
@@ -244,7 +244,7 @@ class Watch:
         try:
             step.look(now)
         except Exception:
-            logger.exception("a connection can't be watched any longer and is given up")
+            logger.exception("a connection can't be watched for stalls any longer and is closed")
             step.expired = True
             with contextlib.suppress(Exception):
                 break_connection(step.connection)

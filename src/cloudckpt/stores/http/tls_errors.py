@@ -14,8 +14,8 @@ from cloudckpt.errors import TLSError
 __all__ = ["causes", "lasting_failure"]
 
 _TRUST = (
-    "if the endpoint has an authority of its own, name the file with its certificates in "
-    "AWS_CA_BUNDLE (s3://) or REQUESTS_CA_BUNDLE (gs://, az://)"
+    "if the endpoint uses its own certificate authority, name the file with its certificates "
+    "in AWS_CA_BUNDLE (s3://) or REQUESTS_CA_BUNDLE (gs://, az://)"
 )
 # OpenSSL's reasons; RECORD_LAYER_FAILURE since 3.2
 _LASTING = (
@@ -49,14 +49,14 @@ def lasting_failure(
     chain = list(causes(error))
     if (unread := _unread_file(chain)) is not None:
         return TLSError(
-            f"the certificates of authorities{f' in {bundle}' if bundle else ''} can't be read, so "
-            f"nothing tells whether {host} is to be trusted; correct AWS_CA_BUNDLE (s3://) or "
+            f"the certificates of the authorities{f' in {bundle}' if bundle else ''} can't be "
+            f"read, so {host} can't be verified; correct AWS_CA_BUNDLE (s3://) or "
             "REQUESTS_CA_BUNDLE, which name their file, or unset the variable",
             cause=unread,
             certain=True,
         )
     if any(isinstance(inner, urllib3.exceptions.ProxyError) for inner in chain):
-        host = f"the proxy before {host}"
+        host = f"the proxy for {host}"
     for inner in chain:
         if isinstance(inner, ssl.SSLCertVerificationError):
             text = f"the certificate of {host} is not trusted: {inner.verify_message}; {_TRUST}"

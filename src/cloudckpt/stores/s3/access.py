@@ -164,10 +164,11 @@ class BucketAccess:
         if self._uri.startswith("hf://"):
             endpoint = "the scheme hf://"
         region = named_by(options, "region") or first_set("AWS_REGION", "AWS_DEFAULT_REGION")
-        profile = "the profile" if self._scoped.get("region") else "nothing: boto3's default"
+        profile = "the profile" if self._scoped.get("region") else "the default, that of boto3"
         return Route(
             url=self._place.bucket_url,
-            endpoint_from=endpoint or ("boto3's table" if self.is_aws else "the profile"),
+            endpoint_from=endpoint
+            or ("the default, that of boto3" if self.is_aws else "the profile"),
             region=self.region,
             region_from=region or profile,
             http=self.http_options,
@@ -208,7 +209,7 @@ class BucketAccess:
             if place == self._place:
                 return False
             logger.warning(
-                "%s is in %s, not %s: AWS_REGION=%s spares the detour",
+                "%s is in %s, not %s: set AWS_REGION=%s to save redirected requests",
                 self._uri, region, used or "the default region", region,
             )  # fmt: skip
             self._place = place
@@ -309,10 +310,7 @@ def _dialect(options: S3Options, bucket: str, host: str, *, is_amazon: bool) -> 
         row = DIALECTS[options.dialect]
     given = [name for name in sorted(row.useless) if getattr(options, name)]
     if given:
-        raise ConfigError(
-            f"{', '.join(given)}: {row.title} has no such thing, and would refuse or ignore it; "
-            "leave it out"
-        )
+        raise ConfigError(f"{', '.join(given)}: {row.title} does not support this; leave it out")
     return row
 
 
@@ -455,8 +453,17 @@ _OF_THE_REQUEST = (
 def _meaning(exc: Exception, uri: str) -> CloudCheckpointError:
     cause = reason(exc)
     if isinstance(exc, botocore.exceptions.ProfileNotFound):
-        text = "there is no such profile; check AWS_PROFILE and ~/.aws"
+        text = "the profile does not exist; check AWS_PROFILE and ~/.aws"
         return CredentialsError(text, uri=uri, cause=cause)
     if isinstance(exc, _OF_THE_REQUEST):
-        return InvalidRequestError("boto3 can't reach the object", uri=uri, cause=cause)
-    return ConfigError("boto3 rejects its settings", uri=uri, cause=cause)
+        return InvalidRequestError(
+            "boto3 can't address this object; see the cause, and check the bucket and the endpoint",
+            uri=uri,
+            cause=cause,
+        )
+    return ConfigError(
+        "boto3 rejects its settings; see the cause, and correct ~/.aws/config or the AWS_* "
+        "variables",
+        uri=uri,
+        cause=cause,
+    )

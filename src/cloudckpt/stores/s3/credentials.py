@@ -101,8 +101,8 @@ def _silence(seconds: float) -> str:
     if is_off or seconds < _SILENT_FOR:
         return ""
     return (
-        f"; the metadata service of the instance did not answer within {seconds:.0f} s: in a "
-        "container on EC2, it takes a hop limit of 2 (aws ec2 modify-instance-metadata-options "
+        f"; the metadata service of the instance did not answer within {seconds:.0f} s: a "
+        "container on EC2 needs a hop limit of 2 (aws ec2 modify-instance-metadata-options "
         "--http-put-response-hop-limit 2)"
     )
 

@@ -40,7 +40,9 @@ _KMS = (
 _MEANINGS = (
     Meaning("NoSuchBucket|NoSuchAccessPoint", BucketNotFoundError),
     Meaning("NoSuchKey", ObjectNotFoundError),
-    Meaning("NoSuchUpload", ObjectNotFoundError, "there is no such multipart upload any more"),
+    Meaning(
+        "NoSuchUpload", ObjectNotFoundError, "the multipart upload no longer exists; save again"
+    ),
     Meaning("PreconditionFailed", PreconditionFailedError),
     Meaning(
         "AccessDenied|403",
@@ -67,7 +69,7 @@ _MEANINGS = (
     Meaning(
         "KMS.ThrottlingException",
         ThrottledError,
-        "KMS asks to slow down; consider an S3 Bucket Key",
+        "KMS is throttling requests; consider an S3 Bucket Key",
     ),
     Meaning(
         "SlowDown.*|.*Throttl.*|TooManyRequestsException|RequestLimitExceeded"
@@ -87,7 +89,7 @@ _MEANINGS = (
     Meaning(
         "ConditionalRequestConflict|OperationAborted",
         ServerError,
-        "not written: another write of the same object is under way",
+        "not written: another write of the same object is in progress",
         is_certain=True,
     ),
     Meaning("KMS.AccessDeniedException", AccessDeniedError, _KMS),
@@ -128,7 +130,10 @@ def from_code(
         is_foreign=is_foreign,
     )
     if isinstance(error, AccessDeniedError) and action in ("GET", "HEAD"):
-        error.message += "; without s3:ListBucket, S3 answers so if there is no such object, too"
+        error.message += (
+            "; without the permission s3:ListBucket, S3 gives the same answer for an object "
+            "that does not exist"
+        )
     if isinstance(error, WrongRegionError) and region:
         error.message += f"; set AWS_REGION={region}"
         error.region = region

@@ -34,7 +34,9 @@ __all__ = ["Redirects"]
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _ANSWERS = SUCCESS | _REDIRECTS
 # only the store itself can say that there is no such object
-_NOT_THERE = (Meaning("404|410", ServerError, "the redirect target does not exist (yet)"),)
+_NOT_THERE = (
+    Meaning("404|410", ServerError, "the object that the store redirected to does not exist (yet)"),
+)
 
 
 _HASH = re.compile('"[0-9a-f]{32,128}"')  # of bytes: another ETag might be that of others, too
@@ -116,14 +118,18 @@ class Redirects:
         """Compares the ETag of the bytes with the one that is known, or notes it."""
         uri = self._store.uri(key)
         if answer.status not in (200, 206):
-            action = f"GET from {told(urlsplit(target).hostname or '')}, where the store sent"
+            action = (
+                f"GET from {told(urlsplit(target).hostname or '')}, to which the store redirected"
+            )
             raise refusal(_NOT_THERE, answer.status, "", [], action, uri, answer.headers)
         version, tag = known
         there = answer.headers.get("ETag", "")
         there = there if _HASH.fullmatch(there) else ""
         if tag and there != tag:
             self._known.pop(key, None)
-            raise ConnectionLostError("the object may have been replaced: it is read anew", uri=uri)
+            raise ConnectionLostError(
+                "the object may have been replaced: it is read again", uri=uri
+            )
         if proven and there and not tag:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -141,7 +147,7 @@ def _checked(location: str, origin: str, uri: str) -> str:
     Raises:
         InvalidRequestError: If TLS would end there, or it is no address on the web.
     """
-    problem: str | None = "an unusable URL"
+    problem: str | None = "an invalid URL"
     with contextlib.suppress(ValueError):
         url = urljoin(origin, location)
         parts = urlsplit(url)
@@ -150,5 +156,7 @@ def _checked(location: str, origin: str, uri: str) -> str:
         elif parts.scheme in ("http", "https") and parts.hostname and parts.username is None:
             problem = None
     if problem is not None:
-        raise InvalidRequestError(f"the store redirected the read to {problem}", uri=uri)
+        raise InvalidRequestError(
+            f"the store redirected the read to {problem}: check the endpoint and the proxy", uri=uri
+        )
     return url.partition("#")[0]

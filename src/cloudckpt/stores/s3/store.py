@@ -81,9 +81,9 @@ class S3Store(XmlStore):
         options, dialect = config.s3, self._access.dialect
         if dialect is AWS and options.storage_class in _ARCHIVES:
             raise ConfigError(
-                f"storage_class={options.storage_class!r}: what is in it can't be loaded before it "
-                "is restored, which takes hours; write 'GLACIER_IR', and archive old checkpoints "
-                "by a lifecycle rule",
+                f"storage_class={options.storage_class!r}: objects in it can't be loaded before "
+                "they are restored, which takes hours; write 'GLACIER_IR', and archive old "
+                "checkpoints by a lifecycle rule",
                 uri=root,
             )
         self._dialect = dialect
