@@ -220,7 +220,9 @@ class _Items:
         sets = {of_group: set(of_group) for of_group in self.ranks_of_groups}
         for group, of_group in groups:
             if len(sets[of_group]) != len(of_group):
-                raise self._invalid(int(self._of_items[group[0]]), "has the same part twice on one rank")
+                raise self._invalid(
+                    int(self._of_items[group[0]]), "has the same part twice on one rank"
+                )
         if to_lowest_rank:
             keeps[column_of([group[0] for group in self.groups])] = True
             return keeps.nonzero().view(-1)
@@ -249,7 +251,9 @@ class _Items:
             unlike = (of_dims.sizes[places] != of_dims.sizes[first]).any(1).nonzero()
             if unlike.numel():
                 name = int(self._of_items[rows[places[int(unlike[0])]]])
-                raise self._invalid(name, "has two parts that begin at the same offsets and differ in size")
+                raise self._invalid(
+                    name, "has two parts that begin at the same offsets and differ in size"
+                )
             found.append((rows[places], sizes))
         return torch.cat([members for members, _ in found]), torch.cat(
             [sizes for _, sizes in found]
@@ -281,7 +285,9 @@ class _Items:
         several = ((counts > 1) & (self._is_whole | is_value))[order].nonzero().view(-1)
         if several.numel():
             number = int(order[several[0]])
-            raise self._invalid(number, "is whole on some rank, but ranks have different parts of it")
+            raise self._invalid(
+                number, "is whole on some rank, but ranks have different parts of it"
+            )
         table = Table(
             {self._names[number]: place for place, number in enumerate(order.tolist())},
             self._forms,
