@@ -143,6 +143,20 @@ def test_a_signal_that_nobody_watches_any_more_ends_the_process() -> None:
         assert ended.wait()[0] == -signal.SIGUSR1
 
 
+def _is_noticed_by_the_one_that_is_left(number: int) -> None:
+    first, second = (Preemption(signals=[number]) for _ in range(2))
+    first.watch()
+    second.watch()
+    first.ignore()
+    os.kill(os.getpid(), number)
+    os._exit(7 if second.noticed else 8)
+
+
+def test_a_manager_that_is_closed_does_not_end_the_process_of_another() -> None:
+    with child(_is_noticed_by_the_one_that_is_left, number=signal.SIGTERM) as found:
+        assert found.wait()[0] == 7
+
+
 def _survives_the_first(number: int, pause: float) -> None:
     preemption = Preemption(signals=[number])
     preemption.watch()

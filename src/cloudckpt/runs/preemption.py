@@ -158,8 +158,17 @@ class Preemption:
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _previous(self, number: int) -> Any:
+        """The previous handler; of those of other managers only one that is still watching."""
         before = self._before.get(number, signal.SIG_DFL)
+        while isinstance(owner := getattr(before, "__self__", None), Preemption):
+            if owner._watchers:
+                break
+            before = owner._before.get(number, signal.SIG_DFL)
+        return before
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        before = self._previous(number)
         is_elsewhere, is_second = os.getpid() != self._pid, False
         if self._watchers and not is_elsewhere:
             self._noticed = True
