@@ -478,8 +478,9 @@ def _paths(names: Sequence[str], described: Any) -> Paths:
     if type(described) is not list or not {*map(type, described)} <= {list}:
         raise ValueError("invalid metadata record: a path is not a list")
     elements = list(chain.from_iterable(described))
-    is_known = {*map(type, elements)} <= {str, int}
-    if not is_known or not all(0 <= one < _END for one in elements if type(one) is int):
+    kinds = {*map(type, elements)}
+    indices = (one for one in elements if type(one) is int) if int in kinds else ()
+    if not kinds <= {str, int} or not all(0 <= one < _END for one in indices):
         raise ValueError(
             "invalid metadata record: a path has an element that is neither a key nor an index"
         )

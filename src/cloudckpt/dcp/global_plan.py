@@ -32,7 +32,7 @@ from cloudckpt.checkpoint.from_torch import NotInColumnsError, table_of_plan
 from cloudckpt.checkpoint.manifest import Planned
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.structure import Structure, shown
-from cloudckpt.checkpoint.table import Chunks, Form, Paths, Table, rows_by_dims
+from cloudckpt.checkpoint.table import Chunks, Form, Paths, Table, numbered, rows_by_dims
 from cloudckpt.checkpoint.torch_private import validate_global_plan
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp.copies import Shared, shared_of_ranks
@@ -289,7 +289,7 @@ class _Items:
                 number, "is whole on some rank, but ranks have different parts of it"
             )
         table = Table(
-            {self._names[number]: place for place, number in enumerate(order.tolist())},
+            numbered([*map(self._names.__getitem__, order.tolist())]),
             self._forms,
             self._form_of[order],
             counts[order],
