@@ -144,7 +144,7 @@ def _tell_torchs_logger(event: events.Event) -> None:
     """That logger has a handler only where torch's part was imported, whoever did it."""
     if "torch.distributed.checkpoint" in sys.modules:
         with late_imports:
-            from cloudckpt.dcp.torch_log import tell_torchs_logger
+            from cloudckpt.checkpoint.torch_private import tell_torchs_logger
         tell_torchs_logger(event)
 
 

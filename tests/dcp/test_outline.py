@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import StridedShard
-from cloudckpt.dcp.outline import Outline
+from cloudckpt.dcp.plan_cache import Outline
 from cloudckpt.dcp.planners import CloudSavePlanner
 
 from .test_tensor_protocol import FIELDS, of_protocol

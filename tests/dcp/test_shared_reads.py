@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cloudckpt
-from cloudckpt.dcp import sharing
+from cloudckpt.dcp import loading
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
@@ -228,7 +228,7 @@ def load_while_one_lacks(place, function):
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(sharing, function, lack)
+            patch.setattr(loading, function, lack)
         cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
 
 
@@ -246,7 +246,7 @@ def load_while_ranks_lose_each_other(place):
         raise RuntimeError("Connection closed by peer")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "ring_allgather", lost)
+        patch.setattr(loading, "ring_allgather", lost)
         cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
 
 

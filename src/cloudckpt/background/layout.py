@@ -18,6 +18,7 @@ from cloudckpt.checkpoint.torch_private import PLANS_ITSELF, declare_as
 from cloudckpt.errors import StagingError
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.memory import (
+    PLAIN,
     extent,
     has_memory,
     memory_of,
@@ -27,7 +28,6 @@ from cloudckpt.transfer.memory import (
 
 __all__ = ["Layout", "Region"]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _ATOMIC = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 _Path = tuple[Any, ...]
@@ -230,7 +230,7 @@ def _of_kind(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 def _is_bytes(tensor: torch.Tensor) -> bool:
     """Whether a tensor has bytes in memory; others are copied separately, or refused."""
     return (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and tensor.layout == torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested

@@ -11,7 +11,7 @@ The process reads the staged copy, and the next save overwrites it. So no save r
 before its process has answered or ended.
 
 If a trainer ends without knowing the outcome of its save, the process keeps running and finishes
-that save for the next job (``outliving``).
+that save for the next job (``sender``).
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class _Shared:
 
 @dataclass
 class ProcessSender:
-    """Makes the process send one save; see :class:`~cloudckpt.checkpoint.sending.Sender`."""
+    """Makes the process send one save; see :class:`~cloudckpt.checkpoint.object_plan.Sender`."""
 
     process: SaveProcess
     arena: Arena | None

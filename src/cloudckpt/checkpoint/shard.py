@@ -16,10 +16,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from cloudckpt.checkpoint.envelope import envelope, has_stored_form
 from cloudckpt.checkpoint.index import LONGEST_EDGE
 from cloudckpt.checkpoint.object_index import code_of
-from cloudckpt.checkpoint.object_plan import STATE, Destination, Form, ObjectPlan
+from cloudckpt.checkpoint.object_plan import (
+    STATE,
+    Destination,
+    Form,
+    ObjectPlan,
+    send,
+    sending_group,
+)
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.sending import send, sending_group
 from cloudckpt.checkpoint.torch_private import create_chunk_list, declared_shards, declares_shards
 from cloudckpt.errors import UnsupportedTensorError
 from cloudckpt.stores.base import ObjectStore

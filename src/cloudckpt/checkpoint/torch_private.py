@@ -8,6 +8,7 @@ import importlib
 import logging
 import operator
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import IO, Any, TypeVar, cast
@@ -43,6 +44,7 @@ try:
     from torch.distributed.checkpoint import protocol as _protocol  # type: ignore[attr-defined, unused-ignore]
 except ImportError:  # before torch 2.14
     _protocol = None
+from cloudckpt.events import Event
 
 __all__ = [
     "CURRENT_DCP_VERSION",
@@ -57,7 +59,6 @@ __all__ = [
     "StridedShard",
     "create_chunk_list",
     "dcp_logger",
-    "dcp_step_logger",
     "declare_as",
     "declared_shards",
     "declares_shards",
@@ -69,9 +70,11 @@ __all__ = [
     "groups_joined",
     "init_state_dict",
     "load_with",
+    "logged_by_torch",
     "set_group_timeout",
     "state_dict_being_planned",
     "store_of_group",
+    "tell_torchs_logger",
     "traverse_state_dict",
     "validate_global_plan",
     "whole_shape",
@@ -237,11 +240,6 @@ def dcp_logger() -> logging.Logger | None:
     return found if isinstance(found, logging.Logger) else None
 
 
-def dcp_step_logger() -> Any:
-    """The decorator by which torch's saver logs its steps; None if this torch has none."""
-    return _of_logger_module("_dcp_method_logger")
-
-
 def _of_logger_module(name: str) -> Any:
     try:
         module = importlib.import_module("torch.distributed.checkpoint.logger")
@@ -268,3 +266,42 @@ def state_dict_being_planned() -> tuple[Any, Any] | None:
             return None
         frame = frame.f_back
     return None
+
+
+def logged_by_torch(checkpoint_id: str, group: dist.ProcessGroup | None) -> Any:
+    """Logs a step of a save by torch's logger, under its name, as torch's saver would."""
+    if (decorator := _of_logger_module("_dcp_method_logger")) is None:
+        return lambda step: step
+    return decorator(checkpoint_id=checkpoint_id, process_group=group)
+
+
+def tell_torchs_logger(event: Event) -> None:
+    """Logs a phase as torch logs its own functions: a dict, at level DEBUG, or ERROR if it failed.
+
+    The keys are torch's where it has one for it: ``checkpoint_id``, ``func_name`` (for example
+    ``cloudckpt.upload``), ``event`` (``end`` or ``exception``), ``time`` and ``times_spent`` in
+    nanoseconds, ``local_rank`` in the group that saves, and with a process group ``global_rank``
+    and ``world_size``; in addition, ``bytes``, and ``error`` or ``detail`` with the class of an
+    error.
+    """
+    logger = dcp_logger()
+    level = logging.ERROR if event.failed else logging.DEBUG
+    if logger is None or not logger.isEnabledFor(level):
+        return
+    spent = int(event.seconds * 1e9)
+    message: dict[str, str | int] = {
+        "checkpoint_id": event.uri,
+        "uuid": str(uuid.uuid4().int),
+        "func_name": f"cloudckpt.{event.phase}",
+        "event": "exception" if event.failed else "end",
+        "time": int(event.began * 1e9) + spent,
+        "times_spent": spent,
+        "local_rank": str(event.rank),
+        "bytes": event.nbytes,
+    }
+    if dist.is_available() and dist.is_initialized():
+        message["global_rank"] = str(dist.get_rank())
+        message["world_size"] = str(dist.get_world_size())
+    if event.detail:
+        message["error" if event.failed else "detail"] = event.detail
+    logger.log(level, message, extra={"cloudckpt_event": event})

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.columns import column_of, pack_columns, unfilled, unpack_columns
 from cloudckpt.checkpoint.likeness import digest_of_all
-from cloudckpt.dcp.outline import PLAIN
 from cloudckpt.errors import KeyCollisionError
+from cloudckpt.transfer.memory import PLAIN
 
 __all__ = ["Copies", "Described", "Shared", "refuse_or_tell", "shared_of_ranks"]
 

@@ -32,11 +32,11 @@ from cloudckpt.checkpoint.model_folder import ModelFolder
 from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.content import Content
 from cloudckpt.dcp.load_plan import check_whole
+from cloudckpt.dcp.loading import Offer, SharedReads
 from cloudckpt.dcp.meeting import Meeting, RankStatus, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.report import LoadReport
-from cloudckpt.dcp.sharing import Offer, SharedReads
 from cloudckpt.errors import (
     CheckpointReplacedError,
     CloudCheckpointError,

@@ -26,8 +26,8 @@ from cloudckpt.checkpoint.lazy import table_behind
 from cloudckpt.checkpoint.shard import check_placements
 from cloudckpt.checkpoint.table import Table
 from cloudckpt.checkpoint.torch_private import create_chunk_list
-from cloudckpt.dcp.outline import PLAIN
 from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UnsupportedTensorError
+from cloudckpt.transfer.memory import PLAIN
 
 __all__ = [
     "check_types",

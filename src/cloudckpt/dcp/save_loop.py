@@ -42,7 +42,7 @@ from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Extents, Heads, Record
 from cloudckpt.checkpoint.shard import check_supported, small_form_of
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
+from cloudckpt.checkpoint.torch_private import Collectives, forget_plans, logged_by_torch
 from cloudckpt.dcp import incremental, plan_cache
 from cloudckpt.dcp.copies import (
     Copies,
@@ -58,15 +58,14 @@ from cloudckpt.dcp.global_plan import (
 )
 from cloudckpt.dcp.incremental import Contents
 from cloudckpt.dcp.meeting import PLAN_ANEW, PLAN_EACH_TIME
-from cloudckpt.dcp.outline import PLAIN, Outline
-from cloudckpt.dcp.plan_cache import KnownPlan, OfAllRanks
+from cloudckpt.dcp.plan_cache import KnownPlan, OfAllRanks, Outline
 from cloudckpt.dcp.planners import CloudSavePlanner, keep_containers, lost_by_flattening
 from cloudckpt.dcp.reader import committed_metadata
 from cloudckpt.dcp.saving import SmallTensors, expected_size
-from cloudckpt.dcp.torch_log import logged_by_torch
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, committing
 from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError, UnsupportedValueError
 from cloudckpt.gc_pause import paused_gc
+from cloudckpt.transfer.memory import PLAIN
 
 __all__ = ["SaveLoop"]
 

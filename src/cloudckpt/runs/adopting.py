@@ -1,7 +1,7 @@
 """Commits steps whose trainers ended before the commit, if their saving processes sent everything.
 
 Each rank's saving process leaves a record beside its data when it has sent all of it
-(:mod:`cloudckpt.background.outliving`). The records of all ranks hold what the coordinator of that
+(:mod:`cloudckpt.background.sender`). The records of all ranks hold what the coordinator of that
 save would have known, so any process that has them can commit as the coordinator would have: by one
 write of ``.metadata``, on the condition that there is none. If meanwhile
 

@@ -14,6 +14,7 @@ from cloudckpt.transfer.boxes import Box, reach
 from cloudckpt.transfer.packing import WRITABLE, memory_at
 
 __all__ = [
+    "PLAIN",
     "Claims",
     "bytes_of",
     "extent",
@@ -26,6 +27,10 @@ __all__ = [
     "shows_its_memory",
     "why_not_filled",
 ]
+
+
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+"""The classes of tensors that are bytes in memory and nothing else."""
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
