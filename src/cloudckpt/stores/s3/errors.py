@@ -56,10 +56,19 @@ _MEANINGS = (
         "the object is archived; restore it from its storage class first",
     ),
     Meaning(
-        "ExpiredToken(Exception)?|TokenRefreshRequired|InvalidToken|InvalidSecurity"
-        "|InvalidAccessKeyId|InvalidClientTokenId|UnrecognizedClientException"
-        "|SignatureDoesNotMatch",
+        "ExpiredToken(Exception)?|TokenRefreshRequired|InvalidToken|InvalidSecurity",
         CredentialsError,
+    ),
+    Meaning(
+        "InvalidAccessKeyId|InvalidClientTokenId|UnrecognizedClientException",
+        CredentialsError,
+        "the store does not know this access key; correct or renew it",
+    ),
+    Meaning(
+        "SignatureDoesNotMatch",
+        CredentialsError,
+        "the secret key does not fit the access key (or a proxy changed the request); copy both "
+        "anew",
     ),
     Meaning("RequestTimeTooSkewed|RequestExpired", ClockError),
     Meaning(
