@@ -42,10 +42,10 @@ _MEANINGS = (
     Meaning(
         "AuthenticationFailed|InvalidAuthenticationInfo|401",
         CredentialsError,
-        "Azure does not accept the credentials: a key of another account or one that was replaced, "
-        "a malformed or expired shared access signature, a token of another tenant "
-        "(AZURE_TENANT_ID, 'az login --tenant') or cloud (AZURE_AUTHORITY_HOST), or a clock that "
-        "is wrong by minutes; a token's identity needs the role 'Storage Blob Data Contributor'",
+        "Azure refuses the credentials: the key belongs to another account or was replaced, "
+        "the shared access signature is malformed or has expired, the token is of another tenant "
+        "(AZURE_TENANT_ID, 'az login --tenant') or cloud (AZURE_AUTHORITY_HOST), or this machine's "
+        "clock is wrong by minutes; a token takes the role 'Storage Blob Data Contributor'",
     ),
     Meaning(
         "KeyBasedAuthenticationNotPermitted",
