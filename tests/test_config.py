@@ -109,21 +109,11 @@ FROM_ENVIRONMENT = [
 
 @pytest.mark.parametrize(("cls", "option", "variable", "text", "value"), FROM_ENVIRONMENT)
 def test_an_option_is_read_from_its_variable(monkeypatch, cls, option, variable, text, value):
+    default = getattr(cls(), option)
     monkeypatch.setenv(variable, text)
     found = getattr(cls(), option)
     assert (found, type(found)) == (value, type(value))
-
-
-@pytest.mark.parametrize(("cls", "option", "variable", "text", "value"), FROM_ENVIRONMENT)
-def test_an_argument_wins_over_the_variable(monkeypatch, cls, option, variable, text, value):
-    default = getattr(cls(), option)
-    monkeypatch.setenv(variable, text)
-    assert getattr(cls(**{option: default}), option) == default
-
-
-@pytest.mark.parametrize(("cls", "option", "variable", "text", "value"), FROM_ENVIRONMENT)
-def test_an_empty_variable_is_none_at_all(monkeypatch, cls, option, variable, text, value):
-    default = getattr(cls(), option)
+    assert getattr(cls(**{option: default}), option) == default  # an argument wins
     monkeypatch.setenv(variable, "")
     assert getattr(cls(), option) == default
 
