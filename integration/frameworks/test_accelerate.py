@@ -79,7 +79,7 @@ def test_a_folded_uri_and_a_name_that_is_no_step_are_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(cloudckpt.errors.InvalidURIError, match="s3://bucket/run"):
         save_state(accelerator, Path("s3://bucket/run"))
-    with pytest.raises(cloudckpt.errors.ConfigError, match="like step-10"):
+    with pytest.raises(cloudckpt.errors.ConfigError, match="such as step-10"):
         save_state(accelerator, f"{run}/newest", max_to_keep=2)
     assert not [*tmp_path.iterdir()]
     assert not cloudckpt.list_checkpoints(run)
@@ -166,7 +166,7 @@ def test_hooks_save_and_load_what_they_take_upon_themselves(
     with pytest.raises(cloudckpt.errors.MissingKeyError, match="model_0"):
         load_state(accelerator, f"{run}/step-1")
     accelerator.register_load_state_pre_hook(lambda models, folder: None)
-    with pytest.raises(cloudckpt.errors.MissingKeyError, match="no hook has loaded it"):
+    with pytest.raises(cloudckpt.errors.MissingKeyError, match="no hook loaded it"):
         load_state(accelerator, f"{run}/step-1")
 
 

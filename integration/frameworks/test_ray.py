@@ -65,7 +65,7 @@ def test_a_reference_is_neither_deleted_nor_copied(context: None, tmp_path: Path
     assert cloudckpt.exists(uri)
     with pytest.raises(cloudckpt.errors.ConfigError, match="checkpoint_upload_fn"):
         reported.to_directory(str(tmp_path / "copy"))
-    with pytest.raises(cloudckpt.errors.ConfigError, match="report the result"):
+    with pytest.raises(cloudckpt.errors.ConfigError, match="pass the result"):
         checkpoint_upload_fn(ray.train.Checkpoint.from_directory(str(tmp_path)), "name")
 
 

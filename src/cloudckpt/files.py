@@ -101,10 +101,12 @@ def save_file(
     """
     location, config = CheckpointURI.parse(uri), config_or_default(config)
     if if_absent and if_version is not None:
-        raise ConfigError("if_absent and if_version exclude each other: give one of them")
+        raise ConfigError("if_absent and if_version contradict each other: give only one of them")
     store, key = object_at(location, config)
     if location.scheme == "file" and os.path.isdir(key):
-        raise InvalidURIError(f"{location} is a folder: write for example {location.join('name')}")
+        raise InvalidURIError(
+            f"{location} is a folder: give the name of a file, for example {location.join('name')}"
+        )
     must_be_new = if_absent or (not config.overwrite and if_version is None)
     try:
         with Span("upload", str(location), 0) as span, _opened(data) as (source, expected):
@@ -123,7 +125,8 @@ def save_file(
         if not must_be_new or if_absent or not error.certain:
             raise
         raise CheckpointExistsError(
-            "a file already exists here and overwrite is off: delete it, or write another one",
+            "a file already exists here and overwrite is off: delete it, or write to another "
+            "location",
             uri=str(location),
             cause=error,
         ) from error
@@ -167,7 +170,9 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
     pinned = PinnedObject(store, key, config, TransferStats(store.uri(key)))
     if if_version is not None and pinned.info.version != if_version:
         raise PreconditionFailedError(
-            "the object is not the version that was asked for", uri=store.uri(key), certain=True
+            "the object no longer has the requested version: read it again",
+            uri=store.uri(key),
+            certain=True,
         )
     room = bytearray(pinned.info.size)
     for is_last in (False, True):
@@ -177,11 +182,11 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
             break
         if is_last:
             raise CheckpointCorruptError(
-                "the object does not match its checksum, or is read differently each time; "
-                "restore it, or read it with Config(verify=False)",
+                "the object does not match its checksum, or gives other bytes each time it is "
+                "read; restore it, or read it with Config(verify=False)",
                 uri=store.uri(key),
             )
-        logger.warning("%s: fetched again after a wrong checksum", store.uri(key))
+        logger.warning("%s: read again, because the checksum did not match", store.uri(key))
     content = FileContent(room)
     content.version = pinned.info.version
     return content
@@ -193,7 +198,9 @@ def _is_as_stored(store: ObjectStore, info: ObjectInfo, data: bytearray, config:
         kept = Retrier(config.retry).call(lambda: store.checksum_of(info))
     except (ObjectNotFoundError, PreconditionFailedError) as error:
         raise CheckpointReplacedError(
-            "it was replaced while it was read", uri=store.uri(info.key), cause=error
+            "the object was replaced while it was read: read it again",
+            uri=store.uri(info.key),
+            cause=error,
         ) from error
     return kept == store.capabilities.checksum.of(memoryview(data))
 
@@ -227,8 +234,8 @@ def _put_on_condition(
     """Writes in one request: some stores ignore conditions when a multipart upload completes."""
     if len(content) > store.capabilities.max_put_size:
         raise InvalidRequestError(
-            f"{len(content)} bytes are too many for one request, and only one request can have a "
-            f"condition; {store.capabilities.max_put_size} are the most",
+            f"{len(content)} bytes are too many for a single request, which a condition needs; "
+            f"the limit is {store.capabilities.max_put_size}",
             uri=store.uri(key),
             certain=True,
         )
@@ -247,7 +254,8 @@ def _check_conditions(store: ObjectStore, key: str, config: Config, retrier: Ret
     """
     if config.conditional_writes == "off":
         raise ConfigError(
-            "if_absent, if_version and overwrite=False need conditional writes, which are off",
+            "if_absent, if_version and overwrite=False need conditional writes, which are "
+            "turned off: set conditional_writes='auto'",
             uri=store.uri(key),
         )
     if config.conditional_writes == "on" or store.capabilities.conditional_writes:

@@ -105,7 +105,9 @@ def dcp_to_torch_save(
     config = config_or_default(config)
     file = CheckpointURI.parse(target)
     if file == CheckpointURI.parse(source):
-        raise InvalidURIError(f"{file} is both the checkpoint and the file to be written")
+        raise InvalidURIError(
+            f"{file} is both the checkpoint and the target: choose another target"
+        )
     check_destination(file, config)
     reader = CloudStorageReader(source, config=config, trust_pickle=trust_pickle)
     return write_torch_file(_content_of(reader), file, config)
@@ -168,10 +170,11 @@ def _both_ends(
     """
     uri, to = CheckpointURI.parse(source), CheckpointURI.parse(target)
     if uri == to:
-        raise InvalidURIError(f"{uri} is both what is read and the checkpoint to be written")
+        raise InvalidURIError(f"{uri} is both the source and the target: choose another target")
     if not config.overwrite and exists(to, config=config):
         raise CheckpointExistsError(
-            "a checkpoint exists here and overwrite is off: delete it, or write another one",
+            "a checkpoint already exists here and overwrite is off: delete it, or write to "
+            "another location",
             uri=str(to),
         )
     return uri, to
@@ -214,8 +217,8 @@ def torch_save_to_dcp(
     state = retry_if_replaced(lambda: _load_file(uri, config, trust_pickle))
     if not isinstance(state, dict):
         raise CheckpointError(
-            f"the file holds a {type(state).__name__}, and only a dict can become a checkpoint: "
-            "save a state_dict() instead",
+            f"the file contains a {type(state).__name__}, but only a dict can be converted to a "
+            "checkpoint: save a state_dict() instead",
             uri=str(uri),
         )
     return save(state, checkpoint_id=location, no_dist=True, config=config)

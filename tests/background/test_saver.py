@@ -244,7 +244,7 @@ def test_a_saver_of_a_process_that_has_forked_this_one_says_so_and_stays_whole(l
         begin(one, 1, local).result(PATIENCE)
         told = in_a_child("fork", _in_a_fork, one, local)
         assert f"belongs to process {os.getpid()}" in told
-        assert "make a new one here" in told
+        assert "make a new saver in this process" in told
         begin(one, 3, local).result(PATIENCE)
     assert step_at(local) == 3
 

@@ -312,7 +312,7 @@ def test_a_check_that_fails_before_a_second_try_ends_the_commit(store, retrier, 
     def check():
         tries.append(1)
         if len(tries) > 1:
-            raise CheckpointConflictError("another job has begun")
+            raise CheckpointConflictError("another job has started")
 
     store.fail("put", in_its_words(ThrottledError) if is_certain else ThrottledError)
     error = CheckpointConflictError if is_certain else CommitUnknownError

@@ -183,7 +183,7 @@ def test_ctrl_c_ends_a_command_quietly():
         ("latest nonsense://x/y", 2, "", "nonsense"),
         ("ls {run} >&-", 0, "", ""),
         ("ls nothing 2>&-", 3, "", ""),
-        ("rm {run}/step-1 <&-", 2, "", "give --yes"),
+        ("rm {run}/step-1 <&-", 2, "", "with --yes"),
         ("ls {run} >/dev/full", 1, "", "No space left on device"),
     ],
 )

@@ -132,7 +132,7 @@ FAILING = {
     "prune PATH/run --max-to-keep 1 --best-metric loss": (2, "--best-mode"),
     "sweep PATH/run --older-than 24": (2, "90s"),
     f"verify {STEP_4} --endpoint-url http://x": (2, "--endpoint-url"),
-    "cp s3://a/b gs://c/d --endpoint-url http://x": (2, "several clouds"),
+    "cp s3://a/b gs://c/d --endpoint-url http://x": (2, "different clouds"),
 }
 
 

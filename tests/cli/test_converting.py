@@ -65,7 +65,7 @@ def test_a_file_goes_to_a_bucket_and_back(cli, file, bucket, s3_url, tmp_path):
 def test_what_nobody_can_tell_is_asked_for(cli, stock, file, tmp_path):
     for source, target, told in (
         (stock, tmp_path / "v1.5", "give --to"),
-        (file, tmp_path / "model.safetensors", "export that"),
+        (file, tmp_path / "model.safetensors", "cloudckpt export on"),
     ):
         ended = cli("convert", source, target)
         assert ended.code == 2
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_exported_as_a_model_and_imported_again(cli, stock, tmp_
     assert "converted" not in caplog.text  # as was asked
     assert cli("import", model, new, "--json").json["tensors"] == 1
     ended = cli("import", stock, tmp_path / "newer")
-    assert (ended.code, "SOURCE is a checkpoint already" in ended.err) == (2, True)
+    assert (ended.code, "SOURCE is already a checkpoint" in ended.err) == (2, True)
     assert not (tmp_path / "newer").exists()
     state = {"w": torch.zeros(20, 30)}
     cloudckpt.load(state, checkpoint_id=new)
@@ -113,4 +113,4 @@ def test_a_checkpoint_is_exported_as_a_model_and_imported_again(cli, stock, tmp_
     assert cli("export", tmp_path / "nothing", model).code == 3
     assert cli("export", stock, tmp_path / "other", "--max-shard-size", "many").code == 2
     ended = cli("export", stock, tmp_path / "model.safetensors")
-    assert (ended.code, "named like a file" in ended.err) == (2, True)
+    assert (ended.code, "the name of a file" in ended.err) == (2, True)

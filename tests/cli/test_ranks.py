@@ -91,7 +91,7 @@ def test_in_a_pod_of_a_running_job_a_command_works_alone(cli, run, tmp_path, in_
 
 def test_torchrun_or_a_flag_says_that_there_are_ranks(cli, run, in_a_pod, monkeypatch):
     ended = cli("verify", run / "step-5", "--ranks")
-    assert (ended.code, "did not find each other" in ended.err) == (1, True)
+    assert (ended.code, "did not connect to each other" in ended.err) == (1, True)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert cli("verify", run / "step-5").code == 1
     assert len(in_a_pod) == 2

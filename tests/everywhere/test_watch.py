@@ -309,7 +309,7 @@ def test_a_run_with_other_names_is_told_in_the_log_once(store, caplog) -> None:
         await watched.nothing()
 
     asyncio.run(watch())
-    assert caplog.text.count("no folder is called") == 1
+    assert caplog.text.count("no folder has a name like") == 1
 
 
 def test_it_works_on_one_loop_after_the_other(store) -> None:

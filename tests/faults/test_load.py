@@ -155,7 +155,7 @@ class TestDamageOnTheWay:
         with caplog.at_level(logging.WARNING, logger="cloudckpt"):
             assert load_step(uri, shaky, SMALL) == 1
         assert rule.injected == 1
-        assert "fetched again" in caplog.text
+        assert "read again" in caplog.text
 
     def test_metadata_that_was_damaged_once_is_fetched_again(self, saved, proxy, shaky):
         uri = saved()

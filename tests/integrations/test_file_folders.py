@@ -361,7 +361,7 @@ def test_no_damage_is_silent(store, name) -> None:
     assert state_of(store, "run/step-7") == 7
     store.delete(key)
     if name != MANIFEST:
-        with pytest.raises(CheckpointCorruptError, match="its object is gone"):
+        with pytest.raises(CheckpointCorruptError, match="object of the file no longer exists"):
             folders(store).read(path)
 
 

@@ -76,7 +76,7 @@ def test_what_a_replaced_job_has_saved_is_neither_restored_nor_counted(run, two,
     with pytest.raises(CheckpointConflictError):
         old.save(7, state(1007))
     assert restored(run) == (5, 5)
-    assert "passed over, as they are abandoned: step 6" in caplog.text
+    assert "newer steps were not, as they are abandoned: step 6" in caplog.text
     assert new.all_steps() == [1, 2, 3, 4, 5]
     assert cloudckpt.latest(run).endswith("step-5")
     assert states(run) == dict.fromkeys([1, 2, 3, 4, 5], "line") | {6: "abandoned"}
@@ -86,7 +86,9 @@ def test_what_a_replaced_job_has_saved_is_neither_restored_nor_counted(run, two,
     caplog.clear()
     save(new, 7)
     assert restored(run) == (7, 7)
-    assert "passed over" not in caplog.text  # step 6 is older than the one that was restored
+    assert (
+        "newer steps were not" not in caplog.text
+    )  # step 6 is older than the one that was restored
 
 
 @pytest.mark.parametrize("keep_abandoned", [True, False])

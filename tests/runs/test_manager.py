@@ -207,7 +207,7 @@ def test_a_loop_that_ignores_what_was_restored_is_told_once_that_nothing_is_save
     with managed(run) as manager:
         manager.restore(state())
         assert [manager.save(step, state(step)) for step in range(5)] == [False] * 4 + [True]
-    assert caplog.text.count("begin behind the step that restore() returns") == 1
+    assert caplog.text.count("continue with the step after the one that restore() returns") == 1
 
 
 def test_a_job_whose_claim_could_not_be_written_deletes_old_steps(run, monkeypatch) -> None:

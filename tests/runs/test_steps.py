@@ -59,7 +59,7 @@ def test_a_pattern_that_names_no_folder_is_refused(pattern: str) -> None:
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "7", None, 10**18])
 def test_what_is_no_step_has_no_name(step: object) -> None:
-    with pytest.raises(ConfigError, match="a step is a whole number"):
+    with pytest.raises(ConfigError, match="give a whole number"):
         StepNames().name(step)  # type: ignore[arg-type]
 
 

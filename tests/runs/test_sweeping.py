@@ -117,7 +117,9 @@ def test_what_can_not_be_deleted_is_told_and_the_rest_is_gone(monkeypatch, held)
     left = [f"run/step-1/{OLD}"]
     assert objects == (left if held == "object" else [])
     assert [upload.key for upload in uploads] == (left if held == "upload" else [])
-    assert f"left behind: {len(objects)} objects, {len(uploads)} uploads" in str(failed.value)
+    assert f"could not be deleted: {len(objects)} objects, {len(uploads)} uploads" in str(
+        failed.value
+    )
 
 
 @pytest.mark.parametrize("age", [-10, 0])

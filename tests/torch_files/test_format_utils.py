@@ -184,7 +184,7 @@ def test_wrong_locations_are_told_before_anything_is_read(local):
         dcp_to_torch_save(ck, ck, config=local.config)
     with pytest.raises(InvalidURIError, match="both"):
         torch_save_to_dcp(ck, ck, config=local.config)
-    with pytest.raises(InvalidURIError, match="names no file"):
+    with pytest.raises(InvalidURIError, match="does not name a file"):
         dcp_to_torch_save(ck, "s3://bucket", config=local.config)
     with pytest.raises(InvalidURIError, match="unknown scheme"):
         dcp_to_torch_save(ck, "ftp://host/model.pt", config=local.config)

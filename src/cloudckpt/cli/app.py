@@ -53,7 +53,7 @@ def main() -> None:
         sys.exit(FAILED)
     except OSError as error:
         sys.stdout = sys.stderr  # what it still holds is not written at exit either
-        fail(f"the system has refused something, such as writing the output: {error}", FAILED)
+        fail(f"the operating system reported an error: {error}", FAILED)
 
 
 def fail(error: object, code: int) -> NoReturn:

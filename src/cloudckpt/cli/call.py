@@ -47,7 +47,9 @@ def seconds(duration: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h|d)|0", duration.strip())
     if match is None:
-        raise typer.BadParameter(f"{duration!r}: write a number with its unit, as in 90s, 2h or 1d")
+        raise typer.BadParameter(
+            f"{duration!r} is not a duration: write a number with its unit, such as 90s, 2h or 1d"
+        )
     return float(match[1] or 0) * _UNITS[match[2] or "s"]
 
 
@@ -109,7 +111,9 @@ class Call:
             typer.Exit: If the answer is no.
         """
         if not self.yes and not sys.stdin.isatty():
-            raise typer.BadParameter("refusing to delete without a terminal: give --yes")
+            raise typer.BadParameter(
+                "confirm the deletion with --yes: there is no terminal to ask on"
+            )
         if not self.yes and not typer.confirm(question):
             raise typer.Exit(FAILED)
 
@@ -225,6 +229,6 @@ def _of_store(given: Mapping[str, Any], **wanted: str | None) -> dict[str, Any]:
     fitting = [one for one in clouds if all(hasattr(_OPTIONS[one], name) for name in options)]
     if len(fitting) != 1:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-        why = "are in several clouds" if fitting else "are in no cloud that has"
+        why = "are in different clouds" if fitting else "are not in a cloud that has this option"
         raise typer.BadParameter(f"{names}: the locations {why}: set their variables instead")
     return {fitting[0]: _OPTIONS[fitting[0]](**options)}

@@ -73,19 +73,19 @@ def _wanted(found: Kind, target: str, to: Kind | None) -> Kind:
     """
     suffix = PurePosixPath(target).suffix.lower()
     if found == to == "torch":
-        raise typer.BadParameter("SOURCE is a file of torch.save already: copy it")
+        raise typer.BadParameter("SOURCE is already a file of torch.save: copy it instead")
     if to is not None:
         return to
     if found == "torch" and suffix == ".safetensors":
         raise typer.BadParameter(
-            "a file of torch.save becomes a checkpoint; for a model, then export that (cloudckpt "
-            "export), or give --to dcp"
+            "a file of torch.save can only be converted to a checkpoint: give --to dcp, and "
+            "for a model run cloudckpt export on the checkpoint"
         )
     if found == "dcp" and suffix in _FILES:
         return "torch"
     if found == "dcp" and suffix:
         raise typer.BadParameter(
-            "SOURCE is a checkpoint, and TARGET may be another one or a file: give --to"
+            "SOURCE is a checkpoint, and TARGET could be another checkpoint or a file: give --to"
         )
     return "dcp"
 
@@ -121,7 +121,10 @@ def export(
 
     kind = getattr(torch, dtype, None) if dtype else None
     if dtype and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise typer.BadParameter(f"torch has no floating-point type {dtype}", param_hint="--dtype")
+        raise typer.BadParameter(
+            f"torch has no floating-point type {dtype}: give one such as bfloat16",
+            param_hint="--dtype",
+        )
     beneath = f"{prefix.rstrip('.')}." if prefix else ""
 
     def renamed(name: str) -> str | None:
@@ -167,7 +170,9 @@ def import_(call: Call, source: str, checkpoint: str, *, overwrite: bool | None 
 
     config = call.having(overwrite)
     if exists(source, config=config):
-        raise typer.BadParameter("SOURCE is a checkpoint already: use cp, or convert")
+        raise typer.BadParameter(
+            "SOURCE is already a checkpoint: use cloudckpt cp, or cloudckpt convert"
+        )
     with _writing(call, checkpoint, config):
         if call.dry_run:
             count = len(inspect(source, config=config).items)
@@ -193,7 +198,11 @@ def _writing(call: Call, target: str, config: Config) -> Iterator[None]:
     if call.dry_run and not config.overwrite:
         with contextlib.suppress(CheckpointNotFoundError):
             kind_of(target, config=config)
-            raise CheckpointExistsError("it exists, and overwrite is off", uri=target)
+            raise CheckpointExistsError(
+                "the file already exists, and overwrite is off: choose another name, or give "
+                "--overwrite",
+                uri=target,
+            )
     bar = events.progress_bar() if call.talks else contextlib.nullcontext()
     with bar, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here

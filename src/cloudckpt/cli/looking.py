@@ -64,9 +64,11 @@ def _print_notes(found: "CheckpointContents", items: "tuple[StoredItem, ...]") -
     """What else there is to say to somebody who reads."""
     print(f"{len(items)} entries, {Size(sum(item.nbytes for item in items))}")
     for uri, nbytes in found.shared.items():
-        print(f"{Size(nbytes)} of it is shared with {safe(uri)}, which has to stay beside it.")
+        print(
+            f"{Size(nbytes)} of it is shared with {safe(uri)}, which must stay in the same folder."
+        )
     if not found.has_checksums:
-        print("It has no checksums: only checkpoints written by cloudckpt have them.")
+        print("It has no checksums, because it was not saved by cloudckpt.")
     if found.notes.step is not None:
         print(f"step {found.notes.step}")
     for name, value in found.notes.metrics.items():
@@ -108,7 +110,10 @@ def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
     if call.has_reader:
         print(", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts)) or "empty")
     if found.are_same is None:
-        fail(f"{counts['unknown']} entries can't be compared by checksums", _TROUBLE)
+        fail(
+            f"{counts['unknown']} entries can't be compared, because they have no checksums",
+            _TROUBLE,
+        )
     raise typer.Exit(_SAME if found.are_same else _DIFFERENT)
 
 

@@ -37,7 +37,7 @@ def verify(call: Call, checkpoint: str, *, ranks: bool | None = None) -> None:
             raise
         if joined.speaks:
             row = {
-                "state": "intact" if found.has_checksums else "there, without checksums",
+                "state": "intact" if found.has_checksums else "exists, without checksums",
                 "items": found.items,
                 "nbytes": Size(found.nbytes),
                 "checkpoint": checkpoint,

@@ -84,8 +84,8 @@ def together(wanted: bool | None) -> Iterator[Ranks]:
         set_group_timeout(_LONGEST, dist.group.WORLD)
     except (RuntimeError, ValueError) as exc:
         raise ProcessGroupError(
-            "the WORLD_SIZE ranks did not find each other: start the command on all of them, "
-            "or give --no-ranks",
+            "the WORLD_SIZE ranks did not connect to each other: start the command on all of "
+            "them, or give --no-ranks",
             cause=exc,
         ) from exc
     speaks = dist.get_rank() == 0
@@ -112,12 +112,16 @@ def _are_many(wanted: bool | None) -> bool:
     if wanted is None:
         wanted = "TORCHELASTIC_RUN_ID" in os.environ
         if not wanted and os.environ.get("WORLD_SIZE", "1") != "1":
-            say("not started by torchrun, so this process works alone; --ranks shares the work")
+            say(
+                "not started by torchrun, so this process works alone; start it with torchrun "
+                "and --ranks to share the work"
+            )
     if not wanted:
         return False
     try:
         return int(os.environ["WORLD_SIZE"]) > 1
     except (KeyError, ValueError):
         raise typer.BadParameter(
-            "--ranks needs a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            "--ranks needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment: "
+            "start the command with torchrun"
         ) from None

@@ -111,7 +111,7 @@ def _runs_beneath(
 
 def _refuse_none(found: Sequence[object], locations: Sequence[str]) -> None:
     if not found:
-        what = "there are no checkpoints here, nor in folders beneath"
+        what = "there are no checkpoints here, and none in its folders"
         raise CheckpointNotFoundError(what, uri=", ".join(locations))
 
 
@@ -151,7 +151,9 @@ def latest(call: Call, run: str, *, step_name: str = DEFAULT_PATTERN) -> None:
     """
     found = cloudckpt.latest(run, step_name=step_name, config=call.config)
     if found is None:
-        raise CheckpointNotFoundError("there is no committed checkpoint in this run", uri=run)
+        raise CheckpointNotFoundError(
+            "there is no committed checkpoint in this run: check the location", uri=run
+        )
     call.show([{"checkpoint": found}], {"uri": found})
 
 
@@ -178,7 +180,9 @@ def best(
     folder = Run(run, step_name=step_name, config=call.config)
     found = best_step(folder, Retention(best_metric=metric, best_mode=mode))
     if found is None:
-        what = f"there is no committed checkpoint with the metric {metric!r} in this run"
+        what = (
+            f"no committed checkpoint of this run has the metric {metric!r}: see cloudckpt inspect"
+        )
         raise CheckpointNotFoundError(what, uri=run)
     step, score = found
     uri = str(folder.uri(step))
@@ -260,10 +264,10 @@ def prune(
     rules: tuple[object, ...] = (max_to_keep, best_to_keep, keep_younger_than)
     if all(one is None for one in rules) and not abandoned:
         raise typer.BadParameter(
-            "say what to keep: --max-to-keep, --best-to-keep or --keep-younger-than"
+            "nothing says what to keep: give --max-to-keep, --best-to-keep or --keep-younger-than"
         )
     if (best_metric is None) != (best_mode is None):
-        raise typer.BadParameter("--best-metric and --best-mode belong together")
+        raise typer.BadParameter("give both --best-metric and --best-mode, or neither")
     unneeded = pruning.prune(
         run,
         max_to_keep=max_to_keep,
@@ -331,7 +335,7 @@ def sweep(call: Call, run: str, *, older_than: str = "24h") -> None:
     age = seconds(older_than)
     found = sweeping.find_leftovers(run, older_than=age, config=call.config)
     for uri in found.unread:
-        say(f"{uri} can't be read, so everything beside it stays")
+        say(f"{uri} can't be read, so everything in its folder is kept")
     if not call.dry_run and (found.objects or found.uploads):
         objects = f"{len(found.objects)} objects ({as_size(found.nbytes)})"
         call.confirm(f"Delete {objects} and {len(found.uploads)} uploads in {safe(run)}?")

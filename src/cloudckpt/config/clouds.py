@@ -63,13 +63,15 @@ class S3Options(Options):
         check_endpoint(self.endpoint_url)
         _check_tags(self.tags, _S3_TAGS)
         has_aws = any(name.lower().startswith("aws:") for name, _ in self.tags)
-        require(not has_aws, "tags: names that begin with 'aws:' are kept for AWS itself")
+        require(
+            not has_aws, "tags: names that begin with 'aws:' are reserved for AWS: choose others"
+        )
         require(
             not (self.anonymous and (self.profile or self.requester_pays)),
-            "anonymous=True goes without a profile, and without requester_pays, as nobody pays",
+            "anonymous=True sends no credentials: leave out the profile and requester_pays",
         )
         with_kms = self.sse in ("aws:kms", "aws:kms:dsse")
-        require(with_kms or not self.kms_key_id, "kms_key_id needs sse='aws:kms'")
+        require(with_kms or not self.kms_key_id, "kms_key_id also needs sse='aws:kms'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +98,17 @@ class GCSOptions(Options):
     def _check(self) -> None:
         check_endpoint(self.endpoint_url)
         # it must be read back as written, but headers ignore case in names and outer white space
-        form = "for a header write plain ASCII, without white space in names and around values"
+        form = "write plain ASCII, without white space in names and around values"
         _check_pairs("metadata", self.metadata, _NAME, _VALUE, form, same=str.lower)
         size = sum(len(name) + len(value) for name, value in self.metadata)
-        require(size <= _MOST_METADATA, f"metadata: {size} bytes are too many: Google takes 8 KiB")
+        require(
+            size <= _MOST_METADATA,
+            f"metadata: {size} bytes are too many; the limit of Google is 8 KiB",
+        )
         has_ours = any(name.lower().startswith("cloudckpt") for name, _ in self.metadata)
-        require(not has_ours, "metadata: names that begin with 'cloudckpt' are kept for itself")
+        require(
+            not has_ours, "metadata: names that begin with 'cloudckpt' are reserved: choose others"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,15 +135,17 @@ class AzureOptions(Options):
         tier = self.access_tier
         require(
             tier is None or re.fullmatch("(?i:(?!archive$)[a-z0-9]+)", tier) is not None,
-            f"access_tier={tier!r}: write the name of a tier, e.g. 'Cool' or 'Cold'; what is in "
-            "'Archive' can't be loaded before it is rehydrated, which takes hours",
+            f"access_tier={tier!r}: write the name of a tier, e.g. 'Cool' or 'Cold'; blobs in "
+            "'Archive' can't be loaded before they are rehydrated, which takes hours",
         )
 
 
 def _check_tags(tags: Pairs, allowed: str) -> None:
     """Checks tags, made of ``allowed`` characters, which a store would refuse after the data."""
-    require(len(tags) <= 10, f"tags: {len(tags)} tags are given, 10 is the most")
-    form = "a name has 1 to 128 characters, a value at most 256, of those that the store takes"
+    require(len(tags) <= 10, f"tags: {len(tags)} tags are too many; the limit is 10")
+    form = (
+        "write names of 1 to 128 and values of up to 256 characters, of those that the store allows"
+    )
     _check_pairs("tags", tags, f"{allowed}{{1,128}}", f"{allowed}{{0,256}}", form)
 
 
@@ -148,5 +157,5 @@ def _check_pairs(
     for name, content in pairs:
         fits = re.fullmatch(key, name) and re.fullmatch(value, content)
         require(bool(fits), f"{option}: {name!r}={content!r}: {form}")
-        require(same(name) not in seen, f"{option}: give {name!r} once, not twice")
+        require(same(name) not in seen, f"{option}: {name!r} is given twice; give it once")
         seen.add(same(name))

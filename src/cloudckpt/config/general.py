@@ -60,11 +60,11 @@ class RetryPolicy(Options):
 
     def _check(self) -> None:
         least = self.attempts is None or self.attempts >= 1
-        require(least, f"retry attempts={self.attempts}: write at least 1, or None")
+        require(least, f"retry attempts={self.attempts}: write at least 1, or None for no limit")
         require(
             0 <= self.base <= self.cap and (self.cap > 0 or self.attempts is not None),
-            f"retry base={self.base}, cap={self.cap}: 0 <= base <= cap is needed, and attempts if "
-            "there are no pauses",
+            f"retry base={self.base}, cap={self.cap}: write 0 <= base <= cap, and give attempts "
+            "if both are 0",
         )
 
 

@@ -211,8 +211,8 @@ def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
         return
     require(
         not re.search(r"[@?#\s\x00-\x1f]", url),
-        f"{name} must be a plain URL, http://host:port or https://host:port: credentials, queries "
-        "and white space do not belong into it",
+        f"{name} must be a plain URL, http://host:port or https://host:port, without "
+        "credentials, query and white space",
     )
     try:
         parts = urlsplit(url)

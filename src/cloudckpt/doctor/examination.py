@@ -48,7 +48,7 @@ def examine(
         ConfigError: If ``size`` or ``patience`` makes no sense.
     """
     if not 1 <= size <= _LARGEST:
-        raise ConfigError(f"size={size}: write 1 byte to 1 GiB")
+        raise ConfigError(f"size={size}: write a number of bytes from 1 to 1 GiB")
     if patience <= 0:
         raise ConfigError(f"patience={patience}: write more than 0 seconds")
     checks = Checks(tell, patience)
@@ -65,7 +65,7 @@ def examine(
     if store is not None and not checks.hopeless:
         _tried(checks, Trials(store, uri, config, size), uri, store, read_only)
     else:
-        checks.add("list", skipped("nothing was tried in the bucket, for the reason above"))
+        checks.add("list", skipped("no tests in the bucket, because of the failure above"))
     return checks.findings
 
 
@@ -75,7 +75,7 @@ def _reached(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore 
 
     def log_in(retrier: Retrier) -> Finding:
         store = retrier.call(lambda: open_store(uri, config))
-        found = ok("none are needed here")
+        found = ok("not needed here")
         if isinstance(store, RestStore):
             found = surroundings.credentials(retrier.call(store.origin))
         opened.append(store)
@@ -86,7 +86,7 @@ def _reached(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore 
         return None
     [store] = opened
     if not isinstance(store, RestStore):
-        checks.add("endpoint", ok("none: it is on this machine"))
+        checks.add("endpoint", ok("none: the location is on this machine"))
         return store
     route = store.route()
     checks.run("endpoint", lambda retrier: surroundings.endpoint(route))
@@ -126,14 +126,14 @@ def _tried(
     try:
         for name, look in (reading if read_only else writing).items():
             if checks.hopeless:
-                checks.add(name, skipped("not tried, for the reason above"))
+                checks.add(name, skipped("not tried, because of the failure above"))
                 continue
             needs = NEEDS.get(name, NEEDS["write"]).get(uri.scheme, "")
             is_first = name == "list"
             checks.run(name, look, needs=needs, is_vital=is_first, interrupt=store.interrupt)
             if is_first and isinstance(store, RestStore) and store.route().region != before:
                 there = store.route().region
-                found = f"the bucket is in {there}, and not in {before or 'the default region'}"
+                found = f"the bucket is in {there}, not in {before or 'the default region'}"
                 checks.add(
                     "region", warning(found, f"set AWS_REGION={there}", values={"region": there})
                 )
@@ -142,6 +142,8 @@ def _tried(
             try:
                 checks.add("clean-up", trials.clean())
             except BaseException:  # a second interrupt
-                advice = f"delete what begins with {trials.start} yourself"
-                checks.add("clean-up", failed("it was cut off", advice))
+                advice = f"delete the objects that begin with {trials.start} yourself"
+                checks.add(
+                    "clean-up", failed("interrupted before the test objects were deleted", advice)
+                )
                 raise

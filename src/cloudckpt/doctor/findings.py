@@ -161,7 +161,7 @@ class Checks:
                 self.hopeless = self.hopeless or is_lost or isinstance(error, _HOPELESS)
                 found.append(failed_by(error, needs))
             except Exception as exc:  # noqa: BLE001 - one defect must not hide the other findings
-                found.append(failed(reason(exc), "this is a defect of cloudckpt: report it"))
+                found.append(failed(reason(exc), "this is a bug in cloudckpt: please report it"))
 
         # join of a thread, other than a call in this one, ends in time and at Ctrl-C
         thread = threading.Thread(target=work, name=f"cloudckpt-doctor-{check}", daemon=True)
@@ -177,9 +177,8 @@ class Checks:
                 thread.join(_GRACE)
         if is_late:
             finding = failed(
-                f"not done within {self._patience:g} s",
-                "look at proxies, firewalls and routes between here and there; --patience gives it "
-                "more time",
+                f"not finished within {self._patience:g} s",
+                "check proxies, firewalls and routes to the store; --patience allows more time",
             )
         else:
             [finding] = found

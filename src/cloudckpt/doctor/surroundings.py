@@ -32,7 +32,7 @@ def credentials(origin: Origin) -> Finding:
         return failed(f"{whose}; expired {_duration(-left)} ago", "renew them", values=values)
     whose = f"{whose}; valid for {_duration(left)}"
     if left < _SOON and "signature" in origin.source:  # all others are renewed
-        return warning(whose, "a long job needs one that lasts longer", values=values)
+        return warning(whose, "a long job needs credentials that last longer", values=values)
     return ok(whose, values=values)
 
 
@@ -84,14 +84,14 @@ class Connection:
     def clock(self) -> Finding:
         """How far this machine's clock is from the server's."""
         if self._skew is None:
-            return skipped("the server did not say what time it is")
+            return skipped("the server's answer has no date to compare with")
         skew = round(self._skew)
         values: Values = {"skew_seconds": skew}
         side = "ahead of" if skew > 0 else "behind"
         found = f"{_duration(abs(skew))} {side} the server's" if abs(skew) > 1 else "is right"
         found, advice = f"this machine's clock {found}", "set it by NTP or chrony"
         if abs(skew) > _MOST_SKEW:
-            return failed(f"{found}: requests are refused", advice, values=values)
+            return failed(f"{found}: requests will be rejected", advice, values=values)
         if abs(skew) > _USUAL_SKEW:
             return warning(found, advice, values=values)
         return ok(found, values=values)

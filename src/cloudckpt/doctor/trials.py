@@ -81,7 +81,7 @@ class Trials:
     def list(self, retrier: Retrier) -> Finding:
         """Lists one page."""
         found = retrier.call(self._first)
-        return ok("the location can be listed" + ("" if found else "; nothing is there yet"))
+        return ok("the location can be listed" + ("" if found else "; it is empty"))
 
     def write(self, retrier: Retrier) -> Finding:
         """Writes one object in one request."""
@@ -96,7 +96,9 @@ class Trials:
         if self._written is None:
             found = retrier.call(self._first)
             if found is None or not found.size:
-                return skipped("there is nothing to read")
+                return skipped(
+                    "there is nothing to read: the location is empty, or its first object is"
+                )
             part = memoryview(bytearray(min(found.size, _BYTES)))
             retrier.call(lambda: store.get_range(found.key, 0, [part]))
             return ok(f"a range of {store.uri(found.key)} was read")
@@ -104,12 +106,12 @@ class Trials:
         data, _ = retrier.call(lambda: store.get(key, limit=_BYTES))
         retrier.call(lambda: store.get_range(key, start, [part]))
         if data != self._content or part != self._content[start : start + part.nbytes]:
-            return failed("an object came back with other bytes than were written", _WRONG)
+            return failed("the bytes that were read differ from those that were written", _WRONG)
         if isinstance(store, RestStore) and not retrier.call(lambda: store.head(key)).attempt:
             return warning(
-                "an object was read, but the store has dropped its metadata",
-                "use a version of the store that keeps them: without, nobody can tell after a lost "
-                "answer whose the commit is that is there",
+                "an object was read, but the store dropped its metadata",
+                "use a version of the store that keeps metadata: without it, after a lost "
+                "answer it can't be determined whose commit was stored",
             )
         return ok("an object was read, as a whole and by a range")
 
@@ -128,10 +130,10 @@ class Trials:
             )
         found = "writes on conditions are honoured: of two writers, one commits"
         if store.capabilities.conditional_deletes:
-            return ok(f"{found}; those of deletions are documented")
+            return ok(f"{found}; conditional deletions are documented")
         return warning(
-            f"{found}; deletions on conditions are not documented for this store: the object is "
-            "looked at before",
+            f"{found}; conditional deletions are not documented for this store, so an object is "
+            "checked before it is deleted",
             "do not delete a checkpoint while another job saves to the same location",
         )
 
@@ -139,7 +141,7 @@ class Trials:
         """Whether the store refuses a write with a wrong checksum."""
         store, kind = self._store, self._store.capabilities.checksum.name
         if not store.capabilities.verifies:
-            return skipped("none are sent: blocks are compared with theirs when they are read")
+            return skipped("none are sent; blocks are verified when they are read")
         wrong = partial(
             store.put,
             self._key("wrong"),
@@ -153,9 +155,9 @@ class Trials:
         except _NO_WORD:
             raise
         except StoreError:
-            return ok(f"{kind} is checked by the store: a wrong one was refused", values)
+            return ok(f"the store verifies {kind}: it rejected a wrong checksum", values)
         return failed(
-            f"the store takes objects whose {kind} is wrong",
+            f"the store accepts objects with a wrong {kind}",
             "set CLOUDCKPT_CHECKSUM=off: bytes are looked at twice here then",
             values=values,
         )
@@ -183,7 +185,7 @@ class Trials:
         seam = bytearray(2 * 16)
         retrier.call(lambda: store.get_range(key, len(first) - 16, [memoryview(seam)]))
         if seam != first[:16] + self._content[:16]:
-            return failed("an object out of two parts came back with other bytes", _WRONG)
+            return failed("an object of two parts came back with different bytes", _WRONG)
         return ok("an object was written in parts")
 
     def abort(self, retrier: Retrier) -> Finding:
@@ -197,15 +199,16 @@ class Trials:
         retrier.call(lambda: store.abort_upload(upload))
         if upload.id in [one.id for one in store.list_uploads(key, retrier.call)]:
             return failed(
-                "an upload that was discarded is still there",
+                "an aborted upload still exists",
                 "use a newer version of the store, or set a rule that ends open uploads",
             )
         if upload.id not in listed:
             return warning(
-                "the store does not list open uploads",
-                "set a rule that ends those that killed saves leave: `cloudckpt sweep` can't",
+                "the store does not list unfinished uploads",
+                "set a lifecycle rule that aborts the unfinished uploads of killed saves: "
+                "`cloudckpt sweep` can't find them",
             )
-        return ok("an open upload was found and discarded")
+        return ok("an unfinished upload was listed and aborted")
 
     def speed(self, retrier: Retrier) -> Finding:
         """The speed of one connection, up and down."""
@@ -226,7 +229,7 @@ class Trials:
         """The download speed only, from an existing object."""
         found = retrier.call(self._first)
         if found is None or found.size < _MIB:
-            return skipped("the first object here is too small to measure with")
+            return skipped("the first object here is too small to measure the speed")
         nbytes = min(found.size, self._size)
         return self._told(nbytes, None, self._read_speed(retrier, found.key, nbytes))
 
@@ -237,7 +240,9 @@ class Trials:
     def _told(self, nbytes: int, up: float | None, down: float) -> Finding:
         rates = {"up": nbytes / up if up else None, "down": nbytes / down}
         texts = [f"{rate / 1e6:,.1f} MB/s {way}" for way, rate in rates.items() if rate]
-        return ok(f"{', '.join(texts)} by one connection, for {nbytes / _MIB:g} MiB", values=rates)
+        return ok(
+            f"{', '.join(texts)} over one connection, with {nbytes / _MIB:g} MiB", values=rates
+        )
 
     @property
     def start(self) -> str:
@@ -259,7 +264,7 @@ class Trials:
             except ObjectNotFoundError:
                 continue
             except StoreError as error:
-                left[f"{upload.key} (an open upload)"] = error
+                left[f"{upload.key} (an unfinished upload)"] = error
         left |= delete_each(store, self._keys, _CLEANUP, threads=4)
         with contextlib.suppress(Exception):  # what came late, or was begun without an answer
             for found in store.list(self._start):
@@ -271,11 +276,11 @@ class Trials:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
         if not left:
-            return ok("all that was written here is deleted")
+            return ok("all test objects were deleted")
         reasons = next(iter(left.values()))
         return failed(
             f"{', '.join(map(store.uri, left))} can't be deleted: {reasons}",
-            f"delete what begins with {self.start} yourself",
+            f"delete the objects that begin with {self.start} yourself",
         )
 
     def _first(self) -> ObjectInfo | None:

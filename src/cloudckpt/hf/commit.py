@@ -132,8 +132,8 @@ class FilesUnderConstruction:
         self._look_for_own_names()
         if self._there and not self._config.overwrite:
             raise CheckpointExistsError(
-                "a model, or files of one, are there already and overwrite is off: delete them, or "
-                "save elsewhere",
+                "a model, or files of one, already exist here and overwrite is off: delete "
+                "them, or save to another location",
                 uri=str(self._uri),
             )
         trial, setting = trial_name(random_suffix()), self._config.conditional_writes
@@ -178,8 +178,8 @@ class FilesUnderConstruction:
         except PreconditionFailedError as error:
             self.abandon()
             raise CheckpointConflictError(
-                "another writer has written to this location since this save began; this save is "
-                "discarded: look what is there",
+                "another writer has written to this location since this save began; this save "
+                "was discarded: check what is there now",
                 uri=str(self._uri),
                 cause=error,
             ) from error
@@ -243,8 +243,8 @@ class FilesUnderConstruction:
                 self._may_be_there = False
                 raise
             raise CommitUnknownError(
-                "the store did not say whether it has put the file together, which may have "
-                "happened or happen yet: look for it",
+                "the store did not confirm that it joined the parts of the file, which may "
+                "have happened or may still happen: check whether the file exists",
                 uri=self._store.uri(only.key),
                 cause=error,
             ) from error
@@ -254,8 +254,8 @@ class FilesUnderConstruction:
             raise
         except CloudCheckpointError as error:
             raise CommitUnknownError(
-                "the file is there, and was kept, but the store did not say whether another writer "
-                "has put a model of several files beside it: look what is there",
+                "the file exists and was kept, but the store did not confirm whether another "
+                "writer has put a model of several files here: check what is there now",
                 uri=self._store.uri(only.key),
                 cause=error,
             ) from error
@@ -270,7 +270,7 @@ class FilesUnderConstruction:
             try:
                 self._delete_one(info, retrier)
             except CloudCheckpointError as error:
-                logger.warning("a file of a save that failed may be left behind: %s", error)
+                logger.warning("a file of a failed save could not be deleted: %s", error)
 
         self._each([one for one in begun if one.info is None], FileUpload.abandon)
         self._each(made, delete)
@@ -324,7 +324,9 @@ class FilesUnderConstruction:
         """Raises PreconditionFailedError if another writer has made a model with other files."""
         if self._head(self._uri.key(name)) is not None:
             raise PreconditionFailedError(
-                "another model is there", uri=self._store.uri(self._uri.key(name)), certain=True
+                "another model was saved here since this save began",
+                uri=self._store.uri(self._uri.key(name)),
+                certain=True,
             )
 
     def _each(self, items: Sequence[_T], action: Callable[[_T], None]) -> None:

@@ -118,7 +118,7 @@ def export_checkpoint(
     config = config_or_default(config)
     stored, uri = CheckpointURI.parse(source), model_location(target)
     if stored == uri:
-        raise InvalidURIError(f"{uri} is both the checkpoint and the model to be written")
+        raise InvalidURIError(f"{uri} is both the checkpoint and the target: choose another target")
     there = look_for_older(View(uri, config))
     found = _Source(stored, config, key_mapping, dtype)
     files = plan_files(found.tensors, bytes_of_size(max_shard_size), fqn_to_file)
@@ -132,7 +132,10 @@ def export_checkpoint(
             _export_by_copies(uri, config, files, there, found, stats)
             return _outcome(files, stats, found)
         except InvalidRequestError as error:  # some servers want equal parts, or copy nothing
-            logger.warning("the store does not copy that, so it is read and sent: %s", error)
+            logger.warning(
+                "the store can't copy this by itself, so the bytes pass through this machine: %s",
+                error,
+            )
     building = FilesUnderConstruction(uri, config, files, there)
     sizes, (work,) = plan_work(files, 1, config, limits, by_position=not uri.is_cloud)
     building.begin(sizes)
@@ -184,11 +187,16 @@ class _Source:
                 self.left_out.append(name)
                 continue
             if wanted in entries:
-                raise KeyCollisionError(f"two tensors are called {wanted}", uri=str(uri), item=name)
+                raise KeyCollisionError(
+                    f"two tensors get the name {wanted}: change key_mapping",
+                    uri=str(uri),
+                    item=name,
+                )
             entries[wanted], self.names[wanted] = entry, name
         if not entries:
             raise CheckpointNotFoundError(
-                "the name of no tensor matches what is to be exported: see `cloudckpt inspect`",
+                "no tensor has a name to export: see `cloudckpt inspect` for the names, and "
+                "change key_mapping",
                 uri=str(uri),
             )
         for name in sorted(entries, key=natural):

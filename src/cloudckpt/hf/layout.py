@@ -120,7 +120,8 @@ def plan_files(
     missing = [tensor.name for tensor in tensors if tensor.name not in fqn_to_file]
     if missing:
         raise ConfigError(
-            f"fqn_to_file names no file for {len(missing)} tensors, the first: {missing[:5]}"
+            f"fqn_to_file has no file for {len(missing)} tensors, the first: {missing[:5]}: add "
+            "them"
         )
     by_file: dict[str | int, list[TensorPlan]] = {}
     for tensor in tensors:
@@ -138,8 +139,8 @@ def plan_files(
             )
     if len(by_file) > 1 and SINGLE_FILE in by_file:
         raise ConfigError(
-            f"fqn_to_file names {SINGLE_FILE} beside other files: readers take it for the whole "
-            f"model, so write other names, such as model-00001-of-00002{SUFFIX}"
+            f"fqn_to_file contains {SINGLE_FILE} and other files, but readers take "
+            f"{SINGLE_FILE} for the whole model: use names such as model-00001-of-00002{SUFFIX}"
         )
     return [_file(str(name), group) for name, group in by_file.items()]
 
@@ -171,7 +172,7 @@ def weight_map(files: Sequence[FilePlan]) -> dict[str, str]:
         for tensor in file.tensors:
             if tensor.name in found:
                 raise UnsupportedTensorError(
-                    f"{tensor.name} is there twice", item=tensor.name, uri=INDEX
+                    f"{tensor.name} is listed twice: keep one entry", item=tensor.name, uri=INDEX
                 )
             found[tensor.name] = file.name
     return found

@@ -61,13 +61,15 @@ def bytes_of_size(size: int | str) -> int:
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         if match is None:
-            raise ConfigError(f"max_shard_size={size!r}: write a number of bytes, or 5GB, or 4GiB")
+            raise ConfigError(
+                f"max_shard_size={size!r}: write a number of bytes, or a text such as 5GB or 4GiB"
+            )
         number, unit, binary = match.groups()
         power = " KMGT".index(unit.upper() or " ")
         size = int(float(number) * (1024 if binary else 1000) ** power)
     found = whole_number(size)
     if found is None or found < 1:
-        raise ConfigError(f"max_shard_size={size!r}: at least 1 byte is needed")
+        raise ConfigError(f"max_shard_size={size!r}: write at least 1 byte")
     return found
 
 
@@ -80,7 +82,7 @@ def model_location(uri: URILike) -> CheckpointURI:
     found = CheckpointURI.parse(uri)
     if found.prefix.endswith(SUFFIX):
         raise InvalidURIError(
-            f"{found} is named like a file, and a model is written to a folder, which may get "
+            f"{found} is the name of a file, but a model is saved to a folder, with one or "
             "several files: give the folder"
         )
     return found
@@ -188,8 +190,8 @@ class SafetensorsWriter(OurWriter):
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
                 raise UnsupportedTensorError(
-                    f"{item.index.fqn} is no tensor, and safetensors files hold nothing else: "
-                    "leave it out, or save it in a checkpoint",
+                    f"{item.index.fqn} is not a tensor, and safetensors files can only contain "
+                    "tensors: leave it out, or save it in a checkpoint",
                     uri=str(self.uri),
                     item=item.index.fqn,
                 )
@@ -332,7 +334,9 @@ def _tensors(
             found = kinds.setdefault(name, (kind, tuple(data.size)))
             if found != (kind, tuple(data.size)):
                 raise ShapeMismatchError(
-                    f"{name} is of other type or shape on rank {rank} than on another", item=name
+                    f"{name} has another type or shape on rank {rank} than on another rank: "
+                    "make them equal",
+                    item=name,
                 )
             box = tuple(zip(data.chunk.offsets, data.chunk.sizes, strict=True))
             chunks.setdefault(name, []).append(Chunk(rank, number, box))
@@ -340,9 +344,8 @@ def _tensors(
         there = sum(chunk.numel for chunk in chunks[name])
         if there != math.prod(shape) or not are_apart([chunk.box for chunk in chunks[name]]):
             raise IncompleteSaveError(
-                f"the parts of {name} on the ranks that save it have {there} elements, and do not "
-                f"make up all {math.prod(shape)} of it, which a file of a model holds: save on all "
-                "ranks that have parts of it",
+                f"the ranks that save {name} have {there} of its {math.prod(shape)} elements, "
+                "but a file needs all of them: save on all ranks that have parts of it",
                 item=name,
             )
     aliases: dict[str, list[str]] = {}
@@ -366,8 +369,8 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     check_supported(tensor, item.index.fqn)
     if tensor.shape != item.tensor_data.chunk.sizes:
         raise ShapeMismatchError(
-            f"{item.index.fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, and is "
-            f"of shape {tuple(tensor.shape)} now",
+            f"{item.index.fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, but "
+            f"has the shape {tuple(tensor.shape)}",
             item=item.index.fqn,
         )
     with contextlib.suppress(RuntimeError):

@@ -97,7 +97,10 @@ def save_state(
     retention = Retention(max_to_keep=max_to_keep)
     step = _step_of(place)
     if max_to_keep is not None and step is None:
-        raise ConfigError("max_to_keep= needs a name like step-10", uri=str(place))
+        raise ConfigError(
+            "max_to_keep= needs a location whose name ends in a step, such as step-10",
+            uri=str(place),
+        )
     meeting = Meeting.of(None, False)
     with contextlib.ExitStack() as stack:
         folder = _own_folder(meeting, stack)
@@ -171,7 +174,8 @@ def load_state(
             for index, model in enumerate(accelerator._models):
                 if f"model_{index}" not in there and any(one is model for one in left):
                     raise MissingKeyError(
-                        f"model_{index} is not in the checkpoint, and no hook has loaded it",
+                        f"model_{index} is not in the checkpoint, and no hook loaded it: "
+                        "prepare the models that were saved",
                         uri=place,
                         item=f"model_{index}",
                     )
@@ -219,7 +223,8 @@ def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
     saved = sum(_OBJECT.fullmatch(name) is not None for name in os.listdir(folder))
     if saved != len(objects):
         raise MissingKeyError(
-            f"{saved} objects were registered when it was saved, and {len(objects)} are now",
+            f"{saved} objects were registered when the checkpoint was saved, but {len(objects)} "
+            "are registered now: register the same",
             uri=uri,
         )
     found = load_accelerator_state(
@@ -241,13 +246,13 @@ def _parts(accelerator: Any, uri: str, there: set[str] | None = None) -> Parts:
     """The models and optimizers; only the models in ``there``, if it is given."""
     if accelerator.distributed_type.value in _OWN_FORMATS:
         raise ConfigError(
-            f"{accelerator.distributed_type} writes files of its own: save to a folder", uri=uri
+            f"{accelerator.distributed_type} writes its own files: save to a local folder", uri=uri
         )
     models, optimizers = accelerator._models, accelerator._optimizers
     if len(optimizers) > len(models):
         raise ConfigError(
-            f"there are {len(optimizers)} optimizers and {len(models)} models: prepare one "
-            "model for each, in the same order",
+            f"there are {len(optimizers)} optimizers but {len(models)} models: prepare one "
+            "model for each optimizer, in the same order",
             uri=uri,
         )
     named = {f"model_{index}": model for index, model in enumerate(models)}
@@ -278,7 +283,9 @@ def _without_random_of_others(names: list[str], rank: int) -> list[str]:
     if rank not in of_ranks.values():
         listed = " ".join(map(str, sorted(of_ranks.values())))
         logger.warning(
-            "rank %d keeps its random states: those of ranks %s were saved", rank, listed
+            "rank %d keeps its random states, because only those of ranks %s were saved",
+            rank,
+            listed,
         )
     return [name for name in names if of_ranks.get(name, rank) == rank]
 

@@ -40,7 +40,10 @@ def files_of(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
     """
     sizes = meeting.gathered(meeting.begin(lambda: _sizes(folder)))
     if not any(sizes):
-        raise ConfigError(f"nothing was written to {folder}")
+        raise ConfigError(
+            f"no files were written to {folder}, so there is nothing to save: check the "
+            "callback or hook that writes them"
+        )
     owners = _owners(sizes)
     return meeting.begin(
         lambda: {
@@ -65,7 +68,9 @@ def room_for(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
     """
     path = os.path.normpath(os.path.join(folder, name))
     if not path.startswith(folder + os.sep):
-        raise ConfigError(f"{name!r} is no file of a folder", uri=uri, item=name)
+        raise ConfigError(
+            f"{name!r} is not the name of a file in a saved folder", uri=uri, item=name
+        )
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if nbytes == 0:
         with open(path, "wb"):
@@ -116,8 +121,8 @@ def chosen_for(names: Iterable[str], rank: int) -> list[str]:
     for name, of_ranks in by_name.items():
         if rank not in of_ranks:
             logger.warning(
-                "rank %d has not saved %s and gets that of rank %d: the checkpoint has those of "
-                "ranks %s",
+                "rank %d has not saved %s and gets the file of rank %d: the checkpoint has "
+                "those of ranks %s",
                 rank,
                 name,
                 min(of_ranks),

@@ -198,8 +198,8 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return io.BufferedReader(ObjectFile(pinned, self._config))
         if mode != "wb" or not autocommit:
             raise NotImplementedError(
-                f"mode {mode!r}{'' if autocommit else ' in a transaction'}: objects are written "
-                "whole, by mode 'wb'"
+                f"mode {mode!r}{'' if autocommit else ' in a transaction'} is not supported: "
+                "objects are written as a whole, with mode 'wb'"
             )
         store, key, _retrier = self._place(path)
         return WrittenFile(store, key, self._config)
@@ -219,7 +219,9 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         try:
             save_file(self._uri(path), value, if_absent=mode == "create", config=self._config)
         except PreconditionFailedError as error:
-            raise FileExistsError(f"{self._uri(path)} is there already") from error
+            raise FileExistsError(
+                f"{self._uri(path)} already exists: delete it, or write to another location"
+            ) from error
 
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         if truncate or not self.exists(path):
@@ -325,7 +327,9 @@ def file_system(scheme: str, config: Config | None = None) -> _StoreFileSystem:
         InvalidURIError: If there is none.
     """
     if scheme not in _OURS:
-        raise InvalidURIError(f"{scheme}:// has no file system here, only {', '.join(_OURS)} have")
+        raise InvalidURIError(
+            f"cloudckpt has no file system for {scheme}://, only for {', '.join(_OURS)}"
+        )
     return _OURS[scheme](config=config)
 
 

@@ -62,7 +62,10 @@ class _OnStores:
 
     def _save(self, state: dict[str, Any], uri: str, storage_options: object) -> None:
         if storage_options is not None:
-            raise ConfigError("storage_options= is not for cloudckpt: give config=", uri=uri)
+            raise ConfigError(
+                "cloudckpt does not use storage_options=: pass config= to the strategy instead",
+                uri=uri,
+            )
         if self._saves is None:
             self._saves = Saves(
                 self._config, asynchronous=self._asynchronous, no_dist=self._is_alone
@@ -107,12 +110,15 @@ class _StrategyOnStores(_OnStores):
         """
         if not getattr(self, "_save_distributed_checkpoint", True):
             raise ConfigError(
-                "save_distributed_checkpoint=False gathers the state on one rank: leave it out; "
-                "what every rank saves loads on any number of ranks",
+                "save_distributed_checkpoint=False gathers the state on one rank: leave it "
+                "out; a sharded checkpoint can be loaded on any number of ranks",
                 uri=uri,
             )
         if getattr(self, "_state_dict_type", "sharded") != "sharded":
-            raise ConfigError("FSDP is to be given state_dict_type='sharded' for URIs", uri=uri)
+            raise ConfigError(
+                "FSDP saves to URIs only with state_dict_type='sharded': pass that to the strategy",
+                uri=uri,
+            )
 
     def _with_values(self, parts: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         """The state to save: values are those of the first rank."""
@@ -144,7 +150,7 @@ class FabricOnStores(_StrategyOnStores):
             return
         self._check_sharded(uri)
         if filter is not None:
-            raise ConfigError("filter= is for local paths only: leave it out", uri=uri)
+            raise ConfigError("filter= works with local paths only: leave it out", uri=uri)
         parts = _parts(state, uri).state_dicts() | entries_of_rank(state)
         values = {
             key: value.state_dict() if hasattr(value, "state_dict") else value
@@ -175,7 +181,7 @@ class FabricOnStores(_StrategyOnStores):
             return dict(super().load_checkpoint(path, state, strict, **more))  # type: ignore[misc]
         if not isinstance(state, dict) or not state:
             raise ConfigError(
-                "this checkpoint is loaded into what was saved: give a dict with the model, as "
+                "the checkpoint has no model to load into: pass a dict with it, as in "
                 "fabric.load(uri, {'model': model})",
                 uri=uri,
             )
@@ -199,8 +205,8 @@ class FabricOnStores(_StrategyOnStores):
                     state[key] = found
             elif strict:
                 raise MissingKeyError(
-                    f"{key!r} is not in the checkpoint, whose values are {sorted(values)}; leave "
-                    "it out of the state, or pass strict=False",
+                    f"{key!r} is not in the checkpoint, which has the values {sorted(values)}; "
+                    "leave it out of the state, or pass strict=False",
                     uri=uri,
                     item=key,
                 )
@@ -293,8 +299,8 @@ class TrainerOnStores(_StrategyOnStores):
                 _fit_loop(values)["combined_loader"] = found["loaders"]
         elif OF_RANKS in loaded and "combined_loader" in _fit_loop(values):
             logger.warning(
-                "this rank has saved no position of its dataloaders, and begins where the first "
-                "rank was"
+                "no position of the dataloaders was saved for this rank, so it starts at that "
+                "of the first rank"
             )
         return values
 
@@ -405,7 +411,7 @@ def _parts(state: Mapping[str, Any], uri: str) -> Parts:
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
     if not models or (optimizers and len(models) > 1):
         raise ConfigError(
-            f"the state has {len(models)} models: save each with its optimizers, at its own URI",
+            f"the state has {len(models)} models: save each with its optimizers to its own URI",
             uri=uri,
         )
     model = next(iter(models.values()))

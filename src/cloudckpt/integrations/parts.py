@@ -230,4 +230,8 @@ def keep_newest(
             if step not in kept:
                 remove(str(run.uri(step)), run.config)
     except CloudCheckpointError as error:
-        logger.error("%s: old checkpoints stay until the next save: %s", run.root, error)
+        logger.error(
+            "%s: old checkpoints could not be deleted, and stay until the next save: %s",
+            run.root,
+            error,
+        )

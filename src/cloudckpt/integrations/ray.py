@@ -31,7 +31,7 @@ try:
     from pyarrow.fs import FSSpecHandler, PyFileSystem
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
-        "this needs Ray Train V2: pip install 'ray[train]>=2.60'", cause=error
+        "cloudckpt.integrations.ray needs Ray Train V2: pip install 'ray[train]>=2.60'", cause=error
     ) from error
 
 __all__ = ["checkpoint", "checkpoint_upload_fn", "run_uri", "storage", "uri_of"]
@@ -55,7 +55,7 @@ def storage(uri: URILike, config: Config | None = None) -> dict[str, Any]:
     """
     place = CheckpointURI.parse(uri)
     if not place.is_cloud:
-        raise InvalidURIError(f"{place} is in no cloud: give it to RunConfig as storage_path")
+        raise InvalidURIError(f"{place} is not in a cloud: pass it to RunConfig as storage_path")
     files = PyFileSystem(FSSpecHandler(file_system(place.scheme, config)))
     path = str(place).partition("://")[2]
     return {"storage_path": path, "storage_filesystem": files}
@@ -86,7 +86,7 @@ def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
     """
     location, run = str(CheckpointURI.parse(uri)), run_uri()
     if not location.startswith(f"{run}/"):
-        raise ConfigError(f"Ray manages what is beneath {run}: save there", uri=location)
+        raise ConfigError(f"Ray manages the checkpoints under {run}: save there", uri=location)
     return _Reference(location, written)
 
 
@@ -103,7 +103,9 @@ def checkpoint_upload_fn(reported: Any, name: str) -> Any:
         CloudCheckpointError: If the save failed.
     """
     if not isinstance(reported, _Reference):
-        raise ConfigError("report the result of cloudckpt.integrations.ray.checkpoint(uri)")
+        raise ConfigError(
+            "pass the result of cloudckpt.integrations.ray.checkpoint(uri) to ray.train.report"
+        )
     if reported.written is not None:
         reported.written.result()
     uri, files = CheckpointURI.parse(reported.path), _storage().storage_filesystem
@@ -113,9 +115,10 @@ def checkpoint_upload_fn(reported: Any, name: str) -> Any:
         commit = commit_at(open_store(uri, config), uri, Retrier(config.retry))
         if commit is not None and commit.has_digests:
             raise ConfigError(
-                "it was saved with incremental=True, and Ray deletes checkpoints by pyarrow, with "
-                "what later ones refer to: give RunConfig(**storage(uri)) instead of storage_path, "
-                "or save without it",
+                "the checkpoint was saved with incremental=True, but Ray deletes checkpoints "
+                "without regard to the later ones that need their objects: pass "
+                "RunConfig(**storage(uri)) instead of storage_path, or save without "
+                "incremental",
                 uri=str(uri),
             )
     return ray.train.Checkpoint(str(uri).partition("://")[2], files)
@@ -147,8 +150,8 @@ class _Nothing(AbstractFileSystem):  # type: ignore[misc]
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> NoReturn:
         raise ConfigError(
-            "Ray would copy it: pass checkpoint_upload_fn= of cloudckpt.integrations.ray to "
-            "ray.train.report",
+            "Ray would copy the checkpoint: pass checkpoint_upload_fn= of "
+            "cloudckpt.integrations.ray to ray.train.report",
             uri=path,
         )
 
@@ -164,5 +167,7 @@ def _uri(files: Any, path: str) -> str:
     kind = str(files.type_name)
     scheme = kind.removeprefix(_OURS) if kind.startswith(_OURS) else _SCHEMES.get(kind)
     if scheme not in _SCHEMES.values():
-        raise ConfigError(f"{path} is on a file system {kind!r}, which cloudckpt does not know")
+        raise ConfigError(
+            f"{path} is on a file system of type {kind!r}, which cloudckpt does not support"
+        )
     return str(CheckpointURI.parse(f"{scheme}://{path}"))

@@ -122,7 +122,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """
         self._args = args
         if args.load_best_model_at_end and not self._keep_local:
-            raise ConfigError("load_best_model_at_end reads the local disk: leave out keep_local")
+            raise ConfigError("load_best_model_at_end reads the local disk: leave keep_local out")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Saves what the Trainer has just written; it calls this on all ranks.
@@ -184,7 +184,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            raise ConfigError("the ranks are not connected: make the TrainingArguments first")
+            raise ConfigError("the ranks are not connected yet: create the TrainingArguments first")
         meeting = Meeting.of(None, False)
         if step is not None:
             return self._bring(meeting, step)
@@ -196,7 +196,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 if isinstance(error, CheckpointCorruptError):
                     damage = damage or error
                 logger.error(
-                    "step %d can't be restored, so an older one is tried: %s", found, error
+                    "step %d can't be restored, so the previous one is tried: %s", found, error
                 )
         if damage is not None:
             raise damage
@@ -235,7 +235,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         except CloudCheckpointError as error:
             if self._on_failure == "raise":
                 raise
-            logger.error("a checkpoint was not saved, and training goes on: %s", error)
+            logger.error("a checkpoint was not saved, and training continues: %s", error)
 
     def _bring(self, meeting: Meeting, step: int) -> str:
         local_rank, _ = _place()
@@ -288,7 +288,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             if not all(are_there):
                 self._fetch(meeting, best, copy)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-            logger.error("step %d, the best one, can't be restored: %s", best, error)
+            logger.error("step %d, which has the best metric, can't be restored: %s", best, error)
             return
 
         def put() -> None:
@@ -344,7 +344,9 @@ def _tell_random_states(folder: str, meeting: Meeting) -> None:
     own = "rng_state.pth" if meeting.size == 1 else f"rng_state_{meeting.rank}.pth"
     if found and own not in found:
         logger.warning(
-            "rank %d keeps its random state: the checkpoint has %s", meeting.rank, sorted(found)
+            "rank %d keeps its random state, because the checkpoint only has %s",
+            meeting.rank,
+            sorted(found),
         )
 
 
@@ -370,7 +372,7 @@ def _place() -> tuple[int, int]:
 def _room(folder: str, item: StoredItem, uri: str) -> torch.Tensor:
     if item.dtype != "uint8" or item.shape is None or len(item.shape) != 1:
         raise ConfigError(
-            f"{item.name!r} is no file of a Trainer: this checkpoint was saved by something else",
+            f"{item.name!r} is not a file of a Trainer: this checkpoint was not saved by one",
             uri=uri,
             item=item.name,
         )

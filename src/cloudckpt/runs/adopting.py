@@ -105,12 +105,12 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
     except IncompleteSaveError as error:
         store, view = open_store(location, config), View(location, config)
         if is_committed(store, location, view.retrier):
-            logger.info("%s: it is committed already", location)
+            logger.info("%s: this checkpoint is already committed", location)
             return
         refuse_run(view, looks_inside=True)
         if not view.level(location.key("")):
             raise CheckpointNotFoundError(
-                "there is no checkpoint, nor anything else: check the location",
+                "there is no checkpoint and no unfinished save here: check the location",
                 uri=str(location),
             ) from error
         raise
@@ -182,7 +182,7 @@ class _Adoption:
             if not saves and self._seen:
                 raise self._of_another_job()
             if not saves:
-                raise self._incomplete("no saving process has left anything to be committed")
+                raise self._incomplete("no saving process has left anything to commit")
             now = time.monotonic()
             if self._seen != before:
                 heard = now
@@ -190,7 +190,7 @@ class _Adoption:
                 raise self._incomplete(_what_is_missing(saves))
             if not is_told:
                 logger.info(
-                    "%s: %s; they are waited for, up to %.0f s",
+                    "%s: %s; waiting for up to %.0f s",
                     self._uri,
                     _what_is_missing(saves),
                     until - now,
@@ -249,7 +249,7 @@ class _Adoption:
                 one = by_rank[rank]
                 assert one.objects is not None
                 if any(found.rank != rank for found in one.objects if not found.folder):
-                    raise ValueError("objects of another rank")
+                    raise ValueError("a rank reported objects of another rank")
                 # names compress well: nothing follows from how many bytes they have become
                 most = max(MOST_BYTES, bound(len(one.plan)))
                 plans.append(Record.parse(one.plan, uri, most, known))
@@ -257,15 +257,13 @@ class _Adoption:
                 written.append(replace(record, objects=one.objects, location=uri))
             planned, _, _ = plan_together(plans, to_lowest_rank=True, uri=uri)
             if [rows.numel() for rows in planned.rows] != [len(one.extents) for one in written]:
-                raise ValueError("two ranks have written the same")
+                raise ValueError("two ranks wrote the same items")
             # the attempt names the mark that keeps the objects it refers to
             refers = any(found.folder for one in written for found in one.objects)
             attempt = by_rank[0].attempt if refers else random_suffix()
             return Manifest(planned.written(written, attempt=attempt, uri=uri), uri)
         except _SENSELESS as exc:
-            raise self._incomplete(
-                f"what the ranks have left does not fit together: {exc}"
-            ) from exc
+            raise self._incomplete(f"the ranks' reports do not fit together: {exc}") from exc
 
     def _check_objects(self, objects: Iterable[WrittenObject]) -> None:
         """Checks that the store has all objects as written, and that none is about to be swept."""
@@ -277,13 +275,15 @@ class _Adoption:
             try:
                 info = view.look(self._uri.key(one.name))
             except ObjectNotFoundError as exc:
-                raise self._incomplete(f"{one.name} is not there") from exc
+                raise self._incomplete(f"its object {one.name} does not exist") from exc
             if info.size != one.size or info.checksum not in (None, one.checksum):
-                raise self._incomplete(f"{one.name} is another than was written")
+                raise self._incomplete(f"its object {one.name} is not the one that was written")
             if one.folder:  # another checkpoint's object may have any age
                 return
             if (written := ages.get(self._uri.key(one.name))) is None or written <= young:
-                raise self._incomplete("it was staged long ago, and may be swept as a leftover")
+                raise self._incomplete(
+                    "it was staged long ago, so a sweep may already delete its objects"
+                )
 
         view.each(check, objects)
 
@@ -310,20 +310,20 @@ class _Adoption:
                 check=check,
             )
         except CheckpointConflictError:
-            logger.info("%s: another job has just committed it", uri)
+            logger.info("%s: another job has just committed this checkpoint", uri)
             return
         finally:
             forget_listings()
         logger.warning(
             "%s is committed now: its trainers ended before they could commit it, and their "
-            "saving processes sent the rest",
+            "saving processes uploaded the rest",
             uri,
         )
         run_after(self._hook, uri, manifest.metadata)
 
     def _of_another_job(self) -> IncompleteSaveError:
         return self._incomplete(
-            "another job has claimed the run since it was staged, whose steps stay as they are"
+            "another job has claimed the run since, and its steps are kept as they are"
         )
 
     def _incomplete(self, why: str) -> IncompleteSaveError:
@@ -337,6 +337,6 @@ def _what_is_missing(saves: Iterable[Mapping[int, Pending]]) -> str:
     done = sum(one.objects is not None for one in best.values())
     sending = len(best) - done
     return (
-        f"of {ranks} ranks {done} have sent all, {sending} are sending, and of {ranks - len(best)} "
-        "nothing is heard"
+        f"of {ranks} ranks, {done} have finished, {sending} are uploading, and "
+        f"{ranks - len(best)} have reported nothing"
     )

@@ -131,7 +131,7 @@ def steps_of(view: View, run: Run) -> list[int]:
     found = run.steps_among(names)
     if names and not found:
         logger.warning(
-            "%s: no folder is called %r; there are %s%s",
+            "%s: no folder has a name like %r; the folders are %s%s",
             run.root,
             run.names.pattern,
             ", ".join(repr(name) for name in names[:3]),
@@ -306,9 +306,9 @@ def check_is_run(view: View, run: Run) -> None:
     """
     if run.root.prefix and find_commit(view.look, run.root) is not None:
         raise ConfigError(
-            f"this is a checkpoint, not a run: did you mean the folder around it, "
-            f"{run.root.parent}? If checkpoints are beneath it, delete this one with "
-            "cloudckpt rm",
+            "this is a checkpoint, not a run: did you mean the folder that contains it, "
+            f"{run.root.parent}? If there are checkpoints in it, delete this one with cloudckpt "
+            "rm",
             uri=str(run.root),
         )
 
@@ -437,7 +437,7 @@ class Run:
         """Logs which steps have notes that can't be read, if there are any."""
         if unread:
             logger.error(
-                "%s: the notes of %s can't be read, so it is neither chosen nor deleted%s: %s",
+                "%s: the notes of %s can't be read, so it is neither restored nor deleted%s: %s",
                 self.root,
                 self.names.name(min(unread)),
                 f" (nor are {len(unread) - 1} others)" if len(unread) > 1 else "",

@@ -110,7 +110,9 @@ class Place:
                 return view.retrier.call(lambda: store.head(key))
             except ObjectNotFoundError as error:
                 raise CheckpointCorruptError(
-                    "an object of the checkpoint is gone", uri=store.uri(key), cause=error
+                    "an object of the checkpoint no longer exists: copy another checkpoint",
+                    uri=store.uri(key),
+                    cause=error,
                 ) from error
 
         return view.each(look, keys)
@@ -224,8 +226,8 @@ def _objects(part: ReadContent, source: Place, target: Place) -> list[CopyTask]:
     for info in infos:
         if info.size < needed[info.key]:
             raise CheckpointCorruptError(
-                f"an object has {info.size} bytes, and the checkpoint needs the first "
-                f"{needed[info.key]}: it was cut off",
+                f"an object has {info.size} bytes, but the checkpoint needs {needed[info.key]}: "
+                "it was truncated; copy another checkpoint",
                 uri=source.store.uri(info.key),
             )
     return [CopyTask(info.key, "", info.size, info.checksum, kind) for info in infos]
@@ -287,7 +289,10 @@ class _Sending:
             except _NOT_COPIED as error:
                 if all(task.found is None for task in left.values()):
                     raise
-                logger.warning("the store does not copy by itself, so bytes pass here: %s", error)
+                logger.warning(
+                    "the store can't copy by itself, so the bytes pass through this machine: %s",
+                    error,
+                )
                 left = {key: replace(task, found=None) for key, task in left.items()}
             except MismatchError:
                 check(self.source.uri, self.source.config)  # which names what is damaged there
@@ -324,7 +329,9 @@ def _has_the_same(target: Place, ours: ReadContent) -> bool:
     except (CheckpointNotFoundError, CheckpointReplacedError):
         return False
     except CheckpointCorruptError as error:
-        logger.warning("what is at the target of the copy is damaged: %s", error)
+        logger.warning(
+            "the existing checkpoint at the target is damaged, and is replaced: %s", error
+        )
         return False
     store, objects = target.store, theirs.said.objects
     sizes: dict[str, int] = {}

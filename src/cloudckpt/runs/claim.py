@@ -155,9 +155,9 @@ def copy_claim(
 
 def _taken(run: CheckpointURI, by: Owner | None) -> CheckpointConflictError:
     """The error of a job whose run another one has claimed."""
-    what = f"somebody has deleted {CLAIM} from this run, and may delete more"
+    what = f"the object {CLAIM} of this run was deleted, so something may be deleting the run"
     if by is not None:
-        what = f"another job has begun to save into this run: {by.who}"
+        what = f"another job has started to save into this run: {by.who}"
     return CheckpointConflictError(
         f"{what}. Two training jobs in one run would delete and replace each other's checkpoints: "
         "give one of them its own folder, or stop it",
@@ -235,7 +235,7 @@ class ClaimHook(CommitHook):
                     self.job = seen.job
                 logger.warning(
                     "%s can't be replaced (is there a retention policy?), so another job that "
-                    "saves into this run would go unnoticed: %s",
+                    "saves into this run would not be noticed: %s",
                     CLAIM,
                     error,
                 )

@@ -252,16 +252,22 @@ def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair]:
         beneath = name and not is_there and _is_run(goal)
         to = goal.uri.join(name) if beneath else goal.uri
         if origin.uri == to and origin.store is goal.store:
-            raise ConfigError("the source and the target of the copy are the same", uri=str(to))
+            raise ConfigError(
+                "the source and the target of the copy are the same: choose another target",
+                uri=str(to),
+            )
         if beneath:
-            logger.info("%s is a run: the copy is made at %s", goal.uri, to)
+            logger.info("%s is a run: the copy is put into it, at %s", goal.uri, to)
         return [_Pair(str(origin.uri), str(to))]
     if origin.uri == goal.uri and origin.store is goal.store:
-        raise ConfigError("the source and the target of the copy are the same", uri=str(goal.uri))
+        raise ConfigError(
+            "the source and the target of the copy are the same: choose another target",
+            uri=str(goal.uri),
+        )
     if is_there:
         raise CheckpointExistsError(
-            "the target is a checkpoint, and a folder is never a checkpoint and a run: name "
-            "another, or delete it first",
+            "the target is a checkpoint, and a folder can't be a checkpoint and a run: choose "
+            "another target, or delete it first",
             uri=str(goal.uri),
         )
     pattern = step_name or DEFAULT_PATTERN
@@ -273,8 +279,7 @@ def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair]:
     if not found:
         what = "" if step_name is None else f" called {step_name!r}"
         raise CheckpointNotFoundError(
-            f"there is no committed checkpoint to copy, neither here nor in a folder{what} "
-            "beneath it",
+            f"there is no committed checkpoint to copy, neither here nor in a folder{what} in it",
             uri=str(origin.uri),
         )
     return found

@@ -68,8 +68,8 @@ def delete_at(
         found = retrier.call(partial(fetch, store, commit))
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(
-            "there is no committed checkpoint to delete; what an interrupted save has left there "
-            "is deleted by sweep, and a whole run by cloudckpt rm --recursive",
+            "there is no committed checkpoint to delete; cloudckpt sweep deletes what an "
+            "interrupted save has left, and cloudckpt rm --recursive a whole run",
             uri=str(location),
         ) from error
     gone = trusted(found, store.uri(commit))
@@ -82,8 +82,8 @@ def delete_at(
         retrier.call(delete_commit)
     except PreconditionFailedError as error:
         raise CheckpointReplacedError(
-            "another save replaced it, or it was deleted, after this deletion began; what is "
-            "there now was left alone",
+            "the checkpoint was replaced or deleted after this deletion began; the new one was "
+            "not deleted",
             uri=str(location),
         ) from error
     keys = no_longer_needed(store, location, gone, config)

@@ -41,7 +41,9 @@ def matching(location: str, config: Config | None = None) -> list[str]:
         return [location]
     before = "/".join(names[:first])
     if before.endswith(":/"):
-        raise InvalidURIError(f"{location!r} has a pattern in the name of the bucket: name one")
+        raise InvalidURIError(
+            f"{location!r} has a pattern in the name of the bucket: give the name of one bucket"
+        )
     found = [CheckpointURI.parse(before or ("/" if location.startswith("/") else "."))]
     view = View(found[0], config_or_default(config))
     for name in filter(None, names[first:]):
@@ -52,7 +54,7 @@ def matching(location: str, config: Config | None = None) -> list[str]:
             if fnmatchcase(folder, name) and CheckpointURI.accepts(f"{uri}/{folder}")
         ]
     if not found:
-        raise CheckpointNotFoundError("there is no folder that this pattern matches", uri=location)
+        raise CheckpointNotFoundError("no folder matches this pattern", uri=location)
     return [str(uri) for uri in found]
 
 

@@ -55,7 +55,7 @@ class Owner:
     version: str
     job: str = ""
     continues: Mapping[str, int] | None = None
-    who: str = "it does not say which"
+    who: str = "an unknown process"
 
     @classmethod
     def read(cls, store: ObjectStore, key: str, retrier: Retrier) -> Owner | None:

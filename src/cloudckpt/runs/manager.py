@@ -223,7 +223,9 @@ class CheckpointManager(ClosedAtExit):
             StoreError: If the store refuses or stays unreachable.
         """
         if self._retention.best_metric is None:
-            raise ConfigError("best_step() needs best_metric=, the metric to compare")
+            raise ConfigError(
+                "best_step() needs a metric to compare: pass best_metric= to the manager"
+            )
         found = self._meeting.broadcast_from_first(lambda: best_step(self._run, self._retention))
         return None if found is None else found[0]
 
@@ -322,8 +324,8 @@ class CheckpointManager(ClosedAtExit):
         if not (self.should_save(step) or force):
             if self._restored is not None and step < self._restored:
                 logger.warning(
-                    "step %d is not saved, nor will later ones be up to step %d, which was "
-                    "restored: begin behind the step that restore() returns",
+                    "step %d is not saved, and neither are later ones up to step %d, which was "
+                    "restored: continue with the step after the one that restore() returns",
                     step,
                     self._restored,
                 )
@@ -495,9 +497,9 @@ class CheckpointManager(ClosedAtExit):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the manager was closed")
+            raise ClosedError("the manager was closed: make a new one")
         if not self._belongs_here:
             raise ClosedError(
-                f"the manager belongs to process {self._pid}, from which this one was forked; make "
-                "a new one here"
+                f"the manager belongs to process {self._pid}, and this process was forked from "
+                "that: make a new manager in this process"
             )

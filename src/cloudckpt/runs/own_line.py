@@ -72,9 +72,9 @@ class OwnLine:
         """Says why a save replaces no step although the options allow it."""
         if isinstance(error, CheckpointExistsError) and not self.has_restored:
             error.message = (
-                "the step has a checkpoint of another training, which this job, that has not "
-                "called restore(), replaces only with force=True: call restore(), or give the "
-                "job a folder of its own"
+                "this step already has a checkpoint of another training, and this job did not "
+                "call restore(): call it, give the job its own folder, or replace the step "
+                "with force=True"
             )
 
     def for_deletion(self) -> None:
@@ -97,8 +97,8 @@ class OwnLine:
         is_there = self._hook.wait(patience)
         if patience and not is_there:
             logger.warning(
-                "%s: the store has not answered for %.0f s whether this job may claim the run; "
-                "training goes on, and the save commits once it has",
+                "%s: the store has not answered for %.0f s whether this job may save into the "
+                "run; training continues, and the save commits when it has answered",
                 self._run.root,
                 patience,
             )
@@ -109,9 +109,9 @@ class OwnLine:
         there = next(self._run.committed_steps(), None)
         if there is not None:
             logger.warning(
-                "%s has steps up to %d, and restore() was not called: this job begins a new "
-                "line beside them, which the next job will restore. Steps that are there are "
-                "not replaced without force=True",
+                "%s has steps up to %d, and restore() was not called: this job starts a new "
+                "line of steps, which the next job will restore. Existing steps are not "
+                "replaced without force=True",
                 self._run.root,
                 there,
             )

@@ -102,7 +102,8 @@ class Preemption:
         except Exception:
             if not self._has_failed:  # log only the first: it may fail at every step
                 logger.exception(
-                    "the is_due= of Preemption raised an error; it is called again at each step"
+                    "the is_due function of Preemption raised an error; it is called again at "
+                    "each step"
                 )
             self._has_failed = True
             return False
@@ -121,8 +122,9 @@ class Preemption:
         self._pid = os.getpid()
         if self._signals and threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "signals can be handled in the main thread only, so none announces the end of this "
-                "job: its last steps are saved if Preemption(is_due=...) or deadline= tells of it"
+                "signals can only be handled in the main thread, so this job does not notice a "
+                "signal that ends it: its last steps are saved only with "
+                "Preemption(is_due=...) or deadline="
             )
             return
         try:
@@ -251,7 +253,7 @@ class Agreement:
         except RuntimeError as exc:
             raise ProcessGroupError(
                 "the ranks lost contact while they agreed whether the job is about to end: "
-                "find out which one ended first and why",
+                "find out which rank ended first and why",
                 cause=exc,
             ) from exc
         return told, due

@@ -96,8 +96,8 @@ def prune(
         scores = history.scores(best_metric)
         if scores and all(map(math.isnan, scores.values())):
             raise ConfigError(
-                f"no checkpoint of this run has the metric {best_metric!r}, so none is the best: "
-                "cloudckpt inspect shows what they have",
+                f"no checkpoint of this run has the metric {best_metric!r}: see cloudckpt "
+                "inspect for their metrics",
                 uri=str(found.root),
             )
     steps = _unneeded(found, history, kept)
@@ -107,7 +107,8 @@ def prune(
             inspect(found.uri(newest), config=found.config)
         except CheckpointCorruptError as error:
             error.message += (
-                "; it is the newest of the run, which is kept: delete it before those that are good"
+                "; it is the newest of the run, and would be kept: delete it before those that "
+                "are intact"
             )
             raise
     steps += history.abandoned if abandoned else ()
@@ -235,9 +236,7 @@ class Pruner:
                     self._prune(step, notes)
         except CheckpointConflictError as error:
             if not self._has_told_loss:  # several steps may have been committed before the loss
-                logger.error(
-                    "%s: no old checkpoints are deleted any more: %s", self._run.root, error
-                )
+                logger.error("%s: old checkpoints are no longer deleted: %s", self._run.root, error)
             self._has_told_loss = True
         except CloudCheckpointError as error:
             logger.error("%s: old checkpoints could not be deleted: %s", self._run.root, error)
@@ -253,8 +252,8 @@ class Pruner:
             view, names = self._run.view, map(self._run.names.name, abandoned)
             found = view.each(partial(summary, view, self._run), names)
             logger.warning(
-                "%s: steps of another training stay (%s), %d bytes in all: delete them with "
-                "rm, with prune --abandoned, or by keep_abandoned=False",
+                "%s: steps of another training are kept (%s), %d bytes in all: delete them "
+                "with cloudckpt rm, cloudckpt prune --abandoned, or keep_abandoned=False",
                 self._run.root,
                 ", ".join(map(str, abandoned)),
                 sum(one.nbytes for one in found if one is not None),
@@ -275,7 +274,7 @@ class Pruner:
                 pass  # another process has deleted it
             except CloudCheckpointError as error:
                 logger.error(
-                    "step %d could not be deleted and stays until the next save: %s", step, error
+                    "step %d could not be deleted, and stays until the next save: %s", step, error
                 )
 
     def _delete(self, step: int) -> None:

@@ -69,7 +69,7 @@ def restore_newest(
             damages.append(error)
             if isinstance(error, CheckpointCorruptError):
                 distrust(error)
-            logger.error("step %d can't be restored, so an older one is tried: %s", step, error)
+            logger.error("step %d can't be restored, so the previous one is tried: %s", step, error)
         else:
             restored = step
             break
@@ -86,7 +86,7 @@ def _is_adopted(run: Run, step: int, hook: CommitHook, until: float) -> bool:
             adopt_pending(run.uri(step), run.config, until=until, hook=hook)
             return True
     except (IncompleteSaveError, CheckpointCorruptError, AccessDeniedError) as error:
-        logger.warning("step %d is left as its trainers left it: %s", step, error)
+        logger.warning("the unfinished step %d could not be committed: %s", step, error)
     return False
 
 
@@ -94,7 +94,8 @@ def _log_abandoned(run: Run, line: NewestFirst, restored: int | None) -> None:
     """Names what is passed over; of the first rank, which alone knows it."""
     if line.is_line_gone:
         logger.warning(
-            "%s: nothing is left of the line that was claimed last; the newest step decides",
+            "%s: no step of the latest job's line is left, so the newest step of the run is "
+            "restored",
             run.root,
         )
     passed_over = [
@@ -103,10 +104,10 @@ def _log_abandoned(run: Run, line: NewestFirst, restored: int | None) -> None:
     ]
     if passed_over:
         logger.warning(
-            "%s: %s restored; passed over, as they are abandoned: %s. To load one of them, "
-            "call restore(step=...)",
+            "%s: %s restored; these newer steps were not, because they are abandoned: %s. To "
+            "load one of them, call restore(step=...)",
             run.root,
-            "nothing was" if restored is None else f"step {restored} was",
+            "no step was" if restored is None else f"step {restored} was",
             ", ".join(passed_over),
         )
 
@@ -123,8 +124,8 @@ def goal_of(run: Run, step: int, *, says: bool = True) -> Notes:
         there = ", ".join(map(str, history.line)) or "none"
         others = ", ".join(map(str, history.abandoned))
         raise CheckpointNotFoundError(
-            f"step {step} has no committed checkpoint; there are {there}"
-            + (f", and abandoned {others}" if others else ""),
+            f"step {step} has no committed checkpoint; the committed steps are {there}"
+            + (f", and the abandoned ones {others}" if others else ""),
             uri=str(run.uri(step)),
         )
     if not says:
@@ -133,8 +134,8 @@ def goal_of(run: Run, step: int, *, says: bool = True) -> Notes:
     newest = next((one for one, found in line if isinstance(found, Notes)), step)
     if newest != step:
         logger.warning(
-            "%s is restored, although %s: the first save begins a new line here, and from then "
-            "on steps that it does not continue are abandoned",
+            "%s is restored, although %s: the first save starts a new line of steps, and older "
+            "steps that do not belong to it count as abandoned",
             f"step {step}",
             f"step {newest} is newer" if newest > step else "it is abandoned",
         )
@@ -156,8 +157,8 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
     if find_commit(view.look, source.root) is not None:
         if step is not None:
             raise ConfigError(
-                f"source= is a single checkpoint, so there is no step={step} in it: leave step= "
-                "out, or name the run",
+                f"source= is a single checkpoint, so it has no step={step}: leave step= out, or "
+                "give the run",
                 uri=str(source.root),
             )
         return str(source.root), read_notes(source.store, source.root, source.retrier).step
@@ -166,7 +167,8 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
         return str(source.uri(step)), step
     if (newest := newest_step(view, source)) is None:
         raise CheckpointNotFoundError(
-            "source= is neither a checkpoint nor a run that has one", uri=str(source.root)
+            "source= is neither a checkpoint nor a run with a checkpoint: check the location",
+            uri=str(source.root),
         )
     return str(source.uri(newest)), newest
 
@@ -195,7 +197,8 @@ def load_from(
         found = _selected(state, [keys] if isinstance(keys, str) else keys)
         if not found:
             raise ConfigError(
-                f"keys={keys!r} match nothing in the state: it has {', '.join(map(str, state))}"
+                f"keys={keys!r} match nothing in the state, which has the keys "
+                f"{', '.join(map(str, state))}"
             )
         return found
 

@@ -196,7 +196,7 @@ class Saves:
         assert save.step is not None
         age = "" if status.newest_age is None else f", {status.newest_age:.0f} s ago"
         logger.error(
-            "step %d was not saved (failure %d in a row; %d end the training); newest "
+            "step %d was not saved (failure %d in a row; training ends after %d); newest "
             "committed checkpoint: %s; training continues: %s",
             save.step,
             in_row,

@@ -38,7 +38,9 @@ def saving_options(
         ConfigError: If options were given in two places.
     """
     if given is not None and config is not None:
-        raise ConfigError("give config= to your CheckpointerConfig, which has its own options")
+        raise ConfigError(
+            "your CheckpointerConfig has its own options: pass config= to that instead"
+        )
     options = given if given is not None else CheckpointerConfig()
     options = options if config is None else replace(options, config=config)
     if incremental:

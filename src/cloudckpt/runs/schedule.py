@@ -46,7 +46,10 @@ class Schedule:
                 f"save_interval_steps={every_steps!r}: give a whole number of at least 1"
             )
         if every_steps is not None and seconds is not None:
-            raise ConfigError("give save_interval_steps= or save_interval_seconds=, not both")
+            raise ConfigError(
+                "save_interval_steps= and save_interval_seconds= exclude each other: give one "
+                "of them"
+            )
         if seconds is not None and not (
             isinstance(seconds, Real) and 0 < float(seconds) < math.inf
         ):

@@ -33,7 +33,7 @@ def check_step(step: int) -> int:
     """
     found = whole_number(step)
     if found is None or not 0 <= found <= HIGHEST_STEP:
-        raise ConfigError(f"step={step!r}: a step is a whole number from 0 to 10**18 - 1")
+        raise ConfigError(f"step={step!r} is not valid: give a whole number from 0 to 10**18 - 1")
     return found
 
 
@@ -58,13 +58,15 @@ class StepNames:
             fields = [field for _, field, _, _ in Formatter().parse(pattern) if field is not None]
             made = pattern.format(step=1)
         except (ValueError, KeyError, IndexError, AttributeError, TypeError) as exc:
-            raise ConfigError(f"step_name={pattern!r} can't be filled in: {example}") from exc
+            raise ConfigError(f"step_name={pattern!r} is not a valid pattern: {example}") from exc
         if fields != ["step"] or "/" in made or "\\" in made:
-            raise ConfigError(f"step_name={pattern!r} is not the name of a folder: {example}")
+            raise ConfigError(
+                f"step_name={pattern!r} does not give the name of a folder: {example}"
+            )
         before, after = (re.escape(text) for text in self._around())
         self._pattern = re.compile(f"{before}([0-9]+){after}")
         if any(self.step(self._with(step)) != step for step in (0, 7, HIGHEST_STEP)):
-            raise ConfigError(f"step_name={pattern!r} does not write plain digits: {example}")
+            raise ConfigError(f"step_name={pattern!r} does not give plain digits: {example}")
 
     def _with(self, step: int) -> str:
         return self.pattern.format(step=step)
@@ -139,7 +141,7 @@ class Retention:
                 "'min' if the lowest values of the metric are the best, or as 'max'"
             )
         if self.best_to_keep is not None and metric is None:
-            raise ConfigError("best_to_keep= needs best_metric= and best_mode=")
+            raise ConfigError("best_to_keep= also needs best_metric= and best_mode=")
 
     @property
     def keeps_all(self) -> bool:
@@ -183,12 +185,12 @@ class Retention:
         metric = self.best_metric
         if metric is not None and math.isnan(metrics.get(metric, math.nan)):
             logger.warning(
-                "step %d: its metric %s is %s, so the step is never the best",
+                "step %d: its metric %s is %s, so it is never the best step",
                 step,
                 metric,
                 "not a number (NaN)"
                 if metric in metrics
-                else f"missing (it has: {', '.join(metrics) or 'none'})",
+                else f"missing (its metrics: {', '.join(metrics) or 'none'})",
             )
 
     def _badness(self, score: float) -> float:

@@ -159,7 +159,8 @@ class _Sweep:
         if left := [*uploads.values(), *objects.values()]:
             reason = left[0]
             reason.message += (
-                f" (leftovers that are left behind: {len(objects)} objects, {len(uploads)} uploads)"
+                f" (leftovers that could not be deleted: {len(objects)} objects, {len(uploads)} "
+                "uploads)"
             )
             raise reason
         return self.found()
@@ -312,8 +313,8 @@ def clock_of(store: ObjectStore, folder: CheckpointURI, config: Config) -> float
         delete_quietly(store, [key], config.retry, threads=1)
     if not listed or listed[0].modified is None:
         raise StoreError(
-            "the store does not say when objects were written, so leftovers can't be "
-            "distinguished from a save in progress",
+            "the store does not report when objects were written, so leftovers can't be told "
+            "from a save in progress, and nothing was deleted",
             uri=str(folder),
         )
     return listed[0].modified

@@ -263,7 +263,7 @@ def _damages_of(
     if found or not list(_unlike([one], sums)):
         return found
     where = store.uri(one.whole.key)
-    what = "what lies around its items, which other readers need, does not match the checksum"
+    what = "the bytes between the items, which other readers need, do not match the checksum"
     damage = Damage(where, one.whole.item, what, 0, one.whole.nbytes)
     return [CheckpointCorruptError(what, uri=where, item=one.whole.item, damages=[damage])]
 
@@ -312,7 +312,7 @@ def one_error(found: Sequence[CheckpointCorruptError]) -> CheckpointCorruptError
     first = found[0]
     damages = tuple(dict.fromkeys(damage for error in found for damage in error.damages))
     more = len(damages) - len(first.damages)
-    others = f" | {more} other places are damaged, too" if more else ""
+    others = f" | {more} more damaged ranges" if more else ""
     return CheckpointCorruptError(
         first.message + others,
         uri=first.uri,

@@ -94,7 +94,7 @@ class Watch:
         )
         if first is None or (first != "latest" and first < 0):
             raise ConfigError(
-                f"start={start!r}: give a step, a whole number from 0 on, or 'latest'"
+                f"start={start!r}: give a step, as a whole number from 0, or 'latest'"
             )
         self.run, self._interval, self._start = run, interval, first
         self._known: dict[int, str] = {}  # by step, the version; empty if it is abandoned

@@ -139,16 +139,18 @@ class FileFolders(VisibleFiles):
             pinned = PinnedObject(self._store, file.key, config, TransferStats(uri), file.blocks)
         except ObjectNotFoundError as error:
             if self.find(key) != found:
-                raise CheckpointReplacedError("it was replaced or removed", uri=uri) from error
+                raise CheckpointReplacedError(
+                    "the folder was replaced or removed while it was read: read it again", uri=uri
+                ) from error
             raise CheckpointCorruptError(
-                "its object is gone: restore it, or load an older checkpoint",
+                "the object of the file no longer exists: restore it, or load an older checkpoint",
                 uri=self._store.uri(file.key),
                 cause=error,
             ) from error
         if pinned.info.size != file.size:
             raise CheckpointCorruptError(
-                f"its object has {pinned.info.size} bytes for {file.size}: restore it, or load an "
-                "older checkpoint",
+                f"the object of the file has {pinned.info.size} bytes instead of {file.size}: "
+                "restore it, or load an older checkpoint",
                 uri=self._store.uri(file.key),
             )
         return ObjectFile(pinned, config)
@@ -199,7 +201,7 @@ class FileFolders(VisibleFiles):
         found = self.existing(key)
         if isinstance(found, CommittedFile):
             raise FileExistsError(
-                f"{self._store.uri(key)} is part of a committed folder: remove that"
+                f"{self._store.uri(key)} belongs to a committed folder: remove that folder"
             )
         self._delete([key if isinstance(found, PlainFile) else found.record])
 
@@ -223,8 +225,8 @@ class FileFolders(VisibleFiles):
         records = self._own_records(source)
         if self.exists(target):
             raise CheckpointExistsError(
-                f"{self._store.uri(source)} can't be renamed to this, where something is: remove "
-                "that, or save elsewhere",
+                f"{self._store.uri(source)} can't be renamed to this name, which exists: remove "
+                "it, or save to another location",
                 uri=self._store.uri(target),
             )
         self._commit(records, source, target)
@@ -246,7 +248,7 @@ class FileFolders(VisibleFiles):
                 records.append(info)
         if not records:
             raise FileNotFoundError(
-                f"{self._store.uri(folder)}: this job has written nothing there"
+                f"this job has written nothing to {self._store.uri(folder)}: check the location"
             )
         return records
 
@@ -279,7 +281,7 @@ class FileFolders(VisibleFiles):
             commit(store, baseline, body, conditional=conditional, retrier=self._retrier)
         except CheckpointConflictError as error:
             raise CheckpointExistsError(
-                "another writer has committed this meanwhile: theirs is kept",
+                "another writer has committed this folder meanwhile, and it was kept",
                 uri=store.uri(target),
                 cause=error,
             ) from error
@@ -300,14 +302,15 @@ class FileFolders(VisibleFiles):
             uri = self._store.uri(file.key)
             if not file.key.startswith(inside(target)):
                 raise ConfigError(
-                    f"{name} was not written beneath {target}, to be committed there: give "
-                    "CloudStorageConfig the temp_dir_prefix of the writer",
+                    f"{name} was not written under {target}, where it would be committed: pass "
+                    "the writer's temp_dir_prefix to CloudStorageConfig",
                     uri=uri,
                 )
             if (file.key, file.size) not in there:
                 raise CheckpointCorruptError(
-                    f"{name} was written, but is not there with its {file.size} bytes; nothing was "
-                    "committed. Compare on all ranks what leads to the store",
+                    f"{name} was written, but the store does not have it with its {file.size} "
+                    "bytes; nothing was committed. Compare the settings of the store on all "
+                    "ranks",
                     uri=uri,
                 )
 
@@ -325,11 +328,13 @@ class FileFolders(VisibleFiles):
         there = self.find(target)
         if isinstance(there, CommittedFile) or (there is None and self.is_folder(target)):
             raise FileExistsError(
-                f"{self._store.uri(source)} can't be renamed to {self._store.uri(target)}, which "
-                "is a folder, or part of a committed one"
+                f"{self._store.uri(source)} can't be renamed to {self._store.uri(target)}, "
+                "which is a folder, or belongs to a committed folder: choose another name"
             )
         if isinstance(found, CommittedFile):
-            raise FileExistsError(f"{self._store.uri(source)} is part of a committed folder")
+            raise FileExistsError(
+                f"{self._store.uri(source)} belongs to a committed folder, and can't be renamed"
+            )
         if isinstance(found, PendingFile) and self._place(target) is not None:
             record = record_name(target, self._job)
             content = memoryview(record_bytes(found.file))
@@ -392,7 +397,7 @@ class FileFolders(VisibleFiles):
             self._retrier.call(lambda: self._store.delete(key, if_version=version))
         except PreconditionFailedError as error:
             raise FileExistsError(
-                f"{self._store.uri(key)} was written anew meanwhile: what is there now was left"
+                f"{self._store.uri(key)} was written again meanwhile, so it was not deleted"
             ) from error
 
     # ---- shared

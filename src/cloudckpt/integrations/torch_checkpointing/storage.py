@@ -33,7 +33,9 @@ try:
     from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
-        "this needs torch_checkpointing: pip install torch_checkpointing", cause=error
+        "cloudckpt.integrations.torch_checkpointing needs torch_checkpointing: pip install "
+        "torch_checkpointing",
+        cause=error,
     ) from error
 
 __all__ = ["CloudStorage", "CloudStorageConfig"]
@@ -181,7 +183,9 @@ class CloudStorage(Storage):  # type: ignore[misc]
             target.bucket,
             target.account,
         ):
-            raise InvalidURIError(f"{source} can't be renamed to {target}, of another bucket")
+            raise InvalidURIError(
+                f"{source} can't be renamed to {target}, which is in another bucket"
+            )
         folders, key = self._at(src_path)
         if folders.is_folder(key):
             folders.rename_folder(key, target.prefix)
@@ -194,7 +198,8 @@ def _uri(path: str | os.PathLike[str]) -> CheckpointURI:
     uri = CheckpointURI.parse(unfolded(text) or text)
     if not uri.is_cloud:
         raise InvalidURIError(
-            f"{text!r} is a local path: give LocalFileSystemStorageConfig() for these, or a URI"
+            f"{text!r} is a local path: pass LocalFileSystemStorageConfig() for local paths, or "
+            "give a URI"
         )
     return uri
 
