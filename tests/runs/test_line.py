@@ -197,7 +197,7 @@ def test_a_run_with_steps_is_never_taken_for_a_new_one(run) -> None:
 
 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(run, two) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=r"steps are 1, 2, 3, 4, 5.* abandoned ones 6"):
+    with pytest.raises(CheckpointNotFoundError, match=r"steps are 1, 2, 3, 4, 5.* ones 6"):
         restored(run, step=77)
 
 
