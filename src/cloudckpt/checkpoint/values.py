@@ -15,11 +15,13 @@ import logging
 import math
 import pathlib
 import pickle
+import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, ClassVar, TypeVar
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
 from cloudckpt.checkpoint.building import Building, DescriptionError, UnknownNameError, made_of
 from cloudckpt.checkpoint.envelope import unwarned
@@ -33,8 +35,8 @@ from cloudckpt.errors import (
 )
 
 __all__ = [
+    "Unloadable",
     "check_trusted",
-    "forewarn",
     "load_item",
     "load_plain",
     "load_saved",
@@ -350,46 +352,75 @@ _TRIED = 1 << 20  # the largest item of numpy's that is loaded to see whether it
 _told: set[tuple[str, type]] = set()  # items and types that this process has looked at
 
 
-def forewarn(data: bytes, item: str, kind: type, uri: str, *, refuses: bool = False) -> None:
-    """Warns once for each item and type, by the logger ``cloudckpt``, of what ``load`` refuses.
-
-    Values of plain types cost next to nothing.
+class Unloadable:
+    """The values of a save that ``load`` refuses.
 
     Args:
-        data: The item, as ``torch.save`` writes it.
-        item: Its name.
-        kind: The class of its value.
         uri: The checkpoint.
-        refuses: Whether to raise instead, each time.
-
-    Raises:
-        UnsupportedValueError: If it does.
+        setting: ``refuse``; ``warn``, once for each item and type; or ``auto``: only an object is
+            refused that holds another one whose ``load_state_dict`` a load would not call.
     """
-    # a name in the pickle takes two ends of lines, and there is one behind it
-    if kind in _PLAIN or (len(data) < _SMALL and data.count(b"\n") < 3):
-        return
-    if (item, kind) in _told and not refuses:
-        return
-    needed = _refused(data)
-    if needed and refuses:
-        raise UnsupportedValueError(
-            f"load would refuse {item} ({kind.__name__}): {needed}. Save its plain values "
-            "instead; or allow its classes by torch.serialization.add_safe_globals([...]); or, "
-            "to load it with trust_pickle=True, save with Config(unloadable='warn')",
-            uri=uri,
-            item=item,
-        )
-    _told.add((item, kind))
-    if needed:
-        logger.warning(
-            "%s: %s (%s) is saved, but load will refuse it: %s. Pass trust_pickle=True to load "
-            "it, allow its classes by torch.serialization.add_safe_globals([...]), or save its "
-            "plain values instead", uri, item, kind.__name__, needed,
-        )  # fmt: skip
+
+    def __init__(self, uri: str, setting: str) -> None:
+        self.uri, self._setting = uri, setting
+        self._refused: dict[str, str] = {}
+
+    def look(self, data: bytes, item: str, kind: type) -> None:
+        """Looks at an item, which costs next to nothing if it is of a plain type.
+
+        Args:
+            data: The item, as ``torch.save`` writes it.
+            item: Its name.
+            kind: The class of its value.
+        """
+        # a name in the pickle takes two ends of lines, and there is one behind it
+        if kind in _PLAIN or (len(data) < _SMALL and data.count(b"\n") < 3):
+            return
+        if (item, kind) in _told and self._setting != "refuse":
+            return
+        why, others = _refused(data)
+        if why and self._setting != "warn" and (held := next(filter(_has_a_state, others), "")):
+            why = f"the state of the {held} in it would not be loaded; put that into a dict or list"
+            self._refused[item] = f"{item} ({kind.__name__}): {why}"
+        elif why and self._setting == "refuse":
+            self._refused[item] = f"{item} ({kind.__name__}): {why}"
+        else:
+            _told.add((item, kind))
+            if why:
+                logger.warning(
+                    "%s: %s (%s) is saved, but load will refuse it: %s. Pass trust_pickle=True to "
+                    "load, allow its classes by torch.serialization.add_safe_globals([...]), or "
+                    "save its plain values instead", self.uri, item, kind.__name__, why,
+                )  # fmt: skip
+
+    def check(self) -> None:
+        """Ends the look.
+
+        Raises:
+            UnsupportedValueError: If something is refused; it names all.
+        """
+        if self._refused:
+            raise UnsupportedValueError(
+                f"{len(self._refused)} of the values would not load: "
+                f"{'; '.join(self._refused.values())}. Save plain values instead; or allow their "
+                "classes by torch.serialization.add_safe_globals([...]); or, to load them with "
+                "trust_pickle=True, save with Config(unloadable='warn')",
+                uri=self.uri,
+                item=next(iter(self._refused)),
+            )
 
 
-def _refused(data: bytes) -> str:
-    """What the default load does not allow; empty if it allows all."""
+def _has_a_state(name: str) -> bool:
+    """Whether it is the class of objects with a state dict, such as of modules."""
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
+        return False
+    return isinstance(found, type) and issubclass(found, Stateful)
+
+
+def _refused(data: bytes) -> tuple[str, Sequence[str]]:
+    """Why the default load does not take an item, empty if it does; and the names it refuses."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
         known = {*_ItemBuilding.calls, *_ItemBuilding.classes, *_NUMPY, *_numpy_classes()}
@@ -397,7 +428,7 @@ def _refused(data: bytes) -> str:
         if names and not others and len(data) <= _TRIED:
             load_plain(io.BytesIO(data))
     except pickle.UnpicklingError as exc:
-        return str(untrusted("", exc, "").cause)
+        return str(untrusted("", exc, "").cause), ()
     except Exception:  # noqa: BLE001 - a save does not fail because of a warning
-        return ""
-    return f"{', '.join(others)} is not allowed" if others else ""
+        return "", ()
+    return f"{', '.join(others)} is not allowed" if others else "", others

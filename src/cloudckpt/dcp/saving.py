@@ -28,7 +28,7 @@ from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.shard import Memory, check_supported, form_of, travels_as_bytes
-from cloudckpt.checkpoint.values import forewarn
+from cloudckpt.checkpoint.values import Unloadable
 from cloudckpt.dcp.incremental import Contents, digest_of
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError, UnsupportedValueError
 from cloudckpt.stores.capabilities import Capabilities
@@ -85,8 +85,7 @@ class StateLayout:
         self._small: SmallTensors = small or [None] * len(items)
         self._contents = contents
         self._algorithm = capabilities.checksum
-        self._uri = str(destination.uri)
-        self._refuses = destination.config.unloadable == "refuse"
+        self._unloadable = Unloadable(str(destination.uri), destination.config.unloadable)
         self._places = Places(destination, capabilities)
         self._written = array("q", bytes(24 * len(items)))  # by item: object, offset, length
 
@@ -128,6 +127,7 @@ class StateLayout:
                 yield from self._item(number, memory)
         if run:
             yield from self._run(run, memory)
+        self._unloadable.check()
 
     def _in_memory(self, number: int, memory: Memory) -> _Small | None:
         """An item, if it is a small tensor whose memory plans can refer to.
@@ -238,7 +238,7 @@ class StateLayout:
         if isinstance(data, io.BytesIO):
             content = data.getvalue()  # shared with the stream, no copy
             if isinstance(planner, DefaultSavePlanner):
-                forewarn(content, fqn, _kind(planner, item), self._uri, refuses=self._refuses)
+                self._unloadable.look(content, fqn, _kind(planner, item))
             return content
         tensor: torch.Tensor = settled(data).detach()
         check_supported(tensor, fqn)
@@ -253,7 +253,7 @@ class StateLayout:
         if travels_as_bytes(tensor):
             buffer = io.BytesIO()
             torch.save(tensor, buffer)
-            forewarn(buffer.getvalue(), fqn, type(tensor), self._uri, refuses=self._refuses)
+            self._unloadable.look(buffer.getvalue(), fqn, type(tensor))
             return buffer.getvalue()
         return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
@@ -269,7 +269,7 @@ class StateLayout:
                 f"{fqn} (of type {_kind(planner, item).__name__}) can't be pickled: save the "
                 "values it can be made from (numbers, strings, tensors, dicts and lists of "
                 "them), or leave it out of the state dict",
-                uri=self._uri,
+                uri=self._unloadable.uri,
                 item=fqn,
                 cause=exc,
             ) from exc
