@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from background.waiting import eventually, processes_of
-from cloudckpt import CheckpointManager, Config
+from cloudckpt import CheckpointManager, Config, per_rank
 from cloudckpt.background.process import _Worker
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.runs import Preemption
@@ -53,6 +53,7 @@ def job(
     last: int = 0,
     dies_at: int | None = None,
     how: str = "at once",
+    differs: bool = False,
     config: Config | None = None,
     **options: Any,
 ) -> list[tuple[int, Any]]:
@@ -65,6 +66,7 @@ def job(
         last: The last step; each is saved.
         dies_at: The step behind which all ranks are killed.
         how: ``at once``, when its saving process has all of it; or ``at its commit``.
+        differs: Whether ranks save different values under one name.
         config: The options.
         options: Of the manager.
     """
@@ -77,6 +79,7 @@ def job(
         "last": last,
         "dies_at": dies_at,
         "how": how,
+        "differs": differs,
         "config": config,
         "options": options,
     }
@@ -102,6 +105,7 @@ def _rank(
     last: int,
     dies_at: int | None,
     how: str,
+    differs: bool,
     config: Config | None,
     options: dict[str, Any],
 ) -> tuple[int | None, bool]:
@@ -110,11 +114,11 @@ def _rank(
         "gloo", init_method=f"file://{folder}/{family}", rank=rank, world_size=world
     )
     mesh = init_device_mesh("cpu", (world,))
-    state = {f"of-{rank}-of-{world}": rank} | {
+    state = {
         name: distribute_tensor(value, mesh, [Shard(0)]) if name == "weight" else value
         for name, value in values_at(0).items()
     }
-    own = state.pop(f"of-{rank}-of-{world}")
+    state["own"] = own = per_rank(rank)
     mark = Path(folder, f"{family}-commits")
     handed_over = _hand_overs()
     hook = Killing(dies_at, mark) if dies_at is not None and how == "at its commit" else None
@@ -127,7 +131,9 @@ def _rank(
         **options,
     ) as manager:
         restored = manager.restore(state)
-        is_right = _is_at(state, restored or 0)
+        saved = {old: 100 + old for old in own.all}
+        is_right = _is_at(state, restored or 0) and own.all == saved
+        is_right = is_right and own.value == saved.get(rank, rank)
         for step in range((restored or 0) + 1, last + 1):
             dist.barrier()
             for name, value in values_at(step).items():
@@ -137,7 +143,10 @@ def _rank(
                     )
                 else:
                     state[name] = value
-            manager.save(step, state | {f"of-{rank}-of-{world}": own})
+            own.value = 100 + rank  # the same in all steps
+            if differs and step == dies_at:
+                state["bias"] = torch.full((7,), float(rank))
+            manager.save(step, state)
             if step == dies_at:
                 if how == "at its commit":
                     assert eventually(mark.exists)

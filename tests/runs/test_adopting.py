@@ -54,6 +54,20 @@ def test_what_was_staged_is_restored(tmp_path) -> None:
     assert found["log"] == [0, 1]
 
 
+@pytest.mark.parametrize("replicas", ["warn", "refuse", "trust"])
+def test_what_differs_between_ranks_is_said(tmp_path, replicas, caplog) -> None:
+    ended = job(tmp_path, 2, last=2, dies_at=2, differs=True)
+    assert [code for code, _ in ended] == [KILLED] * 2
+    assert settled()
+    where, config = str(tmp_path / "run" / "step-2"), cloudckpt.Config(replicas=replicas)
+    if replicas == "refuse":
+        with pytest.raises(IncompleteSaveError, match="per_rank"):
+            adopt(where, config=config)
+    else:
+        adopt(where, config=config)
+        assert ("per_rank" in caplog.text) == (replicas == "warn")
+
+
 def test_the_next_job_may_have_another_number_of_ranks(tmp_path) -> None:
     killed(tmp_path, 2)
     assert len(left(tmp_path / "run" / "step-2")) == 2

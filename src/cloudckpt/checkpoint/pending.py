@@ -43,6 +43,7 @@ class Pending:
         plan: What the rank writes: the bytes of a record without locations.
         record: Where it lies: the bytes of a record without a table, and without objects.
         notes: The notes for the checkpoint.
+        copies: The number by which its copies of what others have, too, are compared with theirs.
         references: The objects of other checkpoints that hold some of it.
         held: The checkpoints that carry a mark of the save, on a rank that would have committed.
         sent: Bytes sent so far.
@@ -58,6 +59,7 @@ class Pending:
     plan: bytes
     notes: bytes
     record: bytes = b""
+    copies: int = 0
     references: tuple[WrittenObject, ...] = ()
     held: tuple[str, ...] = ()
     sent: int = 0
@@ -83,6 +85,7 @@ class Pending:
                 "attempt": self.attempt,
                 "held": self.held,
                 "sent": self.sent,
+                "copies": self.copies,
                 "objects": None if self.objects is None else [o.to_json() for o in self.objects],
                 "sizes": list(map(len, parts)),
             }
@@ -131,7 +134,7 @@ def _parse(data: bytes) -> Pending:
             "invalid pending save: the number or the sizes of its parts do not match its header"
         )
     plan, record, notes = parts or (b"", b"", b"")
-    numbers = [document[name] for name in ("rank", "ranks", "sent")]
+    numbers = [document[name] for name in ("rank", "ranks", "sent", "copies")]
     texts = [document[name] for name in ("save", "job", "attempt")]
     for folder in document["held"]:
         check_folder(folder)
@@ -141,7 +144,7 @@ def _parse(data: bytes) -> Pending:
         raise ValueError("invalid pending save: a field has the wrong type")
     if texts[2]:
         check_attempt(texts[2])
-    rank, ranks, sent = numbers
+    rank, ranks, sent, copies = numbers
     if rank >= ranks:
         raise ValueError(
             "invalid pending save: the number of the rank is not below the number of ranks"
@@ -157,5 +160,6 @@ def _parse(data: bytes) -> Pending:
         notes=notes,
         held=tuple(document["held"]),
         sent=sent,
+        copies=copies,
         objects=None if objects is None else tuple(map(WrittenObject.from_json, objects)),
     )

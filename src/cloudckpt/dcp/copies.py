@@ -29,7 +29,7 @@ from cloudckpt.checkpoint.likeness import digest_of_all
 from cloudckpt.errors import KeyCollisionError
 from cloudckpt.transfer.memory import PLAIN
 
-__all__ = ["Copies", "Described", "Shared", "refuse_or_tell", "shared_of_ranks"]
+__all__ = ["Copies", "Described", "Shared", "are_alike", "refuse_or_tell", "shared_of_ranks"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -93,6 +93,11 @@ def shared_of_ranks(
         )
         for sets in found
     ]
+
+
+def are_alike(numbers: Iterable[int]) -> bool:
+    """Whether the copies of all ranks are the same, by the number of each, see :class:`Copies`."""
+    return not sum(numbers) & _ALL
 
 
 def _weights(count: int) -> list[int]:

@@ -48,6 +48,7 @@ from cloudckpt.dcp.copies import (
     Copies,
     Described,
     Shared,
+    are_alike,
     refuse_or_tell,
 )
 from cloudckpt.dcp.failures import portable_errors
@@ -197,9 +198,10 @@ class SaveLoop:
                 plan, expected, small = entry.plan, entry.expected, self._small_tensors(entry)
                 number, saves, structure = entry.number, entry.saves, entry.structure
                 self._record = entry.record
-            pending = None
+            copies = entry.copies if planned is None else planned.copies
+            compared, pending = copies.weighed(planner), None
             if self._ours.sender.outlives:
-                pending = self._pending(f"{number:x}.{saves}", plan, structure)
+                pending = self._pending(f"{number:x}.{saves}", plan, structure, compared)
             written = self._ours.send(
                 plan,
                 planner,
@@ -216,12 +218,12 @@ class SaveLoop:
             )
             if known is not None:
                 written = written.without(known.extents)
-            return entry.digest, written, entry.copies.weighed(planner)
+            return entry.digest, written, compared
 
         @self._logged
         def finish_checkpoint(reports: list[Report]) -> str | None:
             reported.extend(reports)
-            return None if sum(number for _, _, number in reports) % (1 << 64) else commit()
+            return commit() if are_alike(number for _, _, number in reports) else None
 
         def commit() -> str:
             of_all, written = self._of_all(reported, planned, known)
@@ -383,13 +385,14 @@ class SaveLoop:
             shared = [Shared.nothing()] * len(parts)
         return planned, parts, shared
 
-    def _pending(self, save: str, plan: SavePlan, structure: Structure) -> Pending:
+    def _pending(self, save: str, plan: SavePlan, structure: Structure, compared: int) -> Pending:
         """What this rank's saving process leaves in the store, but for where the items lie.
 
         Args:
             save: The name of the save.
             plan: What this rank writes.
             structure: What flattening has lost of its state dict.
+            compared: The number by which ranks compare their copies.
         """
         if self._record is None:
             with paused_gc():

@@ -41,6 +41,7 @@ from cloudckpt.checkpoint.objects import (
 from cloudckpt.checkpoint.pending import MOST_BYTES, Pending
 from cloudckpt.checkpoint.record import Heads, Record, bound
 from cloudckpt.config import Config, config_or_default
+from cloudckpt.dcp.copies import are_alike
 from cloudckpt.dcp.global_plan import plan_together
 from cloudckpt.dcp.writer import CommitHook, run_after
 from cloudckpt.errors import (
@@ -157,6 +158,7 @@ class _Adoption:
 
     def carry_out(self, until: float) -> None:
         by_rank = self._awaited(self._owner(), until)
+        self._compare(by_rank)
         baseline = Baseline(self._uri.key(METADATA), None)
         manifest = self._draft(by_rank)
         self._check_objects(manifest.objects)
@@ -235,6 +237,19 @@ class _Adoption:
             if found is not None:
                 known[key] = found
         self._seen = known
+
+    def _compare(self, by_rank: Mapping[int, Pending]) -> None:
+        """Refuses, or tells, that ranks have different values under one name."""
+        if are_alike(one.copies for one in by_rank.values()):
+            return
+        what = (
+            "ranks have different values under one name, of which the checkpoint has one; a save "
+            "that its trainers commit says which: see cloudckpt.per_rank"
+        )
+        if self._config.replicas == "refuse":
+            raise self._incomplete(f"{what}. To commit it, pass Config(replicas='warn')")
+        if self._config.replicas == "warn":
+            logger.warning("%s: %s", self._uri, what)
 
     def _draft(self, by_rank: Mapping[int, Pending]) -> Manifest:
         """The manifest to be committed.
