@@ -1,6 +1,8 @@
 """What a load did, and what it left as it was, is said name by name."""
 
+import io
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,34 +150,79 @@ def test_state_of_an_optimizer_that_torch_converts_is_named(tmp_path, kind):
     assert str(kind) in str(report)
 
 
-def test_a_group_without_parameters_is_named_where_torch_loses_its_options(tmp_path):
+@pytest.mark.parametrize("place", range(3))
+def test_a_group_without_parameters_is_named_where_torch_loses_its_options(tmp_path, place):
     def state(model):
         groups = [[*layer.parameters()] for layer in model]
+        groups.insert(place, [])
         optimizer = torch.optim.Adam([{"params": params, "lr": 0.5} for params in groups])
         return {"optimizer": get_optimizer_state_dict(model, optimizer)}, optimizer
 
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     uri = _saved(tmp_path, state(model)[0])
     wanted, optimizer = state(model)
     report = cloudckpt.load(wanted, checkpoint_id=uri)
     set_optimizer_state_dict(model, optimizer, wanted["optimizer"])
     lost = [number for number, one in enumerate(optimizer.param_groups) if "lr" not in one]
     assert {*report.doubtful} == {f"optimizer.param_groups.{number}.params" for number in lost}
-    assert lost == [1]
+    assert lost == [] if place == 2 else [place]
+
+
+SAVED = [({"a": 1, "b": 2}, "2 entries"), ([torch.ones(1), 2], "2 entries")]
 
 
 @pytest.mark.parametrize("given", [{"x": {}}, {"x": []}, {"x": None}], ids=str)
-@pytest.mark.parametrize("saved", [{"x": {"a": 1, "b": 2}}, {"x": [torch.ones(1), 2]}], ids=str)
-def test_what_is_empty_here_and_filled_there_is_named(tmp_path, given, saved, caplog):
-    uri = _saved(tmp_path, saved)
+@pytest.mark.parametrize(("saved", "what"), [*SAVED, (torch.ones(1), "a tensor")], ids=str)
+def test_what_is_empty_here_and_filled_there_is_named(tmp_path, given, saved, what, caplog):
+    uri = _saved(tmp_path, {"x": saved})
     try:
         report = cloudckpt.load(given, checkpoint_id=uri)
-    except MissingKeyError as error:
+    except (MissingKeyError, ShapeMismatchError) as error:
         said = str(error)
     else:
         said = caplog.text + report.left_alone["x"]
     assert "x" in said
-    assert "2 entries" in said
+    assert what in said
+
+
+@pytest.mark.parametrize("given", [io.BytesIO(), SimpleNamespace(), torch.Generator(), 5], ids=str)
+def test_what_can_not_take_a_tensor_is_named(tmp_path, given):
+    uri = _saved(tmp_path, {"x": torch.ones(2)})
+    with pytest.raises(ShapeMismatchError) as caught:
+        cloudckpt.load({"x": given}, checkpoint_id=uri)
+    assert caught.value.item == "x"
+    state = {"x": given}
+    assert {*cloudckpt.load(state, checkpoint_id=uri, strict=False).left_alone} == {"x"}
+    assert state["x"] is given
+
+
+def test_a_tensor_that_another_value_replaces_is_named(tmp_path):
+    uri = _saved(tmp_path, {"x": [], "y": 3})
+    state = {"x": [torch.zeros(1)], "y": torch.zeros(1)}
+    report = cloudckpt.load(state, checkpoint_id=uri)
+    assert (state["x"], state["y"]) == ([], 3)
+    assert {*report.converted} == {"x.0", "y"}
+
+
+@pytest.mark.parametrize("saved", [7, torch.ones(2)], ids=["value", "tensor"])
+def test_what_has_no_entries_in_the_checkpoint_is_named_in_their_place(tmp_path, saved):
+    uri = _saved(tmp_path, {"app": {"model": saved}})
+    with pytest.raises(MissingKeyError, match=r"'app\.model' itself"):
+        cloudckpt.load({"app": {"model": torch.nn.Linear(1, 1)}}, checkpoint_id=uri)
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_tied_weights_of_which_one_was_saved_are_loaded(tmp_path, road):
+    embedding, head = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)
+    head.weight = embedding.weight
+    state = {"embedding": embedding.weight.detach(), "head": head.weight.detach()}
+    uri = _saved(tmp_path / "step-7", {"embedding": torch.ones(4, 2)})
+    report = _load(road, uri, state, strict=True)
+    assert torch.equal(head.weight, torch.ones(4, 2))
+    assert report.missing == ()
+    assert {*report.converted} == {"head"}
+    with pytest.raises(MissingKeyError):
+        _load(road, uri, state | {"head": torch.zeros(4, 2)}, strict=True)
 
 
 def test_bytes_of_an_extra_state_take_the_saved_length(tmp_path):

@@ -1,83 +1,68 @@
 """Models that were wrapped when they were saved, or are when they are loaded: said, and mended."""
 
+import itertools
 import re
 
 import pytest
 import torch
 import torch.distributed.checkpoint.state_dict
+from torch.nn.parallel import DistributedDataParallel
 
 import cloudckpt
 from cloudckpt.errors import MissingKeyError
 
+from .places import Place
+
 
 def model() -> torch.nn.Module:
-    return torch.nn.Linear(3, 2)
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
 
 
-def wrapped(how: str) -> torch.nn.Module:
-    """What DistributedDataParallel and torch.compile do to names, without ranks and compilers."""
-    made = torch.nn.Module()
-    made.add_module(how, model())
-    return made
+def _of_layers(wrap) -> torch.nn.Module:
+    return torch.nn.Sequential(*map(wrap, model()))
 
 
-WRAPPERS = [("module", "DistributedDataParallel"), ("_orig_mod", "torch.compile")]
-wrappers = pytest.mark.parametrize(("how", "name"), WRAPPERS, ids=["ddp", "compile"])
+WRAPPED = {
+    "plain": model,
+    "parallel": lambda: DistributedDataParallel(model()),
+    "compiled": lambda: torch.compile(model()),
+    "both": lambda: DistributedDataParallel(torch.compile(model())),
+    "layers": lambda: _of_layers(torch.compile),
+    "layers of parallel": lambda: DistributedDataParallel(_of_layers(torch.compile)),
+}
 
 
-@wrappers
-def test_a_wrapped_model_is_told_to_load_what_it_wraps(tmp_path, how, name) -> None:
-    saved, loading = model(), wrapped(how)
-    cloudckpt.save({"model": saved.state_dict()}, checkpoint_id=tmp_path)
-    with pytest.raises(MissingKeyError, match=rf"wrapped by {name}.*model\.{how}\.state_dict\(\)"):
-        cloudckpt.load({"model": loading.state_dict()}, checkpoint_id=tmp_path)
-    inner = getattr(loading, how).state_dict()  # as the message says
-    cloudckpt.load({"model": inner}, checkpoint_id=tmp_path)
-    assert torch.equal(inner["weight"], saved.weight)
+def _loaded_as_said(place: Place, within: bool) -> None:
+    """Each is loaded into each, by the line that the message has."""
+
+    def state_of(state: dict) -> dict:
+        return {"model": state} if within else state
+
+    for saved_as, loaded_as in itertools.permutations(WRAPPED, 2):
+        saved, loading = WRAPPED[saved_as](), WRAPPED[loaded_as]()
+        options = {"checkpoint_id": place.uri, "config": place.config}
+        cloudckpt.save(state_of(saved.state_dict()), **options)
+        with pytest.raises(MissingKeyError, match="wrapped by") as caught:
+            cloudckpt.load(state_of(loading.state_dict()), **options)
+        names = {"re": re, "cloudckpt": cloudckpt, "torch": torch, "model": loading}
+        names["checkpoint_id"] = place.uri
+        before, line = re.search(
+            r" use (?:(saved = \{.*\}) and load )?(.*?); saves that", str(caught.value)
+        ).groups()
+        exec(before or "", names)
+        state = eval(line, names)
+        cloudckpt.load(state if before else state_of(state), **options)
+        for given, found in zip(saved.parameters(), loading.parameters(), strict=True):
+            assert torch.equal(given, found), (saved_as, loaded_as)
 
 
-@wrappers
-def test_what_was_saved_of_a_wrapped_model_is_loaded_as_the_message_says(
-    tmp_path, how, name
-) -> None:
-    saved, loading = wrapped(how), model()
-    cloudckpt.save({"model": saved.state_dict()}, checkpoint_id=tmp_path)
-    with pytest.raises(MissingKeyError, match=rf'wrapped by {name}.*\{{"{how}": model\.state'):
-        cloudckpt.load({"model": loading.state_dict()}, checkpoint_id=tmp_path)
-    state = loading.state_dict()
-    cloudckpt.load({"model": {how: state}}, checkpoint_id=tmp_path)
-    assert torch.equal(state["weight"], getattr(saved, how).weight)
-
-
-# how layers and models are wrapped: the name that is missing, and the one that was saved
-NESTED = [
-    ("model.layers.0.w", "model.layers.0._checkpoint_wrapped_module.w"),
-    ("model.layers.0._checkpoint_wrapped_module.w", "model.layers.0.w"),
-    ("model.module._orig_mod.layers.0.w", "model.layers.0.w"),
-    ("model.layers.0.w", "model.module._orig_mod.layers.0.w"),
-    ("model.module.layers.0.w", "model._orig_mod.layers.0._orig_mod.w"),
-    ("model._orig_mod.module.w", "model.module.w"),
-]
-
-
-def test_the_line_for_layers_that_were_wrapped_loads_them(tmp_path) -> None:
-    saved = torch.nn.Sequential(wrapped("_checkpoint_wrapped_module"))
-    cloudckpt.save({"model": saved.state_dict()}, checkpoint_id=tmp_path)
-    loading = torch.nn.Sequential(model())
-    with pytest.raises(MissingKeyError, match="checkpoint_wrapper") as caught:
-        cloudckpt.load({"model": loading.state_dict()}, checkpoint_id=tmp_path)
-    names = {"re": re, "cloudckpt": cloudckpt, "checkpoint_id": tmp_path, "model": loading}
-    names |= {"torch": torch}
-    lines = r"write (saved = \{.*\}) and load (\{.*\}); "
-    first, then = re.search(lines, str(caught.value)).groups()
-    exec(first, names)  # as the message says
-    state = eval(then, names)
-    cloudckpt.load(state, checkpoint_id=tmp_path)
-    assert torch.equal(loading[0].weight, saved[0]._checkpoint_wrapped_module.weight)
+@pytest.mark.parametrize("within", [True, False], ids=["in a dict", "by itself"])
+def test_a_model_that_is_wrapped_otherwise_is_loaded_as_the_message_says(within, ranks, local):
+    ranks(1, _loaded_as_said, local, within)
 
 
 def test_another_key_that_is_missing_has_nothing_to_do_with_wrappers(tmp_path) -> None:
-    cloudckpt.save({"model": wrapped("module").state_dict()}, checkpoint_id=tmp_path)
+    cloudckpt.save({"model": {"module.weight": torch.ones(2)}}, checkpoint_id=tmp_path)
     with pytest.raises(MissingKeyError, match="strict=False") as caught:
         cloudckpt.load({"model": {"scale": torch.zeros(2)}}, checkpoint_id=tmp_path)
     assert "wrapped" not in str(caught.value)

@@ -34,6 +34,7 @@ __all__ = [
     "check_whole",
     "conversions",
     "plan_reads",
+    "replaced",
     "saved_types",
     "table_of",
     "tell_replaced",
@@ -200,35 +201,33 @@ def check_types(
         )
 
 
-def tell_replaced(
-    state_dict: Mapping[str, Any], metadata: Metadata, uri: str, left: Sequence[str] = ()
-) -> None:
-    """Logs tensors whose content stays, since the checkpoint has values for them that are none.
+def replaced(state_dict: Mapping[str, Any], metadata: Metadata) -> list[str]:
+    """Tensors whose content stays, since the checkpoint has values for them that are none.
 
     As in torch, such a value takes the tensor's place in the state dict.
 
     Args:
         state_dict: What to load, by flat names.
         metadata: What there is.
-        uri: The checkpoint.
-        left: Further tensors, which lie in containers that are loaded as values.
     """
     dtype_of, stored = saved_types(metadata), metadata.state_dict_metadata
-    replaced = [
+    return [
         name
         for name, value in state_dict.items()
         if isinstance(value, torch.Tensor) and dtype_of(name) is None and name in stored
     ]
-    replaced += left
-    if replaced:
-        logger.warning(
-            "%s: %d tensors of the state dict are other values in the checkpoint, such as %s. "
-            "The loaded values replace them in the state dict; the tensors themselves are not "
-            "changed. Pass the loaded state dict to load_state_dict",
-            uri,
-            len(replaced),
-            replaced[0],
-        )
+
+
+def tell_replaced(names: Sequence[str], uri: str) -> None:
+    """Logs which tensors are replaced, see :func:`replaced`."""
+    logger.warning(
+        "%s: %d tensors of the state dict are other values in the checkpoint, such as %s. The "
+        "loaded values replace them in the state dict; the tensors themselves are not changed. "
+        "Pass the loaded state dict to load_state_dict",
+        uri,
+        len(names),
+        names[0],
+    )
 
 
 def saved_types(metadata: Metadata) -> Callable[[str], torch.dtype | None]:

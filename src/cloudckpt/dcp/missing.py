@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Collection
 
@@ -29,7 +30,7 @@ def advice(missing: str, stored: Collection[str]) -> str:
         missing: The name.
         stored: The names that the checkpoint has.
     """
-    for known in (_wrapped, _of_rank, _container, _of_optimizer, _near):
+    for known in (_wrapped, _of_rank, _container, _in_a_value, _of_optimizer, _near):
         if text := known(missing, stored):
             return text
     return ""
@@ -45,33 +46,27 @@ def _wrapped(missing: str, stored: Collection[str]) -> str:
     if found is None:
         return ""
     here, there = missing.split("."), found.split(".")
-    common = 0
-    while here[common] == there[common]:
-        common += 1
-    ends = 0
-    while here[-1 - ends] == there[-1 - ends] and ends < min(len(here), len(there)) - common:
-        ends += 1
-    ours, theirs = here[common : len(here) - ends], there[common : len(there) - ends]
     said = [
         f"the model {verb} is wrapped by {' and '.join(_WRAPPERS[part] for part in parts)}"
         for verb, parts in (
-            ("to load into", _wrappers(ours)),
-            ("that was saved", _wrappers(theirs)),
+            ("to load into", _wrappers(here)),
+            ("that was saved", _wrappers(there)),
         )
         if parts
     ]
-    if common < 2 and {*ours, *theirs} <= _WRAPPERS.keys():  # around the model as a whole
-        line = f"{'.'.join(['model', *ours])}.state_dict()"
-        for part in reversed(theirs):
+    first = int(here[0] == there[0] and here[0] not in _WRAPPERS)  # where the model's names begin
+    outer = [*itertools.takewhile(_WRAPPERS.__contains__, there[first:])]
+    tops = {name.split(".")[0] for name in stored if _wrappers(name.split("."))}
+    if len(outer) == len(_wrappers(there)) and len(tops) < 2:  # around the model as a whole, if any
+        line = _STATE_DICT if _wrappers(here) else "model.state_dict()"
+        for part in reversed(outer):
             line = f'{{"{part}": {line}}}'
-    elif not _wrappers(theirs):
-        line = _STATE_DICT
     else:
-        prefix = f'"{here[0]}." + ' if common else ""
+        found_by = f'saved.get("{here[0]}." + name, saved.get(name))' if first else "saved[name]"
         line = (
             r'saved = {re.sub(r"\b(' + "|".join(_WRAPPERS) + r')\.", "", entry.name): entry.name '
             "for entry in cloudckpt.inspect(checkpoint_id).items} and load "
-            f"{{saved[{prefix}name]: value for name, value in {_STATE_DICT}.items()}}"
+            f"{{{found_by}: value for name, value in {_STATE_DICT}.items()}}"
         )
     return (
         f"; the checkpoint has {found!r}: {', and '.join(said)}. Instead of model.state_dict(), "
@@ -111,6 +106,20 @@ def _container(missing: str, stored: Collection[str]) -> str:
         f"; the checkpoint has {len(beneath)} entries under {missing!r}, such as "
         f"{beneath[0]!r}, but the state dict has a single value or an empty list there: put a "
         f"dict or list with these entries there, or {_STRICT}"
+    )
+
+
+def _in_a_value(missing: str, stored: Collection[str]) -> str:
+    """If the checkpoint has something that is no container where the state dict has one."""
+    parts = missing.split(".")
+    above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    found = next((name for name in above if name in stored), None)
+    if found is None:
+        return ""
+    return (
+        f"; it has {found!r} itself, a tensor or a value without entries, such as an object that "
+        "torch.distributed.checkpoint has saved whole from within a dict: put a single value "
+        f"there to load it, or {_STRICT}"
     )
 
 

@@ -29,6 +29,7 @@ from cloudckpt.checkpoint.shard import check_placements, check_shards, check_sup
 from cloudckpt.checkpoint.structure import KeyNames, Structure, containers, find_collision
 from cloudckpt.checkpoint.table import Entry, Table
 from cloudckpt.checkpoint.torch_private import (
+    ShardedTensor,
     create_chunk_list,
     flatten_sharded_tensors,
     flatten_state_dict,
@@ -39,11 +40,13 @@ from cloudckpt.dcp.load_plan import (
     check_types,
     conversions,
     plan_reads,
+    replaced,
     saved_types,
     table_of,
     tell_replaced,
 )
 from cloudckpt.dcp.missing import advice
+from cloudckpt.dcp.outline import PLAIN
 from cloudckpt.errors import MissingKeyError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.gc_pause import paused_gc
 
@@ -57,7 +60,7 @@ __all__ = [
 ]
 
 
-_NO_TENSORS = ("builtins", "numpy")
+_TENSORS = (torch.Tensor, ShardedTensor)
 
 
 class CloudSavePlanner(DefaultSavePlanner):
@@ -234,6 +237,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             self.left_alone = self._empty(table)
             left = self._take_whole(table)
         missing = [name for name in self.state_dict if name not in table.names]
+        tied = self._tied(missing) if missing else {}
+        missing = [name for name in missing if name not in tied]
         if missing and not self.allow_partial_load:
             raise self._missing(missing)
         self._leave_unfit(table)
@@ -244,8 +249,13 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         check_types(types, self._uri, logs=logs)
         self.converted = dict.fromkeys(moved, "saved in other parts")
         self.converted |= {name: f"{saved} to {now}" for name, (saved, now) in types.items()}
-        if logs:
-            tell_replaced(self.state_dict, self.metadata, self._uri, left)
+        left += replaced(self.state_dict, self.metadata)
+        self.converted |= dict.fromkeys(left, "another value, which takes the tensor's place")
+        self.converted |= {
+            name: f"loaded with {other}, as they are tied" for name, other in tied.items()
+        }
+        if logs and left:
+            tell_replaced(left, self._uri)
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -284,9 +294,11 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         for parts in (name.split(".") for name in table.names) if names else ():
             above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
             counts.update(above & names)
+        filled = {name: f"{count} entries" for name, count in counts.items()}
+        filled |= {name: "a tensor" for name in names if _is_tensor(table.get(name))}
         return {
-            name: f"empty in the state dict, with {count} entries in the checkpoint"
-            for name, count in counts.items()
+            name: f"empty in the state dict, with {what} in the checkpoint"
+            for name, what in filled.items()
         }
 
     def _take_lengths(self, table: Table) -> None:
@@ -360,6 +372,21 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                 self.left_alone[name] = why
                 del self.state_dict[name]
 
+    def _tied(self, missing: Sequence[str]) -> dict[str, str]:
+        """Of missing tensors, those that are the memory of another one, which is loaded."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        loaded = {
+            memory: name
+            for name, value in self.state_dict.items()
+            if name in stored and (memory := _memory_of(value)) is not None
+        }
+        return {
+            name: loaded[memory]
+            for name in missing
+            if (memory := _memory_of(self.state_dict[name])) in loaded
+        }
+
     def _missing(self, names: Sequence[str]) -> MissingKeyError:
         assert self.metadata is not None
         count = "1 key is" if len(names) == 1 else f"{len(names)} keys are"
@@ -369,6 +396,14 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             uri=self._uri,
             item=names[0],
         )
+
+
+def _memory_of(value: Any) -> tuple[Any, ...] | None:
+    """Which bytes a plain tensor shows; None for other values."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if type(local) not in PLAIN or not local.numel() or local.is_meta:
+        return None
+    return local.data_ptr(), local.dtype, local.shape, local.stride(), type(value) is DTensor
 
 
 def _ready_to_load(value: Any) -> Any:
@@ -406,9 +441,13 @@ def _refuse_meta(state_dict: dict[str, Any]) -> None:
 _META = torch.device("meta")
 
 
+def _is_tensor(entry: Entry | None) -> bool:
+    return entry is not None and entry.shape is not None
+
+
 def _why_not(value: Any, entry: Entry) -> str:
     """Why a tensor that was saved can't be loaded into a value; empty if it can."""
-    if type(value).__module__ in _NO_TENSORS:
+    if not (isinstance(value, _TENSORS) or hasattr(value, "__create_chunk_list__")):
         shape = entry.shape
         return (
             f"a tensor of shape {shape} in the checkpoint, but not in the state dict: put a "

@@ -100,7 +100,7 @@ class LoadReport:
         groups = [name for name in wanted if isinstance(name, str) and "param_groups" in name]
         beside = {name[: found.start()] for name in groups if (found := _GROUPS.search(name))}
         states = tuple(f"{prefix}state." for prefix in beside)
-        missing = wanted.keys() - stored - left.keys()
+        missing = wanted.keys() - stored - left.keys() - converted.keys()
         apart = missing.union(left, unused)
         others = stored - wanted.keys() - left.keys() - {*unused}
         optimizer = {name for name in others if states and name.startswith(states)}
@@ -174,7 +174,8 @@ def _doubtful(
     found: dict[str, str] = {}
     params = {name: wanted[name] for name in groups if name.endswith(".params")}
     if any(isinstance(one, list) and one and isinstance(one[0], str) for one in params.values()):
-        found.update((name, _EMPTY) for name, one in params.items() if one == [])
+        empty = [name for name, one in params.items() if one == []]
+        found.update((name, _EMPTY) for name in empty if _next_group(name) in params)
     table = table_behind(metadata)
     kinds = [] if table is None else [form.dtype for form in table.forms]
     if states and any(map(_is_cast, kinds)):
@@ -185,6 +186,13 @@ def _doubtful(
                 if dtype is not None and _is_cast(dtype):
                     found[name] = f"{dtype}, {_CAST}"
     return found
+
+
+def _next_group(params: str) -> str:
+    """The name of the next group's parameters: of the last group nothing is lost."""
+    group, _, last = params.rpartition(".")
+    where, _, number = group.rpartition(".")
+    return f"{where}.{int(number) + 1}.{last}"
 
 
 def _is_cast(dtype: torch.dtype) -> bool:

@@ -406,6 +406,7 @@ class SaveLoop:
             attempt=writer.attempt,
             plan=self._record,
             notes=writer.noted,
+            copies=compared,
             held=() if writer.hold is None else tuple(sorted(writer.hold.folders)),
         )
 
