@@ -169,8 +169,8 @@ class Copies:
         """This rank's number: those of all ranks add up to zero if all copies are the same."""
         total, items = 0, iter(self.items)
         for count, weight in zip(self.counts, self.weights, strict=True):
-            of_set = [copy for copy, _ in zip(items, range(count), strict=False)]
-            compared = (copy for copy in of_set if copy.name not in self.unlike)
+            of_set = itertools.islice(items, count)
+            compared = [copy for copy in of_set if copy.name not in self.unlike]
             values = (_value(copy, planner) for copy in compared)
             total += weight * digest_of_all(values, samples=self.samples)
         return total & _ALL
