@@ -46,9 +46,9 @@ from cloudckpt.dcp.load_plan import (
     tell_replaced,
 )
 from cloudckpt.dcp.missing import advice
-from cloudckpt.dcp.outline import PLAIN
 from cloudckpt.errors import MissingKeyError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.gc_pause import paused_gc
+from cloudckpt.transfer.memory import PLAIN
 
 __all__ = [
     "CloudLoadPlanner",
