@@ -31,7 +31,7 @@ from cloudckpt.uri import CheckpointURI
 __all__ = [
     "Buffers",
     "Destination",
-    "Form",
+    "StoredForm",
     "ObjectPlan",
     "Place",
     "Places",
@@ -212,7 +212,7 @@ STATE = 0
 """The number of the buffer that the state itself lies in, or its staged copy."""
 
 
-class Form(NamedTuple):
+class StoredForm(NamedTuple):
     """What an item is like in an object, whatever its values.
 
     Attributes:
@@ -254,7 +254,7 @@ class ObjectPlan:
     way: Way
     buffer: int
     starts: Sequence[int]
-    forms: Sequence[Form]
+    forms: Sequence[StoredForm]
     names: Sequence[str]
     expected: Sequence[Sequence[int]] = ()
 
@@ -340,7 +340,7 @@ class Places:
             for staged in (False, True)
         }
 
-    def next(self, form: Form, way: Way) -> Place:
+    def next(self, form: StoredForm, way: Way) -> Place:
         """The place of the next item."""
         staged, growth = way != "direct", index_growth(form.nbytes, self._algorithm)
         length = len(form.head) + form.nbytes + len(form.tail)

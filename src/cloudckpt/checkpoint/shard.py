@@ -19,8 +19,8 @@ from cloudckpt.checkpoint.object_index import code_of
 from cloudckpt.checkpoint.object_plan import (
     STATE,
     Destination,
-    Form,
     ObjectPlan,
+    StoredForm,
     send,
     sending_group,
 )
@@ -50,15 +50,15 @@ __all__ = [
 
 
 @functools.lru_cache(maxsize=8192)
-def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Form | None:
+def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredForm | None:
     """The form of a strided tensor in an object; None if an index can't describe it."""
     around, code = envelope(dtype, shape), code_of(dtype)
     if code is None or max(len(around.head), len(around.tail)) > LONGEST_EDGE:
         return None
-    return Form(around.head, math.prod(shape) * dtype.itemsize, around.tail, code)
+    return StoredForm(around.head, math.prod(shape) * dtype.itemsize, around.tail, code)
 
 
-def small_form_of(tensor: torch.Tensor) -> Form | None:
+def small_form_of(tensor: torch.Tensor) -> StoredForm | None:
     """The form of a small tensor in host memory; None for any other."""
     if tensor.is_quantized or tensor.layout != torch.strided:
         return None

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cloudckpt.checkpoint.manifest import Planned
-from cloudckpt.checkpoint.object_plan import Form
+from cloudckpt.checkpoint.object_plan import StoredForm
 from cloudckpt.checkpoint.record import Extents
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import (
@@ -288,7 +288,7 @@ class KnownPlan:
     digest: bytes
     expected: int
     leaves: Sequence[int]
-    forms: Sequence[Form | None]
+    forms: Sequence[StoredForm | None]
     extents: Extents = field(default_factory=Extents.none)
     saves: int = 0
     record: bytes | None = None

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.manifest import Manifest, Planned
-from cloudckpt.checkpoint.object_plan import Form
+from cloudckpt.checkpoint.object_plan import StoredForm
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Extents, Heads, Record
 from cloudckpt.checkpoint.shard import check_supported, small_form_of
@@ -498,7 +498,7 @@ def _extents_of(written: Sequence[Record]) -> tuple[Extents, ...]:
     return tuple(one.extents for one in written)
 
 
-def _form(value: torch.Tensor, sizes: torch.Size) -> Form | None:
+def _form(value: torch.Tensor, sizes: torch.Size) -> StoredForm | None:
     """The form of an item in an object, if it is all of a small tensor in host memory."""
     local = _local(value)
     if type(local) not in PLAIN or local.shape != sizes:

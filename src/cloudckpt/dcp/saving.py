@@ -18,10 +18,10 @@ from cloudckpt.checkpoint.columns import matrix_of
 from cloudckpt.checkpoint.object_plan import (
     STATE,
     Destination,
-    Form,
     ObjectPlan,
     Place,
     Places,
+    StoredForm,
     Way,
 )
 from cloudckpt.checkpoint.objects import WrittenObject
@@ -37,10 +37,10 @@ from cloudckpt.transfer.packing import PACKED_BELOW
 
 __all__ = ["SmallTensors", "StateLayout", "expected_size"]
 
-SmallTensors = Sequence[tuple[Form, torch.Tensor] | None]
+SmallTensors = Sequence[tuple[StoredForm, torch.Tensor] | None]
 """By item: a small tensor in host memory, with its form; None for any other item."""
 
-_Small = tuple[int, int, Form, torch.Tensor]
+_Small = tuple[int, int, StoredForm, torch.Tensor]
 """A small tensor: the number of its item, where its bytes begin in the state's memory, its form."""
 
 _PICKLED = WriteItemType.BYTE_IO
@@ -166,7 +166,7 @@ class StateLayout:
                 [expected[number] for number, _, _, _ in rows] if expected else (),
             )
 
-    def _next(self, number: int, form: Form, way: Way) -> int:
+    def _next(self, number: int, form: StoredForm, way: Way) -> int:
         """Gives an item a place; returns the number of its object."""
         place = self._places.next(form, way)
         self._note(number, place)
@@ -211,7 +211,7 @@ class StateLayout:
                 if known is not None:
                     self._note(number, known)
                     return
-            form, way = Form(b"", len(data), b"", 0), _way(len(data))
+            form, way = StoredForm(b"", len(data), b"", 0), _way(len(data))
             where = memory.put(memoryview(data), data)
         else:
             assert form is not None
