@@ -38,10 +38,10 @@ __all__ = [
 
 T = TypeVar("T")
 
-_PIECE = 16 * 1024**2  # bytes read at a time
+_PIECE = 16 * 1024**2  # bytes read at a time to compute a checksum
 
 MOST_READ = 256 * MIB
-"""Bytes that `get` reads of an object about which its caller says nothing."""
+"""The most bytes that `get` reads unless its caller sets another limit."""
 
 Body = Sequence[memoryview]
 """Byte views (format ``B``), sent in order."""
@@ -51,13 +51,13 @@ Progress = Callable[[int], None]
 
 
 class Retry(Protocol):
-    """How a request of a listing is tried again: what is given is called until it succeeds."""
+    """Calls a request of a listing again until it succeeds, and returns its result."""
 
     def __call__(self, request: Callable[[], T], /) -> T: ...
 
 
 def once(request: Callable[[], T], /) -> T:
-    """Tries a request once."""
+    """Calls a request without retries."""
     return request()
 
 
@@ -68,16 +68,17 @@ class ObjectInfo:
     Attributes:
         key: The key in the bucket.
         size: Bytes.
-        version: What changes when the object is replaced (ETag, generation); opaque.
-        checksum: The bytes' checksum, by ``capabilities.checksum``, if the store reported it.
-        modified: When it was written, in seconds since 1970 by the store's clock; set by listings,
-            ``head`` and ``get_range``.
-        attempt: The name of the write that made it, see :meth:`ObjectStore.put`; set by ``head``.
-            Empty if it has none, or the store keeps none.
-        arrived: When it came to its place, where that may be later than ``modified``: a copy of a
-            file may have the time of the original.
-        answered: When the store said so, in seconds since 1970 by its clock; set by ``head`` and
-            ``get_range``. Both times are known to a second.
+        version: An opaque identifier that changes when the object is replaced (ETag, generation).
+        checksum: The checksum of the bytes, by ``capabilities.checksum``, if the store reported it.
+        modified: The time of the last write, in seconds since 1970 by the store's clock; set by
+            listings, ``head`` and ``get_range``.
+        attempt: The name of the write that made the object, see :meth:`ObjectStore.put`; set by
+            ``head``. Empty if the object has none, or the store keeps none.
+        arrived: The time when a local file appeared under its name, in seconds since 1970, which
+            may be later than ``modified``: a copied file may keep the time of the original.
+        answered: The time of the response that this comes from, in seconds since 1970 by the
+            store's clock; set by ``head`` and ``get_range``. Like ``modified``, it has a resolution
+            of a second.
     """
 
     key: str
@@ -96,7 +97,9 @@ class ObjectInfo:
 
     @property
     def age(self) -> float | None:
-        """Seconds from when it was written to the answer, to a second; None if unknown."""
+        """Seconds between the last write and the response, with a resolution of 1 s; None if
+        unknown.
+        """
         if self.answered is None or self.modified is None or self.answered < self.modified:
             return None
         return self.answered - self.modified
@@ -104,15 +107,15 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """An object under construction; invisible until it is completed.
+    """A multipart upload under way; its object is invisible until it is completed.
 
     Attributes:
         key: The key that the object will have.
-        id: The store's name for this upload.
+        id: The store's identifier of this upload.
         part_size: Bytes of every part but the last.
         began: When it began, in seconds since 1970 by the store's clock, if a listing reports it.
-        is_ours: Whether its id shows that cloudckpt began it, whatever its key; always False where
-            the store chooses the id.
+        is_ours: Whether the id shows that cloudckpt began the upload, whatever its key; always
+            False where the store chooses the id.
         attempt: The name of the write, which `create_upload` draws and the object will keep.
     """
 
@@ -129,10 +132,10 @@ class Part:
     """A part that the store has received.
 
     Attributes:
-        number: From 1.
+        number: The part's number, from 1.
         size: Bytes.
-        tag: The store's name for the part.
-        checksum: Of its bytes; None if the store copied them itself and reported none.
+        tag: The store's identifier of the part.
+        checksum: The checksum of the bytes; None if the store copied them itself and reported none.
     """
 
     number: int
@@ -142,7 +145,7 @@ class Part:
 
 
 class RangeReader(ABC):
-    """Reads ranges of objects, for downloads. Safe to use from many threads."""
+    """Reads byte ranges of objects, for downloads. Safe to use from many threads."""
 
     @abstractmethod
     def get_range(
@@ -154,41 +157,43 @@ class RangeReader(ABC):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        """Fills ``into``, one view after the other, with the object's bytes from ``start``.
+        """Fills `into`, view by view, with the object's bytes from `start`.
 
         Args:
             key: The key.
-            start: The first byte.
+            start: The offset of the first byte.
             into: Writable byte views, not empty in total.
             if_version: Fail with PreconditionFailedError if the object was replaced.
             progress: See :data:`Progress`.
 
         Raises:
-            ConnectionLostError: Also if the body was short; ``received`` says what arrived.
+            ConnectionLostError: Also if the body was short; ``received`` is the number of bytes
+                that arrived.
             RangeNotSatisfiableError: If the object ends before the range does.
         """
 
     def interrupt(self, threads: Collection[int]) -> None:  # noqa: B027 - most need nothing
-        """Interrupts what these threads (by identifier) are waiting for; their calls fail soon.
+        """Breaks the connections that these threads (by identifier) are waiting for; their calls
+        fail soon.
 
         Readers whose calls do not wait for a network do nothing.
         """
 
     def moved(self, threads: Collection[int]) -> Sequence[int] | None:
-        """Bytes that each of these threads' connections has moved since the last call.
+        """Returns the bytes that each thread's connection has moved since the last call.
 
-        Includes requests under way. None if bytes are not counted: the effect of more connections
-        is then not visible.
+        Requests under way are included. None if bytes are not counted: then the effect of adding
+        connections can't be measured.
         """
         return None
 
     @abstractmethod
     def uri(self, key: str) -> str:
-        """The URI of ``key``, for messages."""
+        """Returns the URI of `key`, for messages."""
 
 
 class ObjectStore(RangeReader):
-    """One bucket. Safe to use from many threads; every process makes its own.
+    """One bucket. Safe to use from many threads; every process opens its own.
 
     All methods raise :class:`~cloudckpt.errors.StoreError` or a subclass, which is ``certain`` only
     if the request was certainly not carried out: a commit depends on that. Methods that move
@@ -217,22 +222,24 @@ class ObjectStore(RangeReader):
         Args:
             key: The key.
             body: The bytes.
-            checksum: The bytes' checksum, by ``capabilities.checksum``.
-            attempt: A random name of this write, the same for all tries of it. The store keeps it
-                in the object's metadata, so `written` can tell after a lost answer whose object is
-                there. A local file system keeps none: its calls return when all is done, and `put`
-                itself finds out what an answer that a network file system lost was about.
-            if_absent: Fail with PreconditionFailedError if the key is taken.
+            checksum: The checksum of the bytes, by ``capabilities.checksum``.
+            attempt: A random name of this write, the same for all of its retries. The store keeps
+                it in the object's metadata, so that `written` can tell after a lost response which
+                write made the object. A local file system keeps no such name: its calls return when
+                the work is done, and if a network file system loses a response, `put` itself
+                determines the outcome.
+            if_absent: Fail with PreconditionFailedError if the key exists.
             if_version: Fail with PreconditionFailedError unless the key holds this version.
             progress: See :data:`Progress`.
         """
 
     @abstractmethod
     def create_upload(self, key: str, part_size: int) -> Upload:
-        """Begins an object sent in parts of ``part_size`` bytes; the last may be shorter.
+        """Begins a multipart upload with parts of `part_size` bytes; the last part may be shorter.
 
-        Parts may have other sizes where ``capabilities.equal_parts`` says nothing else. In a local
-        file a part's number is its place: with a ``part_size`` of 1, the first byte, from 1.
+        Parts may also differ in size unless ``capabilities.equal_parts``. In a local file, part
+        ``number`` begins at byte ``(number - 1) * part_size``: with a `part_size` of 1, the number
+        is the offset of its first byte plus 1.
         """
 
     @abstractmethod
@@ -245,18 +252,21 @@ class ObjectStore(RangeReader):
         checksum: int,
         progress: Progress | None = None,
     ) -> Part:
-        """Sends part ``number`` (from 1), replacing any earlier one. Arguments as in `put`."""
+        """Sends part `number` (from 1), replacing an earlier part of that number. Arguments as in
+        `put`.
+        """
 
     @abstractmethod
     def complete_upload(
         self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
     ) -> ObjectInfo:
-        """Makes the object visible, from all its parts in order; ``if_absent`` as in `put`."""
+        """Makes the object visible, from all its parts in order; `if_absent` as in `put`."""
 
     def copies_from(self, source: ObjectStore) -> bool:
-        """Whether `copy` takes objects from that bucket: same kind, place and credentials.
+        """Returns whether `copy` accepts objects of `source`: same vendor, endpoint and
+        credentials.
 
-        Read permission there is not checked; `copy` fails without it.
+        Read permission on the source is not checked; `copy` fails without it.
         """
         return False
 
@@ -269,22 +279,22 @@ class ObjectStore(RangeReader):
         attempt: str = "",
         if_absent: bool = False,
     ) -> ObjectInfo:
-        """Copies an object from this or another bucket within the store: no bytes come here.
+        """Copies an object within the store, from this or another bucket, without downloading it.
 
-        The copy gets what `put` gives new objects (class, encryption, tags), whatever the source
-        has. Its checksum is set if the store reports it.
+        The copy gets the storage class, encryption and tags that `put` gives to new objects,
+        whatever the source has. The result's checksum is set if the store reports it.
 
         Args:
-            source: A store that this one ``copies_from``.
-            found: The object there, at most ``capabilities.max_copy_size`` bytes.
-            key: The key here.
-            attempt: As in `put`; the source's is not copied.
+            source: A store for which ``copies_from`` is True.
+            found: The source object, at most ``capabilities.max_copy_size`` bytes.
+            key: The key of the copy.
+            attempt: As in `put`; the source's name is not copied.
             if_absent: As in `put`.
 
         Raises:
-            PreconditionFailedError: If the source is no longer ``found.version``, or the key is
-                taken.
-            ObjectNotFoundError: If the source is gone.
+            PreconditionFailedError: If the source is no longer ``found.version``, or the key
+                exists.
+            ObjectNotFoundError: If the source no longer exists.
         """
         raise self._makes_no_copies(key)
 
@@ -297,7 +307,9 @@ class ObjectStore(RangeReader):
         start: int,
         stop: int,
     ) -> Part:
-        """Makes bytes ``start`` to ``stop`` of another object part ``number``, as `copy` does."""
+        """Copies bytes ``start`` to ``stop`` of another object into part `number`, as
+        `copy` does.
+        """
         raise self._makes_no_copies(upload.key)
 
     def _makes_no_copies(self, key: str) -> InvalidRequestError:
@@ -310,9 +322,9 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
-        """The uploads under ``prefix`` that were neither completed nor aborted.
+        """Yields the uploads under `prefix` that were neither completed nor aborted.
 
-        ``retry`` as in `list`.
+        `retry` as in `list`.
         """
 
     @abstractmethod
@@ -321,24 +333,24 @@ class ObjectStore(RangeReader):
 
         Args:
             key: The key.
-            limit: Most bytes that such an object may have.
+            limit: The most bytes that the object may have.
 
         Raises:
-            ObjectTooLargeError: If it has more; no memory is taken for them.
+            ObjectTooLargeError: If the object is larger; no memory is allocated for it.
         """
 
     def get_latest(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
-        """As `get`, but never from a cache that may hold an earlier version.
+        """Reads a whole object as `get` does, but never an earlier version from a cache.
 
         For keys that are rewritten.
         """
         return self.get(key, limit=limit)
 
     def check_size(self, key: str, size: int, limit: int) -> None:
-        """Whether an object of this size is read into memory.
+        """Raises an error if an object is too large to be read into memory.
 
         Raises:
-            ObjectTooLargeError: If it is larger than ``limit``.
+            ObjectTooLargeError: If `size` exceeds `limit`.
         """
         if size > limit:
             raise ObjectTooLargeError(
@@ -350,32 +362,32 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
-        """Size, version and attempt of an object.
+        """Returns the size, version and attempt of an object.
 
         Raises:
             ObjectNotFoundError: If there is no such object.
         """
 
     def look(self, key: str) -> ObjectInfo:
-        """Size and version of what is there now; no cache that may hold an older one is asked.
+        """Returns the size and version of the current object, never of an earlier one from a cache.
 
         Unlike `head`, this distinguishes a missing bucket from a missing object on every store. It
-        reads the first byte, unless that may come from a cache.
+        reads the first byte, unless a cache may answer that.
 
         Raises:
             ObjectNotFoundError: If the store says that there is no such object.
         """
         try:
             return self.get_range(key, 0, [memoryview(bytearray(1))])
-        except RangeNotSatisfiableError:  # it is empty
+        except RangeNotSatisfiableError:  # the object is empty
             return self.head(key)
 
     def written(self, key: str, attempt: str) -> ObjectInfo | None:
-        """The object, if that attempt has written it; else None.
+        """Returns the object if that attempt has written it; else None.
 
-        For use after a request whose answer was lost: it may have been carried out. An object that
-        another writer has made of the same bytes is not taken for this one. None proves nothing:
-        the request may be carried out yet, and some stores keep no metadata.
+        For use after a request whose response was lost: it may have been carried out. The same
+        bytes written by another attempt don't count. None proves nothing: the request may still be
+        carried out, and some stores keep no metadata.
         """
         try:
             info = self.head(key)
@@ -384,7 +396,8 @@ class ObjectStore(RangeReader):
         return info if attempt and info.attempt == attempt else None
 
     def checksum_of(self, info: ObjectInfo) -> int:
-        """The checksum of an object, as the store keeps it; read and computed if it keeps none.
+        """Returns an object's checksum, from the store if it keeps one, else computed from a
+        download.
 
         Raises:
             PreconditionFailedError: If the object is no longer ``info.version``.
@@ -401,21 +414,21 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
-        """The objects whose key begins with ``prefix``, in the order of keys, page by page.
+        """Yields the objects whose key begins with `prefix`, ordered by key, page by page.
 
         Args:
-            prefix: Of the keys.
-            retry: Tries the request for each page again. A whole listing should not be retried: of
-                a thousand pages one is refused each time.
+            prefix: The beginning of the keys.
+            retry: Retries the request of each page. The caller can't retry the whole listing: of a
+                thousand pages, one would fail every time.
         """
 
     @abstractmethod
     def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
-        """The objects and folders directly beneath ``prefix``, page by page.
+        """Yields the objects and folder names directly beneath `prefix`, page by page.
 
-        A folder is a name that has keys beneath it. In each page the objects come first, and both
-        are in order. It takes one request per thousand of them, however many keys are beneath the
-        folders.
+        A folder is a path segment with keys beneath it. Within each page the objects come first,
+        and both are ordered. This takes one request per thousand entries, however many keys are in
+        the folders.
 
         Args:
             prefix: Empty, or ends in a slash.
@@ -424,25 +437,25 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def delete(self, key: str, *, if_version: str | None = None) -> None:
-        """Removes an object; a missing object is not an error.
+        """Deletes an object; a missing object is not an error.
 
         Args:
             key: The key.
-            if_version: Fail with PreconditionFailedError if the key holds another version. Where
-                ``capabilities.conditional_deletes`` is not True, a write may come between the look
-                and the deletion.
+            if_version: Fail with PreconditionFailedError if the key holds another version. Unless
+                ``capabilities.conditional_deletes`` is True, another write may come between the
+                check and the deletion.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Releases connections; the store can't be used afterwards."""
+        """Closes the connections; the store can't be used afterwards."""
 
     def uri(self, key: str) -> str:
         return f"{self.root}/{key}"
 
 
 def whole_checksum(parts: Iterable[Part], algorithm: ChecksumAlgorithm) -> int | None:
-    """The checksum of an object made of ``parts``, in order; None if a part's is unknown."""
+    """Returns the checksum of an object made of `parts`, in order; None if a part's is unknown."""
     sums: list[tuple[int, int]] = []
     for part in parts:
         if part.checksum is None:
@@ -452,12 +465,12 @@ def whole_checksum(parts: Iterable[Part], algorithm: ChecksumAlgorithm) -> int |
 
 
 def nbytes(views: Iterable[memoryview]) -> int:
-    """Total bytes of ``views``."""
+    """Returns the total number of bytes of `views`."""
     return sum(view.nbytes for view in views)
 
 
 def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """``views`` without their first ``count`` bytes."""
+    """Returns `views` without their first `count` bytes."""
     rest: list[memoryview] = []
     for view in views:
         if count >= view.nbytes:
@@ -469,10 +482,13 @@ def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 ATTEMPT = "cloudckptattempt"
-"""What stores call the attempt that made an object, in its metadata. Azure takes no hyphens in such
-a name, and some proxies drop headers with underscores."""
+"""The name of the metadata entry that holds an object's attempt. Azure allows no hyphens in such a
+name, and some proxies drop headers with underscores.
+"""
 
 
 def random_suffix() -> str:
-    """Sixteen hexadecimal digits that no other attempt, process or host will draw."""
+    """Returns 16 random hexadecimal digits (64 bits), unique across attempts, processes and
+    hosts.
+    """
     return os.urandom(8).hex()

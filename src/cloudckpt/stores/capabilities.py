@@ -1,4 +1,4 @@
-"""What a kind of store can do: plain data, by which objects are planned."""
+"""The features and limits of a store, as plain data from which objects are planned."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ __all__ = ["Capabilities"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a kind of store can do, as its documentation states it.
+    """The features and limits of a store, as its documentation states them.
 
     Attributes:
         conditional_writes: Whether ``if_absent`` and ``if_version`` of ``put`` are honoured: True
-            or False where the vendor of this endpoint documents that, None where it must be tried.
-        conditional_deletes: Whether ``if_version`` of ``delete`` is honoured in one request. Where
-            that is not documented, the object is looked at before; False: it is known not to be.
-        create_only: Whether ``if_absent`` of ``put`` and ``complete_upload`` is documented to keep
-            a repeated request from making a second, billed version.
+            or False where the vendor of this endpoint documents it, None where it must be tried.
+        conditional_deletes: Whether ``if_version`` of ``delete`` is honoured in one request. None:
+            not documented, so the object's version is checked first as well; False: known not to be
+            honoured.
+        create_only: Whether ``if_absent`` of ``put`` and ``complete_upload`` is documented to
+            prevent a repeated request from creating a second, billed version.
         min_part_size: Fewest bytes of an upload part other than the last.
         max_part_size: Most bytes of an upload part.
         good_part_size: Bytes below which the store's vendor advises against parts; 0 if it doesn't.
         max_parts: Most parts of an upload.
         max_put_size: Most bytes of a single ``put``.
-        checksum: The checksum algorithm for what is sent: the one that the store verifies, if any.
+        checksum: The checksum algorithm of uploads: the one that the store verifies, if any.
         verifies: Whether the checksum is sent and the store rejects mismatches, according to its
             vendor's documentation or the user.
-        max_copy_size: Most bytes that one `copy` takes; 0 if the store can't copy.
-        copies_parts: Whether `copy_part` is supported, with the limits of other parts.
+        max_copy_size: Most bytes of one `copy`; 0 if the store can't copy.
+        copies_parts: Whether `copy_part` is supported, with the same limits as other parts.
         equal_parts: Whether all parts of an upload but the last must have the same size.
     """
 

@@ -1,4 +1,4 @@
-"""Credentials: rejected when malformed, and looked up again when refused."""
+"""Validates credentials, and looks them up again when the store refuses them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ __all__ = [
     "variables",
 ]
 
-_LONGEST_WAIT = 120.0  # seconds for credentials that another thread is fetching
+_LONGEST_WAIT = 120.0  # seconds to wait for another thread that fetches the credentials
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where credentials come from; nothing of it is a secret.
+    """Where credentials come from; contains no secrets.
 
     Attributes:
-        source: Such as ``the environment (AWS_ACCESS_KEY_ID)``.
-        identity: Whose they are, as far as that is known: an account, or how a key's id ends.
-        ends: When they do, in seconds since 1970; None if that is never, or not known.
+        source: The origin, such as ``the environment (AWS_ACCESS_KEY_ID)``.
+        identity: The owner as far as known: an account, or the end of an access key's id.
+        ends: The expiry, in seconds since 1970; None if there is none or it is unknown.
     """
 
     source: str
@@ -52,54 +52,60 @@ class Origin:
 
 
 class Source(Protocol):
-    """The result of one lookup in the environment, files and services."""
+    """The credentials that one lookup in the environment, files and services has returned."""
 
     def secrets(self) -> tuple[str, ...]:
-        """What requests are authorized with now; fetched or renewed if that is due.
+        """Returns the secrets that authorize requests now; fetches or renews them if due.
 
         Raises:
-            CredentialsError: If it can't be used.
-            ConnectionLostError: If it can't be fetched for the moment.
+            CredentialsError: If the credentials can't be used.
+            ConnectionLostError: If they can't be fetched for the moment.
         """
 
     def origin(self) -> Origin:
-        """Where they come from, once they were fetched."""
+        """Returns where the credentials come from; call it after `secrets`."""
 
 
 S = TypeVar("S", bound=Source)
 
 
 class Credentials(Generic[S]):
-    """The credentials of a store, which looks them up again when they are refused.
+    """The credentials of a store, which are looked up again when the store refuses them.
 
-    A job outlives what its environment and files held when the store was opened; without another
-    lookup, a long-lived store would be refused for ever.
+    A job may outlive the credentials that its environment and files held when the store was opened;
+    without another lookup, every later request of the store would be refused.
 
     Attributes:
-        current: What authorizes requests.
-        were_held: Whether there were any once.
-        have_worked: Whether a request has succeeded with such credentials: refused later, they
-            were replaced, and this side does not have the new ones yet.
+        current: The source that authorizes requests.
+        were_held: Whether a lookup has ever returned usable credentials.
+        have_worked: Whether a request has succeeded with credentials of this store. If later ones
+            are refused, the credentials were probably replaced, and this process does not have the
+            new ones yet.
     """
 
     def __init__(self, look: Callable[[], S]) -> None:
-        """``look`` makes a source of what is there at the moment."""
+        """Looks the credentials up once; `look` returns a source from the current environment and
+        files.
+        """
         self._look = look
         self._lock = threading.Lock()
         self._looked_at = 0.0
         self._failed = False
         self.were_held = False
-        self._failure: tuple[float, StoreError] | None = None  # of the last look, and its end
+        # of the last lookup, with the time when it ended
+        self._failure: tuple[float, StoreError] | None = None
         self.have_worked = False
         self.current = look()
 
     def source(self) -> S:
-        """What to authorize the next request with.
+        """Returns the credentials for the next request; looks them up again if they were missing
+        before.
 
-        Of many threads that wait for a look, one looks; the others share its result.
+        If many threads need the lookup at the same time, one makes it and the others share its
+        result.
 
         Raises:
-            StoreError: If there is nothing now; certain, as the request was not sent.
+            StoreError: If there are no credentials now; ``certain``, as the request was not sent.
         """
         if self._failed:
             asked = time.monotonic()
@@ -117,10 +123,12 @@ class Credentials(Generic[S]):
         return self.current
 
     def failed(self, error: CredentialsError) -> StoreError:
-        """The error for a request without credentials; the next request looks them up again.
+        """Returns the error for a request without credentials, and makes the next request look them
+        up.
 
-        If there were credentials before, they may return: the error is transient, and the request's
-        retries look until their deadline. Otherwise it is final: the job is set up wrongly.
+        If there were credentials before, they may come back: the error is transient, so that the
+        request is retried until its deadline, each time with a lookup. Otherwise the error is
+        final: the job is misconfigured.
         """
         self._failed = True
         if not self.were_held:
@@ -129,12 +137,17 @@ class Credentials(Generic[S]):
         return ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
 
     def renew(self, refused: S, secrets: Iterable[str]) -> bool:
-        """Whether there are now credentials other than those of ``refused``, the ``secrets``.
+        """Looks refused credentials up again; returns whether the store now has different ones.
 
-        Of many threads refused at the same time, one looks them up; the others share its result.
+        If many threads are refused at the same time, one makes the lookup and the others share its
+        result.
+
+        Args:
+            refused: The source of the refused credentials.
+            secrets: Its secrets when the request was signed.
 
         Raises:
-            TransientStoreError: If others temporarily can't be fetched.
+            TransientStoreError: If new credentials can't be fetched for the moment.
         """
         asked = time.monotonic()
         with self._lock:
@@ -149,7 +162,7 @@ class Credentials(Generic[S]):
             except TransientStoreError:
                 raise
             except CloudCheckpointError:
-                return False  # what the store said tells more
+                return False  # the store's refusal explains more
             finally:
                 self._looked_at = time.monotonic()
             self.current = found
@@ -157,17 +170,18 @@ class Credentials(Generic[S]):
 
 
 def check_credential(value: str, name: str, uri: str | None = None, *, header: bool = True) -> None:
-    """Whether a credential can be what its issuer gave out.
+    """Raises an error if a credential can't be what its issuer gave out.
 
     Args:
         value: The credential.
-        name: What to call it; its variable, where it comes from one.
-        uri: What it is for.
-        header: Whether it travels in a header, which takes ASCII only.
+        name: Its name in messages: the environment variable, if it comes from one.
+        uri: The bucket that it is for.
+        header: Whether it is sent in a header, which must be ASCII.
 
     Raises:
-        CredentialsError: If it is surrounded by white space, as what is pasted or read from a file
-            often is, or holds what none holds; without its value.
+        CredentialsError: If the value begins or ends with white space (often copied with it), or
+            contains control or (in headers) non-ASCII characters. The message does not quote the
+            value.
     """
     problem = None
     if value != value.lstrip():
@@ -190,18 +204,19 @@ def fetching(
     is_passing: Callable[[Exception], bool],
     said: Callable[[Exception], str] = reason,
 ) -> Iterator[None]:
-    """Around an SDK's look for credentials, or its refresh: raises what it says as our errors.
+    """Converts the exceptions of an SDK's credentials lookup or refresh to cloudckpt's errors.
 
     Args:
-        whose: Credentials, for messages.
-        uri: What they are for.
-        is_passing: Whether an exception says that a service is silent or overloaded.
-        said: What an exception says, without credentials.
+        whose: The vendor's name, for messages.
+        uri: The bucket that the credentials are for.
+        is_passing: Returns whether an exception means that a service does not respond or is
+            overloaded.
+        said: Returns an exception's message without credentials.
 
     Raises:
-        TLSError: If the service can't be trusted.
-        ConnectionLostError: If it is silent or overloaded.
-        CredentialsError: For whatever else the SDK raises.
+        TLSError: If the TLS connection to the service fails for a lasting reason.
+        ConnectionLostError: If the service does not respond or is overloaded.
+        CredentialsError: For any other exception of the SDK.
     """
     try:
         yield
@@ -224,10 +239,15 @@ def fetching(
 
 @contextlib.contextmanager
 def alone(lock: threading.Lock, uri: str, *, wait: bool = True) -> Iterator[bool]:
-    """Around a refresh that one thread does for all; whether it is this one.
+    """Lets one thread at a time refresh the credentials; yields whether it is this thread.
+
+    Args:
+        lock: The lock of the refresh.
+        uri: The bucket, for messages.
+        wait: Whether to wait for another thread's refresh, at most `_LONGEST_WAIT` seconds.
 
     Raises:
-        ConnectionLostError: If another thread has not ended in time.
+        ConnectionLostError: If another thread's refresh takes longer.
     """
     is_mine = lock.acquire(timeout=_LONGEST_WAIT if wait else 0.0)
     if wait and not is_mine:
@@ -243,12 +263,12 @@ _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")
 
 
 def variables() -> dict[str, str]:
-    """The environment variables in which the clouds' own tools look for credentials."""
+    """Returns the environment variables in which the clouds' own tools look for credentials."""
     return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
 
 
 def take_over(given: Mapping[str, str]) -> None:
-    """Makes these variables what another process has, whose environment may have changed."""
+    """Replaces the credentials variables of this process's environment with another process's."""
     for name in variables().keys() - given.keys():
         del os.environ[name]
     os.environ.update(given)

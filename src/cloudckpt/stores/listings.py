@@ -1,4 +1,4 @@
-"""Listings of stores that other libraries in this process have cached."""
+"""Clears the listings that other libraries in this process have cached."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", 
 def forget_listings() -> None:
     """Clears the cached listings of live fsspec file systems of the three clouds.
 
-    Call it after a commit and after deletions, in the process that may list. s3fs and the like
-    cache a folder's contents for good, and notice only their own writes: a trainer that looks for
-    old checkpoints through them would never find ours, and would keep them all.
+    Call it after a commit and after deletions, in every process that may list. s3fs and similar
+    libraries cache a folder's listing indefinitely and notice only their own writes: a trainer that
+    looks for old checkpoints through them would never see cloudckpt's, and would keep them all.
 
-    fsspec is not imported for this. File systems made with ``skip_instance_cache`` are known to
-    their makers only, and are not reached. Failures are only logged.
+    fsspec is not imported for this. File systems created with ``skip_instance_cache`` are not
+    registered anywhere and so not reached. Failures are only logged.
     """
     module = sys.modules.get("fsspec.spec")
     base = getattr(module, "AbstractFileSystem", None)
@@ -43,7 +43,7 @@ def forget_listings() -> None:
 
 
 def _live(base: Any) -> Iterator[Any]:
-    """The instances that the classes of the clouds, derived ones included, keep for reuse."""
+    """Yields the cached instances of the clouds' file system classes and their subclasses."""
     for kind in base.__subclasses__():
         protocol: Any = getattr(kind, "protocol", ())
         names = {protocol} if isinstance(protocol, str) else set(protocol)

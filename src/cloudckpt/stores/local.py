@@ -3,9 +3,10 @@
 An object appears by one atomic file system operation: a hard link for a new object, a rename for a
 replacement. Its bytes and directory entry are on disk (fsync) before success is reported.
 
-Others may write to the same folders. Links to files and to the folder that is asked for are
-followed; listings leave out linked folders beneath it, so that deleting a run deletes nothing
-elsewhere. An unfinished file that somebody has replaced is neither written to nor published.
+Other users may write to the same folders. Symbolic links to files, and a link given as the location
+itself, are followed; listings leave out linked folders beneath it, so that deleting a run deletes
+nothing elsewhere. An unfinished file that somebody has replaced is neither written to nor
+published.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ from cloudckpt.stores.posix import (
 
 __all__ = ["LocalStore"]
 
-# errors of a step that was certainly not taken
+# error codes after which the operation was certainly not carried out
 _NOT_TAKEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EXDEV}
 _NOT_TAKEN |= {errno.EMLINK, errno.ENOSPC, errno.EDQUOT}
-_MOST_DELETIONS = 100  # of a folder, by others, while one file is begun in it
-_MOST_BUFFERS = 512  # below IOV_MAX of every POSIX system in use
+_MOST_DELETIONS = 100  # attempts to create a file while other processes delete its folder
+_MOST_BUFFERS = 512  # buffers per system call; below IOV_MAX of every POSIX system in use
 
 
 class LocalStore(ObjectStore):
@@ -99,7 +100,7 @@ class LocalStore(ObjectStore):
         return upload
 
     def _begin(self, key: str, part_size: int) -> tuple[Upload, int]:
-        """A new unfinished file, and its descriptor."""
+        """Creates an unfinished file; returns the upload and the file's descriptor."""
         path = Path(key)
         temporary = path.parent / unfinished_name(path.name)
         with self._errors(key):
@@ -107,7 +108,8 @@ class LocalStore(ObjectStore):
                 make_folder(path.parent)
                 try:
                     file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-                except FileNotFoundError:  # a checkpoint was deleted with its folder just then
+                # another process has just deleted a checkpoint with its folder
+                except FileNotFoundError:
                     continue
                 return Upload(key, str(temporary), part_size), file
         raise InvalidRequestError(
@@ -119,7 +121,7 @@ class LocalStore(ObjectStore):
 
     @contextlib.contextmanager
     def _begun(self, key: str) -> Iterator[tuple[Upload, int]]:
-        """An object made in one call; what is unfinished at an error is removed."""
+        """Creates an unfinished file for one call; removes it if the block fails."""
         upload, file = self._begin(key, 1)
         try:
             yield upload, file
@@ -132,15 +134,15 @@ class LocalStore(ObjectStore):
 
     @contextlib.contextmanager
     def _unfinished(self, upload: Upload) -> Iterator[int]:
-        """The descriptor of an unfinished file, which another process may have begun.
+        """Opens an unfinished file, possibly begun by another process; yields its descriptor.
 
         Raises:
-            InvalidRequestError: If somebody has put a link, or a file with another name elsewhere,
-                in its place: written to, that would be lost.
+            InvalidRequestError: If somebody has replaced it with a symbolic link, or with a file
+                that has another name elsewhere: data written through it would be lost.
         """
         with self._errors(upload.key):
             try:
-                # a pipe would not wait for a reader
+                # O_NONBLOCK: opening a pipe would wait for a reader
                 file = os.open(upload.id, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             except OSError as exc:
                 if exc.errno in (errno.ELOOP, errno.EMLINK, errno.EISDIR):
@@ -182,7 +184,7 @@ class LocalStore(ObjectStore):
         self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
     ) -> ObjectInfo:
         with self._unfinished(upload) as file:
-            os.ftruncate(file, sum(part.size for part in parts))  # a part may have shrunk
+            os.ftruncate(file, sum(part.size for part in parts))  # a retried part may be shorter
             return self._publish(upload, file, if_absent=if_absent)
 
     def copies_from(self, source: ObjectStore) -> bool:
@@ -238,7 +240,7 @@ class LocalStore(ObjectStore):
                         yield Upload(key, str(path), 0, path.lstat().st_mtime, is_ours=True)
 
     def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
-        # of one open file: another one may take its place at any time
+        # read through one open file: the path may be replaced at any time
         with self._opened(key, None) as (file, info):
             self.check_size(key, info.size, limit)
             data = bytearray(info.size)
@@ -262,9 +264,10 @@ class LocalStore(ObjectStore):
 
     @contextlib.contextmanager
     def _opened(self, key: str, if_version: str | None) -> Iterator[tuple[int, ObjectInfo]]:
-        """The descriptor of a file opened for reading, and its object."""
+        """Opens a file for reading; yields its descriptor and its ObjectInfo."""
         with self._errors(key):
-            file = os.open(key, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+            # O_NONBLOCK: a pipe would wait for a writer
+            file = os.open(key, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 info = self._described(key, os.fstat(file))
                 if if_version is not None and info.version != if_version:
@@ -297,7 +300,7 @@ class LocalStore(ObjectStore):
             except OSError as exc:
                 if exc.errno != errno.ESTALE:
                     raise
-                raise ConnectionLostError(  # of NFS: opened anew, it is there, or gone
+                raise ConnectionLostError(  # NFS: a retry opens the file again, or finds it missing
                     "the file was removed or replaced by another machine while it was read",
                     received=done,
                     uri=self.uri(key),
@@ -385,7 +388,8 @@ class LocalStore(ObjectStore):
                     if if_absent:
                         os.unlink(upload.id)
                 found = os.stat(key, follow_symlinks=False)
-                if not stat.S_ISREG(found.st_mode):  # swapped between the last look and the step
+                # replaced between the check and the link or rename
+                if not stat.S_ISREG(found.st_mode):
                     raise self._is_swapped(upload, certain=False)
                 return _info(key, found)
             except OSError as exc:
@@ -400,11 +404,12 @@ class LocalStore(ObjectStore):
                 ) from exc
 
     def _appear(self, upload: Upload, sent: os.stat_result, *, if_absent: bool) -> None:
-        """Makes an object appear, by one atomic operation.
+        """Makes an unfinished file appear under its key, by one atomic operation.
 
-        A network file system may carry it out and still fail, if its server's answer is lost: then
-        NFS finds the link that it has made itself, or nothing left to rename. So the file that is
-        in its place afterwards is compared with the one that was written, by its inode.
+        On a network file system the operation may succeed and still raise an error, if the server's
+        response is lost: the client's retry then meets the link that it has already made, or has
+        nothing left to rename. So the file under the key is compared, by its inode, with the file
+        that was written.
         """
         key = upload.key
         if not os.path.samestat(os.stat(upload.id, follow_symlinks=False), sent):
@@ -454,7 +459,7 @@ class LocalStore(ObjectStore):
             return None
 
     def _walk(self, prefix: str) -> Iterator[Path]:
-        """The files in and beneath the folder that ``prefix`` leads to, in the order of keys."""
+        """Yields the files whose path begins with `prefix`'s folder, in the order of keys."""
         folder, _, name = prefix.rpartition("/")
         with self._errors(prefix):
             yield from files_in(f"{folder}/", name)

@@ -1,4 +1,4 @@
-"""Files and folders of a POSIX file system: what the local store makes its steps of."""
+"""Operations on files and folders of a POSIX file system, for the local store."""
 
 from __future__ import annotations
 
@@ -31,22 +31,25 @@ __all__ = [
 logger = logging.getLogger("cloudckpt")
 
 UNFINISHED = ".cloudckpt-unfinished-"
-"""What the names of files begin with that are not objects yet."""
+"""The prefix of the names of files that are not objects yet."""
 UNKNOWN_STEP = {errno.ENOSYS, errno.EOPNOTSUPP}
-"""Errors of file systems that do not have what is asked for."""
+"""The error codes of file systems that do not implement an operation."""
 GONE = (FileNotFoundError, NotADirectoryError)
-"""A path leads nowhere."""
+"""The exceptions for a path that does not exist."""
 
-_LONGEST_NAME = 255  # bytes, of every file system in use
+_LONGEST_NAME = 255  # bytes; the limit of every file system in use
 _LOCK_PATIENCE = 60.0  # seconds; a commit holds the lock for milliseconds
-# between such file systems the kernel does not copy, or on them
+# errors of copy_file_range where the kernel can't copy on, or between, these file systems
 _NOT_IN_KERNEL = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
-_OF_FSCK = "lost+found"  # a folder of the file system's own, for root alone
-_PIECE = 8 * 1024**2  # bytes that are copied at a time where the kernel does not
+_OF_FSCK = "lost+found"  # the file system's own folder, which only root may list
+_PIECE = 8 * 1024**2  # bytes copied at a time where the kernel can't copy
 
 
 def copy_range(source: int, start: int, target: int, offset: int, size: int) -> None:
-    """Copies bytes between files: in the kernel where it can, by shared blocks where it does."""
+    """Copies a range of bytes between open files, in the kernel where possible.
+
+    A file system that can share blocks between files copies no data at all.
+    """
     in_kernel = hasattr(os, "copy_file_range")  # Linux only
     end = offset + size
     while offset < end:
@@ -67,15 +70,16 @@ def copy_range(source: int, start: int, target: int, offset: int, size: int) -> 
 
 
 def files_in(folder: str, prefix: str = "") -> Iterator[Path]:
-    """The files in and beneath a folder; a folder is looked into when its turn has come.
+    """Yields the files in and beneath a folder, sorted; each folder is listed when it is reached.
 
     Args:
         folder: The folder.
-        prefix: What the names in it begin with; nothing else is looked into.
+        prefix: The beginning of the names to yield or descend into; applies to `folder` itself
+            only.
 
     Raises:
-        OSError: If a folder can't be listed: taken for empty, it would let a training job begin
-            anew over its checkpoints. A folder that is gone is empty.
+        OSError: If a folder can't be listed: if it were taken for empty, a training job would start
+            from scratch although its checkpoints exist. A folder that does not exist is empty.
     """
     try:
         names = names_in(folder)
@@ -96,7 +100,10 @@ def files_in(folder: str, prefix: str = "") -> Iterator[Path]:
 
 
 def names_in(folder: str) -> list[str]:
-    """What is in a folder; a folder in it with a slash, behind which its keys go on."""
+    """Returns the names in a folder, those of folders with a slash appended.
+
+    Symbolic links to folders and links to nothing are left out.
+    """
     names = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -111,7 +118,7 @@ def names_in(folder: str) -> list[str]:
 
 @functools.cache
 def _say_left_out(path: str) -> None:
-    """Says of a link to a folder, once in this process, that listings leave it out."""
+    """Logs, once per process, that listings leave out this symbolic link to a folder."""
     logger.warning(
         "%s is a symbolic link to a folder, which listings leave out. Its checkpoints can be "
         "loaded by their own URI; to have them listed, mount or move the folder here",
@@ -120,14 +127,14 @@ def _say_left_out(path: str) -> None:
 
 
 def unfinished_name(name: str) -> str:
-    """A new name for a file that is not an object yet; it ends in as much of ``name`` as fits."""
+    """Returns a new name for an unfinished file; it ends in `name`, cut to the length limit."""
     start = f"{UNFINISHED}{random_suffix()}-"
     encoded, room = name.encode(errors="surrogateescape"), _LONGEST_NAME - len(start)
     return start + (name if len(encoded) <= room else encoded[:room].decode(errors="ignore"))
 
 
 def may_have_files(folder: str) -> bool:
-    """Whether there is a file in or beneath a folder, or the folder can't be listed."""
+    """Returns whether a folder contains files at any depth; also True if it can't be listed."""
     try:
         return any(files_in(folder))
     except OSError:
@@ -135,10 +142,11 @@ def may_have_files(folder: str) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and those above it; their entries are on the disk at its return.
+    """Creates a folder and its missing parents; their directory entries are on disk on return.
 
-    A folder that others may write to, but not list, as a machine's scratch space may be, can't be
-    opened for that. File systems with a journal write an entry with the folder that it names.
+    A folder that others may write to but not list, such as shared scratch space, can't be opened
+    for an fsync. Then the new folder is synchronized instead: journaling file systems write its
+    entry along with it.
     """
     missing = []
     while not folder.is_dir():
@@ -171,7 +179,12 @@ def _sync(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other writers out of ``folder`` for a moment; its new entries are durable on exit."""
+    """Holds an exclusive lock on `folder` (flock); new entries of the folder are on disk on exit.
+
+    Raises:
+        BlockingIOError: If another writer holds the lock for `_LOCK_PATIENCE` seconds.
+        InvalidRequestError: If the file system has no locks.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         deadline = time.monotonic() + _LOCK_PATIENCE
@@ -197,7 +210,6 @@ def locked(folder: Path) -> Iterator[None]:
         os.fsync(descriptor)
     finally:
         with contextlib.suppress(OSError):
-            # not by closing it: a process that was forked just now has it open, too, and may live
-            # for long
+            # closing it is not enough: a process forked just now has the descriptor open as well
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

@@ -1,8 +1,8 @@
-"""What others say, for errors and logs: not too long, and without credentials.
+"""Removes credentials from foreign texts and bounds their length, for error messages and logs.
 
 A transport's or SDK's error message may quote what it was about to send: http.client puts a
 header's value into its ValueError, urllib3 the URL with its signature, requests a proxy's URL with
-its password. Every rank raises and logs that text, so it passes through here first.
+its password. Every rank raises and logs such a message, so it is redacted here first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from cloudckpt.errors import CloudCheckpointError
 __all__ = ["conceal", "masked", "raise_alone", "reason", "told"]
 
 _MASK = "***"
-_LONGEST_WORD = 500  # characters of what others say that are shown
-_LONGEST_TEXT = 10_000  # characters of an error, or of an exception beneath it
-_LEAST = 8  # characters; what is shorter is a word, such as an emulator's, and no secret
-_SURE = 16  # characters of what can't be a part of other words, such as a bucket's name
+_LONGEST_WORD = 500  # characters shown of a server's or SDK's message
+_LONGEST_TEXT = 10_000  # characters of an error's message, or of a chained exception
+_LEAST = 8  # characters; anything shorter is a word (an emulator's password), not a secret
+_SURE = 16  # characters; a secret this long can't be part of a longer word, such as a bucket's name
 
-# each looks at a bounded number of characters before it gives up: a server may choose the text
+# every pattern examines a bounded number of characters: a server may have chosen the text
 _PATTERNS = (
     # http.client and requests quote a header that they refuse
     (
@@ -61,18 +61,21 @@ _VARIABLES = (
 
 
 def masked(text: str, secrets: Iterable[str] = ()) -> str:
-    """A foreign text, without the credentials that it may quote."""
+    """Returns a foreign text with all credentials replaced by ``***``; its length is not
+    limited.
+    """
     return _without(text, _known(secrets))
 
 
 def told(text: str, secrets: Iterable[str] = (), *, most: int = _LONGEST_WORD) -> str:
-    """What a server, a proxy or an SDK says, for messages: without credentials, and not too long.
+    """Returns a server's, proxy's or SDK's text without credentials and cut to `most` characters.
 
-    Everything from the wire passes here before it becomes a part of an error: all ranks get that,
-    and log it. A page of megabytes would be sent to each of them.
+    Every text received from the network passes through here before it becomes part of an error: the
+    error is sent to all ranks and logged there, and a megabyte-sized page would be sent to each of
+    them.
     """
     known = _known(secrets)
-    # a secret that the end of the text cuts in two would no longer be recognized
+    # the cut may split a secret in two, which would then no longer be recognized: examine more
     window = most + max((len(form) for form in known), default=0) + _LONGEST_WORD
     shown = _without(text[:window], known)
     return shown if len(shown) <= most else f"{shown[:most]}…"
@@ -92,13 +95,13 @@ def _without(text: str, known: Iterable[str]) -> str:
 
 
 def _known(secrets: Iterable[str]) -> list[str]:
-    """All ways in which the known secrets may be written, the longest first."""
+    """Returns every spelling of the known secrets, the longest first."""
     values = {value for name in _VARIABLES if (value := os.environ.get(name))} | set(secrets)
     return sorted({form for value in values for form in _forms(value)}, key=len, reverse=True)
 
 
 def _proxy_users() -> Iterator[str]:
-    """Users and passwords of the proxies that the environment names."""
+    """Yields ``user:password`` of the proxy URLs in the environment variables."""
     for name, value in os.environ.items():
         user, at, _ = value.rpartition("@")
         if at and name.lower().endswith("_proxy"):
@@ -106,7 +109,9 @@ def _proxy_users() -> Iterator[str]:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """How a secret, or the secret part of it, may be written in a message."""
+    """Yields the spellings (quoted, escaped) of a secret, or of the secrets in a connection
+    string.
+    """
     parts = re.findall(r"\b(?:sig|AccountKey)=([^&;\s]+)", value)
     for one in (value, value.strip(), *parts, *map(unquote, parts)):
         quoted = (quote(one, safe, errors="surrogatepass") for safe in ("/", ""))
@@ -116,14 +121,16 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def reason(exc: BaseException, secrets: Iterable[str] = ()) -> str:
-    """The class of an exception and what it says, as :func:`told`."""
+    """Returns ``class: message`` of an exception, redacted and cut as by :func:`told`."""
     return f"{type(exc).__name__}: {told(str(exc), secrets)}"
 
 
 def conceal(error: CloudCheckpointError, secrets: Iterable[str] = ()) -> None:
-    """Takes credentials out of an error, and cuts off what is beneath it if that shows any.
+    """Removes credentials from an error, and drops its chained exceptions if any of them shows
+    some.
 
-    So is what is too long to be looked through.
+    Chained exceptions are also dropped if their text is longer than `_LONGEST_TEXT` and so can't be
+    examined.
     """
     secrets = tuple(secrets)
     error.message = masked(error.message[:_LONGEST_TEXT], secrets)
@@ -147,10 +154,10 @@ def _beneath(error: BaseException) -> Iterator[BaseException]:
 
 
 def raise_alone(error: BaseException) -> NoReturn:
-    """Raises an error that does not lead to the exception that is being handled.
+    """Raises an error without a ``__context__``, so that it does not lead to the handled exception.
 
-    ``raise … from None`` only hides that one: it stays in ``__context__``, for every logger and
-    debugger that looks there.
+    ``raise … from None`` only hides the handled exception: it stays in ``__context__``, where
+    loggers and debuggers find it.
     """
     try:
         raise error

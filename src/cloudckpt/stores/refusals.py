@@ -1,6 +1,6 @@
-"""What the refusals of all clouds have in common: from an answer to the error that it means.
+"""Maps a cloud's error response to the exception to raise; shared by all vendors.
 
-Each vendor has one table of :class:`Meaning`; :func:`refusal` makes the error of an answer from it.
+Each vendor supplies a table of :class:`Meaning`; :func:`refusal` looks an error response up in it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ __all__ = ["Meaning", "kind_of", "refusal", "retry_after"]
 
 
 class Meaning(NamedTuple):
-    """What some codes of a vendor mean.
+    """An entry of a vendor's table: the exception that some error codes stand for.
 
-    They need an entry only if their class is not that of each HTTP status that they come with (or
-    the text says what the store, whose own words are always shown, does not).
+    A code needs an entry only if its HTTP status alone would give the wrong exception class, or if
+    the usual message of the class does not say enough. The store's own words are always shown as
+    well.
 
     Attributes:
-        codes: A pattern of the codes; or an HTTP status, which other codes with it then mean.
-        kind: The error to raise; None: that of the status.
-        text: What it says, in place of the usual text of its class.
-        is_certain: Whether it is documented that the request is then not carried out, whatever the
-            status.
+        codes: A regular expression for the error codes; or an HTTP status, which then applies to
+            all codes without an entry.
+        kind: The exception class; None: the class of the HTTP status.
+        text: The message; empty: the usual message of the class.
+        is_certain: Whether the vendor documents that a request refused with this code was not
+            carried out, whatever the status.
     """
 
     codes: str
@@ -55,7 +57,9 @@ class Meaning(NamedTuple):
 
 _CODE = re.compile(r"[A-Za-z][\w.]{0,99}")
 _REQUEST_IDS = ("x-amz-request-id", "x-amz-id-2", "x-guploader-uploadid", "x-ms-request-id")
-"""The headers with which the vendors' support finds a request in their logs."""
+"""The response headers with the request ID, by which a vendor's support finds a request in its
+logs.
+"""
 _TIMEOUTS = {"requesttimeout", "requesttimeoutexception", "operationtimedout"}  # in lower case
 
 _TEXTS: Mapping[type[StoreError], str] = {
@@ -102,7 +106,7 @@ _OF_ALL = (
 
 
 def kind_of(status: int) -> type[StoreError]:
-    """The error that an HTTP status means where the store's own code says nothing."""
+    """Returns the exception class for an HTTP status without a more specific error code."""
     return _BY_STATUS.get(status, ServerError if status >= 500 else InvalidRequestError)
 
 
@@ -118,23 +122,23 @@ def refusal(
     means: str = "",
     is_foreign: bool = False,
 ) -> StoreError:
-    """The error for an answer that is no success: by its code, else by its status.
+    """Returns the exception for an error response: by its error code, else by its HTTP status.
 
-    429 always asks to slow down: the code may then name a quota, or a refusal as such, and would
-    end what goes well a minute later. A 404 without a code may be what some gateway has answered in
-    the store's place: taken for the store's word, it would make a training job begin anew over its
-    checkpoints, and let the objects of a checkpoint that is there be swept away.
+    A 429 is always a ThrottledError: its code may name a quota or a denial, which would end a job
+    that succeeds a minute later. A 404 without an error code may come from a gateway rather than
+    the store (`is_foreign`). If that were believed, a training job would start from scratch
+    although its checkpoints exist, and a sweep would delete the objects of an intact checkpoint.
 
     Args:
-        table: What the vendor documents.
-        status: The HTTP status; 0 if it is not known.
-        code: The error code, if the answer has one in the format of the vendor; else empty.
-        words: What else the store says.
-        action: What was tried.
-        uri: On what.
-        headers: Of the answer; they may tell when the store wants to be asked again.
-        means: The code that such an answer should have, if it should have another.
-        is_foreign: Whether stores of this kind never answer so without a code.
+        table: The vendor's error codes.
+        status: The HTTP status; 0 if unknown.
+        code: The error code in the vendor's format; empty if the response has none.
+        words: Further texts of the response, for the message.
+        action: The operation that failed, for the message.
+        uri: The object or bucket of the request.
+        headers: The headers of the response, such as ``Retry-After`` and request IDs.
+        means: An error code to look up in place of `code`, for responses with a misleading code.
+        is_foreign: Whether stores of this vendor never send such a response without an error code.
     """
     if status == 404 and is_foreign and not _CODE.fullmatch(code):
         foreign = ServerError(
@@ -171,7 +175,11 @@ def refusal(
 
 
 def _find(table: Sequence[Meaning], code: str, status: int) -> Meaning | None:
-    """The entry of a code. A store that fails inside may give a reason that passes with it."""
+    """Returns the table entry of an error code, or None.
+
+    For a 5xx status, entries with lasting errors are skipped: a store that fails internally may
+    report a reason that goes away with the failure.
+    """
     passes = kind_of(status) in (ServerError, ThrottledError) and status not in (200, 409)
     for meaning in table:
         if passes and meaning.kind and not issubclass(meaning.kind, TransientStoreError):
@@ -182,18 +190,20 @@ def _find(table: Sequence[Meaning], code: str, status: int) -> Meaning | None:
 
 
 def _is_certain(code: str, status: int, *, is_known: bool) -> bool:
-    """Whether an answer is the store's own word that it has not carried out the request.
+    """Returns whether the response proves that the store itself did not carry out the request.
 
-    A gateway that answers in the store's place may carry the request out later: Envoy's 503 says
-    that its connection to the store broke, perhaps behind the request.
+    A gateway that responds in the store's place may still have delivered the request: Envoy sends
+    503 when its connection to the store breaks, possibly after the request was sent.
     """
     if not _CODE.fullmatch(code) or code.lower() in _TIMEOUTS:
         return False
-    return is_known or 300 <= status < 499  # which is a gateway's
+    return is_known or 300 <= status < 499  # 499 is sent by gateways, not by stores
 
 
 def _ahead(headers: Mapping[str, str]) -> float | None:
-    """Seconds that this machine's clock is ahead of that of an answer, if that has a date."""
+    """Returns the seconds by which this machine's clock is ahead of a response's ``Date`` header,
+    if any.
+    """
     date = _date(headers.get("date", ""))
     if date is None:
         return None
@@ -201,10 +211,10 @@ def _ahead(headers: Mapping[str, str]) -> float | None:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that the store wants us to wait: a number or a date, as HTTP has it.
+    """Returns the seconds to wait that a response asks for; None if it does not.
 
-    A date is compared with that of the answer: this machine's clock may be wrong. The names of the
-    headers are in lower case.
+    ``Retry-After`` is a number of seconds or a date. A date is compared with the response's own
+    ``Date`` header, as this machine's clock may be wrong. The names of `headers` are in lower case.
     """
     for name, a_second in (("x-ms-retry-after-ms", 1000), ("retry-after", 1)):
         wait = headers.get(name, "")
@@ -219,7 +229,7 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def _date(text: str) -> datetime.datetime | None:
-    """A time as headers write it; None if it is none."""
+    """Parses the date of an HTTP header; None if it is not a valid date."""
     try:
         date = email.utils.parsedate_to_datetime(text)
     except (ValueError, TypeError, OverflowError):

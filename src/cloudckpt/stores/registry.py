@@ -1,4 +1,4 @@
-"""Which store serves a URI, one per bucket and configuration in each process."""
+"""Opens the store of a URI, once per bucket and configuration in each process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _OPENERS: dict[str, Callable[[], _Opener]] = {
 
 
 class _Place:
-    """Where a store will be; whoever wants it while it is made waits for that, and nobody else."""
+    """A slot for one store; threads that need it while it is opened wait, other stores do not."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -71,11 +71,11 @@ _places: dict[tuple[int, str, Config], _Place] = {}
 
 
 def checkpoint_location(location: URILike) -> CheckpointURI:
-    """Reads where a checkpoint is to be saved.
+    """Parses and checks the location of a checkpoint that will be saved.
 
     Raises:
-        InvalidURIError: If it is no location, or the store would have it under another name, or has
-            no room for the names of its objects.
+        InvalidURIError: If it is not a valid location, if the store would change its name, or if it
+            leaves too few characters for the keys of its objects.
     """
     uri = CheckpointURI.parse(location)
     if uri.scheme == "az":
@@ -84,22 +84,23 @@ def checkpoint_location(location: URILike) -> CheckpointURI:
 
 
 def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
-    """The store of ``uri``'s bucket; the same object for the same bucket, options and process.
+    """Returns the store of a URI's bucket; the same object for the same bucket, options and
+    process.
 
-    Connections, credentials and endpoint look-ups are thus shared by all saves and loads of a
-    process, while a forked child opens its own, even if its parent was just opening one. Making a
-    store may take minutes where credentials come from a service; other buckets do not wait.
+    So all saves and loads of a process share connections, credentials and endpoint look-ups, while
+    a forked child opens its own, even if its parent was just opening one. Opening may take minutes
+    where credentials come from a service; other buckets do not wait for that.
 
     Raises:
-        InvalidURIError: If the store would have it under another name, or can't have it.
-        StoreError: If there are no credentials for it, or none that can be used.
-        ConfigError: If it can't be reached with these options.
-        MissingDependencyError: If its packages are not installed.
+        InvalidURIError: If the store would change the name, or does not allow it.
+        StoreError: If there are no usable credentials.
+        ConfigError: If the bucket can't be reached with these options.
+        MissingDependencyError: If the store's packages are not installed.
     """
     if uri.scheme == "az":
         check_location(uri, is_checkpoint=False)
     key = (os.getpid(), uri.root, config)
-    with late_imports:  # of the table, too
+    with late_imports:  # also guards the table
         place = _places.setdefault(key, _Place())
         opener = _OPENERS[uri.scheme]()
     with place.lock:

@@ -1,4 +1,4 @@
-"""What the stores that are reached over HTTP have in common: requests, errors, downloads, pages."""
+"""The base class of stores reached over HTTP: signed requests, errors, downloads, listings."""
 
 from __future__ import annotations
 
@@ -60,34 +60,34 @@ __all__ = [
 P = TypeVar("P")
 
 UNRESERVED = "/-._~"
-"""What stays as it is in a key that becomes the path of a URL."""
+"""The characters of a key that are not percent-encoded in the path of a URL."""
 
 SUCCESS = frozenset({200, 201, 202, 204, 206})
 
 Marks = tuple[str, ...]
-"""Where a page of a listing begins, in the store's words; empty for the first page."""
+"""The position where a page of a listing begins, in the store's terms; empty for the first page."""
 
 Page = tuple[Sequence[ObjectInfo], Sequence[str]]
-"""The objects, and the folders by their whole names, that a page of a listing has."""
+"""A page of a listing: its objects, and its folders by their full prefixes."""
 
-_MOST_SKEW = 120.0  # seconds between clocks; stores allow five to fifteen minutes
-_BUSY = 60.0  # seconds after an answer that asks to slow down in which others may come
-_LARGE = 1024**2  # bytes of a body for which a round trip pays
+_MOST_SKEW = 120.0  # seconds of clock difference; stores tolerate five to fifteen minutes
+_BUSY = 60.0  # seconds after a 429 or 503 during which the store is taken for throttling
+_LARGE = 1024**2  # bytes of a body from which an extra round trip pays off
 _NO_EXPECTATIONS = 417
 
 
-@dataclass(frozen=True, repr=False)  # its headers may authorize the store to read a copy's source
+@dataclass(frozen=True, repr=False)  # repr: headers may hold credentials for a copy's source
 class Request:
-    """What is to be sent, without Content-Length and what authorizes it.
+    """A request before it is signed, without Content-Length and Authorization.
 
     Attributes:
-        method: Of the request.
-        url: Where to.
-        headers: Names and values.
-        body: What to send.
+        method: The HTTP method.
+        url: The URL.
+        headers: Header names and values.
+        body: The bytes to send.
         progress: See :data:`~cloudckpt.stores.base.Progress`.
-        key: What the request is about, for messages.
-        is_long: Whether the answer may take as long as that to a completion.
+        key: The key that the request is about, for messages.
+        is_long: Whether the response may take as long as that to a completion.
     """
 
     method: str
@@ -101,7 +101,7 @@ class Request:
 
 @dataclass(frozen=True, repr=False)
 class Signed:
-    """A request as it may be sent: its URL, all its headers, and the credentials in them."""
+    """A signed request: the final URL, all headers, and the credentials that signed it."""
 
     url: str
     headers: Mapping[str, str]
@@ -110,7 +110,7 @@ class Signed:
 
 
 class Access(Protocol):
-    """How one bucket is reached."""
+    """The endpoint and credentials of one bucket."""
 
     credentials: Credentials[Any]
     http_options: HttpOptions
@@ -118,20 +118,20 @@ class Access(Protocol):
     def authorize(
         self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
     ) -> tuple[str, Mapping[str, str]]:
-        """The URL and headers with which a request may be sent, given its other headers."""
+        """Signs a request; returns the URL and headers to send, given its other headers."""
 
 
 class RestStore(ObjectStore):
-    """A store whose objects are read with GET, HEAD and Range.
+    """A store whose objects are read with GET, HEAD and Range requests.
 
-    A request that is refused for its credentials is sent a second time if the environment, files
-    and services that they come from have others by now: an exception to "one attempt". If they
-    have none yet, but the store accepted these before, the refusal counts as one that may pass.
+    A request refused for its credentials is sent a second time if a new lookup in the environment,
+    files and services yields other credentials: an exception to "one attempt". If the lookup yields
+    the same ones, but the store accepted them before, the refusal is raised as a transient error.
 
     Attributes:
-        metadata_prefix: What the headers with an object's metadata begin with.
-        renewable: The refusals that other credentials may mend, if there are any.
-        shown: How many of the secrets, from the first, are names that a message may show.
+        metadata_prefix: The prefix of the headers that carry an object's metadata.
+        renewable: The error classes after which other credentials may help.
+        shown: The number of leading secrets that are public identifiers and may appear in messages.
     """
 
     metadata_prefix: str
@@ -150,18 +150,21 @@ class RestStore(ObjectStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        """The error for an answer that is no success."""
+        """Returns the exception for an error response."""
 
     def belated(self, headers: Mapping[str, str], body: bytes, action: str, uri: str) -> StoreError:
-        """The error in the body of a success, whose status was sent before the work was done."""
+        """Returns the exception for an error in the body of a 200, sent before the work was
+        done.
+        """
         error = self.failure(200, headers, body, action, uri)
-        if isinstance(error, ThrottledError):  # amid the work, whose end is not told
+        # throttled in the middle of the work, whose outcome is unknown
+        if isinstance(error, ThrottledError):
             error.certain = False
         return error
 
     @contextlib.contextmanager
     def _copying(self, source: ObjectStore, found: ObjectInfo) -> Iterator[None]:
-        """Around a copy: its errors name the source, too."""
+        """Adds the source's URI to the errors of a copy."""
         try:
             yield
         except StoreError as error:
@@ -170,36 +173,40 @@ class RestStore(ObjectStore):
 
     @abstractmethod
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
-        """The URL of an object's content."""
+        """Returns the URL of an object's content."""
 
     @abstractmethod
     def _read(
         self, key: str, if_version: str | None, headers: Mapping[str, str]
     ) -> contextlib.AbstractContextManager[Reply]:
-        """The answer to a GET of an object's content, of that version only if one is given."""
+        """Sends a GET for an object's content, only of version `if_version` if given; yields the
+        response.
+        """
 
     def _version(self, reply: Reply, key: str) -> str:
-        """The version of the object that an answer is about."""
+        """Returns the object's version according to a response."""
         if tag := reply.headers.get("ETag"):
             return tag
         raise ConnectionLostError("the answer has no ETag", uri=self.uri(key))
 
     def _length(self, reply: Reply, key: str) -> int:
-        """The size of the object whose whole content, or HEAD, was asked for."""
+        """Returns the object's size according to a HEAD response, or to that of a GET without a
+        range.
+        """
         if reply.length is None:
             raise ConnectionLostError("the answer has no length", uri=self.uri(key))
         return reply.length
 
     def naming(self, attempt: str) -> dict[str, str]:
-        """The header that gives a new object the name of its write; none for no name."""
+        """Returns the metadata header that stores the write's name; empty if `attempt` is."""
         return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
 
     def _made(self, key: str, size: int, tag: str | None, attempt: str) -> ObjectInfo:
-        """The object that the store says to have written; if it named no ETag, it is looked at.
+        """Returns the ObjectInfo of a written object; without an ETag in the response, from a HEAD.
 
         Raises:
-            ServerError: If there is none, another one, or none to be seen: the request may have
-                been carried out all the same.
+            ServerError: If a HEAD shows no object or another one, or fails: the write may have been
+                carried out all the same.
         """
         if tag:
             return ObjectInfo(key, size, tag)
@@ -231,13 +238,13 @@ class RestStore(ObjectStore):
         is_long: bool = False,
         successes: Collection[int] = SUCCESS,
     ) -> Iterator[Reply]:
-        """Signs a request, sends it, and yields the answer if its status is one of ``successes``.
+        """Signs and sends a request; yields the response if its status is one of `successes`.
 
-        It is sent once more for each kind of refusal that `recover` mends. A failure of the last
-        try is certain only if those of all others are.
+        The request is sent once more for each class of refusal that `recover` can resolve. The
+        final error is certain only if those of all attempts are.
 
         Raises:
-            StoreError: For any other answer, and for what can't be read of this one.
+            StoreError: For any other status, or if the block can't parse the response.
         """
         request = Request(method, url, headers, body, progress, key, is_long)
         uri, waiting = self.uri(key), current()
@@ -282,7 +289,7 @@ class RestStore(ObjectStore):
             raise
 
     def _refusal(self, reply: Reply, method: str, uri: str) -> StoreError:
-        """The error for an answer that is no success; remembers that a store throttles."""
+        """Returns the exception for an error response; remembers if the store throttles."""
         with reading(uri):
             answer = reply.read_refusal() if method != "HEAD" else b""
             error = self.failure(reply.status, reply.headers, answer, method, uri)
@@ -291,14 +298,17 @@ class RestStore(ObjectStore):
         return error
 
     def _advise(self, error: StoreError, signed: Signed | None) -> None:
-        """Adds to an error what this kind of store knows of what was sent, if anything was."""
+        """Adds store-specific advice to an error's message; `signed` is None if nothing was
+        sent.
+        """
 
     def _signed(self, request: Request) -> Signed:
-        """A request as it may be sent. Credentials may have to be fetched for it.
+        """Signs a request, fetching credentials if necessary.
 
         Raises:
-            CredentialsError: If there have never been any.
-            StoreError: If they can't be refreshed for now. All are certain, as nothing was sent.
+            CredentialsError: If there are no credentials and never were.
+            StoreError: If they can't be fetched or refreshed for now. Both are certain: nothing was
+                sent.
         """
         if not {".", ".."}.isdisjoint(request.key.split("/")):
             raise InvalidRequestError(
@@ -318,7 +328,7 @@ class RestStore(ObjectStore):
                 raise
             meaning = self._credentials.failed(error)
         else:
-            # a body is sent only when the server has said so, see http.expect
+            # the body is then sent only after the server's 100 Continue, see http.expect
             is_busy = self._knows_expect and time.monotonic() < self._busy_until
             if is_busy and size >= _LARGE:
                 headers = {**headers, **EXPECT}  # not signed: proxies may drop it
@@ -326,16 +336,16 @@ class RestStore(ObjectStore):
         raise meaning
 
     def recover(self, refused: StoreError, signed: Signed | None) -> bool:
-        """Whether a request that was refused may succeed if it is signed and sent again.
+        """Returns whether a refused request may succeed if it is signed and sent again.
 
-        With other credentials; without a header that the server does not know; or with a new
-        signature, if it was held back until the old one was out of date.
+        It may with other credentials; without the Expect header, if the server does not support it;
+        or with a new signature, if the request was delayed until the old signature had expired.
 
         Args:
             refused: The refusal.
-            signed: What was sent; None if nothing was.
+            signed: The request as it was sent; None if it was not sent.
         """
-        if isinstance(refused, ClockError):  # if the clocks agree, the request was held back
+        if isinstance(refused, ClockError):  # the clocks agree, so the request was delayed
             return abs(refused.ahead or 0.0) < _MOST_SKEW
         if signed is None:
             return False
@@ -357,25 +367,27 @@ class RestStore(ObjectStore):
 
     @abstractmethod
     def _listed(self, prefix: str, retry: Retry, delimiter: str) -> Iterator[Page]:
-        """The pages of a listing; keys that go on after a delimiter are folders."""
+        """Yields the pages of a listing; keys that continue after `delimiter` are grouped into
+        folders.
+        """
 
     def _all_pages(
         self, prefix: str, ask: Callable[[Marks], tuple[P, Marks | None]], retry: Retry
     ) -> Iterator[P]:
-        """The pages of a listing, each asked for when it is needed, and again if it is refused.
+        """Yields the pages of a listing, each requested when needed and retried by itself.
 
-        A store that says that there is more without saying where, or that leads back to a page that
-        was there, would be asked without an end; and if that were taken for the end, what is left
-        out would be taken for missing.
+        A store whose page says that more follows, but without a marker or with the marker of an
+        earlier page, would be asked forever. It must not be taken for the end either: the objects
+        left out would be taken for missing.
 
         Args:
-            prefix: What is listed.
-            ask: Asks for the page that begins at some marks, none for the first. Returns it and the
-                marks of the next one, or None after the last page.
-            retry: Tries the request for a page again.
+            prefix: The prefix that is listed, for messages.
+            ask: Requests the page at some marks, empty for the first. Returns the page and the
+                marks of the next page, None after the last.
+            retry: Retries the request of a page.
 
         Raises:
-            ServerError: If they do not end.
+            ServerError: If the listing would not end.
         """
         begun = set[Marks]()
         marks: Marks | None = ()
@@ -399,7 +411,7 @@ class RestStore(ObjectStore):
         attempt: str,
         progress: Progress | None,
     ) -> ObjectInfo:
-        """Writes an object by PUT; that it is gone is a failed condition, if there is one."""
+        """Writes an object by PUT; a 404 under If-Match is raised as a failed precondition."""
         url, size = self.object_url(key), nbytes(body)
         headers = {**headers, **self.naming(attempt)}
         try:
@@ -451,10 +463,10 @@ class RestStore(ObjectStore):
         except TransientStoreError:
             raise
         except StoreError:
-            # the answer to HEAD has no body: ask again in a way that tells the reason
+            # the response to HEAD has no body: a GET's body tells the reason
             try:
                 return self.get_range(key, 0, [memoryview(bytearray(1))])
-            except RangeNotSatisfiableError:  # none that lasts, but an empty object
+            except RangeNotSatisfiableError:  # the failure has passed, and the object is empty
                 return self._head(key)
 
     def _head(self, key: str) -> ObjectInfo:
@@ -462,7 +474,7 @@ class RestStore(ObjectStore):
             return self._described(reply, key, self._length(reply, key))
 
     def _described(self, reply: Reply, key: str, size: int) -> ObjectInfo:
-        """The object that the headers of an answer describe."""
+        """Returns the ObjectInfo that a response's headers describe."""
         return ObjectInfo(
             key,
             size,
@@ -473,7 +485,7 @@ class RestStore(ObjectStore):
         )
 
     def _removed(self, key: str, url: str, headers: Mapping[str, str]) -> None:
-        """Removes what is at a URL; that there is nothing is no error."""
+        """Sends a DELETE to a URL; a missing object is not an error."""
         with (
             contextlib.suppress(ObjectNotFoundError),
             self.exchange("DELETE", url, headers, key=key),
@@ -483,7 +495,7 @@ class RestStore(ObjectStore):
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         honoured = self.capabilities.conditional_deletes
         if if_version is not None and not honoured:
-            # another write may come between, but none that was there before is deleted
+            # another write may come between, but an object that was already replaced is not deleted
             try:
                 found = self.head(key)
             except ObjectNotFoundError:
@@ -496,17 +508,19 @@ class RestStore(ObjectStore):
 
     @abstractmethod
     def _delete(self, key: str, if_version: str | None) -> None:
-        """Removes an object; a missing object is not an error. The condition may be ignored."""
+        """Deletes an object; a missing object is not an error. The store may ignore
+        `if_version`.
+        """
 
     @abstractmethod
     def route(self) -> Route:
-        """How the bucket is reached."""
+        """Returns the bucket's URL, and the settings that it comes from."""
 
     def origin(self) -> Origin:
-        """Where the credentials come from; they are fetched for it, if they were not yet.
+        """Returns where the credentials come from, after fetching them if necessary.
 
         Raises:
-            StoreError: If they can't be.
+            StoreError: If they can't be fetched.
         """
         source = self._credentials.source()
         source.secrets()
@@ -524,7 +538,7 @@ class RestStore(ObjectStore):
 
 
 def _expired(refused: CredentialsError) -> ExpiredCredentialsError:
-    """The refusal of credentials that the store accepted before."""
+    """Returns a refusal of previously accepted credentials as a transient error."""
     error = ExpiredCredentialsError(
         refused.message, uri=refused.uri, cause=refused.cause, certain=refused.certain
     )
@@ -533,7 +547,7 @@ def _expired(refused: CredentialsError) -> ExpiredCredentialsError:
 
 
 def encode_query(query: Mapping[str, str]) -> str:
-    """The query of a URL; empty values are written without an equals sign."""
+    """Returns the query string of a URL; empty values are written without an equals sign."""
     return "&".join(
         urlencode({name: value}, quote_via=quote) if value else quote(name)
         for name, value in query.items()

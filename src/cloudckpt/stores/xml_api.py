@@ -1,5 +1,5 @@
-"""The XML that S3 made and others speak: answers and errors of all three clouds, and the uploads in
-parts of S3 and Google.
+"""Parses the XML of all three clouds (listings, results, errors), and implements the multipart
+uploads that S3 and Google share.
 """
 
 from __future__ import annotations
@@ -37,24 +37,27 @@ __all__ = [
     "unqualified",
 ]
 
-_MOST_TAGS = 1_000_000  # a thousand blobs of Azure have some seventy thousand
+_MOST_TAGS = 1_000_000  # a response for a thousand blobs of Azure has some seventy thousand
 
-# an encoding that Python does not know, or that expat can't use, comes as one of the other two
+# for an encoding that Python does not know, or that expat can't use, the parser raises LookupError
+# or ValueError
 _NO_XML = (ElementTree.ParseError, LookupError, ValueError)
 _NOT_THE_XML = "the store's answer is not the expected XML; check the endpoint and the proxy"
 
 
 def unqualified(body: bytes, uri: str, name: str = "") -> Element:
-    """The root of an answer, its names without their namespaces.
+    """Parses an XML response and returns its root, with all namespaces removed from the tags.
 
     Args:
-        body: Of the answer.
-        uri: What it is about, for messages.
-        name: That the root must have, if what is not in it would be taken for missing.
+        body: The body of the response.
+        uri: The object or bucket that was requested, for messages.
+        name: The tag that the root must have; empty: any. Needed where an absent child would be
+            taken for a missing object.
 
     Raises:
-        ServerError: If it has another root.
-        Exception: If the body is no XML that a store answers; see :func:`~.http.bodies.reading`.
+        ServerError: If the root has another tag.
+        Exception: If the body is not valid XML; :func:`~.http.bodies.reading` turns it into a
+            ServerError.
     """
     root = _parsed(body)
     for element in root.iter():
@@ -65,35 +68,39 @@ def unqualified(body: bytes, uri: str, name: str = "") -> Element:
 
 
 def _another_root(found: str, wanted: str, uri: str) -> ServerError:
-    """A sign-in page may be XML, and would be taken for a listing in which nothing is."""
+    """Returns the error for XML with an unexpected root.
+
+    A sign-in page of a proxy may be valid XML, and would be taken for an empty listing.
+    """
     cause = f"<{told(found)}> instead of <{wanted}>" if found else f"no <{wanted}>"
     return ServerError(_NOT_THE_XML, uri=uri, cause=cause)
 
 
 def text(element: Element, name: str) -> str:
-    """The text of a child; empty if there is none."""
+    """Returns the stripped text of a child element; empty if the child is missing."""
     return (element.findtext(name) or "").strip()
 
 
 def required(element: Element, name: str) -> str:
-    """The text of a child, which an entry of a listing must have; ValueError if it has none."""
+    """Returns the text of a child element; raises ValueError if it is missing or empty."""
     if found := element.findtext(name):
         return found
     raise ValueError(f"an entry of the listing has no {name}")
 
 
 def key_text(root: Element, key: str) -> str:
-    """A key in a listing, which may have been asked for with ``encoding-type=url``."""
+    """Returns a key of a listing, decoded if the response says ``encoding-type=url``."""
     return unquote_plus(key) if text(root, "EncodingType") == "url" else key
 
 
 def result_of(store: RestStore, reply: Reply, action: str, uri: str) -> Element:
-    """The root of the answer to long work, whose status is sent before the work is done.
+    """Returns the root of the response to a long operation, such as a completion or a copy.
 
-    An element without a name if the answer has no body, as some stores' do.
+    The store sends the status 200 before the work is done, so only the body tells whether it
+    failed. For an empty body, as some stores send it, the result is an element with an empty tag.
 
     Raises:
-        StoreError: If the body says that the work has failed.
+        StoreError: If the body is an ``<Error>``.
     """
     answer = reply.read_all()
     if not answer.strip():
@@ -105,9 +112,10 @@ def result_of(store: RestStore, reply: Reply, action: str, uri: str) -> Element:
 
 
 def error_fields(body: bytes) -> Mapping[str, str]:
-    """The names and texts of an error's elements; none if it is no error of an object store.
+    """Returns the texts of an ``<Error>`` response by their tags; empty for any other body.
 
-    A gateway's page may be XML, too, and have elements of such names elsewhere.
+    Only the root decides: a gateway's error page may be XML as well, and contain elements with the
+    same names.
     """
     try:
         root = _parsed(body)
@@ -119,26 +127,28 @@ def error_fields(body: bytes) -> Mapping[str, str]:
 
 
 def _parsed(body: bytes) -> Element:
-    """What no store answers is refused before it takes more memory than its bytes suggest.
+    """Parses XML, but refuses a body that would take far more memory than its size suggests.
 
-    Such as a document type, which may declare entities. In what expat reads as a text of single
-    bytes, all tags begin with the byte of ASCII.
+    Refused are a document type (which may declare entities), NUL bytes, and more than `_MOST_TAGS`
+    tags. The count is reliable: in every single-byte encoding that expat reads, a tag begins with
+    the ASCII byte ``<``.
     """
     if b"\0" in body or b"<!DOCTYPE" in body or body.count(b"<") > _MOST_TAGS:
         raise ElementTree.ParseError(
             "the XML has a document type or too many elements, or is not text"
         )
-    # white space has kept the connection alive
+    # a store sends white space before the XML to keep the connection alive
     return ElementTree.fromstring(body.lstrip())  # noqa: S314 - bounded above
 
 
 class XmlStore(RestStore):
-    """A store whose uploads in parts are those of S3's protocol.
+    """A store with S3's protocol for multipart uploads.
 
     Attributes:
-        bucket_url: The URL of the bucket, for a query to be appended.
-        creation_headers: Of the request that begins an upload.
-        part_checksum: The XML element of a part's CRC32C in that request, if it is to be there.
+        bucket_url: The URL of the bucket, to which a query can be appended.
+        creation_headers: The headers of the request that begins an upload.
+        part_checksum: The XML element that carries a part's CRC32C in the completion request; None
+            if the store takes no such element.
     """
 
     bucket_url: str
@@ -147,10 +157,10 @@ class XmlStore(RestStore):
 
     @abstractmethod
     def part_headers(self, crc32c: int) -> Mapping[str, str]:
-        """The headers of what carries bytes of an object, from their CRC32C."""
+        """Returns the headers that carry the CRC32C of an uploaded body."""
 
     def completion_headers(self, crc32c: int) -> Mapping[str, str]:
-        """The headers of the request that completes an upload, from the object's CRC32C."""
+        """Returns the headers that carry the whole object's CRC32C when an upload is completed."""
         return {}
 
     def create_upload(self, key: str, part_size: int) -> Upload:
@@ -182,10 +192,10 @@ class XmlStore(RestStore):
     def _completed(
         self, upload: Upload, parts: Sequence[Part], condition: Mapping[str, str]
     ) -> tuple[str, Mapping[str, str]]:
-        """Makes the object out of its parts, under the condition of these headers.
+        """Completes an upload under the given precondition headers.
 
         Returns:
-            The object's ETag, empty if it was not told, and the headers of the answer.
+            The object's ETag (empty if the response has none), and the headers of the response.
         """
         whole = whole_checksum(parts, CRC32C)
         headers = {"Content-Type": "application/xml", **condition}

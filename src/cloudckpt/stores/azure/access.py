@@ -1,4 +1,4 @@
-"""Access to a container: its account, its endpoint, and what authorizes requests."""
+"""Access to an Azure container: its account, endpoint and credentials."""
 
 from __future__ import annotations
 
@@ -39,23 +39,26 @@ except ImportError as exc:
 __all__ = ["ContainerAccess"]
 
 API_VERSION = "2021-12-02"
-"""The REST API version that requests are written for: the first with the cold tier, and later than
-the versions that added encoded names in listings and large blocks."""
+"""The REST API version of all requests: the first with the cold tier, and later than the versions
+that added encoded names in listings and large blocks.
+"""
 
 _AZURE_HOST = re.compile(
     r"\.(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)$"
 )
 _CLOUD = re.compile(r"\.(?P<zone>z\d+\.)?(?:privatelink\.)?blob\.(?P<suffix>.+)$")
-_VARIANT = re.compile(r"(-secondary)?(-ipv6|-dualstack)?$")  # of the account's endpoint
+# suffixes of the account in its endpoint
+_VARIANT = re.compile(r"(-secondary)?(-ipv6|-dualstack)?$")
 
 _ACCOUNT = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME")
 _KEY = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY")
 _SAS = ("AZURE_STORAGE_SAS_TOKEN",)
 _CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 
-_LONGEST_COPY = datetime.timedelta(hours=2)  # from when it is asked for until it has been read
+# from the request for a copy until its source has been read
+_LONGEST_COPY = datetime.timedelta(hours=2)
 
-_SIGNED = (  # in this order, whether they are sent or not
+_SIGNED = (  # signed in this order, whether sent or not
     "content-encoding",
     "content-language",
     "content-length",
@@ -71,16 +74,16 @@ _SIGNED = (  # in this order, whether they are sent or not
 
 
 class ContainerAccess:
-    """How to reach a container, as Azure's SDKs determine it.
+    """The endpoint and credentials of a container, determined as Azure's SDKs do.
 
     Attributes:
-        container: Its name.
+        container: The container's name.
         endpoint: The account's endpoint, without a trailing slash.
         url: The URL of the container.
-        endpoint_from: The setting that names the account.
+        endpoint_from: The setting that supplied the account.
         is_azure: Whether the endpoint is Azure's own, in any of its clouds.
-        http_options: How to connect to it.
-        credentials: What authorizes requests.
+        http_options: The options of connections to it.
+        credentials: The credentials that authorize requests.
     """
 
     def __init__(self, container: str, host: str, config: Config, uri: str) -> None:
@@ -102,7 +105,8 @@ class ContainerAccess:
             given = _from_environment(container, uri)
             fits = given.account in ("", place.account)
             if given.sas and not given.key and not given.account and host:
-                fits = False  # unlike a key, it is sent: to no account that only the URI names
+                # a signature is sent, unlike a key: not to an account that only the URI names
+                fits = False
             if fits:
                 _check_cloud(given, place, uri)
             if fits and given.key:
@@ -141,7 +145,7 @@ class ContainerAccess:
     def authorize(
         self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
     ) -> tuple[str, dict[str, str]]:
-        """As of :class:`~cloudckpt.stores.rest.Access`.
+        """Implements :meth:`cloudckpt.stores.rest.Access.authorize`.
 
         Raises:
             CredentialsError: If there are no credentials, or they can't be renewed.
@@ -160,16 +164,18 @@ class ContainerAccess:
         return url, headers
 
     def reaches(self, other: ContainerAccess) -> bool:
-        """Whether this endpoint can read from that one: both are in the same cloud."""
+        """Returns whether this endpoint can copy from the other's: both are in the same cloud."""
         if self.is_azure and other.is_azure:
             zones = (_CLOUD.search(urlsplit(access.url).netloc) for access in (self, other))
             return len({zone and zone["suffix"] for zone in zones}) == 1
         return self._place.endpoint == other._place.endpoint
 
     def as_source(self, key: str) -> tuple[str, str | None]:
-        """A URL from which the store itself can read a blob, and any further authorization.
+        """Returns a URL from which the store can read a blob, and the Authorization header if
+        needed.
 
-        A key can't be sent, so it signs a permission to read this one blob for two hours.
+        An account key must not be sent; it signs a URL that permits reading this blob for two
+        hours.
 
         Raises:
             StoreError: If there are no credentials, or they can't be renewed.
@@ -193,14 +199,14 @@ class ContainerAccess:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Source:
-    """A key that signs requests, a shared access signature for URLs, a token, or none of them.
+    """The credentials of one lookup: an account key, a shared access signature, a token, or none.
 
     Attributes:
-        sign: Makes the Authorization header of a request.
-        sas: The signature.
-        token: Gives the token.
+        sign: Returns the Authorization header of a request, signed with the key.
+        sas: The shared access signature, appended to URLs.
+        token: Returns the token.
         given: The key or signature from the environment, if any.
-        found: Says where they come from.
+        found: Returns where the credentials come from.
     """
 
     sign: Callable[[str, str, Mapping[str, str]], str] | None = None
@@ -219,23 +225,25 @@ class _Source:
 
 
 class _SharedKey:
-    """Signs requests to the blobs of one account with its key, which is never sent.
+    """Signs requests to one account's blobs with its key; neither the key nor a reusable token is
+    sent.
 
-    Nothing reusable is sent either: a shared access signature made from the key would be bound to
-    an API version that not every Azure cloud knows, and to the account's policy.
+    A shared access signature made from the key would be tied to an API version that not every Azure
+    cloud supports, and to the account's policy.
     https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key
     """
 
     def __init__(self, account: str, key: str, uri: str) -> None:
-        """
+        """Decodes the account key.
+
         Raises:
-            CredentialsError: If the key is invalid.
+            CredentialsError: If the key is not valid base64.
         """
         self._account = account
         try:
             self._key = base64.b64decode(key, validate=True)
         except binascii.Error:
-            raise_alone(  # without the text of the cause, which might quote it
+            raise_alone(  # without the cause's text, which might quote the key
                 CredentialsError(
                     "the key of the storage account is not valid base64; copy it again from "
                     "'Access keys' of the account",
@@ -244,14 +252,14 @@ class _SharedKey:
             )
 
     def authorization(self, method: str, url: str, headers: Mapping[str, str]) -> str:
-        """The Authorization header of a request, given all its other headers."""
+        """Returns the Authorization header of a request, given all its other headers."""
         given = {name.lower(): value.strip() for name, value in headers.items()}
         if given.get("content-length") == "0":
             given["content-length"] = ""
         parts = urlsplit(url)
         lines = [method, *(given.get(name, "") for name in _SIGNED)]
         lines += [f"{name}:{given[name]}" for name in sorted(given) if name.startswith("x-ms-")]
-        lines += [f"/{self._account}{parts.path}"]  # encoded as it is sent
+        lines += [f"/{self._account}{parts.path}"]  # percent-encoded as in the request
         pairs = (pair.partition("=") for pair in parts.query.split("&") if pair)
         lines += sorted(f"{name.lower()}:{unquote(value)}" for name, _, value in pairs)
         digest = hmac.digest(self._key, "\n".join(lines).encode(), "sha256")
@@ -260,7 +268,7 @@ class _SharedKey:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Given:
-    """The settings from the environment; empty where unset."""
+    """The account's settings from the environment; empty where unset."""
 
     endpoint: str = ""
     account: str = ""
@@ -269,7 +277,7 @@ class _Given:
 
     @property
     def named_by(self) -> str:
-        """The variable that holds the key or the signature."""
+        """Returns the variable that holds the key or the signature."""
         return first_set(_CONNECTION, *(_KEY if self.key else _SAS))
 
 
@@ -294,7 +302,7 @@ def _from_environment(container: str, uri: str) -> _Given:
             named = client.account_name or _first_of(url.rpartition("/")[0])
             account = _VARIANT.sub("", named)
     except ValueError:
-        problem = ConfigError(  # without the text of the cause, which might quote a key
+        problem = ConfigError(  # without the cause's text, which might quote a key
             "AZURE_STORAGE_CONNECTION_STRING can't be parsed; copy it again from 'Access keys' "
             "of the storage account",
             uri=uri,
@@ -308,10 +316,10 @@ def _from_environment(container: str, uri: str) -> _Given:
 
 
 def _end_of(sas: str) -> float | None:
-    """When a shared access signature expires, unless a stored policy says so instead."""
+    """Returns when a shared access signature expires; None if a stored policy determines it."""
     ends = dict(parse_qsl(sas)).get("se", "")
     if "T" not in ends:
-        ends += "T00:00:00Z"  # a day begins it
+        ends += "T00:00:00Z"  # it expires at the beginning of that day
     return iso_date(ends)
 
 
@@ -320,7 +328,7 @@ def _first(variables: tuple[str, ...]) -> str:
 
 
 def _secret(variables: tuple[str, ...], uri: str) -> str:
-    """The first of the variables that is set, checked for surrounding white space."""
+    """Returns the first of the variables that is set, after validating it as a credential."""
     for name in variables:
         if (text := os.environ.get(name, "")).strip():
             check_credential(text, name, uri)
@@ -329,7 +337,7 @@ def _secret(variables: tuple[str, ...], uri: str) -> str:
 
 
 def _locate(host: str, config: Config, given: _Given, uri: str) -> _Place:
-    """The account: from the URI, else the options, else the environment."""
+    """Determines the account: from the URI, else the options, else the environment."""
     options = config.azure
     if host:
         return _Place(f"https://{host}", _account_of(f"https://{host}"))
@@ -362,18 +370,20 @@ def _is_azure(host: str | None) -> bool:
 
 
 def _first_of(endpoint: str) -> str:
-    """The first name in an endpoint: in its path for emulators, else in its host."""
+    """Returns the account's part of an endpoint: the path of emulators, else the first label of the
+    host.
+    """
     parts = urlsplit(endpoint)
     return parts.path.strip("/") or (parts.hostname or "").partition(".")[0]
 
 
 def _account_of(endpoint: str) -> str:
-    """The account that an endpoint names."""
+    """Returns the account that an endpoint belongs to."""
     return _VARIANT.sub("", _first_of(endpoint))
 
 
 def _check_cloud(given: _Given, place: _Place, uri: str) -> None:
-    """Keeps an account's credentials from an account of the same name in another cloud.
+    """Prevents sending an account's credentials to an account of the same name in another cloud.
 
     Raises:
         ConfigError: If the connection string is for another cloud.

@@ -1,7 +1,8 @@
-"""What Azure's error codes mean to cloudckpt.
+"""Maps Azure's error codes to cloudckpt's exceptions.
 
-Codes come from "Common REST API error codes" and "Blob Storage error codes" of the REST reference.
-Azure has, or may get, more of some kinds than it documents: those are known by a word in them.
+The codes come from "Common REST API error codes" and "Blob Storage error codes" of the REST
+reference. Groups of which Azure has more codes than it documents are recognized by a word in the
+code.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ _MEANINGS = (
 def from_answer(
     status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
 ) -> StoreError:
-    """The error for a failed request: by its code, else by its HTTP status."""
+    """Returns the exception for an error response: by its error code, else by its HTTP status."""
     given = {name.lower(): value for name, value in headers.items()}
     fields = error_fields(body)
     code = given.get("x-ms-error-code") or fields.get("Code", "")
@@ -152,8 +153,8 @@ def from_answer(
     if "date header too old" in detail.lower():
         means = "DateHeaderTooOld"
     elif "failed to authenticate" in fields.get("Message", ""):
-        means = "AuthenticationFailed"  # Azurite has another code for it
-    if "'" in detail or "string to sign" in detail.lower():  # it quotes a signature
+        means = "AuthenticationFailed"  # Azurite sends another code
+    if "'" in detail or "string to sign" in detail.lower():  # the detail quotes a signature
         detail = ""
     named = fields.get("HeaderName") or fields.get("QueryParameterName") or ""
     words = [" ".join(text.split()) for text in (fields.get("Message", ""), named, detail)]
@@ -166,5 +167,5 @@ def from_answer(
         uri,
         headers,
         means=means,
-        is_foreign=True,  # Azure names a code, and Azurite: in a header, so also behind HEAD
+        is_foreign=True,  # Azure and Azurite name a code in a header, also in responses to HEAD
     )

@@ -1,8 +1,8 @@
 """Refuses names that Azure would change or reject.
 
 Azure drops a dot at the end of a path segment and takes a backslash for a slash: data saved under
-such a name ends up elsewhere, where nobody looks for it, or replaces what is there. Other names it
-refuses without saying why. Both kinds are refused here before anything is sent, by these rules:
+such a name ends up under another one, where it can't be found, or replaces another blob. Other
+names it rejects without a reason. Both are refused here before anything is sent, by these rules:
 https://learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata
 """
 
@@ -15,9 +15,9 @@ from cloudckpt.uri import CheckpointURI
 
 __all__ = ["check_blob", "check_location"]
 
-_LONGEST = 1024  # characters, counted as UTF-16 has them
-_DEEPEST = 254  # segments between slashes
-_BENEATH = 64  # most characters that a checkpoint's objects have after its prefix
+_LONGEST = 1024  # characters, counted in UTF-16 code units
+_DEEPEST = 254  # path segments
+_BENEATH = 64  # most characters that the keys of a checkpoint add to its prefix
 
 _UNFIT = (
     (re.compile(r"[\x00-\x1f\x7f-\x9f]"), "contains a control character"),
@@ -30,29 +30,30 @@ _CONTAINER = re.compile(r"\$?[a-z0-9]+(?:-[a-z0-9]+)*")
 
 
 def check_blob(name: str, uri: str) -> None:
-    """Checks that Azure would store a blob under exactly this name.
+    """Raises an error unless Azure would store a blob under exactly this name.
 
     Raises:
-        InvalidRequestError: If it would not.
+        InvalidRequestError: If Azure would change or reject the name.
     """
     why = _why_unfit(name, longest=_LONGEST, deepest=_DEEPEST) if name else "is empty"
     if why:
         raise InvalidRequestError(
             f"the name of the blob {why}; choose another name",
-            uri=uri.encode("utf-8", "backslashreplace").decode(),  # which can be printed
+            uri=uri.encode("utf-8", "backslashreplace").decode(),  # so that it can be printed
             certain=True,
         )
 
 
 def check_location(uri: CheckpointURI, *, is_checkpoint: bool) -> None:
-    """Checks that Azure would store what is written to a location at exactly this place.
+    """Raises an error unless Azure would store objects under exactly this location.
 
     Args:
         uri: An ``az`` location.
-        is_checkpoint: Whether objects go beneath it, whose names need room.
+        is_checkpoint: Whether the objects of a checkpoint will be stored beneath it, which need
+            some characters of the length limit.
 
     Raises:
-        InvalidURIError: If it would not.
+        InvalidURIError: If Azure would change or reject the name.
     """
     if len(uri.bucket) > 63 or not _CONTAINER.fullmatch(uri.bucket):
         raise InvalidURIError(

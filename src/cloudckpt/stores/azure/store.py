@@ -61,10 +61,10 @@ P = TypeVar("P")
 _MAX_PUT = 5000 * 1024**2
 _MAX_BLOCK = 4000 * 1024**2
 _MAX_BLOCKS = 50_000  # of a blob
-_MAX_COPY = 256 * 1024**2  # of Copy Blob From URL
+_MAX_COPY = 256 * 1024**2  # of one Copy Blob From URL request
 _BLOBS_PER_PAGE = "1000"
 
-# a block is named by its upload and its number: all blocks of a blob need names of one length
+# block ids consist of the upload's id and the part number; all ids of a blob must have equal length
 _UPLOAD_ID = len(random_suffix())
 _NUMBER = len(f"{_MAX_BLOCKS}")
 
@@ -75,7 +75,14 @@ class AzureStore(RestStore):
     metadata_prefix = "x-ms-meta-"
 
     def __init__(self, container: str, config: Config, host: str = "", root: str = "") -> None:
-        """``host`` is the URI's blob endpoint, if it names one; ``root`` is for messages."""
+        """Opens a container.
+
+        Args:
+            container: The container's name.
+            config: The options.
+            host: The blob endpoint in the URI; empty if the URI has none.
+            root: The container's URI for messages; by default ``az://container``.
+        """
         self._access = ContainerAccess(container, host, config, root or f"az://{container}")
         super().__init__(root or f"az://{container}", self._access)
         options = config.azure
@@ -92,7 +99,7 @@ class AzureStore(RestStore):
             verifies=self._checksums,
             create_only=is_azure,
             max_copy_size=_MAX_COPY,
-            copies_parts=is_azure,  # Azurite does not
+            copies_parts=is_azure,  # Azurite can't
         )
         self._scope = _present({"x-ms-encryption-scope": options.encryption_scope})
         self._blob_headers = {**self._scope, **_blob_headers(options)}
@@ -124,7 +131,9 @@ class AzureStore(RestStore):
     # uploads in parts
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        """Begins an upload; Azure does not know it before its first block arrives."""
+        """Draws a new upload id; nothing is sent, as Azure only learns of the upload with its first
+        block.
+        """
         check_blob(key, self.uri(key))
         name = random_suffix()
         upload = Upload(key, name, part_size, attempt=name)
@@ -183,7 +192,7 @@ class AzureStore(RestStore):
         check_blob(key, self.uri(key))
         headers = {
             **self._blob_headers,
-            **self.naming(attempt),  # else the source's is copied
+            **self.naming(attempt),  # otherwise the source's metadata is copied
             "x-ms-requires-sync": "True",
             **({"If-None-Match": "*"} if if_absent else {}),
         }
@@ -225,7 +234,7 @@ class AzureStore(RestStore):
         url: str,
         headers: Mapping[str, str],
     ) -> tuple[Mapping[str, str], int | None]:
-        """The headers of the answer to a copy, and the checksum in them."""
+        """Requests a copy; returns the headers of the response, and the checksum in them."""
         origin, authorization = source._access.as_source(found.key)
         wanted = {
             **headers,
@@ -237,12 +246,13 @@ class AzureStore(RestStore):
             return reply.headers, _crc64(reply.headers)
 
     def abort_upload(self, upload: Upload) -> None:
-        """Discards the blocks of a blob that was never completed, unless other uploads have some.
+        """Discards the uncommitted blocks of a new blob, unless they may belong to other uploads.
 
-        Deleting such a blob discards all of its blocks at once, as AzCopy does. Azure has no
-        condition that would spare a blob committed in the meantime, so the check comes last, and
-        if another upload may be about to commit, nothing is deleted. Leftovers, including blocks
-        that would replace a blob, go with the blob's next write, or after a week.
+        Deleting a blob that was never committed discards all of its blocks at once, as AzCopy does.
+        Azure has no precondition that would spare a blob committed in the meantime, so the check is
+        made last, and if another upload may be about to commit, nothing is deleted. The remaining
+        blocks, and those that would replace an existing blob, are discarded by the next write of
+        the blob, or after a week.
         """
         self._aborted.add(upload.id)
         self._begun.pop(upload.id, None)
@@ -255,8 +265,8 @@ class AzureStore(RestStore):
             self.delete(upload.key)
 
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
-        """The uploads that Azure has blocks of, and those begun here."""
-        known = list(self._begun.values())  # at once, since other threads begin and end uploads
+        """Yields the uploads of which Azure has blocks, and those begun by this process."""
+        known = list(self._begun.values())  # a copy, as other threads begin and end uploads
         begun = {upload.id: upload for upload in known if upload.key.startswith(prefix)}
         pages = self._pages(prefix, retry, {"include": "uncommittedblobs"}, _uncommitted)
         for name in chain.from_iterable(pages):
@@ -265,7 +275,7 @@ class AzureStore(RestStore):
         yield from begun.values()
 
     def _uploads_of(self, key: str) -> list[str]:
-        """The uploads that have sent blocks for a blob."""
+        """Returns the ids of the uploads that have sent uncommitted blocks for a blob."""
         url = self.object_url(key, {"comp": "blocklist", "blocklisttype": "uncommitted"})
         try:
             with self.exchange("GET", url, {}, key=key) as reply:
@@ -276,7 +286,7 @@ class AzureStore(RestStore):
             return []  # completed or discarded since the listing
 
     def _check_open(self, upload: Upload) -> None:
-        """Keeps a late part from bringing back a discarded upload."""
+        """Raises an error for an aborted upload, so that a late part does not revive it."""
         if upload.id in self._aborted:
             raise ObjectNotFoundError(
                 "the upload was aborted, so no part can be added to it", uri=self.uri(upload.key)
@@ -285,7 +295,7 @@ class AzureStore(RestStore):
     # head, list and delete
 
     def head(self, key: str) -> ObjectInfo:
-        # unlike S3, Azure names the reason of a failure in a header
+        # unlike S3, Azure names the reason of a failure in a header, also for HEAD
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
             if reply.headers.get("x-ms-meta-hdi_isfolder") == "true":
                 raise ObjectNotFoundError("this is a directory, not a blob", uri=self.uri(key))
@@ -297,7 +307,9 @@ class AzureStore(RestStore):
     def _pages(
         self, prefix: str, retry: Retry, query: Mapping[str, str], read: Callable[[Element], P]
     ) -> Iterator[P]:
-        """The pages of a listing; Azure's SDK takes eight times as long to read them."""
+        """Yields the parsed pages of a listing; Azure's SDK would take eight times as long to parse
+        them.
+        """
         query = {
             "restype": "container",
             "comp": "list",
@@ -324,7 +336,8 @@ class AzureStore(RestStore):
         except ObjectNotFoundError:
             pass
         except PreconditionFailedError:
-            with contextlib.suppress(ObjectNotFoundError):  # of which it says the same
+            # a missing blob also fails the condition
+            with contextlib.suppress(ObjectNotFoundError):
                 self.head(key)
                 raise
 
@@ -356,32 +369,33 @@ class AzureStore(RestStore):
 
     @property
     def renewable(self) -> tuple[type[StoreError], ...]:  # type: ignore[override]
-        # some refusals of a signature are worded as if it were valid: all of them in Azurite, those
-        # of a replaced policy in Azure; whether the environment has another is soon known
+        # Some refusals of an invalid signature have the code of a missing permission: all of them
+        # in Azurite, in Azure those after a stored policy was replaced. Looking the credentials up
+        # again costs little.
         is_given = self._access.credentials.current.given
         return (CredentialsError, AccessDeniedError) if is_given else (CredentialsError,)
 
     def _checksum(self, crc64: int) -> dict[str, str]:
         if not self._checksums:
             return {}
-        # its eight bytes are little-endian here, unlike those of a CRC64NVME on S3
+        # little-endian, unlike a CRC64NVME in a header of S3
         spelled = base64.b64encode(CRC64NVME.pack([crc64])).decode("ascii")
         return {"x-ms-content-crc64": spelled}
 
 
 def _crc64(headers: Mapping[str, str]) -> int | None:
-    """The CRC64 in the headers of an answer, whose eight bytes are little-endian."""
+    """Returns the CRC64 in a response's headers, where it has eight little-endian bytes."""
     spelled = headers.get("x-ms-content-crc64")
     return int.from_bytes(base64.b64decode(spelled), "little") if spelled else None
 
 
 def block_id(upload: Upload, number: int) -> str:
-    """The identifier of a block, which no block of another upload has."""
+    """Returns the identifier of an upload's block, unique among all uploads."""
     return base64.b64encode(f"{upload.id}{number:0{_NUMBER}}".encode("ascii")).decode("ascii")
 
 
 def _upload_of(block: str) -> str:
-    """The upload that a block belongs to; another program's block counts as an upload."""
+    """Returns the id of the upload that a block belongs to; a foreign block's own id."""
     try:
         name = base64.b64decode(block).decode("ascii")
     except (binascii.Error, UnicodeDecodeError):
@@ -390,7 +404,7 @@ def _upload_of(block: str) -> str:
 
 
 def _blob_headers(options: AzureOptions) -> dict[str, str]:
-    """The headers of every new blob."""
+    """Returns the headers of every new blob."""
     tags = urlencode(options.tags, quote_via=quote)
     return _present({"x-ms-access-tier": options.access_tier, "x-ms-tags": tags or None})
 
@@ -400,16 +414,16 @@ def _present(headers: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _blobs(page: Element) -> Iterator[tuple[str, Element]]:
-    """Names and properties of the blobs that a page lists."""
+    """Yields names and properties of the blobs in a page of a listing, without directories."""
     for blob in page.iterfind("Blobs/Blob"):
         properties = blob.find("Properties")
-        # accounts with a hierarchical namespace list directories too
+        # accounts with a hierarchical namespace also list directories
         if properties is not None and text(properties, "ResourceType") != "directory":
             yield _name(blob), properties
 
 
 def _objects(page: Element) -> list[ObjectInfo]:
-    """The blobs that a page lists."""
+    """Returns the blobs in a page of a listing."""
     found = []
     for name, properties in _blobs(page):
         tag = text(properties, "Etag").strip('"')
@@ -419,18 +433,18 @@ def _objects(page: Element) -> list[ObjectInfo]:
 
 
 def _level(page: Element) -> Page:
-    """The blobs and the folders that a page lists."""
+    """Returns the blobs and the folders in a page of a listing."""
     return _objects(page), [_name(folder) for folder in page.iterfind("Blobs/BlobPrefix")]
 
 
 def _uncommitted(page: Element) -> list[str]:
-    """The names of the blobs that a page lists and that have no content yet."""
+    """Returns the names of the blobs in a page of a listing that have no committed content."""
     sizes = [(name, text(properties, "Content-Length")) for name, properties in _blobs(page)]
     return [name for name, size in sizes if size in ("", "0")]
 
 
 def _name(blob: Element) -> str:
-    """The name of a listed blob, decoded if it has characters that XML does not allow."""
+    """Returns the name of a listed blob; decoded if Azure encoded it for XML."""
     element = blob.find("Name")
     if element is None:
         return ""

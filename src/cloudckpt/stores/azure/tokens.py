@@ -25,23 +25,25 @@ except ImportError as exc:
 __all__ = ["Tokens"]
 
 _SCOPE = "https://storage.azure.com/.default"
-_LONGEST = 3000  # characters of what all sources say
+_LONGEST = 3000  # characters of the messages of all sources
 _CLI_TIMEOUT = 60  # seconds; `az` starts slowly on a busy machine
 
 
 class Tokens:
-    """A valid token, shared by all threads; azure-identity keeps it and renews it when it is due.
+    """A valid access token shared by all threads; azure-identity caches it and renews it when due.
 
-    Only some of its sources keep their token: `az` would run for each request, so its provider of
-    tokens, which keeps one, is asked; and by one thread at a time, of which the first fetches it.
+    Only some of its sources cache their token; for others `az` would run at each request. So
+    azure-identity's token provider is used, which caches; one thread at a time calls it, so that
+    only the first fetches a token.
     """
 
     def __init__(self, config: Config, uri: str, *, note: str = "") -> None:
-        """
+        """Stores the settings; no token is fetched yet.
+
         Args:
-            config: How long to wait for the network.
-            uri: What the token is for, in messages.
-            note: What else to say if no credentials are found.
+            config: Supplies the network timeouts.
+            uri: The container that the token is for, in messages.
+            note: An addition to the message if no credentials are found.
         """
         self._uri = uri
         self._note = note
@@ -56,7 +58,7 @@ class Tokens:
         self._lock = threading.Lock()
 
     def get(self) -> str:
-        """The token.
+        """Returns the token, fetched or renewed if necessary.
 
         Raises:
             CredentialsError: If no source has credentials, or they are refused.
@@ -66,7 +68,9 @@ class Tokens:
             return self._fetched()
 
     def origin(self) -> Origin:
-        """Which azure-identity source gave the token; azure-identity has no public name for it."""
+        """Returns which azure-identity source supplied the token; azure-identity has no public name
+        for it.
+        """
         found = getattr(self._credential, "_successful_credential", None) or self._credential
         return Origin(source=f"azure-identity's {type(found).__name__}")
 
@@ -92,10 +96,11 @@ class Tokens:
             "nor a token by azure-identity (AZURE_CLIENT_ID and related variables, workload "
             "identity, managed identity, 'az login'); set one of them",
             uri=self._uri,
-            cause=told(str(exc), most=_LONGEST),  # a line of each source
+            cause=told(str(exc), most=_LONGEST),  # a line per source
             certain=True,
         )
 
 
 def _is_passing(exc: Exception) -> bool:
-    return isinstance(exc, AzureError)  # but the refusals, of which its chain speaks
+    # its subclass ClientAuthenticationError, a refusal, was caught before
+    return isinstance(exc, AzureError)

@@ -1,4 +1,4 @@
-"""Access to a bucket: the endpoint, where credentials are found, and the tokens that they give.
+"""Access to a Google bucket: its endpoint, its credentials and their access tokens.
 
 google-auth finds credentials and refreshes their tokens.
 """
@@ -45,14 +45,14 @@ _INVALID = google.auth.credentials.TokenState.INVALID
 
 
 class BucketAccess:
-    """Where requests go, and what authorizes them.
+    """The endpoint of a bucket, and the credentials that authorize its requests.
 
     Attributes:
         endpoint: The URL that paths are appended to.
-        endpoint_from: What names it.
-        is_google: Whether it is Google's own.
-        http_options: How to connect to it.
-        credentials: What authorizes requests.
+        endpoint_from: The setting that supplied the endpoint.
+        is_google: Whether the endpoint is Google's own.
+        http_options: The options of connections to it.
+        credentials: The credentials that authorize requests.
     """
 
     def __init__(self, config: Config, uri: str) -> None:
@@ -81,13 +81,15 @@ class BucketAccess:
         self.credentials = Credentials(look)
 
     def shares_realm(self, other: BucketAccess) -> bool:
-        """Whether one request may involve buckets of both: same endpoint and same user."""
+        """Returns whether one request may involve both buckets: same endpoint, same kind of
+        access.
+        """
         return (self.endpoint, self._is_anonymous) == (other.endpoint, other._is_anonymous)
 
     def authorize(
         self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
     ) -> tuple[str, Mapping[str, str]]:
-        """As of :class:`~cloudckpt.stores.rest.Access`.
+        """Implements :meth:`cloudckpt.stores.rest.Access.authorize`.
 
         Raises:
             CredentialsError: If the credentials can't be refreshed.
@@ -100,7 +102,7 @@ class BucketAccess:
 
 
 class _NoToken:
-    """What authorizes requests that need nothing."""
+    """The source of requests without credentials."""
 
     def secrets(self) -> tuple[str, ...]:
         return ()
@@ -114,7 +116,9 @@ def _universe() -> str:
 
 
 def _endpoint(options: GCSOptions) -> tuple[str, bool]:
-    """The endpoint, and whether it is given credentials: no emulator is, nor plain http."""
+    """Returns the endpoint, and whether it may get credentials: emulators and plain http
+    may not.
+    """
     if options.endpoint_url is not None:
         url = options.endpoint_url.rstrip("/")
         return url, url.startswith("https://")
@@ -126,10 +130,11 @@ def _endpoint(options: GCSOptions) -> tuple[str, bool]:
 
 
 def _check_universe(universe: str, endpoint: str, host: str, uri: str) -> None:
-    """Checks that credentials are for the endpoint's cloud, as Google's clients do.
+    """Raises an error if the credentials are for another cloud than the endpoint, as Google's
+    clients do.
 
-    Clouds with Google's technology run by others ("universes") do not know each other's accounts. A
-    token sent to another universe is exposed to strangers, who refuse it without a reason.
+    Clouds that others run with Google's technology ("universes") do not know each other's accounts.
+    A token sent to another universe is exposed to strangers, and refused without a reason.
     """
     known = (_universe(), "googleapis.com")
     domain = next((name for name in known if host.endswith(f".{name}")), _universe())
@@ -145,26 +150,29 @@ def _check_universe(universe: str, endpoint: str, host: str, uri: str) -> None:
 
 
 class _Request(google.auth.transport.requests.Request):
-    """How google-auth asks token services: with the store's limits in place of two minutes."""
+    """google-auth's HTTP transport to token services, with the store's timeouts instead of two
+    minutes.
+    """
 
-    timeout = (10.0, 60.0)  # seconds to connect, and to wait for an answer
+    timeout = (10.0, 60.0)  # seconds to connect, and to wait for a response
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         answer = super().__call__(*args, **{"timeout": self.timeout, **kwargs})
-        # google-auth takes any failure of the service of workload identities for a refusal
+        # google-auth takes every failure of the workload identity service for a refusal
         if answer.status == 429 or answer.status >= 500:
             raise google.auth.exceptions.TransportError(f"HTTP {answer.status}", answer)
         return answer
 
 
 class _Token:
-    """An access token, which google-auth refreshes: in the background ahead of its end."""
+    """An access token; google-auth refreshes it in the background before it expires."""
 
     def __init__(self, config: Config, uri: str) -> None:
-        """
+        """Finds the application default credentials.
+
         Raises:
-            CredentialsError: If there are no credentials, or none that can be used.
-            ConnectionLostError: If a service that tells of them is silent or overloaded.
+            CredentialsError: If there are no usable credentials.
+            ConnectionLostError: If the metadata server does not respond or is overloaded.
         """
         self._uri = uri
         self._request = _Request()
@@ -176,10 +184,10 @@ class _Token:
             self.universe = self._credentials.universe_domain  # may ask the metadata server
 
     def apply(self, method: str, url: str, headers: dict[str, str]) -> None:
-        """Adds what google-auth wants a request to carry: the token, and what else it knows of.
+        """Adds google-auth's headers to a request: the token, and others that it determines.
 
-        ``before_request`` is its hook for that. It finds out in the background where the account
-        may be used from (regional access boundaries), and says so in a header.
+        ``before_request`` is google-auth's hook for this. It looks up in the background from where
+        the account may be used (regional access boundaries), and adds a header about that.
         """
         with self._fetching():
             self._credentials.before_request(self._request, method, url, headers)
@@ -210,7 +218,8 @@ class _Token:
             with fetching("Google", self._uri, is_passing=_is_passing, said=_said):
                 yield
         except CredentialsError as error:
-            if "reasonable timeframe" in (error.cause or ""):  # of a service account's signature
+            # refused for the time in a service account's signature
+            if "reasonable timeframe" in (error.cause or ""):
                 text = (
                     "this machine's clock is wrong by minutes, so Google issues no access "
                     "token: set the clock by NTP"
@@ -220,14 +229,14 @@ class _Token:
 
 
 def _find(uri: str) -> google.auth.credentials.Credentials:
-    """The application default credentials."""
+    """Returns the application default credentials."""
     found: google.auth.credentials.Credentials
     check_credential(os.environ.get(_FILE, ""), _FILE, uri, header=False)
     try:
         found, _ = google.auth.default()
     except google.auth.exceptions.DefaultCredentialsError as exc:
         raise_alone(_none(exc, uri))
-    # only now: google-auth asks for the project of external accounts that have a scope
+    # not earlier: google-auth looks up the project of external accounts that have a scope
     found = google.auth.credentials.with_scopes_if_required(found, [_SCOPE])
     return found
 
@@ -245,9 +254,10 @@ def _none(exc: Exception, uri: str) -> CredentialsError:
 
 
 def _is_passing(exc: Exception) -> bool:
-    """Whether the service behind the credentials was silent, or has asked to come again later."""
+    """Returns whether the credentials service did not respond, or asked to retry later."""
     chain = list(causes(exc))
-    if any(isinstance(inner, ValueError) for inner in chain):  # what requests does not send
+    # an invalid request, which was never sent
+    if any(isinstance(inner, ValueError) for inner in chain):
         return False
     for inner in chain:
         if isinstance(inner, google.auth.exceptions.TransportError):
@@ -257,7 +267,7 @@ def _is_passing(exc: Exception) -> bool:
 
 
 def _said(exc: Exception) -> str:
-    """What google-auth says; others may quote what they can't read, such as a private key."""
+    """Returns an exception's class and message; only the class if it may quote a private key."""
     if not isinstance(exc, (google.auth.exceptions.GoogleAuthError, OSError)):
         return type(exc).__name__
     return f"{type(exc).__name__}: {' '.join(told(str(exc)).split())}"

@@ -1,7 +1,7 @@
-"""What Google Cloud Storage's reasons and codes mean to cloudckpt.
+"""Maps the error codes of Google Cloud Storage to cloudckpt's exceptions.
 
-The JSON API names a ``reason``, the XML API a ``Code``; many differ in their first letter only.
-Both lists are those of the API references ("HTTP status and error codes for JSON", "… for XML").
+The JSON API sends a ``reason``, the XML API a ``Code``; many differ only in the case of their first
+letter. Both are listed in the API references ("HTTP status and error codes for JSON", "… for XML").
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _LONGEST_BODY = 64 * 1024
 _LONGEST_TEXT = 500
 _OWN_TEXT = re.compile(r"No such object|bucket does not exist|storage\.\w+\.\w+|requester pays")
 _OF_EMULATORS = re.compile(rb"Not Found|.*\bdomain\W+global\b.*", re.DOTALL)
-"""How fake-gcs-server refuses reads, and storage-testbench all requests: an error in an error."""
+"""Error bodies of emulators: of fake-gcs-server for reads; of storage-testbench for all requests,
+where an error is nested in another.
+"""
 
 _MEANINGS = (
     Meaning(
@@ -64,7 +66,7 @@ _MEANINGS = (
     ),
     Meaning(".*[rR]ateLimitExceeded|slowDown|serviceUnavailable", ThrottledError),
 )
-# what has no reason of its own is told by its message, worded so in the API references
+# errors without a specific reason are recognized by their message, as the API references word it
 _BY_WORDS = (
     (404, "bucket does not exist", "noSuchBucket"),
     (400, "doesn't match calculated", "badDigest"),
@@ -81,15 +83,15 @@ def from_answer(
     *,
     is_google: bool = True,
 ) -> StoreError:
-    """The error for an answer that is no success, of either API.
+    """Returns the exception for an error response of either API.
 
-    ``is_google`` is whether the endpoint is Google's, and no emulator's.
+    `is_google` tells whether the endpoint is Google's own rather than an emulator.
     """
     body = _decompressed(headers, body)
     reason, message = _fields(body)
     found = (code for of, words, code in _BY_WORDS if status == of and words in message)
     means = next(found, reason[:1].lower() + reason[1:])
-    if status == 503 and reason == "backendError":  # with 500, it is a failure inside
+    if status == 503 and reason == "backendError":  # with 500 it is an internal error
         means = "serviceUnavailable"
     error = refusal(
         _MEANINGS,
@@ -111,9 +113,10 @@ def from_answer(
 
 
 def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:
-    """Whether an answer without a reason is no store's, see :func:`refusal`.
+    """Returns whether a response without a reason can't come from the store, see :func:`refusal`.
 
-    Google refuses reads with a plain text in place of a reason; gcp-storage-emulator says nothing.
+    Google refuses reads with a plain text without a reason; gcp-storage-emulator with an empty
+    body.
     """
     if body[:1] == b"<":
         return True
@@ -123,7 +126,7 @@ def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:
 
 
 def _decompressed(headers: Mapping[str, str], body: bytes) -> bytes:
-    """A body that was compressed for the way, as reads of content allow it."""
+    """Decompresses a body that was compressed for the transfer, as requests for content allow."""
     if any(
         (name.lower(), value) == ("content-encoding", "gzip") for name, value in headers.items()
     ):
@@ -133,13 +136,16 @@ def _decompressed(headers: Mapping[str, str], body: bytes) -> bytes:
 
 
 def _fields(body: bytes) -> tuple[str, str]:
-    """The reason (or code) of an error and its message; empty where the body is no such thing."""
+    """Returns the reason (or code) and the message of an error; empty if the body has another
+    format.
+    """
     begin = body.lstrip()[:1]
     if begin == b"<":
         fields = error_fields(body)
         texts = (fields.get("Message", ""), fields.get("Details", ""))
         return fields.get("Code", ""), ": ".join(text for text in texts if text)
-    if begin != b"{":  # how reads are refused; what is no text of the store's is not repeated
+    # reads are refused with plain text; other text may be a gateway's and is not quoted
+    if begin != b"{":
         text = body[:_LONGEST_TEXT].decode("utf-8", "replace").strip()
         return "", text if _OWN_TEXT.search(text) else ""
     try:

@@ -1,4 +1,4 @@
-"""Google Cloud Storage's JSON API: what its requests and answers hold."""
+"""Builds the requests and parses the responses of Google Cloud Storage's JSON API."""
 
 from __future__ import annotations
 
@@ -39,17 +39,19 @@ LISTED = "name,size,generation,updated"
 BRIEF = {"prettyPrint": "false"}
 
 CACHE_CONTROL = "no-store"
-"""Google caches publicly readable objects for an hour unless they forbid it; replacing or deleting
-an object leaves the cache unchanged: https://cloud.google.com/storage/docs/caching"""
+"""Google caches publicly readable objects for an hour unless their Cache-Control forbids it;
+replacing or deleting an object leaves the cache unchanged:
+https://cloud.google.com/storage/docs/caching
+"""
 
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
 
 def creation_headers(options: GCSOptions) -> dict[str, str]:
-    """What the options say about new objects, as the XML API takes it.
+    """Returns the headers of a new object according to the options, for the XML API.
 
     Raises:
-        ConfigError: If it can't travel in headers.
+        ConfigError: If a value can't be sent in a header.
     """
     wanted = {
         "Cache-Control": CACHE_CONTROL,
@@ -65,14 +67,14 @@ def creation_headers(options: GCSOptions) -> dict[str, str]:
 
 
 def metadata_of(options: GCSOptions, attempt: str) -> dict[str, str]:
-    """The metadata of a new object: the options', and the name of the write, if it has one."""
+    """Returns a new object's metadata: the options', and the name of the write unless empty."""
     return {**dict(options.metadata), **({ATTEMPT: attempt} if attempt else {})}
 
 
 def resource_of(options: GCSOptions, attempt: str = "") -> dict[str, Any]:
-    """What `creation_headers` says, and the name of the write, as the JSON API takes it.
+    """Returns the JSON resource of a new object according to the options, with the write's name.
 
-    The key of the encryption is a parameter of requests.
+    The encryption key is not part of it, but a query parameter.
     """
     wanted = {
         "contentType": "application/octet-stream",
@@ -84,7 +86,9 @@ def resource_of(options: GCSOptions, attempt: str = "") -> dict[str, Any]:
 
 
 def insertion(resource: Mapping[str, Any], boundary: str) -> tuple[bytes, bytes]:
-    """What is before and after the bytes of an object in the request that writes it."""
+    """Returns the bytes before and after the object's content in the multipart request that writes
+    it.
+    """
     head = (
         f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n"
         f"{json.dumps(resource)}\r\n"
@@ -94,7 +98,7 @@ def insertion(resource: Mapping[str, Any], boundary: str) -> tuple[bytes, bytes]
 
 
 def described(resource: Mapping[str, Any], key: str) -> ObjectInfo:
-    """The object of an answer."""
+    """Returns the ObjectInfo of a JSON resource."""
     version = str(int(resource["generation"]))
     size = int(resource["size"])
     attempt = str(dict(resource.get("metadata") or {}).get(ATTEMPT, ""))
@@ -104,7 +108,7 @@ def described(resource: Mapping[str, Any], key: str) -> ObjectInfo:
 
 
 def listed(item: Mapping[str, Any]) -> ObjectInfo:
-    """An object as a listing describes it."""
+    """Returns the ObjectInfo of an entry of a listing."""
     modified = iso_date(str(item.get("updated", "")))
     return ObjectInfo(
         str(item["name"]), int(item["size"]), str(int(item["generation"])), modified=modified
@@ -112,10 +116,11 @@ def listed(item: Mapping[str, Any]) -> ObjectInfo:
 
 
 def answer_of(reply: Reply) -> dict[str, Any]:
-    """The object in the JSON of an answer.
+    """Parses the JSON object of a response.
 
     Raises:
-        ValueError: If it is another value, or an error: an empty listing would be made of it.
+        ValueError: If the JSON is another value or an error, which would be taken for an empty
+            listing.
     """
     answer = json.loads(reply.read_all())
     if not isinstance(answer, dict) or "error" in answer:
@@ -125,7 +130,7 @@ def answer_of(reply: Reply) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def carried_out() -> Iterator[None]:
-    """Wraps a request made after a write: its failure does not mean that nothing was written."""
+    """Marks the errors of a request made after a write as uncertain: something was written."""
     try:
         yield
     except StoreError as error:
@@ -134,18 +139,22 @@ def carried_out() -> Iterator[None]:
 
 
 def generation(version: str) -> str:
-    """The generation to compare with; one that no object has if ``version`` is not a number."""
+    """Returns `version` as a generation for a precondition; one that matches no object if not a
+    number.
+    """
     return version if version.isascii() and version.isdigit() else _NO_GENERATION
 
 
 def parse_crc32c(text: str) -> int | None:
-    """The CRC32C in a value of ``x-goog-hash``; None if there is none."""
+    """Parses the CRC32C in a value of ``x-goog-hash``; None if it has none."""
     match = re.search(r"\bcrc32c=([A-Za-z0-9+/]{6}==)", text)
     return int.from_bytes(base64.b64decode(match.group(1)), "big") if match else None
 
 
 def of_payload(progress: Progress | None, before: int, size: int) -> Progress | None:
-    """Reports of a body only the ``size`` bytes after the first ``before``."""
+    """Returns a progress callback that counts only the `size` payload bytes after `before`
+    others.
+    """
     if progress is None:
         return None
     sent = reported = 0

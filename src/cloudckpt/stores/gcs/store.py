@@ -1,9 +1,9 @@
 """``gs://``: Google Cloud Storage.
 
 google-auth finds credentials and renews tokens. Objects are written, read, listed and deleted
-through the JSON API, which emulators also speak; only multipart uploads, which it lacks, go through
-the XML API. A version is an object's generation. Every body is sent with its CRC32C, and that of an
-object made of parts is compared with the parts'.
+through the JSON API, which emulators also implement; multipart uploads, which that API lacks, go
+through the XML API. A version is an object's generation. Every body is sent with its CRC32C; that
+of an object made of parts is compared with the one computed from the parts.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class GCSStore(XmlStore):
         self._options, self._checksums, self._endpoint = options, checksums, endpoint
         self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"  # of the JSON API
         self.bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
-        self._tokens: dict[tuple[object, ...], str] = {}  # of copies that are under way
-        self._may_be_cached = False  # whether data of the bucket may come from a cache
+        self._tokens: dict[tuple[object, ...], str] = {}  # the rewrite tokens of copies under way
+        self._may_be_cached = False  # whether the bucket's content may come from a cache
         self.capabilities = Capabilities(
             conditional_writes=is_google or None,
             conditional_deletes=is_google or None,
@@ -156,11 +156,11 @@ class GCSStore(XmlStore):
     ) -> ObjectInfo:
         size = sum(part.size for part in parts)
         whole = whole_checksum(parts, CRC32C)
-        # without a condition: multipart uploads know none, but each can be completed only once
+        # no precondition: multipart uploads support none, but each can be completed only once
         _, headers = self._completed(upload, parts, {})
         version = headers.get("x-goog-generation")
         crc32c = parse_crc32c(headers.get("x-goog-hash", ""))
-        if version is None or crc32c is None:  # the hash is not told of what KMS encrypts
+        if version is None or crc32c is None:  # the hash is missing for KMS-encrypted objects
             with carried_out():
                 made = self.head(upload.key)
         else:
@@ -168,8 +168,8 @@ class GCSStore(XmlStore):
         if made.size == size and made.checksum in (None, whole):
             return made
         with contextlib.suppress(StoreError):
-            self.delete(made.key, if_version=made.version)  # not what came after it
-        raise StoreError(  # its parts are gone, so it can't be tried again
+            self.delete(made.key, if_version=made.version)  # the condition spares a later object
+        raise StoreError(  # the parts are gone, so a retry is impossible
             "the store joined the parts incorrectly: the size or the CRC32C of the object is "
             "wrong; the object was deleted",
             uri=self.uri(made.key),
@@ -187,10 +187,11 @@ class GCSStore(XmlStore):
         attempt: str = "",
         if_absent: bool = False,
     ) -> ObjectInfo:
-        """Copies an object, as of all stores.
+        """Implements :meth:`cloudckpt.stores.base.ObjectStore.copy`.
 
-        Google copies at once within a location and storage class. Otherwise it takes several
-        requests, each for as much as Google likes; a retry continues where the last one ended.
+        Google copies at once within a location and storage class. Otherwise the copy takes several
+        requests, each for as many bytes as Google chooses; a retry continues where the last request
+        ended.
         """
         assert isinstance(source, GCSStore)
         options = self._options
@@ -239,12 +240,12 @@ class GCSStore(XmlStore):
         try:
             yield from super().list_uploads(prefix, retry)
         except InvalidRequestError as error:
-            if error.status != _NOT_IMPLEMENTED:  # a store without such uploads has none open
+            if error.status != _NOT_IMPLEMENTED:  # a store without multipart uploads has none open
                 raise
 
     def get_latest(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
-        # metadata never come from a cache, and caches know data by the whole URL: also by the
-        # generation that it is to have
+        # Metadata never come from a cache. Caches store content by the whole URL, so with the
+        # generation in the URL the content is that of the current object.
         info = self.head(key)
         self.check_size(key, info.size, limit)
         data = bytearray(info.size)
@@ -275,7 +276,7 @@ class GCSStore(XmlStore):
         return info
 
     def head(self, key: str) -> ObjectInfo:
-        # metadata, which no cache keeps
+        # the metadata, which no cache keeps
         url = self._url(f"{self._path}/{quote(key, safe='')}", {"fields": RESOURCE})
         with self.exchange("GET", url, {}, key=key) as reply:
             answered = http_date(reply.headers.get("Date", ""))
@@ -310,9 +311,9 @@ class GCSStore(XmlStore):
         return self._all_pages(prefix, ask, retry)
 
     def _url(self, path: str, query: Mapping[str, str]) -> str:
-        """A URL of the JSON API; a name in its path is one segment, whose slashes are encoded.
+        """Returns a URL of the JSON API; a name in `path` must be one segment with encoded slashes.
 
-        The discovery document demands ``userProject`` there.
+        The API's discovery document demands ``userProject`` in the query.
         """
         given = {name: value for name, value in query.items() if value}
         if self._options.user_project is not None:
@@ -335,14 +336,14 @@ class GCSStore(XmlStore):
     def _read(
         self, key: str, if_version: str | None, headers: Mapping[str, str]
     ) -> Iterator[Reply]:
-        """As of all stores; content that is stored compressed is refused.
+        """Sends a GET for an object's content, but refuses content that is stored compressed.
 
         Unless a request accepts gzip, Google decompresses such content while it is read, ignores
-        ranges and leaves its size open (https://cloud.google.com/storage/docs/transcoding). It is
-        not what its size and checksum say.
+        ranges and omits the length (https://cloud.google.com/storage/docs/transcoding). The bytes
+        then don't match the object's size and checksum.
         """
-        # what ``alt=media`` of the metadata's URL may be redirected to, where Google's own clients
-        # read: https://cloud.google.com/storage/docs/request-endpoints
+        # The URL to which ``alt=media`` of the metadata URL may redirect; Google's own clients read
+        # from it: https://cloud.google.com/storage/docs/request-endpoints
         condition = generation(if_version) if if_version else ""
         query = {"alt": "media", "ifGenerationMatch": condition}
         url = self._url(f"/download{self._path}/{quote(key, safe='')}", query)
@@ -358,7 +359,7 @@ class GCSStore(XmlStore):
         return from_answer(status, headers, body, action, uri, is_google=is_google)
 
     def _version(self, reply: Reply, key: str) -> str:
-        # what everybody may read and somebody else has written, without forbidding it to be cached
+        # the object is publicly readable, and its writer did not forbid caching
         if "public" in reply.headers.get("Cache-Control", ""):
             self._may_be_cached = True
         if version := reply.headers.get("x-goog-generation"):
@@ -367,7 +368,9 @@ class GCSStore(XmlStore):
 
 
 def _replaced(uri: str, version: str | None = None) -> ConnectionLostError:
-    """``version``: the one to read instead."""
+    """Returns the error for an object replaced while it was read; `version` is the one to read
+    instead.
+    """
     return ConnectionLostError(
         "the object was replaced while it was read: it is read again", version=version, uri=uri
     )

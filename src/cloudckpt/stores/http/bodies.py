@@ -1,6 +1,6 @@
-"""Bodies on the wire: sent from memory and received into it, in few calls to the socket.
+"""Sends request bodies from memory and receives response bodies into memory, in few system calls.
 
-And the guard of all that reads an answer, whatever an odd peer may have sent.
+:func:`reading` guards all code that parses a response, whatever a faulty server may have sent.
 """
 
 from __future__ import annotations
@@ -43,30 +43,32 @@ __all__ = [
 
 _PIECE = 64 * 1024
 _MOST_ERROR_BYTES = 64 * 1024
-_MOST_CONTROL_BYTES = 16 * 1024 * 1024  # a page of 1,000 keys of 1 KiB has some 2 MiB
+_MOST_CONTROL_BYTES = 16 * 1024 * 1024  # bytes; a page of 1,000 keys of 1 KiB each has about 2 MiB
 
-# Each call releases the GIL and waits for it: a request of 16 MiB should be one call. Except on
-# Linux the watch can't see progress in the middle of a call, which must therefore end in time.
+# Each call releases the GIL and waits for it: a request of 16 MiB should be one call. Only on Linux
+# can the watch see progress in the middle of a call; elsewhere a call must end in time.
 STEP = (16 if sys.platform == "linux" else 4) * 1024 * 1024
-"""Bytes that one blocking call moves."""
+"""The most bytes that one blocking call sends or receives."""
 
 _SMALL = 64 * 1024
 _GATHER = 256 * 1024
 
 
-# the last two are what http.client makes of sizes of chunks that are none
+# http.client raises the last two for invalid chunk sizes
 _BROKEN = (OSError, http.client.HTTPException, ValueError, OverflowError)
 
 
 class StoppedError(Exception):
-    """Carries what ``progress`` raised past who would take it for an error of their own."""
+    """Carries an exception of ``progress`` through code that would take it for a network error."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 def _report(progress: Progress | None, count: int) -> None:
-    """Calls ``progress``; what it raises is told from what a connection or an answer raises."""
+    """Calls `progress`; wraps its exception, so that it is not taken for a connection's or
+    response's.
+    """
     if progress is not None:
         try:
             progress(count)
@@ -78,12 +80,17 @@ _WHOLE = re.compile("[0-9]{1,18}")
 
 
 def whole_number(text: str | None) -> int | None:
-    """A size in bytes as an answer spells it; None if it is none that an object can have."""
+    """Parses a size in bytes from a header; None unless it is a decimal number of up to 18
+    digits.
+    """
     return int(text) if text is not None and _WHOLE.fullmatch(text) else None
 
 
 def steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes]:
-    """Cuts large views into steps and gathers small ones, which would cost a call each."""
+    """Yields a body in pieces to send: large views are split into steps, small ones are joined.
+
+    Each piece costs a system call. `progress` is called after a piece was sent.
+    """
     gathered: list[memoryview] = []
     waiting = 0
     for view in body:
@@ -107,7 +114,7 @@ def steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes]
 
 
 class Reply:
-    """An answer whose body has not been read yet."""
+    """A response whose body has not been read yet."""
 
     def __init__(
         self,
@@ -119,14 +126,15 @@ class Reply:
         *,
         is_last: bool = False,
     ) -> None:
-        """
+        """Wraps a response of urllib3.
+
         Args:
-            response: Of urllib3.
-            raw: Of the standard library.
-            sock: That it comes by.
-            watch: Ends it when it stalls.
-            longest: Seconds that a chunked answer about objects may take as a whole.
-            is_last: Whether the connection can't be used again.
+            response: The response of urllib3.
+            raw: The response of the standard library, from which the body is read.
+            sock: The connection's socket; None if there is none to watch.
+            watch: Breaks the connection when it stalls.
+            longest: Seconds that `read_all` may take for a chunked response.
+            is_last: Whether the connection can't be used for another request.
         """
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
@@ -140,12 +148,12 @@ class Reply:
 
     @property
     def length(self) -> int | None:
-        """The announced size of the body in bytes."""
+        """The size of the body in bytes according to Content-Length; None if missing or invalid."""
         return whole_number(self.headers.get("Content-Length"))
 
     @property
     def tls(self) -> tuple[str, str] | None:
-        """Protocol and cipher of the connection; None if it has no TLS."""
+        """The TLS version and cipher of the connection; None without TLS."""
         if not isinstance(self._sock, (ssl.SSLSocket, SSLTransport)):
             return None
         cipher = self._sock.cipher()
@@ -153,19 +161,24 @@ class Reply:
 
     @property
     def obstacle(self) -> str | None:
-        """Why bodies by this TLS connection are read record by record; None if they are not."""
+        """Why bodies on this TLS connection are read record by record; None if they are not."""
         if isinstance(self._sock, TLSSocket):
             return self._sock.obstacle
         return "TLS inside the TLS of a proxy"
 
     def check_range(self, start: int, size: int, uri: str) -> int:
-        """The size of the object, if the answer is the range of it that was asked for.
+        """Checks that the response holds the requested range; returns the size of the whole object.
+
+        Args:
+            start: The first byte of the range.
+            size: Bytes in the range.
+            uri: The object, for messages.
 
         Raises:
             RangeNotSatisfiableError: If the object ends before the range does.
-            StoreError: If it is anything else.
+            StoreError: If the response holds another range, or does not say which.
         """
-        if self.status == 200:  # a store that ignores Range, if only now and then
+        if self.status == 200:  # some stores ignore Range now and then
             if start != 0 or self.length != size:
                 raise ServerError(
                     f"the store ignored the Range header: it offered {self.length} bytes for "
@@ -195,10 +208,11 @@ class Reply:
         )
 
     def read_into(self, views: Sequence[memoryview], progress: Progress | None = None) -> None:
-        """Receives exactly the bytes of ``views``.
+        """Receives the body into `views`, filling all of them.
 
         Raises:
-            ConnectionLostError: If the body ends early or stalls; ``received`` says what arrived.
+            ConnectionLostError: If the body ends early or stalls; ``received`` is the number of
+                bytes that arrived.
         """
         received = 0
         for view in views:
@@ -219,34 +233,35 @@ class Reply:
                 _report(progress, count)
 
     def read(self, limit: int = _MOST_ERROR_BYTES) -> bytes:
-        """What arrives of the body of a short answer, at most ``limit`` bytes."""
+        """Returns as much of a short response's body as arrives, at most `limit` bytes."""
         data = bytearray()
         with contextlib.suppress(*_BROKEN):
             self._receive(data, limit)
         return bytes(data)
 
     def read_refusal(self) -> bytes:
-        """What arrives of the body of an answer that is no success, at most 64 KiB.
+        """Returns the body of an error response, as much of it as arrives, at most 64 KiB.
 
-        That of a 404 tells whether the store itself says that an object is not there: it must not
-        have been cut off on its way. No store's is as long as 64 KiB.
+        The body of a 404 must arrive intact: it tells whether the store itself reports a missing
+        object. No store sends an error of 64 KiB.
 
         Raises:
-            ConnectionLostError: If that of a 404 ends early or stalls.
+            ConnectionLostError: If the body of a 404 ends early or stalls.
         """
         if self.status != 404:
             return self.read()
         return self.read_all(_MOST_ERROR_BYTES, is_beginning=True)
 
     def read_all(self, limit: int = _MOST_CONTROL_BYTES, *, is_beginning: bool = False) -> bytes:
-        """The whole body of an answer about objects, such as a page of a listing.
+        """Returns the whole body of a response of moderate size, such as a page of a listing.
 
         Args:
-            limit: The most bytes that it may have.
-            is_beginning: Whether the first ``limit`` bytes of a longer one are returned.
+            limit: The most bytes that the body may have.
+            is_beginning: Whether to return the first `limit` bytes of a longer body, instead of an
+                error.
 
         Raises:
-            ConnectionLostError: If the body ends early, stalls, or is no such answer by its size.
+            ConnectionLostError: If the body ends early, stalls, or is longer than `limit`.
         """
         data = bytearray()
         receive = self._receive_chunks if self._raw.chunked else self._receive
@@ -265,7 +280,7 @@ class Reply:
         return bytes(data)
 
     def _receive(self, data: bytearray, limit: int) -> None:
-        """Appends what comes, up to ``limit`` bytes."""
+        """Appends the body's bytes to `data`, until it ends or `data` has `limit` bytes."""
         if self._raw.length == 0:
             self._raw.read()  # lets the response notice its end
             return
@@ -278,9 +293,9 @@ class Reply:
             data += piece[:count]
 
     def _receive_chunks(self, data: bytearray, limit: int) -> None:
-        """The same, but every piece is progress, however small.
+        """Like `_receive`, for a chunked body: every chunk counts as progress, however small.
 
-        S3 sends white space while it puts the parts of an object together.
+        S3 sends white space while it assembles an object from its parts.
         """
         end = time.monotonic() + self._longest
         while len(data) < limit:
@@ -293,7 +308,9 @@ class Reply:
             data += piece
 
     def _step(self, view: memoryview) -> int:
-        """What one call receives; a stall is told only when there is nothing else to tell of."""
+        """Receives the bytes of one call; a stall with some bytes received is raised by the next
+        call.
+        """
         if self._is_stalled:
             raise LateError(self._watch.stalled)
         count = 0
@@ -307,7 +324,9 @@ class Reply:
         return count
 
     def close(self) -> None:
-        """Gives the connection back if the body was read, or nearly so; else closes it."""
+        """Returns the connection to the pool if the body was read, or almost; otherwise
+        closes it.
+        """
         left = self._raw.length  # None: unknown; 0 also after HEAD, and for answers without a body
         try:
             if left == 0:
@@ -323,7 +342,7 @@ class Reply:
 
 
 def iso_date(text: str) -> float | None:
-    """Seconds since 1970 of a time as RFC 3339 writes it; None for anything else."""
+    """Converts an RFC 3339 time to seconds since 1970; None if it is not one."""
     try:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError):
@@ -331,7 +350,7 @@ def iso_date(text: str) -> float | None:
 
 
 def http_date(text: str) -> float | None:
-    """Seconds since 1970 of a time as headers write it; None for anything else."""
+    """Converts the time of an HTTP header to seconds since 1970; None if it is not one."""
     try:
         date = parsedate_to_datetime(text)
         return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp()
@@ -341,10 +360,10 @@ def http_date(text: str) -> float | None:
 
 @contextlib.contextmanager
 def reading(uri: str) -> Iterator[None]:
-    """Around all that reads an answer: whatever an odd one raises is an error of the server.
+    """Converts whatever the block raises while it parses a response to a retryable ServerError.
 
-    Nothing that comes from the wire is read elsewhere, so readers need no checks of their own for
-    what no store answers. What may be tried again is; what ``progress`` raises passes.
+    All parsing of received data happens within such a block, so parsers need no checks for
+    malformed responses. Errors of cloudckpt and exceptions of ``progress`` pass unchanged.
     """
     try:
         yield

@@ -1,8 +1,8 @@
-"""The zero-copy HTTP layer under the cloud stores.
+"""A zero-copy HTTP client for the cloud stores, on top of urllib3.
 
 urllib3 manages connections, TLS and proxies. This module adds what large buffers need: bodies that
-are lists of memoryviews, answers received straight into memoryviews, and a watch that ends a
-connection that no longer makes progress.
+are lists of memoryviews, responses received straight into memoryviews, and a watch that breaks
+connections without progress.
 """
 
 from __future__ import annotations
@@ -52,21 +52,22 @@ from cloudckpt.stores.redaction import masked, raise_alone, told
 
 __all__ = ["HttpClient", "HttpOptions", "proxy_url"]
 
-_UNFIT = re.compile(r"[^\t\x20-\x7e\xa0-\xff]")  # in the value of a header
-_CONNECTING = 4  # times connect_timeout: TCP, TLS with a proxy, its answer, TLS with the store
+_UNFIT = re.compile(r"[^\t\x20-\x7e\xa0-\xff]")  # characters not allowed in a header's value
+_CONNECTING = 4  # times connect_timeout: TCP, TLS to the proxy, its response, TLS to the store
 _USER_AGENT = f"cloudckpt/{__version__}"
 _TUNNEL = re.compile(r"Tunnel connection failed: (4\d\d)\b.*")
 
 
 @dataclass(eq=False)
 class _Call:
-    """What a thread has under way.
+    """The request that a thread has under way.
 
     Attributes:
-        limit: Seconds in which the answer must begin.
-        option: What sets them.
-        asks_first: Whether the server is to say first that it wants the body.
-        connection: What it uses at the moment.
+        limit: Seconds within which the response must begin.
+        option: The option that sets this limit, for messages.
+        asks_first: Whether the request waits for the server's ``100 Continue`` before it sends the
+            body.
+        connection: The connection in use at the moment; None if there is none yet.
     """
 
     limit: float
@@ -76,25 +77,28 @@ class _Call:
 
 
 class _Ours(http.client.HTTPConnection):
-    """What our two layers of a connection, with urllib3's between them, know of each other."""
+    """The state shared by our two connection classes, between which urllib3's own class is in the
+    MRO.
+    """
 
     sock: socket.socket | None
-    # set by the classes that _pool_classes makes:
-    calls: Mapping[int, _Call]  # by the thread
+    # set as class attributes by _pool_classes:
+    calls: Mapping[int, _Call]  # by thread identifier
     connect_limit: float  # seconds
     contexts: Contexts
     watch: Watch
     connecting: bool = False
-    is_spent: bool = False  # whether the server still waits for a body, and no request can follow
-    begun: bytes = b""  # of the answer, read while the request waited
+    is_spent: bool = False  # whether the server still waits for a body: no other request can follow
+    # the beginning of the response, read while the request waited for 100 Continue
+    begun: bytes = b""
     raw_response: http.client.HTTPResponse | None = None
     raw_sock: socket.socket | None = None
 
     def close(self) -> None:
-        """As that of ``HTTPConnection``; and closes an answer that nobody has got.
+        """Closes the connection, and a response that was never handed out.
 
-        One that ends with its connection keeps the socket, and the connection forgets it: so does
-        one whose headers were cut off when it was late.
+        Such a response would keep the socket open: the connection forgets its socket if the
+        response ends with it, and also if the watch cut the headers off.
         """
         super().close()
         if self.raw_response is not None:
@@ -102,14 +106,14 @@ class _Ours(http.client.HTTPConnection):
 
 
 class _Watched(_Ours):
-    """Sits between urllib3's connection and the standard library's.
+    """The connection class below urllib3's: sends requests and receives responses under the watch.
 
     It keeps the standard library's response, whose ``readinto`` receives into the caller's memory
     (urllib3's own copies). Its socket has no timeout: the watch ends what takes too long.
     """
 
     def send(self, data: Any) -> None:
-        if self.connecting:  # to a proxy
+        if self.connecting:  # a CONNECT request to a proxy
             super().send(data)
             return
         if self.sock is None and self.auto_open:
@@ -122,13 +126,13 @@ class _Watched(_Ours):
             with self.watch.step(self.sock, counter=Counter.ACKNOWLEDGED):
                 super().send(data)
         except ssl.SSLEOFError as exc:
-            # A server may refuse a large body before it has come. urllib3 then reads the answer,
-            # if it knows this error: without TLS it would be this one.
+            # A server may refuse a large body before it has received all of it. urllib3 then reads
+            # the response if send() raised BrokenPipeError, as it does without TLS.
             raise BrokenPipeError(errno.EPIPE, str(exc)) from exc
-        if call.asks_first and isinstance(self.sock, socket.socket):  # these were the headers
+        if call.asks_first and isinstance(self.sock, socket.socket):  # this call sent the headers
             call.asks_first = False
             self.is_spent, self.begun = early_answer(self.sock)
-            if self.is_spent:  # urllib3 then reads the answer
+            if self.is_spent:  # BrokenPipeError makes urllib3 read the response
                 raise BrokenPipeError(errno.EPIPE, "the server answered before the body was sent")
 
     def getresponse(self) -> http.client.HTTPResponse:
@@ -137,12 +141,12 @@ class _Watched(_Ours):
             answer = functools.partial(_ResumedResponse, begun=self.begun)
             self.begun = b""
         self.response_class = answer
-        self.raw_sock = self.sock  # dropped below if it is to close
+        self.raw_sock = self.sock  # super() drops it if the server closes the connection
         if self.sock is not None:
-            self.sock.settimeout(None)  # urllib3 has set another one
+            self.sock.settimeout(None)  # urllib3 has set a timeout
         call = self.calls[threading.get_ident()]
         late = f"the server did not answer within {call.limit:g} s ({call.option})"
-        # the end of a body may still be on its way: that time is not the server's
+        # the end of the body may still be on its way, which does not count as the server's delay
         with self.watch.step(self.raw_sock, late, call.limit, Counter.ACKNOWLEDGED):
             self.raw_response = super().getresponse()
         reader: object = self.raw_response.fp
@@ -152,7 +156,7 @@ class _Watched(_Ours):
 
 
 class _ResumedResponse(http.client.HTTPResponse):
-    """An answer of which something was read before."""
+    """A response whose first bytes were read earlier, while the request waited for 100 Continue."""
 
     fp: Any
 
@@ -162,13 +166,14 @@ class _ResumedResponse(http.client.HTTPResponse):
 
 
 class _Connecting(_Ours):
-    """Sits before urllib3's connection, to which a proxy may say one byte after the other.
+    """The connection class above urllib3's: connects under the watch, and makes sockets of ours.
 
-    The socket is to be one of ours. With TLS, that is chosen by the context, so urllib3 gets the
-    one that it would make by itself. TLS inside the TLS of a proxy is no socket, and goes without.
+    The watch is needed because a proxy may send its response byte by byte. With TLS, the context
+    chooses the socket class, so urllib3 is given a context like the one that it would create by
+    itself. TLS inside a proxy's TLS is not a socket and can't be replaced.
     """
 
-    # read by urllib3:
+    # attributes that urllib3 reads:
     ssl_context: ssl.SSLContext | None
     proxy_config: Any
 
@@ -195,7 +200,10 @@ class _Connecting(_Ours):
 
     @property
     def is_connected(self) -> bool:
-        """Not if more has come than was promised: the next answer would begin with it."""
+        """Whether the connection can be reused; not if unrequested bytes have arrived on it.
+
+        The next response would begin with these bytes.
+        """
         connected: bool = super().is_connected  # type: ignore[misc]  # urllib3's
         return connected and not (isinstance(self.sock, ssl.SSLSocket) and has_unread(self.sock))
 
@@ -203,7 +211,7 @@ class _Connecting(_Ours):
 def _pool_classes(
     options: HttpOptions, watch: Watch, calls: Mapping[int, _Call]
 ) -> dict[str, type[urllib3.HTTPConnectionPool]]:
-    """urllib3's pools, of connections that are watched."""
+    """Returns urllib3's connection pools, with connections that are watched."""
     shared = {
         "calls": calls,
         "connect_limit": _CONNECTING * options.connect_timeout,
@@ -219,7 +227,7 @@ def _pool_classes(
 
 
 class HttpClient:
-    """Keep-alive connections to the endpoints of one store; for one process, many threads."""
+    """Keep-alive connections to the endpoints of one store, for one process and many threads."""
 
     def __init__(self, options: HttpOptions) -> None:
         for name in ("urllib3.connection", "urllib3.connectionpool"):
@@ -258,18 +266,23 @@ class HttpClient:
         *,
         is_long: bool = False,
     ) -> Iterator[Reply]:
-        """Sends one request and yields its answer, whatever its status.
+        """Sends one request and yields the response, whatever its status.
 
-        ``headers`` must hold Content-Length if there is a body. The answer to a request that
-        ``is_long`` may begin within 15 times ``read_timeout``.
+        Args:
+            method: The HTTP method.
+            url: The URL.
+            headers: The headers; with ``Content-Length`` if there is a body.
+            body: The bytes to send.
+            progress: Called with the bytes sent, see :data:`~cloudckpt.stores.base.Progress`.
+            is_long: Whether the response may begin as late as 15 times ``read_timeout``.
 
         Raises:
-            ConnectionLostError: If no answer came.
-            TLSError: If TLS can't be established, now or later.
-            InvalidRequestError: If HTTP does not allow the request.
+            ConnectionLostError: If no response came; ``certain`` if no connection was made.
+            TLSError: If TLS fails for a lasting reason.
+            InvalidRequestError: If a header or the URL is invalid, or the proxy refuses the host.
         """
         for name, value in headers.items():
-            if _UNFIT.search(value):  # http.client would quote it
+            if _UNFIT.search(value):  # http.client would quote the value in its error
                 raise InvalidRequestError(
                     f"the header {name} can't be sent: it contains a line break or another "
                     "character that is not allowed in headers",
@@ -342,14 +355,16 @@ class HttpClient:
             self._calls.pop(thread, None)
 
     def interrupt(self, threads: Collection[int]) -> None:
-        """Breaks the connections that these threads are using."""
+        """Breaks the connections that these threads (by identifier) are using; their requests fail
+        soon.
+        """
         for thread in threads:
             call = self._calls.get(thread)
             if call is not None and call.connection is not None:
                 break_connection(call.connection)
 
     def moved(self, threads: Collection[int]) -> Sequence[int] | None:
-        """As :meth:`~cloudckpt.stores.base.RangeReader.moved`."""
+        """Implements :meth:`~cloudckpt.stores.base.RangeReader.moved`."""
         if not self._traffic.counts:
             return None
         calls = [self._calls.get(thread) for thread in threads]
@@ -357,13 +372,13 @@ class HttpClient:
         return [0 if one is None else self._traffic.since(one) for one in using]
 
     def close(self) -> None:
-        """Closes the idle connections and ends the watch."""
+        """Closes the idle connections and ends the watch's thread."""
         self._watch.close()
         self._manager.clear()
 
 
 def _hide_signatures(record: logging.LogRecord) -> bool:
-    """Removes signatures from the URLs in what urllib3 logs."""
+    """A log filter that removes signatures from the URLs in urllib3's log records."""
     if isinstance(record.args, tuple):
         record.args = tuple(
             value if isinstance(value, (int, float)) else masked(str(value))
@@ -373,26 +388,27 @@ def _hide_signatures(record: logging.LogRecord) -> bool:
 
 
 def _socket_options() -> list[tuple[int, int, int]]:
-    """Turns off delays for small requests, and turns on keep-alive for silent connections.
+    """Returns socket options that turn off delays of small requests and turn on TCP keep-alive.
 
-    An answer may take minutes. Address translators drop silent connections meanwhile (AWS's after
-    350 s, Azure's after 4 minutes), and a peer that is gone would go unnoticed.
+    A response may take minutes. Meanwhile, NAT gateways drop idle connections (AWS's after 350 s,
+    Azure's after 4 minutes), and a peer that has vanished would go unnoticed.
     """
     options = [
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     ]
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 6)):
-        if hasattr(socket, name):  # seconds, seconds, tries
+        if hasattr(socket, name):  # seconds idle, seconds between probes, number of probes
             options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
     return options
 
 
 def proxy_url(proxy: str) -> urllib3.util.Url:
-    """The parts of a proxy's URL, whose ``http://`` may be left out, as other tools allow it.
+    """Parses the URL of a proxy; ``http://`` may be omitted, as in other tools.
 
     Raises:
-        ConfigError: If it can't be used; without its text, which may hold a password.
+        ConfigError: If the URL is not usable; the message does not quote it, as it may hold a
+            password.
     """
     with contextlib.suppress(urllib3.exceptions.LocationParseError):
         text = proxy if "://" in proxy else f"http://{proxy.removeprefix('//')}"
@@ -407,7 +423,9 @@ def proxy_url(proxy: str) -> urllib3.util.Url:
 
 
 def _refused_by_proxy(exc: BaseException, host: str) -> StoreError | None:
-    """The error to raise if a proxy will not connect to the host; None if it may do so later."""
+    """Returns the error to raise if a proxy refuses to connect to the host; None if it may accept
+    later.
+    """
     said = _TUNNEL.search(told(str(exc)))
     if said is None or int(said[1]) in (408, 425, 429):
         return None
@@ -424,15 +442,18 @@ def _refused_by_proxy(exc: BaseException, host: str) -> StoreError | None:
 
 
 def _never_connected(exc: BaseException) -> bool:
-    """Whether there was no connection that a request could have been sent on."""
-    inner = getattr(exc, "original_error", exc)  # of a proxy
-    return isinstance(inner, urllib3.exceptions.ConnectTimeoutError)  # refused, unresolved, late
+    """Returns whether the request was never sent because no connection could be made."""
+    inner = getattr(exc, "original_error", exc)  # urllib3's ProxyError wraps it
+    # also for refused connections and unresolved names
+    return isinstance(inner, urllib3.exceptions.ConnectTimeoutError)
 
 
 def _plain(exc: BaseException) -> str:
-    """The innermost reason, without urllib3's wrapping and object addresses."""
+    """Returns the innermost cause of an exception, without urllib3's wrapping and object
+    addresses.
+    """
     for inner in causes(exc):
-        if isinstance(inner, LateError):  # urllib3 says no more than that it timed out
+        if isinstance(inner, LateError):  # urllib3 would only report a timeout
             return str(inner)
     reason = getattr(exc, "reason", None)
     inner = reason if isinstance(reason, BaseException) else exc

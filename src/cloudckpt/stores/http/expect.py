@@ -1,9 +1,9 @@
-"""``Expect: 100-continue``: a request whose body is sent when the server has said to go on.
+"""``Expect: 100-continue``: sends a request's body only after the server has agreed to receive it.
 
-A store that throttles may answer a part by its headers alone, but read on and throw away what comes
-(nginx, Envoy and most proxies do): each try would send all of its megabytes for nothing. So the
-server is asked first while a store throttles, at the price of a round trip for each part. A server
-that says nothing gets the body after a short wait, as RFC 9110 (section 10.1.1) wants it.
+A store that throttles may refuse a part from its headers alone, but still read and discard the body
+(nginx, Envoy and most proxies do): every attempt would send megabytes for nothing. So while a store
+throttles, the server is asked first, which costs a round trip per part. If the server stays silent,
+the body is sent after a short wait, as RFC 9110 (section 10.1.1) demands.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ if TYPE_CHECKING:
 __all__ = ["EXPECT", "Resumed", "early_answer", "resumed"]
 
 EXPECT = {"Expect": "100-continue"}
-"""The header of such a request."""
+"""The header that asks the server before the body is sent."""
 
-_PATIENCE = 1.0  # seconds, as curl has
+_PATIENCE = 1.0  # seconds; curl waits as long
 _INTERIM = re.compile(rb"HTTP/1\.[01] 1\d\d[ \r\n]")
 _GO_ON = re.compile(rb"HTTP/1\.[01] 100[ \r\n]")
 
 
 def early_answer(sock: socket.socket) -> tuple[bool, bytes]:
-    """Waits for the server's word on a request whose body was not sent yet.
+    """Waits up to a second for the server's response to headers whose body was not sent yet.
 
     Returns:
-        Whether the server has answered already, so that the body is not to be sent; and what has
-        come of an answer, which :func:`resumed` gives back to who reads it.
+        Whether a final response has begun, so that the body must not be sent; and the bytes of it
+        read so far, which :func:`resumed` passes on to the reader of the response.
     """
     seen, end = bytearray(), time.monotonic() + _PATIENCE
     try:
         while (left := end - time.monotonic()) > 0:
-            # not the socket's own, which does nothing once a watch limits it
+            # not the overridden settimeout, which does nothing on a watched socket
             socket.socket.settimeout(sock, left)
-            byte = sock.recv(1)  # no more than the interim answer: the next one has its own reader
+            # byte by byte: what follows the interim response belongs to another reader
+            byte = sock.recv(1)
             if not byte:
-                break  # who sends the body finds out why
+                break  # sending the body will raise the reason
             seen += byte
             if byte != b"\n":
                 continue
@@ -53,7 +54,7 @@ def early_answer(sock: socket.socket) -> tuple[bool, bytes]:
                 if _GO_ON.match(seen):
                     return False, b""
                 seen.clear()
-    except OSError:  # late, or broken
+    except OSError:  # timed out, or the connection broke
         pass
     finally:
         socket.socket.settimeout(sock, None)
@@ -61,7 +62,7 @@ def early_answer(sock: socket.socket) -> tuple[bool, bytes]:
 
 
 class Resumed(io.RawIOBase):
-    """A connection's bytes, after those that were read ahead of its reader."""
+    """A raw stream that yields bytes read ahead, then the rest of the connection."""
 
     def __init__(self, begun: bytes, raw: Any) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class Resumed(io.RawIOBase):
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int | None:
-        """As that of the connection's own file."""
+        """Reads the bytes read ahead, then from the connection."""
         if not self._begun:
             count: int | None = self._raw.readinto(buffer)
             return count
@@ -88,6 +89,9 @@ class Resumed(io.RawIOBase):
 
 
 def resumed(reader: io.BufferedReader, begun: bytes) -> io.BufferedReader:
-    """A reader of an answer that begins with ``begun``; nothing was read by ``reader`` yet."""
+    """Returns a reader of a response whose first bytes, `begun`, were already read from the socket.
+
+    `reader` must not have read anything yet; it is detached.
+    """
     kind = BodyReader if isinstance(reader, BodyReader) else io.BufferedReader
     return kind(Resumed(begun, reader.detach()))

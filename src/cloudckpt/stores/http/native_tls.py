@@ -1,25 +1,27 @@
-"""Reads that do not queue for the GIL: a whole buffer in one call.
+"""Fills a large buffer in one call, without competing for the GIL on every small read.
 
-Without TLS, ``MSG_WAITALL`` lets the kernel fill the buffer; a call would else return with what it
-has, some hundred kilobytes. The rest is about TLS.
+Without TLS, ``MSG_WAITALL`` makes the kernel fill the buffer; otherwise a call returns what has
+arrived, some hundred kilobytes. The rest of this module is about TLS.
 
 Python's ``SSLSocket.recv_into`` returns one TLS record, 16 KiB: a GiB takes 65,000 calls, each of
-which gives the GIL away and waits for it. With sixteen connections on four cores that queue costs
-three times the CPU of the cipher, and beside a thread that keeps the GIL a load nearly stands.
+which releases the GIL and waits for it. With sixteen connections on four cores this waiting costs
+three times the CPU of the cipher, and beside a thread that holds the GIL a load almost stops.
 OpenSSL can fill a whole buffer in one call, made here without the GIL, on the same connection::
 
-    BIO_f_buffer       repeats reads until the destination is full; see below why it keeps nothing
+    BIO_f_buffer       repeats reads until the destination is full; keeps no data, see below
     BIO_f_ssl          reads a record by SSL_read
-    SSL                Python's own, with all that Python and urllib3 have set up and verified
+    SSL                Python's own, set up and verified by Python and urllib3
     BIO_f_buffer       128 KiB of ciphertext: one system call for eight records, not two for each
     the socket's BIO   Python's own
 
-All else stays with Python: handshakes, small reads, writes, errors. Whatever the native call can't
-do it leaves undone, and Python's own read finds it in the same place and gives it its name.
+Everything else stays with Python: handshakes, small reads, writes, errors. If the native call
+fails, it leaves the connection's state as it is, and Python's own read meets the same error and
+raises it.
 
-Python has no way to ask for the ``SSL*``. It stands in a private struct, between two pointers that
-are known. No version is asked: each connection proves it anew, see :func:`_ssl_of`. Where that
-fails, as in a Python into which OpenSSL is linked unseen, the connection takes the plain way.
+Python offers no access to the ``SSL*``. It is a member of a private struct, between two pointers
+that are known. The code does not rely on a Python version: each connection verifies the pointer,
+see :func:`_ssl_of`. If that fails, as in a Python with statically linked OpenSSL, the connection
+uses Python's own reads.
 """
 
 from __future__ import annotations
@@ -54,30 +56,33 @@ __all__ = [
 logger = logging.getLogger("cloudckpt")
 
 _LONG = 64 * 1024
-"""Bytes: smaller reads take the plain way. More than what a BIO_f_buffer holds by itself, 4 KiB."""
+"""Bytes; reads up to this size use Python's own method. It must exceed what a BIO_f_buffer holds by
+itself, 4 KiB.
+"""
 
 _AHEAD = 8 * 1024
-"""Bytes that are read ahead where an answer begins. From Python 3.14 on it would be 128 KiB by
-itself: a long read, which waits for what the server does not send."""
+"""Bytes read ahead at the beginning of a response. Python 3.14's default of 128 KiB would be a long
+read, which waits for bytes that the server does not send.
+"""
 
 _CIPHERTEXT = 128 * 1024
-"""Bytes that are taken from the kernel in one call; more would leave the caches of the CPU."""
+"""Bytes taken from the kernel in one call; more would not fit the CPU's caches."""
 
-# constants of openssl/bio.h that are macros, unchanged since 1.0
+# macros of openssl/bio.h, unchanged since 1.0
 _BIO_NOCLOSE = 0
 _BIO_CTRL_PENDING = 10
 _BIO_C_SET_SSL = 109
 _BIO_C_SET_BUFF_SIZE = 117
 
-_APP_DATA = 0  # the index at which SSL_set_app_data stores
+_APP_DATA = 0  # the index that SSL_set_app_data uses
 
 
 class _UnfitError(Exception):
-    """Why a connection takes the plain way."""
+    """Raised with the reason why a connection must use Python's own reads."""
 
 
 def obstacle() -> str | None:
-    """Why this interpreter reads TLS the plain way; if None, each connection decides for itself."""
+    """Returns why this interpreter can't use native TLS reads; None if connections may try them."""
     try:
         _openssl()
     except _UnfitError as exc:
@@ -87,15 +92,18 @@ def obstacle() -> str | None:
 
 @dataclass(frozen=True)
 class _OpenSSL:
-    """Functions of the library that Python's ``_ssl`` itself has loaded."""
+    """Functions of the OpenSSL library that Python's ``_ssl`` module has loaded."""
 
-    read: Any  # BIO_read; the only one that is called without the GIL
+    read: Any  # BIO_read; the only function called without the GIL
     with_gil: ctypes.PyDLL
 
 
 @functools.cache
 def _openssl() -> _OpenSSL:
-    """Raises _UnfitError, which is found out anew at each call; it takes microseconds."""
+    """Loads the functions of OpenSSL; raises _UnfitError if this interpreter has none to use.
+
+    The error is not cached: each call checks again, which takes microseconds.
+    """
     if sys.implementation.name != "cpython":
         raise _UnfitError(f"the Python implementation is {sys.implementation.name}, not CPython")
     if sys.platform != "linux":
@@ -104,7 +112,7 @@ def _openssl() -> _OpenSSL:
         raise _UnfitError("the Python is free-threaded")
     import _ssl
 
-    # None: Python's own executable and what it has loaded, if OpenSSL's names can be seen there
+    # None: the Python executable and its libraries, if OpenSSL's symbols are visible there
     path = getattr(_ssl, "__file__", None)
     pointer, number = ctypes.c_void_p, ctypes.c_int
     try:
@@ -139,19 +147,19 @@ def _openssl() -> _OpenSSL:
 
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
-_FIRST = 4  # words of a BIO or an SSL among which its table of methods is, from OpenSSL 1.1 to 3.6
+_FIRST = 4  # leading words of a BIO or SSL that include its method table, OpenSSL 1.1 to 3.6
 
 _Words = tuple[int, ...]
 
 
 def _words(address: int) -> _Words:
-    """The first words at any address, of which nothing is known yet.
+    """Reads the first words at an address that may be invalid, without the risk of a crash.
 
-    The kernel reads them, as what is to be written to a pipe: if they can't be read it says so, and
-    nothing crashes. Only a few pages are certain to fit, and here it is a few words.
+    The kernel reads the memory, as the data of a write to a pipe: for an invalid address the write
+    fails. A pipe is only guaranteed to hold a few pages, and this is a few words.
 
     Raises:
-        _UnfitError: If there is no memory, or none that can be read.
+        _UnfitError: If the address is null, misaligned or not readable.
     """
     if not address or address % _WORD or address >= 1 << (8 * _WORD - 1):
         raise _UnfitError("a pointer to OpenSSL's TLS connection is null")
@@ -172,7 +180,7 @@ def _words(address: int) -> _Words:
 
 
 class _Loaded(ctypes.Structure):
-    """``Dl_info`` of dlfcn.h."""
+    """The struct ``Dl_info`` of dlfcn.h."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -183,16 +191,18 @@ class _Loaded(ctypes.Structure):
 
 
 def _loaded(address: int, library: ctypes.PyDLL) -> int | None:
-    """Where the library begins that an address is in; the address itself is not followed."""
+    """Returns the base address of the library that contains an address, which is not
+    dereferenced.
+    """
     found = _Loaded()
     return found.base if library.dladdr(address, ctypes.byref(found)) else None
 
 
 def _own_words(thing: Any, kind: type, count: int) -> _Words:
-    """The first members of one of Python's objects, which are its own memory by its size.
+    """Reads the first words of a Python object after its header, within the object's size.
 
     Raises:
-        _UnfitError: If it is another kind of object, or a smaller one.
+        _UnfitError: If the object has another type, or is smaller.
     """
     head = object.__basicsize__
     if not isinstance(thing, kind) or type(thing).__basicsize__ < head + count * _WORD:
@@ -201,24 +211,26 @@ def _own_words(thing: Any, kind: type, count: int) -> _Words:
 
 
 def _ssl_of(sock: ssl.SSLSocket, sslobj: Any, library: ctypes.PyDLL) -> int:
-    """The ``SSL*`` of a socket, proven in this order; nothing is followed before it is known.
+    """Finds the ``SSL*`` of a socket, and proves it step by step before it is used.
 
-    1. It stands in Python's object between the two pointers that are known.
-    2. Its first words can be read: the kernel has tried. One of them points into the library that
-       has ``TLS_method``. Only what is libssl's, and made by this copy of it, has a table of
-       methods there: not Python's objects, not BIOs of sockets, not sessions.
-    3. It is no ``SSL_CTX``, which has such a table, too: it is not the one of Python's context.
-    4. So it is an ``SSL``, and may be asked: it knows this object, this context, this socket.
-    5. What it reads from is a socket's BIO of the libcrypto that is called here.
+    1. It is the member of Python's object between two pointers that are known.
+    2. Its first words are readable, as the kernel confirms, and one of them points into the library
+    that contains ``TLS_method``. Only objects of this copy of libssl have a method table there;
+    Python objects, socket BIOs and sessions have not.
+    3. It is not an ``SSL_CTX``, which has such a table as well: it differs from that of Python's
+    context.
+    4. So it is an ``SSL``, whose functions may be called: it refers to this object, this context
+    and this socket.
+    5. It reads from a socket BIO of the libcrypto whose functions are called here.
 
     Raises:
-        _UnfitError: If it can't be proven that it is one.
+        _UnfitError: If a step fails.
     """
     import _ssl
 
     # struct PySSLSocket { PyObject_HEAD; PyObject *Socket; SSL *ssl; PySSLContext *ctx; ...
-    # struct PySSLContext { PyObject_HEAD; SSL_CTX *ctx; ...
-    # Socket is a weak reference without a callback, of which an object has but one.
+    # # struct PySSLContext { PyObject_HEAD; SSL_CTX *ctx; ...
+    # # Socket is a weak reference without callback; an object has only one such reference.
     reference = weakref.ref(sock)
     kind = _ssl._SSLSocket  # type: ignore[attr-defined]
     before, found, behind = _own_words(sslobj, kind, 3)
@@ -243,10 +255,10 @@ def _ssl_of(sock: ssl.SSLSocket, sslobj: Any, library: ctypes.PyDLL) -> int:
 
 
 class _Chain:
-    """The BIOs of one connection.
+    """The chain of BIOs that reads from one TLS connection.
 
-    It keeps Python's object, and with it the ``SSL``, alive: a thread that reads holds the chain,
-    so that nothing is freed under it if another thread closes the socket.
+    It keeps Python's object alive, and with it the ``SSL``: a reading thread holds the chain, so
+    that nothing is freed under it if another thread closes the socket.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -267,104 +279,112 @@ class _Chain:
             and library.BIO_ctrl(below, _BIO_C_SET_BUFF_SIZE, _CIPHERTEXT, for_reads)
         ):
             for bio in (below, records, upper):
-                library.BIO_free_all(bio)  # of NULL: nothing
+                library.BIO_free_all(bio)  # NULL is ignored
             raise _UnfitError("OpenSSL could not allocate its buffers (BIO)")
-        # SSL_set0_rbio gives one reference of the old BIO away and takes over the new one.
+        # SSL_set0_rbio drops one reference of the old BIO and takes ownership of the new BIO
         plain = library.SSL_get_rbio(tls)
         library.BIO_up_ref(plain)
         library.SSL_set0_rbio(tls, library.BIO_push(below, plain))
-        # A BIO_f_ssl calls SSL_shutdown when it is freed, even with BIO_NOCLOSE. Quietly it sends
-        # nothing: the socket may be a parent's, or its number another connection's by then.
-        # Python, for its part, says goodbye in `unwrap` alone, which nobody calls here.
+        # A BIO_f_ssl calls SSL_shutdown when it is freed, even with BIO_NOCLOSE. In quiet mode that
+        # sends nothing: the socket may belong to a parent process, or its descriptor to another
+        # connection by then. Python itself sends a TLS shutdown only in `unwrap`, which is not
+        # called here.
         library.SSL_set_quiet_shutdown(tls, 1)
         library.BIO_ctrl(records, _BIO_C_SET_SSL, _BIO_NOCLOSE, tls)
         self._below = below
         self._upper = library.BIO_push(upper, records)
 
     def read_into(self, view: memoryview) -> int:
-        """Fills ``view``, of more than 4 KiB; fewer bytes come if there is an error or the end.
+        """Fills `view`, of more than 4 KiB; returns fewer bytes only at an error or the end of
+        data.
 
-        A BIO_f_buffer that is asked for more than it can hold reads straight into the destination,
-        to the end of that call. So the upper one never keeps plaintext that Python would miss.
+        A BIO_f_buffer that is asked for more than it can hold reads straight into the destination.
+        So the upper BIO never keeps plaintext that Python's own reads would miss.
         """
         start = ctypes.c_char.from_buffer(view)
         return int(self._read(self._upper, ctypes.addressof(start), view.nbytes))
 
     @property
     def unread(self) -> int:
-        """Bytes of ciphertext that nobody has asked for yet."""
+        """Bytes of ciphertext that were received but not decrypted yet."""
         return int(self._library.BIO_ctrl(self._below, _BIO_CTRL_PENDING, 0, None))
 
     def __del__(self) -> None:
         if self._upper is not None:
             self._library.BIO_free_all(self._upper)
-            # what a broken connection has left in this thread is not the next one's
+            # errors that a broken connection left in this thread's queue must not reach the next
+            # connection
             self._library.ERR_clear_error()
 
 
 def has_unread(sock: ssl.SSLSocket) -> bool:
-    """Whether more has come by TLS than was asked for, and is in the kernel no longer."""
+    """Returns whether unread data of a TLS connection has left the kernel's buffer."""
     chain = sock._chain if isinstance(sock, LongReadTLSSocket) else None
     return sock.pending() > 0 or (chain is not None and chain.unread > 0)
 
 
 class BodyReader(io.BufferedReader):
-    """Tells of all that has come of a body, even if the connection breaks then.
+    """A buffered reader whose long reads report all bytes that arrived before the connection broke.
 
-    A BufferedReader reads until the buffer is full; if that fails, it does not say what is there
-    already, which would have to be sent again: up to a whole step. A long read fills the buffer by
-    itself. Short ones, and chunks, which http.client wants whole, remain a BufferedReader's.
+    A BufferedReader reads until its buffer is full; if that fails, it does not report the bytes
+    already received, up to a whole step, which would have to be sent again. A long read fills the
+    caller's buffer by itself. Short reads, and chunks (which http.client reads whole), are left to
+    BufferedReader.
     """
 
     has_chunks = True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """As that of BufferedReader, but a long read is one call to the socket."""
+        """Reads into `buffer`; a long read of a body without chunks is one call to the socket."""
         if self.has_chunks or memoryview(buffer).nbytes <= _LONG:
             return super().readinto(buffer)
         return self.readinto1(buffer)
 
 
 class WatchedSocket(socket.socket):
-    """A connection without a timeout: the watch ends what takes too long.
+    """A socket without a timeout: the watch ends whatever takes too long.
 
-    urllib3 sets timeouts before each request and each answer. Each would be a system call, which
-    gives the GIL away, and another one to take it back.
+    urllib3 sets a timeout before each request and response. Each would be a system call, which
+    releases the GIL and waits for it.
     """
 
     is_watched = False
 
     fills_buffers = True
-    """Whether a long read returns less only if the connection ends, fails, or has no more."""
+    """Whether a long read returns fewer bytes only if the connection ends, fails, or has no
+    more.
+    """
 
     def makefile(self, mode: str = "r", buffering: int | None = None, **text: Any) -> Any:
-        """As that of ``socket``; what http.client reads answers from is a :class:`BodyReader`."""
+        """Returns ``socket.makefile``'s file; a :class:`BodyReader` in place of a
+        BufferedReader.
+        """
         file = super().makefile(mode, buffering, **text)  # type: ignore[call-overload]
         if type(file) is not io.BufferedReader:
             return file
         return BodyReader(file.detach(), _AHEAD if buffering is None else buffering)
 
     def settimeout(self, value: float | None) -> None:
-        """As that of ``socket``, as long as nobody watches."""
+        """Sets the timeout, but does nothing once the socket is watched."""
         if not self.is_watched:
             super().settimeout(value)
 
     def watched(self) -> None:
-        """From now on there are no timeouts."""
+        """Removes the timeout and ignores later ones; the watch takes over."""
         self.settimeout(None)
         self.is_watched = True
 
 
 class LongReadSocket(WatchedSocket):
-    """A connection whose long reads are one call each, where it has no timeout."""
+    """A plain socket that fills the buffer of a long read in one call, if it has no timeout."""
 
     @classmethod
     def of(cls, sock: socket.socket) -> LongReadSocket:
-        """Takes the connection of another socket over, which is closed then."""
+        """Takes over the connection of another socket, which can't be used afterwards."""
         return cls(sock.family, sock.type, sock.proto, fileno=sock.detach())
 
     def recv_into(self, buffer: WriteableBuffer, nbytes: int = 0, flags: int = 0) -> int:
-        """As that of ``socket``, but a long read ends when it is full or nothing follows."""
+        """Receives into `buffer`; a long read returns when the buffer is full or the data ends."""
         wanted = nbytes or memoryview(buffer).nbytes
         if wanted > _LONG and not flags and self.gettimeout() is None:
             flags = socket.MSG_WAITALL
@@ -372,20 +392,23 @@ class LongReadSocket(WatchedSocket):
 
 
 class TLSSocket(ssl.SSLSocket):
-    """A TLS connection that is closed if it can't be made; read record by record.
+    """A TLS socket that is closed if its handshake fails; reads record by record.
 
-    Nobody else has the socket meanwhile, and Python closes it only behind errors of the handshake:
-    not behind an interrupt, and not if the connection was broken just before, by the peer or by
-    another thread, which it takes for one that is still to be connected.
+    During the handshake nothing else refers to the socket, and Python closes it only after
+    handshake errors: not after a KeyboardInterrupt, and not if the connection was broken just
+    before (by the peer or another thread), which Python takes for a socket that is still to be
+    connected.
     """
 
     @property
     def obstacle(self) -> str | None:
-        """Why long reads are not made by whole buffers and without the GIL; None if they are."""
+        """Why long reads don't fill whole buffers without the GIL; None if they do."""
         return "native_tls is off"
 
     def getpeername(self) -> Any:
-        """As that of ``socket``; what Python asks before the handshake."""
+        """Returns the peer's address, which Python asks for before the handshake; closes a broken
+        socket.
+        """
         try:
             return super().getpeername()
         except OSError as exc:
@@ -397,7 +420,7 @@ class TLSSocket(ssl.SSLSocket):
             ) from exc
 
     def do_handshake(self, block: bool = False) -> None:
-        """As that of ``SSLSocket``."""
+        """Performs the handshake; closes the socket if that fails."""
         try:
             super().do_handshake(block)
         except BaseException:
@@ -406,11 +429,11 @@ class TLSSocket(ssl.SSLSocket):
 
 
 class LongReadTLSSocket(WatchedSocket, TLSSocket):
-    """A TLS connection whose long reads are one native call each, where that is possible.
+    """A TLS socket that makes each long read in one native call, where that is possible.
 
     A read of more than 64 KiB into a socket without a timeout then returns when the buffer is full
-    or the connection has ended. One thread at a time may use it, as with every ``SSLSocket``.
-    Another one may break it by ``socket.shutdown``, and may close it.
+    or the connection has ended. One thread at a time may use the socket, as with every
+    ``SSLSocket``; another thread may shut it down with ``socket.shutdown``, or close it.
     """
 
     _chain: _Chain | None = None
@@ -419,7 +442,7 @@ class LongReadTLSSocket(WatchedSocket, TLSSocket):
 
     @property
     def obstacle(self) -> str | None:
-        """Why this connection takes the plain way; None if it does not. It is found out once."""
+        """Why this connection uses Python's own reads; None if it does not. Determined once."""
         if not self._tried:
             self._new_chain()
         return self._why_not
@@ -429,7 +452,7 @@ class LongReadTLSSocket(WatchedSocket, TLSSocket):
         return self._why_not is None if self._tried else obstacle() is None
 
     def recv_into(self, buffer: WriteableBuffer, nbytes: int | None = None, flags: int = 0) -> int:
-        """As that of ``SSLSocket``, but see above."""
+        """Receives into `buffer`: a long read in one native call, others as ``SSLSocket`` does."""
         view = memoryview(buffer).cast("B")
         wanted = min(nbytes, view.nbytes) if nbytes else view.nbytes
         if wanted > _LONG and not flags and self.gettimeout() is None:
@@ -438,7 +461,8 @@ class LongReadTLSSocket(WatchedSocket, TLSSocket):
                 count = chain.read_into(view[:wanted])
                 if count > 0:
                     return count
-        # Python finds the same end or error; or it was a signal, whose handler has run by now
+        # Python's read meets the same end or error; or a signal interrupted, whose handler has run
+        # by now
         return super().recv_into(buffer, nbytes, flags)
 
     def _new_chain(self) -> _Chain | None:
@@ -457,6 +481,6 @@ class LongReadTLSSocket(WatchedSocket, TLSSocket):
         return self._chain
 
     def _real_close(self) -> None:
-        """Where ``socket`` closes, once nobody reads through a file object any more."""
+        """Closes the socket, after its last file object; ``socket.close`` calls it."""
         self._chain = None
         super()._real_close()  # type: ignore[misc]

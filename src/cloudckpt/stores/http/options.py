@@ -1,6 +1,7 @@
-"""How connections are made: the user's limits, proxies and certificates, and TLS out of these.
+"""The options of HTTP connections (limits, proxy, certificates), and the TLS contexts made from
+them.
 
-And, for users, what says so: which setting names an endpoint or a region.
+It also determines, for messages, which setting supplied an endpoint or a region.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from cloudckpt.stores.http.native_tls import LongReadTLSSocket, TLSSocket
 __all__ = ["LONGER", "Contexts", "HttpOptions", "Route", "first_set", "named_by"]
 
 LONGER = 15
-"""How many times as long as others the answer to a completion may take."""
+"""The factor by which the response to a completion may take longer than ``read_timeout``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    """How connections are made: see :class:`cloudckpt.config.Config` for the times (seconds)."""
+    """The options of HTTP connections; times in seconds, see :class:`cloudckpt.config.Config`."""
 
     connections: int
     connect_timeout: float
@@ -44,7 +45,7 @@ class HttpOptions:
 
     @classmethod
     def of(cls, config: Config, **others: Any) -> HttpOptions:
-        """What the user wants, and what the store's own settings add."""
+        """Returns the options from the user's configuration and the store's own settings."""
         return cls(
             connections=config.most_connections,
             connect_timeout=config.connect_timeout,
@@ -57,9 +58,10 @@ class HttpOptions:
 
     @classmethod
     def of_environment(cls, config: Config, endpoint: str) -> HttpOptions:
-        """With the proxy and the certificates that ``requests`` finds in the environment.
+        """Returns the options with the proxy and CA certificates that ``requests`` finds in the
+        environment.
 
-        Google's and Azure's own clients send their requests by it.
+        Google's and Azure's own clients send their requests through ``requests``.
         """
         import requests.utils
 
@@ -74,14 +76,14 @@ class HttpOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """How a bucket is reached.
+    """The address of a bucket, and the settings that it comes from.
 
     Attributes:
-        url: Of the bucket.
-        endpoint_from: What names the endpoint, such as ``AWS_ENDPOINT_URL_S3``.
-        region: That requests are signed for; empty where there are none.
-        region_from: What names the region.
-        http: How connections are made.
+        url: The URL of the bucket.
+        endpoint_from: The setting that supplied the endpoint, such as ``AWS_ENDPOINT_URL_S3``.
+        region: The region that requests are signed for; empty where the cloud has none.
+        region_from: The setting that supplied the region.
+        http: The options of connections.
     """
 
     url: str
@@ -92,7 +94,9 @@ class Route:
 
 
 def named_by(options: Options, name: str) -> str:
-    """What gives an option its value: its variable, or an argument; empty if nothing does."""
+    """Returns the setting that supplied an option's value: a variable or an argument; empty if
+    unset.
+    """
     value = getattr(options, name)
     if value is None:
         return ""
@@ -103,12 +107,12 @@ def named_by(options: Options, name: str) -> str:
 
 
 def first_set(*variables: str) -> str:
-    """The first of these environment variables that says something; empty if none does."""
+    """Returns the first of these environment variables that is set and not blank; else empty."""
     return next((name for name in variables if os.environ.get(name, "").strip()), "")
 
 
 class Contexts:
-    """The TLS of one client's connections: its files are read once, which takes 24 ms of CPU."""
+    """The TLS contexts of one client; certificate files are read once, which takes 24 ms of CPU."""
 
     def __init__(self, options: HttpOptions) -> None:
         self._options = options
@@ -116,15 +120,18 @@ class Contexts:
         self._made: dict[type[ssl.SSLSocket], ssl.SSLContext] = {}
 
     def to_store(self) -> ssl.SSLContext:
-        """Of the sockets that bodies come by."""
+        """Returns the context of connections to the store."""
         return self._of(LongReadTLSSocket if self._options.native_tls else TLSSocket)
 
     def to_proxy(self) -> ssl.SSLContext:
-        """Of those to a proxy that itself speaks TLS."""
+        """Returns the context of connections to a proxy that itself uses TLS."""
         return self._of(ssl.SSLSocket)
 
     def _of(self, kind: type[ssl.SSLSocket]) -> ssl.SSLContext:
-        """Made when it is first needed; what can't be read fails each connection, by its name."""
+        """Returns the context of a socket class, creating it on first use.
+
+        An unreadable file makes each connection fail, with the file's error.
+        """
         with self._lock:
             if kind not in self._made:
                 context = self._read()
@@ -148,11 +155,12 @@ class Contexts:
                 raise urllib3.exceptions.SSLError(exc) from exc
         if options.client_cert is not None:
             context.load_cert_chain(options.client_cert)
-        # urllib3 sets these for each connection, while another thread may copy them without the GIL
+        # urllib3 sets these on each connection, while another thread may be reading them without
+        # the GIL
         context.set_alpn_protocols(urllib3.util.ssl_.ALPN_PROTOCOLS)
         context.set_alpn_protocols = _are_set  # type: ignore[method-assign, assignment]
         return context
 
 
 def _are_set(protocols: Iterable[str]) -> None:
-    """In place of a setter whose value is there."""
+    """Replaces ``set_alpn_protocols``, whose value is already set, by a call without effect."""

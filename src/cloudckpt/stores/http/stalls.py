@@ -1,4 +1,4 @@
-"""Ends connections that no longer make progress, and has those reported that are silent."""
+"""Breaks connections that make no progress, and reports long silences to the log."""
 
 from __future__ import annotations
 
@@ -25,43 +25,51 @@ __all__ = ["SLOWEST", "Connection", "Counter", "LateError", "Traffic", "Watch", 
 logger = logging.getLogger("cloudckpt")
 
 Connection = socket.socket | SSLTransport | http.client.HTTPConnection
-"""What bytes pass through: a socket, with TLS or without; TLS inside the TLS of a proxy, which is
-no socket; or the one that an HTTP connection has at the moment."""
+"""A connection that the watch can break: a socket with or without TLS; TLS inside a proxy's TLS,
+which is not a socket; or an HTTP connection, which stands for its current socket.
+"""
 
 SLOWEST = 4096
-"""Bytes a second below which a connection counts as stalled. At this pace a part of 16 MiB takes
-more than an hour; a line of ISDN carries twice as much. It is more than what a peer makes that
-drips some ten bytes a second, each of which TLS turns into 30, and TLS inside TLS into 60."""
+"""Bytes per second below which a connection counts as stalled.
 
-_IDLE = 10.0  # seconds without a step after which the thread of a watch ends
+At this rate a part of 16 MiB takes more than an hour; an ISDN line carries twice as much. The value
+is well above what a peer that drips ten bytes a second causes, although TLS expands each byte to
+about 30, and TLS inside TLS to about 60.
+"""
+
+_IDLE = 10.0  # seconds without a step, after which the watch's thread ends
 
 _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
 
 
 class LateError(TimeoutError):
-    """A step was ended by the watch."""
+    """Raised by a step that the watch ended because it took too long."""
 
 
 class Counter(enum.Enum):
-    """What the kernel counts for each connection; its place in Linux's ``struct tcp_info``."""
+    """A byte counter that the kernel keeps per connection; the value is its offset in ``struct
+    tcp_info``.
+    """
 
     ACKNOWLEDGED = 120
-    """Bytes that the peer has got."""
+    """Bytes that the peer has acknowledged."""
     RECEIVED = 128
-    """Bytes that have come from it."""
+    """Bytes received from the peer."""
 
 
 def break_connection(connection: Connection) -> None:
-    """Ends a connection that another thread may be reading from or writing to."""
+    """Shuts a connection down in both directions, while another thread may be using it."""
     sock = _beneath(connection)
     if sock is not None:
         with contextlib.suppress(OSError):
-            # not SSLSocket.shutdown, which would drop its state under the reader
+            # not SSLSocket.shutdown, which would drop the TLS state while another thread reads
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _beneath(connection: Connection) -> socket.socket | None:
-    """The kernel's socket; None if there is none yet, or no longer."""
+    """Returns the kernel's socket under a connection; None before it connects and after it is
+    closed.
+    """
     found: Connection | None = connection
     if isinstance(found, http.client.HTTPConnection):
         found = found.sock
@@ -71,7 +79,7 @@ def _beneath(connection: Connection) -> socket.socket | None:
 
 
 def _count(connection: Connection, counter: Counter) -> int | None:
-    """What the kernel has counted; None where it does not tell."""
+    """Returns the current value of a byte counter of the kernel; None if it is not available."""
     info = _counters(_beneath(connection))
     if info is None:
         return None
@@ -80,7 +88,9 @@ def _count(connection: Connection, counter: Counter) -> int | None:
 
 
 def _counters(sock: socket.socket | None) -> bytes | None:
-    """The kernel's ``struct tcp_info`` up to what is counted; None where it does not tell."""
+    """Returns the kernel's ``struct tcp_info`` up to the byte counters; None if it is not
+    available.
+    """
     end = Counter.RECEIVED.value + 8
     if sock is None or _TCP_INFO is None:
         return None
@@ -88,20 +98,24 @@ def _counters(sock: socket.socket | None) -> bytes | None:
         info: bytes = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, end)
     except OSError:  # not TCP, or closed
         return None
-    return info if len(info) == end else None  # Linux before 4.1
+    return info if len(info) == end else None  # None: Linux before 4.1
 
 
 class Traffic:
-    """What connections move, also amid a call for megabytes."""
+    """Measures the bytes that connections move, even in the middle of a system call for
+    megabytes.
+    """
 
     counts = _TCP_INFO is not None
-    """Whether the kernel tells."""
+    """Whether the kernel provides the counters; only on Linux."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[socket.socket, int] = weakref.WeakKeyDictionary()
 
     def since(self, connection: Connection) -> int:
-        """Bytes both ways since this was asked last; none when it is asked for the first time."""
+        """Returns the bytes moved in both directions since the last call for this connection; first
+        0.
+        """
         sock = _beneath(connection)
         info = _counters(sock)
         if sock is None or info is None:
@@ -125,7 +139,9 @@ class _Step:
     expired: bool = False
 
     def look(self, now: float) -> None:
-        """Puts the deadline off if enough has moved; breaks the connection if it has passed."""
+        """Extends the deadline if enough bytes have moved; breaks the connection if it has
+        passed.
+        """
         count = _count(self.connection, self.counter) if self.counter is not None else None
         if count != self.seen or (count is None and self.counter is not None):
             self.seen, self.moved = count, now
@@ -140,14 +156,13 @@ class _Step:
 
 
 class Watch:
-    """Ends connections whose current step takes too long without moving bytes.
+    """Breaks connections whose current step takes too long without moving bytes.
 
-    A socket's timeout does not tell a stall from a slow link. That of a receiving call limits the
-    wait for the *next* bytes: a peer that drips one byte a second would hold a transfer forever.
-    That of a sending call limits the whole of it: 16 MiB at 200 KB/s take more than a minute. So
-    the sockets have none, and one thread looks at all transfers once a second. It asks the kernel,
-    not the transfer, how many bytes have moved: the transfer is in the middle of a call for
-    megabytes.
+    A socket's timeout can't tell a stall from a slow link. For a receiving call it limits the wait
+    for the *next* bytes: a peer that drips one byte a second would hold a transfer forever. For a
+    sending call it limits the whole call: 16 MiB at 200 KB/s take more than a minute. So the
+    sockets have no timeout, and one thread checks all transfers once a second. It takes the byte
+    counts from the kernel, as the transferring thread is in the middle of a call for megabytes.
 
     A step whose bytes are counted ends when fewer than :data:`SLOWEST` bytes a second have moved
     for ``limit`` seconds. Where the kernel does not count (elsewhere than on Linux), and in a step
@@ -168,7 +183,7 @@ class Watch:
         self._closed = False
 
     def close(self) -> None:
-        """Ends the thread, once no step is under way."""
+        """Ends the watch's thread as soon as no step is under way."""
         with self._lock:
             self._closed = True
             self._wake.notify()
@@ -181,16 +196,16 @@ class Watch:
         limit: float | None = None,
         counter: Counter | None = None,
     ) -> Iterator[None]:
-        """Ends the connection if the block makes no progress for ``limit`` seconds.
+        """Breaks the connection if the block makes no progress for ``limit`` seconds.
 
         Args:
-            connection: Which; None if it is not to be watched.
-            late: The message of the error; that of a stall by default.
-            limit: Seconds; those of a stall by default.
-            counter: What counts as progress; by default nothing but the block's end.
+            connection: The connection to watch; None to watch nothing.
+            late: The message of the error; by default that of a stall.
+            limit: Seconds; by default those of a stall.
+            counter: The bytes that count as progress; by default only the end of the block does.
 
         Raises:
-            LateError: If it was ended; whatever the block made of that.
+            LateError: If the watch broke the connection, whether or not the block noticed.
         """
         if connection is None:
             yield
@@ -224,7 +239,7 @@ class Watch:
             with self._lock:
                 self._wake.wait_for(lambda: self._steps or self._closed, _IDLE)
                 if not self._steps:
-                    self._thread = None  # a later step gets another one
+                    self._thread = None  # a later step starts another thread
                     return
                 shortest = min(step.limit for step in self._steps)
                 now = time.monotonic()
@@ -235,12 +250,12 @@ class Watch:
                     for step in self._steps
                     if step.waiting is not None
                 ]
-            while silent:  # without the lock: who listens to the log may take long
+            while silent:  # without the lock: a log handler may take long
                 silent.pop()()
             time.sleep(min(1.0, shortest / 4))
 
     def _look_at(self, step: _Step, now: float) -> None:
-        """One connection, whose failure must not leave the others without a watch."""
+        """Checks one step; a failure ends only this step, so that the others stay watched."""
         try:
             step.look(now)
         except Exception:

@@ -1,4 +1,4 @@
-"""Failures of TLS that will come again, such as a certificate that is not trusted."""
+"""Recognizes TLS failures that a retry can't mend, such as an untrusted certificate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRUST = (
     "if the endpoint uses its own certificate authority, name the file with its certificates "
     "in AWS_CA_BUNDLE (s3://) or REQUESTS_CA_BUNDLE (gs://, az://)"
 )
-# OpenSSL's reasons; RECORD_LAYER_FAILURE since 3.2
+# OpenSSL's reason codes; RECORD_LAYER_FAILURE since 3.2
 _LASTING = (
     (
         re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE"),
@@ -35,16 +35,20 @@ _LASTING = (
     ),
 )
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
-# whose errors are about a file; those of a handshake are of "SSL"
+# libraries of OpenSSL whose errors concern a file; the errors of a handshake come from "SSL"
 _OF_FILES = ("ASN1", "PEM", "X509")
 
 
 def lasting_failure(
     error: BaseException, host: str, *, bundle: str | None = None
 ) -> TLSError | None:
-    """The error to raise if ``error`` came of such a failure; None if it may pass by itself.
+    """Returns a TLSError if `error` is caused by a lasting TLS failure; None if a retry may
+    succeed.
 
-    ``bundle`` is where the certificates of authorities are, if that is known.
+    Args:
+        error: The exception.
+        host: The server, for messages.
+        bundle: The file or folder of CA certificates, if known.
     """
     chain = list(causes(error))
     if (unread := _unread_file(chain)) is not None:
@@ -69,7 +73,9 @@ def lasting_failure(
 
 
 def _unread_file(chain: Sequence[BaseException]) -> OSError | None:
-    """Why the file of certificates can't be read, which urllib3 calls an error of TLS."""
+    """Returns the error of reading the CA certificates' file, which urllib3 wraps in an
+    SSLError.
+    """
     for outer, inner in itertools.pairwise(chain):
         if not isinstance(outer, urllib3.exceptions.SSLError):
             continue
@@ -81,7 +87,7 @@ def _unread_file(chain: Sequence[BaseException]) -> OSError | None:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error of urllib3 and what it came of."""
+    """Yields an exception of urllib3, then its causes, outermost first."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,4 +1,6 @@
-"""How a bucket is reached: credentials, endpoint, signatures, and boto3's errors in our words."""
+"""Access to an S3 bucket: credentials, endpoint and signatures by boto3, and boto3's errors
+converted.
+"""
 
 from __future__ import annotations
 
@@ -55,36 +57,36 @@ except ImportError as exc:
 __all__ = ["PAYLOAD_DIGEST", "UNSIGNED_PAYLOAD", "BucketAccess", "object_headers"]
 
 PAYLOAD_DIGEST = "x-amz-content-sha256"
-"""The header that tells what of a body is signed."""
+"""The header with the digest of the body that is signed."""
 
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
-"""In place of a digest: the body is not signed."""
+"""The value of that header for a body that is not signed."""
 
-_SMALL = 1024 * 1024  # bytes that SHA-256 takes one to three milliseconds for
+_SMALL = 1024 * 1024  # bytes, for which SHA-256 takes one to three milliseconds
 
 logger = logging.getLogger("cloudckpt")
 
 
 class _Place(NamedTuple):
-    """Where the bucket is, and the region to sign requests for."""
+    """The URL of the bucket, and the region that requests are signed for."""
 
     bucket_url: str
     region: str
 
 
 class BucketAccess:
-    """What boto3 knows about a bucket.
+    """The endpoint and credentials of a bucket, as boto3 determines them.
 
     Attributes:
-        bucket: Its name, or the ARN of an access point.
+        bucket: The bucket's name, or the ARN of an access point.
         base: The URL that keys are appended to, ending in a slash.
-        bucket_url: The URL of the bucket, for a query to be appended. This and ``base`` are what
-            the store began with; requests go where the bucket is by now.
-        credentials: What requests are signed with.
+        bucket_url: The URL of the bucket, to which a query can be appended. This and ``base`` are
+            the initial URLs; after a redirect to another region, `authorize` replaces them.
+        credentials: The credentials that requests are signed with.
         is_aws: Whether the endpoint is Amazon's own.
-        dialect: What is different there.
-        is_at_vendor: Whether the endpoint is one that the dialect's documentation is about.
-        http_options: How to connect to it.
+        dialect: How the store differs from others with S3's API.
+        is_at_vendor: Whether the dialect's documentation applies to the endpoint.
+        http_options: The options of connections to it.
     """
 
     def __init__(self, bucket: str, config: Config, uri: str) -> None:
@@ -94,7 +96,7 @@ class BucketAccess:
         self.bucket, self._uri = bucket, uri
         with _translated(uri) if options.anonymous else fetching_keys(uri):
             session = _session(options)
-        unused = [] if options.anonymous else [session]  # to make one takes as long as the client
+        unused = [] if options.anonymous else [session]  # creating one takes as long as a client
         with _translated(uri):
             core = session._session
             self._scoped = core.get_scoped_config()
@@ -119,23 +121,25 @@ class BucketAccess:
         self.credentials: Credentials[Any] = Credentials(lambda: self._look(config, unused))
         self._has_moved = False
         self._moving = threading.Lock()
-        # whether the profile wants all bodies signed, or none; None if it does not say
+        # whether the profile wants all bodies signed, or none; None if it has no such setting
         self._signs: bool | None = (client.meta.config.s3 or {}).get("payload_signing_enabled")
-        # nothing is copied beyond the zone of a directory bucket
+        # objects can't be copied between the zones of directory buckets
         zone = bucket.removesuffix("--x-s3").rpartition("--")[2] if self.dialect.sessions else ""
         endpoint = suffix or client.meta.endpoint_url
         self._realm = (endpoint, zone, options.profile, options.anonymous)
         self.http_options = _http_options(client, core.get_config_variable("ca_bundle"), config)
-        if self.dialect.redirects:  # it would be shown to whom reads are sent on to
+        if self.dialect.redirects:  # the hosts that reads are redirected to must not see it
             self.http_options = replace(self.http_options, client_cert=None)
 
     def _addressing_style(self, options: S3Options) -> Literal["path", "virtual"] | None:
-        """The style that the vendor demands, if neither options nor profile name one."""
+        """Returns the vendor's addressing style, unless the options or the profile set one."""
         said = options.addressing_style or (self._scoped.get("s3") or {}).get("addressing_style")
         return None if said else self.dialect.addressing_style
 
     def _look(self, config: Config, unused: list[Any]) -> Keys | Sessions:
-        """What is there to sign with now; ``unused`` are sessions of boto3 that were just made."""
+        """Looks the credentials up now; `unused` holds a boto3 session created before, to be used
+        first.
+        """
         options = self._options
         if options.anonymous:
             return Keys(None, self._uri)
@@ -156,7 +160,7 @@ class BucketAccess:
         return self._place.region
 
     def route(self) -> Route:
-        """How the bucket is reached, and what says so."""
+        """Returns the bucket's URL and region, and the settings that they come from."""
         options = self._options
         endpoint = named_by(options, "endpoint_url") or first_set(
             "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"
@@ -175,19 +179,19 @@ class BucketAccess:
         )
 
     def shares_realm(self, other: BucketAccess) -> bool:
-        """Whether one request may be about both buckets: the same S3, asked as the same user."""
+        """Returns whether one request may involve both buckets: same S3 endpoint, zone and user."""
         return self._realm == other._realm
 
     def follow(self, region: str, url: str, headers: Mapping[str, str]) -> bool:
-        """Goes to the region that the bucket is in, if a request was refused for its own.
+        """Switches to the bucket's region after a request was refused as sent to the wrong one.
 
         Args:
-            region: Where the bucket is.
-            url: Of the request.
-            headers: Of the request.
+            region: The region of the bucket.
+            url: The URL of the request.
+            headers: The headers of the request.
 
         Returns:
-            Whether the same request has another address or signature now.
+            Whether the same request would now have another URL or signature.
         """
         used = _signed_for(headers.get("Authorization", ""))
         with self._moving:
@@ -196,13 +200,13 @@ class BucketAccess:
             if region == used or not REGION.fullmatch(region):
                 return False
             if self._place.region == region:
-                return True  # another thread was here before
+                return True  # another thread has switched already
             try:
                 with _translated(self._uri):
                     client = _client(_session(self._options), self._options, region)
                     base, signed_for = _resolve(client, self.bucket)
                     client.close()
-            except CloudCheckpointError:  # boto3 knows no such region
+            except CloudCheckpointError:  # boto3 does not know the region
                 return False
             is_path = self.bucket_url != self.base
             place = _Place(base.removesuffix("/") if is_path else base, signed_for)
@@ -217,10 +221,10 @@ class BucketAccess:
             return True
 
     def _payload_digest(self, method: str, body: Body) -> str:
-        """What the signature says of a body: its SHA-256, or that it is not signed.
+        """Returns a body's SHA-256 for the signature, or the marker of an unsigned body.
 
-        Integrity rests on CRC32C and TLS, so the bytes of tensors are not hashed again unless that
-        is wanted. All other bodies are small, and signed: policies may deny what is not.
+        Integrity rests on CRC32C and TLS, so tensor data are not hashed again unless the profile
+        demands it. All other bodies are small, and signed, as policies may deny unsigned requests.
         """
         signs = self._signs
         if signs is None:
@@ -229,15 +233,15 @@ class BucketAccess:
             return UNSIGNED_PAYLOAD
         digest = hashlib.sha256()
         for view in body:
-            digest.update(view)  # without the GIL, but for the smallest
+            digest.update(view)  # releases the GIL for all but tiny views
         return digest.hexdigest()
 
     def authorize(
         self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
     ) -> tuple[str, Mapping[str, str]]:
-        """As of :class:`~cloudckpt.stores.rest.Access`.
+        """Implements :meth:`cloudckpt.stores.rest.Access.authorize`.
 
-        Content-Length is not signed: gateways leave it out if it is zero, and HTTP/2 knows none.
+        Content-Length is not signed: gateways drop it if it is zero, and HTTP/2 does not need it.
 
         Raises:
             CredentialsError: If the credentials can't be refreshed.
@@ -268,7 +272,7 @@ class BucketAccess:
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]
-    """Signs a body by its digest, since botocore takes no list of buffers."""
+    """Signs a digest in place of the body, as botocore does not accept a list of buffers."""
 
     def payload(self, request: AWSRequest) -> str:
         digest: str = request.context[PAYLOAD_DIGEST]
@@ -276,17 +280,17 @@ class _Signer(S3SigV4Auth):  # type: ignore[misc]
 
 
 class _SessionSigner(S3ExpressAuth):  # type: ignore[misc]
-    """The same, with the keys of a session."""
+    """Signs like `_Signer`, with the keys of a session."""
 
     payload = _Signer.payload
 
 
 def _session(options: S3Options) -> Any:
-    """boto3, as it finds the environment and its files now.
+    """Returns a boto3 session from the current environment and files.
 
-    The region is that of the options; else of AWS_REGION, which all other SDKs of AWS know; else
-    of AWS_DEFAULT_REGION, which boto3 knows; else of the profile. AWS documents this order for its
-    command line: https://docs.aws.amazon.com/cli/latest/userguide/cli-configure-envvars.html
+    The region is taken from the options; else from AWS_REGION, which all other AWS SDKs use; else
+    from AWS_DEFAULT_REGION, which boto3 uses; else from the profile. AWS documents this order for
+    its command line: https://docs.aws.amazon.com/cli/latest/userguide/cli-configure-envvars.html
     """
     core = botocore.session.Session(session_vars=_SETTINGS, profile=options.profile)
     core.user_agent_extra = f"cloudckpt/{__version__}"
@@ -300,10 +304,10 @@ def _region(options: S3Options) -> str | None:
 
 
 def _dialect(options: S3Options, bucket: str, host: str, *, is_amazon: bool) -> S3Dialect:
-    """What the bucket is, or what the user says that it is.
+    """Returns the bucket's dialect: the one that the user sets, else by bucket name and host.
 
     Raises:
-        ConfigError: If an option can't have an effect there.
+        ConfigError: If a set option is not supported there.
     """
     row = dialect_of(bucket, host, is_amazon=is_amazon)
     if options.dialect != "auto":
@@ -318,7 +322,9 @@ _SETTINGS = {"region": ("region", None, None, None), **METADATA_SETTINGS}
 
 
 def _client(session: Any, options: S3Options, region: str | None = None) -> Any:
-    """What knows endpoint and region, and composes requests, which it does not send."""
+    """Returns a boto3 client that resolves endpoint and region and builds requests, but
+    sends none.
+    """
     return session.client(
         "s3",
         region_name=region,
@@ -329,7 +335,7 @@ def _client(session: Any, options: S3Options, region: str | None = None) -> Any:
 
 
 def _session_client(session: Any, config: Config, region: str) -> Any:
-    """What asks for sessions: boto3 as its users call it, with their credentials, once."""
+    """Returns a boto3 client that requests sessions: with credentials and without retries."""
     return session.client(
         "s3",
         region_name=region,
@@ -342,7 +348,7 @@ def _session_client(session: Any, config: Config, region: str) -> Any:
     )
 
 
-# of clients that send nothing: they would look for some and log what it finds
+# for clients that send nothing: without keys they would look for credentials and log the result
 _NO_CREDENTIALS = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
 
 
@@ -351,13 +357,16 @@ _OF_S3 = re.compile(
     r"s3(?:-fips|-accelerate|-global|-accesspoint(?:-fips)?|-external-1|express-[a-z0-9-]+)?"
     r"(?:\.dualstack)?(?:[.-][a-z]+(?:-[a-z]+)+-\d+)?(?:\.vpce)?"
 )
-"""What Amazon's hosts of S3 begin with; other machines there have names under Amazon's, too."""
+"""The first part of the host names of Amazon's S3; other services are under Amazon's
+domains too.
+"""
 
 
 def _amazon_suffix(core: botocore.session.Session, host: str) -> str | None:
-    """What Amazon's hosts of this partition end in; None if it is no host of Amazon's S3.
+    """Returns the domain suffix of the host's AWS partition; None if it is not a host of Amazon's
+    S3.
 
-    botocore knows the partitions; the client has loaded them. S3 on Outposts is not S3 in a region.
+    botocore knows the partitions; the client has loaded them. S3 on Outposts does not count.
     """
     for partition in core.get_data("partitions")["partitions"]:
         suffix = f".{partition['outputs']['dnsSuffix']}"
@@ -367,10 +376,10 @@ def _amazon_suffix(core: botocore.session.Session, host: str) -> str | None:
 
 
 def _resolve(client: Any, bucket: str) -> tuple[str, str]:
-    """The URL of the bucket and the region to sign for, as botocore resolves them.
+    """Returns the URL of the bucket and the region to sign for, as botocore resolves them.
 
     botocore's rules (path or virtual style, access points, FIPS, dual stack, endpoints of other
-    vendors) are left to botocore: the hook sees the request that it would send.
+    vendors) are not repeated here: a hook captures the request that botocore would send.
     """
     seen: list[tuple[str, str]] = []
 
@@ -390,7 +399,7 @@ def _resolve(client: Any, bucket: str) -> tuple[str, str]:
 
 
 def _signed_for(signature: str | bytes) -> str:
-    """The region of a signature; none if there is none."""
+    """Returns the region of an Authorization header; empty if it has none."""
     text = signature.decode("ascii") if isinstance(signature, bytes) else signature
     _, _, scope = text.partition("Credential=")  # key/date/region/service/aws4_request
     return scope.split(",")[0].split("/")[-3] if scope else ""
@@ -398,7 +407,7 @@ def _signed_for(signature: str | bytes) -> str:
 
 def _boto_config(options: S3Options) -> BotoConfig:
     s3 = {"us_east_1_regional_endpoint": "regional"}
-    if options.addressing_style is not None:  # else the profile's
+    if options.addressing_style is not None:  # otherwise the profile's
         s3["addressing_style"] = options.addressing_style
     return BotoConfig(
         signature_version=UNSIGNED if options.anonymous else "s3v4",
@@ -408,7 +417,7 @@ def _boto_config(options: S3Options) -> BotoConfig:
 
 
 def _http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOptions:
-    """Proxies and certificates as boto3 finds them."""
+    """Returns the connection options, with the proxy and certificates that boto3 would use."""
     meta = client.meta
     certificate = meta.config.client_cert
     proxies = meta.config.proxies or get_environ_proxies(meta.endpoint_url) or {}
@@ -422,7 +431,7 @@ def _http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOpt
 
 
 def object_headers(options: S3Options) -> dict[str, str]:
-    """What every new object gets."""
+    """Returns the headers of every new object."""
     wanted = {
         "x-amz-server-side-encryption": options.sse,
         "x-amz-server-side-encryption-aws-kms-key-id": options.kms_key_id,
@@ -434,7 +443,7 @@ def object_headers(options: S3Options) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _translated(uri: str) -> Iterator[None]:
-    """Raises what boto3 says of its settings and of the bucket's name as cloudckpt's errors."""
+    """Converts boto3's errors about its settings and the bucket's name to cloudckpt's errors."""
     try:
         yield
     except (botocore.exceptions.BotoCoreError, ValueError, OSError) as exc:

@@ -1,4 +1,4 @@
-"""What requests to S3 are signed with: credentials that boto3 finds, or a session of theirs.
+"""The keys that sign requests to S3: credentials found by boto3, or a session's keys.
 
 botocore refreshes both by its own rules.
 """
@@ -28,22 +28,27 @@ _NAMES = (
     ("AWS_SECRET_ACCESS_KEY", "aws_secret_access_key"),
     ("AWS_SESSION_TOKEN", "aws_session_token"),
 )
-_SILENT_FOR = 0.9  # seconds; botocore waits for one at least, and an answer takes milliseconds
-_LEAST_ID = 16  # characters, which AWS documents: of a shorter one its end would be too much
-# as botocore.utils.IdentityCache has them: seconds before the end from which one thread renews the
-# keys while the others use them, and from which all wait
+_SILENT_FOR = 0.9  # seconds; botocore waits at least 1 s, and a response takes milliseconds
+# characters, the documented minimum; the end of a shorter id would reveal too much of it
+_LEAST_ID = 16
+# seconds before the keys' expiry, as in botocore.utils.IdentityCache: from then on one thread
+# renews them while the others use them; from then on all threads wait
 _RENEWED, _AWAITED = 45, 10
 
 
 class Keys:
-    """The credentials that boto3 finds; none if it is not asked."""
+    """The credentials that boto3 finds; no credentials for anonymous access."""
 
     def __init__(self, session: Callable[[], Any] | None, uri: str) -> None:
-        """``session`` makes a session of boto3; ``uri`` is for messages.
+        """Finds the credentials.
+
+        Args:
+            session: Creates a boto3 session; None for anonymous access.
+            uri: The bucket, for messages.
 
         Raises:
-            CredentialsError: If boto3 finds none, or none that can be used.
-            ConnectionLostError: If the service that has them is silent or overloaded.
+            CredentialsError: If boto3 finds no usable credentials.
+            ConnectionLostError: If the service that issues them does not respond or is overloaded.
         """
         self._uri = uri
         self._found: Any = None
@@ -64,7 +69,7 @@ class Keys:
             )
 
     def secrets(self) -> tuple[str, ...]:
-        """Access key, secret key and session token, which may be empty; refreshed if due.
+        """Returns access key, secret key and session token (may be empty); refreshes them if due.
 
         Raises:
             CredentialsError: If they can't be used.
@@ -87,7 +92,7 @@ class Keys:
         if self._found is None:
             return Origin(source="none are sent: anonymous=True")
         key = self._latest[0] if self._latest else ""
-        ends = getattr(self._found, "_expiry_time", None)  # it has no public name
+        ends = getattr(self._found, "_expiry_time", None)  # botocore has no public name for it
         return Origin(
             source=f"boto3's {self._found.method}",
             identity=f"access key …{key[-4:]}" if len(key) >= _LEAST_ID else "",
@@ -96,7 +101,7 @@ class Keys:
 
 
 def _silence(seconds: float) -> str:
-    """What is to be said if boto3 has waited for the metadata of an instance in vain."""
+    """Returns an addition to the message if boto3 has waited for the instance metadata in vain."""
     is_off = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
     if is_off or seconds < _SILENT_FOR:
         return ""
@@ -117,55 +122,61 @@ _SILENT = (
 
 
 def _is_passing(exc: Exception) -> bool:
-    """Whether the service behind a source was silent, or has asked to come again later."""
+    """Returns whether a credentials service did not respond, or asked to retry later."""
     for inner in causes(exc):
-        if isinstance(inner, botocore.exceptions.ClientError):  # of STS, Identity Center, sign-in
+        if isinstance(inner, botocore.exceptions.ClientError):  # of STS, Identity Center or sign-in
             error, meta = inner.response["Error"], inner.response.get("ResponseMetadata", {})
             code, status = str(error.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
             return isinstance(from_code(code, status, "", "", ""), TransientStoreError)
-        # HTTPClientError itself wraps what can't be sent, such as a token with a line break
+        # HTTPClientError itself also wraps invalid requests, such as a token with a line break
         if isinstance(inner, _SILENT) and type(inner) is not botocore.exceptions.HTTPClientError:
             return True
     return False
 
 
 fetching_keys = partial(fetching, "AWS", is_passing=_is_passing)
-"""Around what boto3 does to find or refresh credentials for a URI: its errors are ours."""
+"""A context manager that converts boto3's errors while it finds or refreshes credentials, see
+:func:`~cloudckpt.stores.credentials.fetching`.
+"""
 
 
 class Sessions:
-    """The sessions of one directory bucket (S3 Express One Zone), and the credentials behind them.
+    """The sessions of one directory bucket (S3 Express One Zone), and the credentials that begin
+    them.
 
-    Requests are signed with keys that CreateSession gives out for five minutes. boto3 asks for them
-    and botocore renews them, as for its own clients; here they are kept and used.
+    Requests are signed with keys that CreateSession issues for five minutes. boto3 requests them
+    and botocore renews them, as for its own clients; this class keeps them.
     """
 
     def __init__(self, session: Any, client: Any, bucket: str, uri: str) -> None:
-        """
+        """Stores the session's client; a session begins with the first `secrets`.
+
         Args:
-            session: Of boto3: finds the credentials.
-            client: Of that session: asks for the bucket's keys.
-            bucket: Its name.
-            uri: What it is for, for messages.
+            session: The boto3 session that finds the credentials.
+            client: An S3 client of that session, which requests the bucket's keys.
+            bucket: The bucket's name.
+            uri: The bucket, for messages.
 
         Raises:
-            StoreError: If there are no credentials, as of :class:`Keys`.
+            StoreError: If there are no credentials, as in :class:`Keys`.
         """
         self._bucket, self._uri = bucket, uri
         self.identity = Keys(lambda: session, uri)
-        """What copies are signed with: they may read other buckets, which no session covers."""
+        """The credentials that sign copies: they may read other buckets, which no session
+        covers.
+        """
         self._client = client
         self._lock = threading.Lock()
         self._keys: Any = None
 
     def secrets(self) -> tuple[str, ...]:
-        """Access key, secret key and token of a session that is valid now.
+        """Returns access key, secret key and token of a valid session.
 
         Raises:
             CredentialsError: If the AWS credentials can't be used.
             AccessDeniedError: If they may not begin a session.
-            BucketNotFoundError: If there is no such bucket.
-            ConnectionLostError: If S3 is silent or overloaded.
+            BucketNotFoundError: If the bucket does not exist.
+            ConnectionLostError: If S3 does not respond or is overloaded.
         """
         with fetching("S3 Express session's", self._uri, is_passing=_is_passing):
             with self._lock:
@@ -181,8 +192,8 @@ class Sessions:
             return frozen.access_key, frozen.secret_key, frozen.token
 
     def _begin(self) -> dict[str, str]:
-        """A new session, in the form that botocore keeps credentials in."""
-        self.identity.secrets()  # whose own problem is told in its own words
+        """Begins a session; returns its keys in the form in which botocore keeps credentials."""
+        self.identity.secrets()  # raises the error of the credentials themselves first
         try:
             keys = self._client.create_session(Bucket=self._bucket)["Credentials"]
         except botocore.exceptions.ClientError as exc:
@@ -196,7 +207,7 @@ class Sessions:
                 "CreateSession",
                 self._uri,
                 meta.get("HTTPHeaders"),
-                is_foreign=True,  # nobody has asked for an object
+                is_foreign=True,  # no object was requested
             )
             if isinstance(error, AccessDeniedError):
                 error.message += "; a directory bucket needs s3express:CreateSession"
@@ -205,7 +216,7 @@ class Sessions:
             "access_key": keys["AccessKeyId"],
             "secret_key": keys["SecretAccessKey"],
             "token": keys["SessionToken"],
-            # the client leaves times as they are written
+            # botocore's client returns times as text
             "expiry_time": str(keys["Expiration"]),
         }
 
@@ -214,7 +225,9 @@ class Sessions:
 
 
 def _seconds(value: Any) -> Any:
-    """What botocore's sessions time a connection and an answer by; a user gives one number."""
+    """Parses a timeout for botocore: a pair (connect, read) as it is, a user's single number as
+    int.
+    """
     return value if isinstance(value, tuple) else int(value)
 
 
@@ -222,7 +235,7 @@ METADATA_SETTINGS = {
     "metadata_service_timeout": (
         "metadata_service_timeout",
         "AWS_METADATA_SERVICE_TIMEOUT",
-        (1, 5),  # to connect, which takes no time where there is one; to answer
+        (1, 5),  # seconds to connect, which is immediate where the service exists; to respond
         _seconds,
     ),
     "metadata_service_num_attempts": (
@@ -232,5 +245,6 @@ METADATA_SETTINGS = {
         int,
     ),
 }
-"""How patient boto3 is with the metadata of its instance, unless the user says it: by itself it
-asks once, for a second. In the form of botocore's session variables."""
+"""boto3's timeouts and attempts for the instance metadata, unless the user sets them: its defaults
+are one second and one attempt. In the form of botocore's session variables.
+"""

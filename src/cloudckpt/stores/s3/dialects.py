@@ -1,9 +1,10 @@
-"""What the stores with S3's API do differently: one row for each, from its vendor's documentation.
+"""How the stores with S3's API differ: a table with one row each, from the vendors' documentation.
 
-Whatever is not documented is marked as assumed, and then it is what can do no harm: a condition is
-tried before a commit relies on it, a checksum is not expected to be verified, a copy streams. The
-user's options win over a row. What a row says of conditions holds at its vendor's hosts; elsewhere
-any server may be, whatever a user calls it, and conditions are tried.
+Where the documentation is silent, the row is marked as assumed and holds the safe value: a
+condition is tested before a commit relies on it, a checksum is not expected to be verified, a copy
+is streamed. The user's options take precedence over a row. A row's statements about conditions hold
+at its vendor's hosts only; elsewhere, whatever name the user gives it, the server is unknown and
+conditions are tested.
 """
 
 from __future__ import annotations
@@ -20,32 +21,34 @@ _MIB = 1024**2
 
 @dataclass(frozen=True, kw_only=True)
 class S3Dialect:
-    """One row.
+    """The properties of one kind of S3-compatible store.
 
     Attributes:
-        title: What users call the store.
-        documentation: Where its vendor says so; empty for stores of which nothing is known.
-        hosts: What the hosts of its endpoints are, or end in after a dot. Amazon's are known to
-            botocore. None: it runs on hosts of the user's own, and must be named.
-        verifies_checksums: Whether a CRC32C that is sent with an object or a part is compared.
-        whole_checksums: Whether it also takes the CRC32C of an object that is made of parts. Else
-            it gets those of the parts.
-        conditional_writes: Whether PutObject honours both If-None-Match and If-Match; None, and at
-            other hosts than the vendor's: it is tried before the first commit.
-        create_only: Whether completions and copies honour If-None-Match, too. Only for stores that
-            have versions, which a repeated request would else make one more of.
-        conditional_deletes: Whether DeleteObject honours If-Match. Where that is not documented,
-            the object is looked at before it is deleted; if it is None, the condition is sent, too.
-        copies_parts: Whether it has UploadPartCopy; if not, objects above 5 GiB stream.
+        title: The store's name in messages.
+        documentation: The URL of the vendor's documentation; empty for unknown stores.
+        hosts: The hosts of its endpoints, or their parent domains. Empty if it runs on the user's
+            own hosts and must be named; Amazon's hosts come from botocore.
+        verifies_checksums: Whether the store verifies a CRC32C sent with an object or a part.
+        whole_checksums: Whether it also verifies a CRC32C of the whole object at the completion of
+            an upload. Otherwise it is sent those of the parts.
+        conditional_writes: Whether PutObject honours both If-None-Match and If-Match. None, and at
+            hosts other than the vendor's: it is tested before the first commit.
+        create_only: Whether completions and copies honour If-None-Match too. Only for stores with
+            versions, where a repeated request would otherwise create another version.
+        conditional_deletes: Whether DeleteObject honours If-Match. Unless True, the object's
+            version is checked before it is deleted; if None, the condition is sent as well.
+        copies_parts: Whether the store has UploadPartCopy; if not, objects above 5 GiB are
+            streamed.
         equal_parts: Whether all parts of an upload but the last must have the same size.
-        redirects: Whether it answers GetObject with a signed URL of another host, and ignores the
+        redirects: Whether it redirects GetObject to a signed URL of another host, and ignores the
             conditions of a read.
         sessions: Whether requests are signed with the keys of a session (CreateSession).
-        any_prefix: Whether listings take any prefix and are in the order of keys. Else prefixes end
-            in a slash.
-        good_part: Bytes that a part should have at least, as its vendor advises; 0: no matter.
-        addressing_style: What the vendor demands, unless the user says otherwise.
-        useless: Options that the store refuses, or accepts and ignores.
+        any_prefix: Whether listings accept any prefix and are ordered by key. Otherwise prefixes
+            must end in a slash.
+        good_part: The part size in bytes that the vendor advises as a minimum; 0: no advice.
+        addressing_style: The addressing style that the vendor demands, unless the user sets
+            another.
+        useless: The options that the store rejects, or accepts and ignores.
     """
 
     title: str
@@ -66,7 +69,7 @@ class S3Dialect:
     useless: frozenset[str] = frozenset()
 
     def is_at_vendor(self, host: str, *, is_amazon: bool) -> bool:
-        """Whether a host is one of the vendor's, which its documentation is about."""
+        """Returns whether a host is one of the vendor's, to which its documentation applies."""
         if self in (AWS, EXPRESS):
             return is_amazon
         return any(host == name or host.endswith(f".{name}") for name in self.hosts)
@@ -93,7 +96,7 @@ EXPRESS = S3Dialect(
     conditional_deletes=True,
     sessions=True,
     any_prefix=False,
-    # encryption is the bucket's and the session's
+    # encryption is set on the bucket and the session
     useless=_ENCRYPTION | {"tags", "storage_class", "requester_pays", "anonymous"},
 )
 
@@ -105,7 +108,8 @@ HUGGING_FACE = S3Dialect(
     conditional_deletes=False,
     copies_parts=False,
     redirects=True,
-    # "as few multipart parts as possible": 2 GB is advised to clients that send one after the other
+    # "as few multipart parts as possible"; for clients that send one part at a time, 2 GB is
+    # advised
     good_part=128 * _MIB,
     addressing_style="path",
     useless=_ENCRYPTION | {"tags", "storage_class", "requester_pays"},
@@ -118,9 +122,9 @@ DIALECTS: Mapping[str, S3Dialect] = {
         title="Cloudflare R2",
         documentation="https://developers.cloudflare.com/r2/api/s3/api/",
         hosts=("r2.cloudflarestorage.com",),
-        # CRC32C is documented as that of parts; whether it is compared is not
+        # documented is a composite CRC32C; whether it is verified is not
         conditional_writes=True,
-        conditional_deletes=False,  # its list of operations with conditions has none
+        conditional_deletes=False,  # not in its documented list of conditional operations
         equal_parts=True,  # https://developers.cloudflare.com/r2/objects/multipart-objects/
     ),
     "coreweave": S3Dialect(
@@ -137,28 +141,28 @@ DIALECTS: Mapping[str, S3Dialect] = {
         documentation="https://blog.min.io/"
         "leading-the-way-minios-conditional-write-feature-for-modern-data-workloads",
         verifies_checksums=True,
-        # conditions of PutObject came with a version: they are tried
-        conditional_deletes=False,  # ignored: AIStor alone has them
+        # PutObject's conditions were added by some version: they are tested
+        conditional_deletes=False,  # ignored; only AIStor supports it
     ),
     "ceph": S3Dialect(
         title="Ceph RGW",
         documentation="https://docs.ceph.com/en/latest/radosgw/s3/",
-        # conditions of PutObject came, and went, with its versions; those of completions and
-        # deletions are ignored: assumed
+        # PutObject's conditions were added and removed by some versions; those of completions and
+        # deletions are assumed to be ignored
         conditional_deletes=False,
     ),
     "huggingface": HUGGING_FACE,
     "other": S3Dialect(title="any other"),
 }
-"""All rows, by what ``S3Options(dialect=...)`` calls them."""
+"""All rows, by their name in ``S3Options(dialect=...)``."""
 
 _DIRECTORY_BUCKET = re.compile(r".+--[a-z0-9-]+--x-s3")
 
 
 def dialect_of(bucket: str, host: str, *, is_amazon: bool) -> S3Dialect:
-    """The row for a bucket, by its name and by the host of its endpoint.
+    """Returns the row of a bucket, by the bucket's name and the endpoint's host.
 
-    Directory buckets are known by their names, which AWS keeps for them.
+    Directory buckets are recognized by their names, a pattern that AWS reserves for them.
     """
     if _DIRECTORY_BUCKET.fullmatch(bucket):
         return EXPRESS

@@ -1,7 +1,7 @@
-"""What S3's error codes mean to cloudckpt.
+"""Maps S3's error codes to cloudckpt's exceptions.
 
-Codes come from the list of error responses in the S3 API reference; other vendors use the same
-ones, or only the status.
+The codes come from the list of error responses in the S3 API reference; other vendors use the same
+codes, or only the HTTP status.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from cloudckpt.stores.xml_api import error_fields
 __all__ = ["REGION", "from_answer", "from_code"]
 
 REGION = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
-"""A region's name: a label of a host name."""
+"""The syntax of a region's name: a label of a host name."""
 
 _KMS = (
     "KMS refuses, or can't use, the key of the encryption; check kms_key_id, the key's policy and "
     "region, and the IAM policies"
 )
 
-# what copies and completions answer in the body of a success needs its class here, too
+# codes that may come in the body of a 200 (of copies and completions) need an explicit class
 _MEANINGS = (
     Meaning("NoSuchBucket|NoSuchAccessPoint", BucketNotFoundError),
     Meaning("NoSuchKey", ObjectNotFoundError),
@@ -94,7 +94,7 @@ _MEANINGS = (
         "RequestTimeout(Exception)?|IDPCommunicationError|KMS.DependencyTimeoutException",
         ServerError,
     ),
-    # documented to leave the object as it is, also behind the status 200 of a long completion
+    # documented to leave the object unchanged, also in the body of a 200
     Meaning(
         "ConditionalRequestConflict|OperationAborted",
         ServerError,
@@ -118,14 +118,15 @@ def from_code(
     region: str = "",
     is_foreign: bool = False,
 ) -> StoreError:
-    """The error for an S3 error code, or where it is unknown or absent, for the HTTP status.
+    """Returns the exception for an S3 error code; for an unknown or missing code, for the HTTP
+    status.
 
-    ``region`` is what the body says of where the bucket is; ``is_foreign`` as of :func:`refusal`.
+    `region` is the bucket's region according to the body; `is_foreign` as in :func:`refusal`.
     """
     given = {name.lower(): value for name, value in (headers or {}).items()}
     region = given.get("x-amz-bucket-region") or region
     region = region if REGION.fullmatch(region) else ""
-    # the answer to HEAD has no body to tell more
+    # a HEAD response has no body with the code
     means = "AuthorizationHeaderMalformed" if status == 400 and not code and region else ""
     error = refusal(
         _MEANINGS,
@@ -152,11 +153,11 @@ def from_code(
 def from_answer(
     status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
 ) -> StoreError:
-    """The error for an answer that is no success."""
+    """Returns the exception for an error response of S3."""
     fields = error_fields(body)
     code, message = fields.get("Code", ""), fields.get("Message", "")
     region = fields.get("Region", "")
-    has_page = bool(body.strip())  # the answer to HEAD has none, and that of some stores
+    has_page = bool(body.strip())  # responses to HEAD have no body, and those of some stores
     return from_code(
         code, status, message, action, uri, headers, region=region, is_foreign=has_page
     )

@@ -1,8 +1,8 @@
-"""Reads that a store sends on to a signed URL of another host.
+"""Reads that a store redirects to a signed URL of another host.
 
-The URL is all that the other host wants: neither credentials nor headers of ours go there. Each
-read asks the store for it. As the store ignores the conditions of such reads, the version is
-compared here.
+The URL is all that the other host needs: neither credentials nor other headers are sent to it. Each
+read asks the store for a new URL. As the store ignores the preconditions of such reads, this module
+compares the versions.
 """
 
 from __future__ import annotations
@@ -33,47 +33,50 @@ __all__ = ["Redirects"]
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _ANSWERS = SUCCESS | _REDIRECTS
-# only the store itself can say that there is no such object
+# only the store itself can report a missing object
 _NOT_THERE = (
     Meaning("404|410", ServerError, "the object that the store redirected to does not exist (yet)"),
 )
 
 
-_HASH = re.compile('"[0-9a-f]{32,128}"')  # of bytes: another ETag might be that of others, too
+_HASH = re.compile('"[0-9a-f]{32,128}"')  # of the content; other ETags might not be unique
 _MOST_KNOWN = 10_000  # objects
 
 
 class Redirects:
-    """The reads of one bucket's objects. Safe to use from many threads.
+    """Reads the objects of a bucket whose store redirects. Safe to use from many threads.
 
-    The version of an object is what HEAD says: of a read that names no version before it, of one
-    that names it after the store has said where the bytes are. In the latter case the bytes are
-    those of the version, which was known before and is there afterwards; so the ETag that their
-    host gives them is noted, and tells of later reads, without HEAD, what they are of.
+    An object's version is determined by a HEAD request. A read without a given version sends the
+    HEAD first. A read of a given version sends it after the store's redirect: if the object is
+    still that version, the redirected URL leads to that version's bytes. The ETag that the other
+    host gives these bytes is then remembered, so that later reads can verify the version without a
+    HEAD.
     """
 
     def __init__(
         self, store: RestStore, http: HttpClient, head: Callable[[str], ObjectInfo]
     ) -> None:
-        """
+        """Stores the connections; nothing is sent yet.
+
         Args:
-            store: The store that is asked first.
-            http: Sends what goes to other hosts.
-            head: Asks the store for an object, by HEAD.
+            store: The store that redirects.
+            http: The client for requests to other hosts.
+            head: Sends a HEAD request to the store for an object.
         """
         self._store = store
         self._http = http
         self._head = head
-        self._known: dict[str, tuple[str, str]] = {}  # by key: the version, and the ETag there
+        # by key: the version, and the other host's ETag of it
+        self._known: dict[str, tuple[str, str]] = {}
 
     @contextlib.contextmanager
     def read(self, key: str, if_version: str | None, headers: Mapping[str, str]) -> Iterator[Reply]:
-        """The answer to the GET of an object, by whoever has it; with the store's own ETag.
+        """Reads an object, following a redirect; yields the response, with the store's own ETag.
 
         Raises:
             PreconditionFailedError: If the object is not the given version.
-            InvalidRequestError: If the target is one that bytes must not come from.
-            StoreError: As of any read.
+            InvalidRequestError: If the redirect leads to a URL that must not be read from.
+            StoreError: As in any read.
         """
         uri, url = self._store.uri(key), self._store.object_url(key)
         version, tag = self._known.get(key, ("", ""))
@@ -86,7 +89,7 @@ class Redirects:
                 version = self._head(key).version
             except TransientStoreError:
                 raise
-            except StoreError as error:  # the answer to HEAD has no body to tell the reason
+            except StoreError as error:  # a HEAD response has no body with the reason
                 unseen = error
         with self._store.exchange("GET", url, headers, key=key, successes=_ANSWERS) as reply:
             if reply.status in SUCCESS:
@@ -100,11 +103,11 @@ class Redirects:
             if if_version is not None and not is_known:
                 _check(if_version, self._head(key).version, uri)
             try:
-                # the range, and nothing else
+                # no header but Range
                 span = {name: value for name, value in headers.items() if name == "Range"}
                 with self._http.send("GET", target, span) as answer:
                     self._note(key, (version, tag), answer, target, proven=if_version is not None)
-                    headers = HTTPHeaderDict(answer.headers)  # whose names ignore case
+                    headers = HTTPHeaderDict(answer.headers)  # case-insensitive names
                     headers["ETag"] = version
                     answer.headers = headers
                     yield answer
@@ -115,7 +118,7 @@ class Redirects:
     def _note(
         self, key: str, known: tuple[str, str], answer: Reply, target: str, *, proven: bool
     ) -> None:
-        """Compares the ETag of the bytes with the one that is known, or notes it."""
+        """Compares the ETag of redirected bytes with the remembered one, or remembers it."""
         uri = self._store.uri(key)
         if answer.status not in (200, 206):
             action = (
@@ -142,10 +145,10 @@ def _check(pinned: str | None, version: str, uri: str) -> None:
 
 
 def _checked(location: str, origin: str, uri: str) -> str:
-    """The target that an answer of ``origin`` names, if it may be read from.
+    """Returns the URL of a redirect from `origin`, if it may be read from.
 
     Raises:
-        InvalidRequestError: If TLS would end there, or it is no address on the web.
+        InvalidRequestError: If the URL is invalid, or has no TLS although `origin` has.
     """
     problem: str | None = "an invalid URL"
     with contextlib.suppress(ValueError):

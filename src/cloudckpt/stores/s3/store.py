@@ -1,8 +1,8 @@
-"""``s3://``: AWS S3 and the stores that speak its protocol.
+"""``s3://``: AWS S3 and stores with its protocol.
 
-boto3 finds credentials, region and endpoint, and signs. All requests travel through
-:mod:`cloudckpt.stores.http.client`, large ones with an unsigned payload; integrity rests on CRC32C
-(and TLS), so the bytes of tensors are not hashed for the signature.
+boto3 finds credentials, region and endpoint, and signs. All requests are sent by
+:mod:`cloudckpt.stores.http.client`, large ones with an unsigned payload: integrity rests on CRC32C
+(and TLS), so tensor data are not hashed for the signature.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class S3Store(XmlStore):
     """One bucket of S3 or of a store with its API, see :mod:`cloudckpt.stores.s3.dialects`."""
 
     metadata_prefix = "x-amz-meta-"
-    shown = 1  # the id of a key is no secret, and may be a word such as a bucket's name
+    shown = 1  # an access key's id is public, and may be a word such as a bucket's name
 
     def __init__(self, bucket: str, config: Config, root: str | None = None) -> None:
-        """``root`` is what messages call the bucket; by default ``s3://bucket``."""
+        """Opens a bucket; `root` is its URI for messages, by default ``s3://bucket``."""
         root = root or f"s3://{bucket}"
         CheckpointURI.parse(root)
         self._access = BucketAccess(bucket, config, root)
@@ -87,7 +87,8 @@ class S3Store(XmlStore):
                 uri=root,
             )
         self._dialect = dialect
-        known = self._access.is_at_vendor or None  # elsewhere, conditions are not documented
+        # at other hosts, support of conditions is not documented
+        known = self._access.is_at_vendor or None
         self._checksums = (
             dialect.verifies_checksums if config.checksum == "auto" else config.checksum == "on"
         )
@@ -108,7 +109,7 @@ class S3Store(XmlStore):
         self._object_headers = object_headers(options)
         self.creation_headers = self._object_headers
         self._of_whole: Mapping[str, str] = {}
-        if self._checksums:  # of the whole, or, where the store does not know that, of the parts
+        if self._checksums:  # of the whole object; where the store lacks that, of the parts
             kind = {
                 "x-amz-checksum-type": "FULL_OBJECT" if dialect.whole_checksums else "COMPOSITE"
             }
@@ -124,7 +125,7 @@ class S3Store(XmlStore):
             self._redirects = Redirects(self, self._http, self._head)
 
     def part_headers(self, crc32c: int) -> Mapping[str, str]:
-        # Object Lock demands the name of the algorithm, or an MD5
+        # Object Lock demands the algorithm's name, or an MD5
         if not self._checksums:
             return {}
         return {
@@ -133,7 +134,7 @@ class S3Store(XmlStore):
         }
 
     def completion_headers(self, crc32c: int) -> Mapping[str, str]:
-        # the checksums of the parts go along: one that is made of them says no more
+        # the request holds the checksums of the parts: a composite one would add nothing
         if not self._of_whole:
             return {}
         return {"x-amz-checksum-crc32c": to_base64(crc32c), **self._of_whole}
@@ -210,7 +211,7 @@ class S3Store(XmlStore):
         stop: int,
     ) -> Part:
         headers = _source(source, found)
-        if (start, stop) != (0, found.size):  # of a source up to 5 MB, S3 copies the whole only
+        if (start, stop) != (0, found.size):  # of a source up to 5 MB, S3 copies only the whole
             headers["x-amz-copy-source-range"] = f"bytes={start}-{stop - 1}"
         url = self.object_url(upload.key, {"uploadId": upload.id, "partNumber": str(number)})
         with self._copying(source, found):
@@ -220,7 +221,7 @@ class S3Store(XmlStore):
         return Part(number, stop - start, tag, crc)
 
     def _copied(self, key: str, url: str, headers: Mapping[str, str]) -> tuple[Element, int | None]:
-        """What the answer says of a copy, and the checksum in it."""
+        """Requests a copy; returns the result's XML, and the CRC32C in it."""
         with self.exchange("PUT", url, headers, key=key, is_long=True) as reply:
             made = result_of(self, reply, "PUT", self.uri(key))
             return made, _crc32c(made)
@@ -233,7 +234,7 @@ class S3Store(XmlStore):
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
         if self._dialect.any_prefix:
             return super().list(prefix, retry)
-        found = super().list(_folder_of(prefix), retry)  # in no order
+        found = super().list(_folder_of(prefix), retry)  # unordered
         fitting = (info for info in found if info.key.startswith(prefix))
         return iter(sorted(fitting, key=lambda info: info.key))
 
@@ -241,7 +242,7 @@ class S3Store(XmlStore):
         found = super().list_level(prefix, retry)
         if self._dialect.any_prefix:
             return found
-        level = [*found]  # in no order, and folders again and again
+        level = [*found]  # unordered, with repeated folders
         objects = [one for one in level if not isinstance(one, str)]
         folders = {one for one in level if isinstance(one, str)}
         return iter([*sorted(objects, key=lambda info: info.key), *sorted(folders)])
@@ -284,7 +285,9 @@ class S3Store(XmlStore):
         return self.exchange("GET", self.object_url(key), headers, key=key)
 
     def recover(self, refused: StoreError, signed: Signed | None) -> bool:
-        """The same; a request to the wrong region may be sent to the one that S3 names."""
+        """Returns whether a retry may succeed; switches to the region that S3 names after a
+        WrongRegionError.
+        """
         if not isinstance(refused, WrongRegionError):
             return super().recover(refused, signed)
         if signed is None or refused.region is None:
@@ -305,10 +308,10 @@ class S3Store(XmlStore):
 
 
 def open_hugging_face(uri: CheckpointURI, config: Config) -> S3Store:
-    """The Storage Bucket of ``hf://buckets/namespace/name``, by its S3 gateway.
+    """Opens the Storage Bucket ``hf://buckets/namespace/name`` through its S3 gateway.
 
-    Endpoint and region are those of the gateway, whatever options and variables say, since they may
-    be about another store in the same job.
+    Endpoint and region are always the gateway's: the options and variables may be for another store
+    in the same job.
     """
     _, namespace, name = uri.bucket.split("/")
     there = replace(
@@ -322,7 +325,7 @@ def open_hugging_face(uri: CheckpointURI, config: Config) -> S3Store:
 
 
 def _source(source: ObjectStore, found: ObjectInfo) -> dict[str, str]:
-    """The headers that name what is copied, by the bucket's name or the ARN of an access point."""
+    """Returns the headers that name a copy's source, by bucket name or access point ARN."""
     assert isinstance(source, S3Store)
     bucket = source._access.bucket
     path = f"{bucket}/object/{found.key}" if bucket.startswith("arn:") else f"{bucket}/{found.key}"
@@ -333,12 +336,12 @@ def _source(source: ObjectStore, found: ObjectInfo) -> dict[str, str]:
 
 
 def _folder_of(prefix: str) -> str:
-    """The longest prefix of a prefix that ends in a slash; empty if there is none."""
+    """Returns the prefix up to and including its last slash; empty if it has none."""
     return prefix[: prefix.rfind("/") + 1]
 
 
 def _objects_in(page: Element) -> list[ObjectInfo]:
-    """The objects that a page of a listing names; ValueError if it does not say what they are."""
+    """Returns the objects in a page of a listing; raises ValueError for an incomplete entry."""
     return [
         ObjectInfo(
             key_text(page, required(entry, "Key")),
@@ -351,11 +354,13 @@ def _objects_in(page: Element) -> list[ObjectInfo]:
 
 
 def _folders_in(page: Element) -> list[str]:
-    """The folders that a page of a listing has."""
+    """Returns the folders in a page of a listing."""
     return [key_text(page, required(entry, "Prefix")) for entry in page.iterfind("CommonPrefixes")]
 
 
 def _crc32c(made: Element) -> int | None:
-    """The CRC32C that a result tells; with a number after it, it is of parts, not of bytes."""
+    """Returns a result's CRC32C; None if missing, or composite (of the parts' checksums, ending in
+    ``-N``).
+    """
     told = text(made, "ChecksumCRC32C")
     return from_base64(told) if told and "-" not in told else None
