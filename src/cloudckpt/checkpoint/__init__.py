@@ -1,1 +1,1 @@
-"""What a checkpoint is: names, the envelope around a tensor, indexes, metadata, the commit."""
+"""The format of a checkpoint: object names, tensor envelopes, indexes, metadata, the commit."""

@@ -1,7 +1,7 @@
-"""Where tensors are in the zip archives of ``torch.save`` that the items of checkpoints are.
+"""Locates the tensors in checkpoint items that are zip archives of ``torch.save``.
 
-The directory of an archive stands in its last bytes, and the description of the tensor in its first
-ones; reading these few tells where the tensor's bytes are, without an index.
+The directory of an archive is in its last bytes, and the description of the tensor in its first
+ones. So a few KiB of each item are enough to locate the tensor's bytes, without an index.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ __all__ = ["StoredTensor", "TensorDescription", "describe_tensor", "locate"]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A plain tensor in the checkpoint: its elements in row-major order, their type, its shape."""
+    """A plain tensor in a checkpoint: the byte range of its row-major elements, its dtype and
+    shape.
+    """
 
     elements: StoredBytes
     dtype: torch.dtype
@@ -44,9 +46,11 @@ class StoredTensor:
 
 
 _EDGE = 4096
-"""Bytes looked at on either side: torch's directory takes about 700, its first records as many."""
+"""Bytes read at either end of an item: torch's directory takes about 700, its first records as
+many.
+"""
 
-_ENCRYPTED = 1  # flag of a record
+_ENCRYPTED = 1  # flag of an encrypted record
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 
@@ -57,7 +61,18 @@ def locate(
     stats: TransferStats,
     damaged: Callable[[CheckpointCorruptError], None] = raise_it,
 ) -> Mapping[StoredBytes, StoredTensor | None]:
-    """The plain tensors in items without an index; None for what only ``torch.load`` can read."""
+    """Locates the plain tensors in items that have no index.
+
+    Args:
+        store: The store of the items.
+        items: The byte ranges of the items.
+        config: Options.
+        stats: Counts what is read.
+        damaged: Called with the error of each item that can't be read.
+
+    Returns:
+        For each item its tensor, or None for an item that only ``torch.load`` can read.
+    """
     edges: dict[StoredBytes, tuple[BytesSink, BytesSink]] = {}
     wanted: list[Wanted] = []
     for item in dict.fromkeys(items):
@@ -80,7 +95,7 @@ def _parse(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
 
 
 class _LastBytes(io.RawIOBase):
-    """A file of which only the end can be read."""
+    """A read-only file of ``size`` bytes of which only the last ones, ``data``, can be read."""
 
     def __init__(self, data: bytes, size: int) -> None:
         self._data, self._size, self._at = io.BytesIO(data), size, size
@@ -111,7 +126,7 @@ class _LastBytes(io.RawIOBase):
 
 
 def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
-    with zipfile.ZipFile(_LastBytes(tail, item.nbytes)) as archive:  # which reads no record
+    with zipfile.ZipFile(_LastBytes(tail, item.nbytes)) as archive:  # this reads the directory only
         entries = {info.filename: info for info in archive.infolist()}
 
     def start_of(info: zipfile.ZipInfo) -> int:
@@ -150,12 +165,12 @@ def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """What ``data.pkl`` says of a plain tensor.
+    """The description of a plain tensor in ``data.pkl``.
 
     Attributes:
         dtype: Element type.
-        record: The name of its storage's record, beneath ``data/``.
-        storage_offset: The first element in the storage.
+        record: The name of the zip record of its storage, beneath ``data/``.
+        storage_offset: The tensor's first element in the storage, counted in elements.
         shape: Its shape.
         stride: Its strides, in elements.
     """
@@ -168,12 +183,12 @@ class TensorDescription:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether its elements stand in row-major order without gaps."""
+        """Whether the elements are in row-major order without gaps."""
         return is_row_major(self.shape, self.stride)
 
 
 def describe_tensor(data: bytes) -> TensorDescription | None:
-    """Reads ``data.pkl``; None if it describes anything but a plain tensor."""
+    """Parses ``data.pkl``; returns None if it describes anything but a plain tensor."""
     try:
         return _plain_tensor(unpickle(data, persistent=True))
     except Exception:  # noqa: BLE001 - whatever it is, torch.load will tell
@@ -182,21 +197,27 @@ def describe_tensor(data: bytes) -> TensorDescription | None:
 
 @functools.cache
 def _type_of_storage(name: str) -> Any:
-    """The element type of a storage class of torch; of a few, none of which is made."""
+    """Returns the element type of a torch storage class, such as bfloat16 for
+    ``BFloat16Storage``.
+    """
     if not name.endswith("Storage"):
         raise ValueError(f"{name} is not a storage class of torch")
-    with unwarned():  # such classes are deprecated, and still what torch.save uses
+    with unwarned():  # storage classes are deprecated, and torch.save still uses them
         return getattr(torch, name.rpartition(".")[2]).dtype
 
 
 def _plain_tensor(described: Stub) -> TensorDescription:
-    """What a call of torch's function for a tensor, or a parameter, describes."""
+    """Returns the tensor that an unpickled call of ``torch._utils._rebuild_*`` would make.
+
+    Raises:
+        ValueError: If it is not a plain tensor.
+    """
     if described.name == "torch._utils._rebuild_parameter":
         described = described.arguments[0]
     version = described.name.removeprefix("torch._utils._rebuild_tensor_")
     storage, first, shape, stride, _, _, *more = described.arguments
     _, kind, record, _, _ = storage.arguments[0]
-    # of version 3, the element type is named beside an untyped storage
+    # version 3 has an untyped storage, and names the element type separately
     dtype = more.pop(0) if version == "v3" else _type_of_storage(kind.name)
     is_plain = version in ("v2", "v3") and described.is_call and not any(more)
     if not is_plain or type(storage) is not Stub or not isinstance(dtype, torch.dtype):

@@ -1,4 +1,4 @@
-"""The contents of an earlier checkpoint, by digest: bytes it has need not be sent again.
+"""Finds the bytes of an earlier checkpoint by digest, so that a save need not send them again.
 
 An item (a rank's chunk of a tensor, or a pickled value) is identified by a digest of 128 bits
 (XXH3) of its bytes, its element type and its shape. The digests are in the record of a checkpoint
@@ -30,26 +30,26 @@ from cloudckpt.checkpoint.structure import Structure
 __all__ = ["VALUE", "Base", "Digest", "Digester", "digest_of_bytes", "kind_of"]
 
 Digest = tuple[int, int]
-"""Both halves of a digest, as int64."""
+"""The high and the low half of a 128-bit digest, each as int64."""
 
 _HALVES = struct.Struct(">qq")
 
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
-    """The meaning of a tensor's row-major bytes: element type and shape."""
+    """Returns bytes that identify a tensor's element type and shape, as a prefix for its digest."""
     return f"{dtype}{list(shape)}\0".encode()
 
 
 VALUE = b"\0"
-"""The same for the bytes of a pickled value."""
+"""The prefix for the digest of a pickled value, in place of :func:`kind_of` a tensor."""
 
 
 class Digester:
-    """Computes the digest of one item; releases the GIL while reading all but small inputs.
+    """Computes the digest of one item; releases the GIL while it hashes all but small inputs.
 
     Args:
-        kind: What the bytes mean: :func:`kind_of` a tensor, or ``VALUE``.
+        kind: The prefix that is hashed first: :func:`kind_of` a tensor, or ``VALUE``.
     """
 
     __slots__ = ("_hash", "add")
@@ -57,28 +57,30 @@ class Digester:
     def __init__(self, kind: bytes) -> None:
         self._hash = xxhash.xxh3_128(kind)
         self.add: Callable[[bytes | memoryview], None] = self._hash.update
-        """Takes the next bytes."""
+        """Hashes the next bytes of the item."""
 
     def result(self) -> Digest:
-        """The digest of all bytes so far."""
+        """Returns the digest of all bytes added so far."""
         high, low = _HALVES.unpack(self._hash.digest())
         return high, low
 
 
 def digest_of_bytes(kind: bytes, view: bytes | memoryview) -> Digest:
-    """The digest of an item whose bytes are all available; see :class:`Digester`."""
+    """Returns the digest of an item whose bytes are all in one buffer; see :class:`Digester`."""
     digester = Digester(kind)
     digester.add(view)
     return digester.result()
 
 
 class Base:
-    """Items of a checkpoint, by digest; takes 16 bytes per item in addition to the record.
+    """Looks up the items of a checkpoint by digest; takes 16 bytes per item besides the record.
 
     Args:
-        record: What a save has written, with digests; ``attempt`` is the save that made the
-            checkpoint. Its columns are kept as they are.
-        folder: The name of the checkpoint; empty if the record's objects have theirs.
+        record: The record of the checkpoint, with digests; ``attempt`` is the random name of the
+            save that made it. Its columns are shared, not copied.
+        folder: The folder name of the checkpoint, given to objects that have no folder; empty if
+            all
+            have theirs.
 
     Attributes:
         attempt: The random name of the save that made the checkpoint.
@@ -92,7 +94,7 @@ class Base:
             )
         objects = [one if one.folder else replace(one, folder=folder) for one in record.objects]
         self.attempt, self.objects = record.attempt, objects
-        # read where they lie in memory: nothing is copied of columns that are contiguous
+        # columns that are contiguous are used in place, not copied
         extents = Extents(*(column.contiguous() for column in record.extents.all_columns))
         self._record = replace(
             record,
@@ -102,12 +104,15 @@ class Base:
             structure=Structure(),
             times=no_times(),
         )
-        # without a tensor for each number
+        # memoryviews: reading a number from one makes no tensor
         self._highs, self._rows = (one.numpy().data for one in torch.sort(extents.all_columns[3]))
         self._columns = [column.numpy().data for column in extents.all_columns]
 
     def find(self, digest: Digest) -> Place | None:
-        """Where the bytes with a digest are (the object is an index into ``objects``), or None."""
+        """Returns the location of the bytes with this digest, or None if the checkpoint has none.
+
+        The location's object is an index into ``objects``.
+        """
         objects, offsets, lengths, _, lows = self._columns
         high, low = digest
         for place in range(bisect.bisect_left(self._highs, high), len(self._highs)):

@@ -1,8 +1,8 @@
-"""The baseline of a save: the commit object that was at its location when it began.
+"""The baseline of a save: the commit object that was at its location when the save began.
 
-The commit replaces nothing else. So a save asks for it first of all in its call, before its ranks
-meet or its state is copied, in a thread of its own: what happens to the trainer later, and however
-long it stands still, changes nothing. Only this first answer counts.
+The commit may replace that object and no other. So a save requests it first of all, before its
+ranks meet or its state is copied, and in a thread of its own: later delays of the trainer, however
+long, can't change the answer. Only this first answer counts.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ __all__ = [
 T = TypeVar("T")
 
 LONGEST_SAVE = 12 * 3600.0
-"""The longest time from the beginning of a save to its commit, in seconds. Leftovers are swept once
-they are older than twice that."""
+"""Maximum seconds from the beginning of a save to its commit. Leftovers are swept once they are
+older than twice that.
+"""
 
-_LOOKS = 3  # for an existing checkpoint, if an answer takes long
-_STORES_SECOND = 1.0  # what times in whole seconds leave open
+_LOOKS = 3  # requests for the existing commit object, if an answer takes long
+_STORES_SECOND = 1.0  # seconds by which an age may be wrong, as stores give times in whole seconds
 
 
 def now() -> float:
-    """Seconds since an arbitrary time, including time while the machine is suspended."""
+    """Returns seconds of a clock that also runs while the machine is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What was there when the save began.
+    """The commit object at a save's location when the save began.
 
     Attributes:
-        key: The commit object.
-        version: Its version, or None if there was none.
+        key: The key of the commit object.
+        version: Its version, or None if it did not exist.
         began: When the save began, in seconds of :func:`now`.
     """
 
@@ -68,7 +69,7 @@ class Baseline:
     began: float = field(default_factory=now, compare=False)
 
     def check_age(self, uri: str) -> None:
-        """Checks that the save is young enough to commit.
+        """Checks that the save began less than ``LONGEST_SAVE`` seconds ago, so that it may commit.
 
         Objects of twice that age are swept as leftovers, so none of them may belong to a save that
         will commit. The commit is sent right after this check; docs/protocol.md says what happens
@@ -93,23 +94,22 @@ def begin(
     overwrite: bool,
     began: float | None = None,
 ) -> Baseline:
-    """Looks for an existing checkpoint.
+    """Returns the baseline of a save: requests the commit object, and tells whether it is older.
 
-    The answer may be late: the store was silent, or this process stood still before it asked. A
-    checkpoint that the store has had for a shorter time than this save has lasted is not one that
-    was there when the save began.
+    The answer may be late, because the store or this process was slow. A checkpoint that is younger
+    than this save was not there when the save began, and is a conflict.
 
     Args:
-        look: Asks the store for the commit object.
-        key: Its key.
+        look: Requests the commit object from the store.
+        key: The key of the commit object.
         uri: Its URI, for errors.
         overwrite: Whether an existing checkpoint may be replaced.
-        began: When the save began, if not now.
+        began: When the save began, in seconds of :func:`now`; None for now.
 
     Raises:
-        CheckpointExistsError: If one exists that must not be overwritten.
-        CheckpointConflictError: If one has come since the save began, as far as the store's times
-            tell, which are in seconds.
+        CheckpointExistsError: If a checkpoint exists and must not be overwritten.
+        CheckpointConflictError: If another save has committed since this one began, as far as the
+            store's times, in whole seconds, show it.
     """
     began = now() if began is None else began
     version: str | None = None
@@ -120,13 +120,13 @@ def begin(
         except ObjectNotFoundError:
             break
         if version not in (None, found.version):
-            raise conflict(uri)  # it came between the two looks
+            raise conflict(uri)  # it was committed between two requests
         version = found.version
         if found.age is None or found.age + _STORES_SECOND >= now() - began:
-            break  # it was there before
+            break  # it is older than the save
         if found.age + _STORES_SECOND < asked - began:
             raise conflict(uri)
-        # it may have come before or while the store was asked: the next answer tells
+        # it may have been committed before the save began or during this request: ask once more
     if version is not None and not overwrite:
         raise CheckpointExistsError(
             "Checkpoint already exists and overwrite is off: choose another location, or allow it "
@@ -137,18 +137,18 @@ def begin(
 
 
 def refuse_run(view: View, *, looks_inside: bool = False) -> None:
-    """Refuses the folder of a run as the place of a new checkpoint: a folder is never both.
+    """Refuses to save a checkpoint into the folder of a run: a folder is never both.
 
-    A run has a claim, or folders that are named as steps. One listing of one page tells, and none
-    is needed for a folder that is itself named as a step. Where it fails, as without the permission
-    to list, or three times in a row, the folder passes: no save fails for want of it, or waits.
+    A folder is a run if it has a claim, or folders with the names of steps. This lists one page,
+    unless the folder is itself named as a step. If the listing fails three times, or is forbidden,
+    the folder is accepted: this check must neither fail nor delay a save.
 
     Args:
-        view: Its location is where nothing is yet.
-        looks_inside: Whether each folder in it is asked for a checkpoint, whatever it is called.
+        view: The view of the location, where nothing was committed yet.
+        looks_inside: Whether to look for a checkpoint in each folder, whatever its name.
 
     Raises:
-        ConfigError: If it is the folder of a run.
+        ConfigError: If the location is the folder of a run.
     """
     location, below = view.location, view.location.key("")
     if is_step_name(location.folder) and not looks_inside:
@@ -175,11 +175,11 @@ def refuse_run(view: View, *, looks_inside: bool = False) -> None:
 
 
 class Beginning(Generic[T]):
-    """What a save asks the store when it begins, in a thread of its own: its caller does not wait.
+    """Runs the first request of a save in a thread, so that the caller of the save does not wait.
 
     Args:
-        view: What the store is asked through; it ends with the question.
-        ask: Asks, and returns the answer.
+        view: The view that the request goes through; cancelled if waiting for the answer fails.
+        ask: Sends the request, and returns the answer.
     """
 
     def __init__(self, view: View, ask: Callable[[], T]) -> None:
@@ -193,13 +193,13 @@ class Beginning(Generic[T]):
             except BaseException as error:  # noqa: BLE001 - raised where the save needs the answer
                 self._answer.set_exception(error)
 
-        # a program that ends without the answer does not wait for it
+        # a daemon: the program may end before the answer arrives
         threading.Thread(target=run, name="cloudckpt-begin", daemon=True).start()
 
     def answer(self) -> T:
-        """Waits for the answer, and raises what the question has raised.
+        """Waits for the answer, and returns it or raises the error of the request.
 
-        An interrupt ends the question, too.
+        An interrupt while waiting cancels the request.
         """
         try:
             return self._answer.result()
@@ -209,7 +209,7 @@ class Beginning(Generic[T]):
 
 
 def conflict(uri: str, cause: BaseException | None = None) -> CheckpointConflictError:
-    """The error of a save whose location has another commit than when it began."""
+    """Returns the error of a save at whose location another writer has committed since it began."""
     return CheckpointConflictError(
         "another writer has committed to this location since this save began; this save was "
         "discarded, and the other checkpoint was kept",

@@ -19,15 +19,17 @@ _SCALARS = frozenset((type(None), bool, int, float, str, bytes, bytearray, torch
 
 
 class DescriptionError(ValueError):
-    """What is described makes no sense; the text says why."""
+    """An unpickled description that is inconsistent; the message says why."""
 
 
 class UnknownNameError(Exception):
-    """What is described is of a class that is neither known nor allowed; the text is its name."""
+    """A class that is neither known nor on the allow-list; the message is its name."""
 
 
 def made_of(kind: Callable[..., Any], *kinds: type[Any]) -> Callable[..., Any]:
-    """``kind``, called only with arguments that are of exactly these classes."""
+    """Wraps ``kind`` so that it raises ValueError unless all arguments are exactly of these
+    classes.
+    """
 
     def make(*arguments: Any) -> Any:
         if not all(type(argument) in kinds for argument in arguments):
@@ -38,7 +40,7 @@ def made_of(kind: Callable[..., Any], *kinds: type[Any]) -> Callable[..., Any]:
 
 
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """Protocols below 3 write bytes as the text that has them in Latin-1."""
+    """Decodes bytes from Latin-1 text, as pickle protocols below 3 write them."""
     if type(text) is not str or encoding != "latin1":
         raise ValueError("bytes are not given as Latin-1 text")
     return text.encode("latin1")
@@ -72,17 +74,18 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
 
 
 class Building:
-    """One walk over what was unpickled, which must be kept as long as this.
+    """Builds values from stubs, in one walk; the stubs must be kept alive as long as this object.
 
-    What occurs several times is built once. Nothing is set on an object that was there before.
+    A stub that is referenced several times is built once. No attribute is set on an object that
+    existed before.
 
     Args:
-        allowed: The classes of the user, by their full names.
+        allowed: The classes of the allow-list, by their full names.
 
     Attributes:
-        deepest: How deep containers may be nested.
-        calls: What makes values of arguments, by the full names of the functions. A function takes
-            only what such a value is pickled with, and raises ValueError or TypeError for the rest.
+        deepest: How many levels of containers may be nested.
+        calls: The functions that may be called, by their full names. Each takes only the arguments
+            that pickle writes for its type, and raises ValueError or TypeError for others.
     """
 
     deepest: ClassVar[int] = 100
@@ -91,14 +94,14 @@ class Building:
     def __init__(self, allowed: Mapping[str, Any]) -> None:
         self.allowed = allowed
         self._depth = 0
-        self._built: dict[int, Any] = {}  # by identity
+        self._built: dict[int, Any] = {}  # by id of the stub or container
 
     def value(self, thing: Any) -> Any:
-        """Whatever it is, built.
+        """Returns the value of a stub, a container of stubs, or a scalar.
 
         Raises:
-            UnknownNameError: If it is of a class that is neither known here nor allowed.
-            DescriptionError: If it makes no sense.
+            UnknownNameError: If a class is neither known here nor allowed.
+            DescriptionError: If the description is inconsistent.
         """
         if type(thing) in _SCALARS:
             return thing
@@ -117,15 +120,15 @@ class Building:
         return self._built[id(thing)]
 
     def instance(self, stub: Stub) -> Any:
-        """An instance of a class that a subclass knows, or what a call of its returns.
+        """Builds an instance of a class that a subclass of ``Building`` knows.
 
         Raises:
-            UnknownNameError: If it knows none of this name.
+            UnknownNameError: If the subclass does not know the class.
         """
         raise UnknownNameError(stub.name)
 
     def constant(self, name: str) -> Any:
-        """A class of the user, or a member of an enum of the user."""
+        """Returns an allowed class, or a member of an allowed enum, by its full name."""
         if name in self.allowed:
             return self.allowed[name]
         outer, _, member = name.rpartition(".")
@@ -161,7 +164,9 @@ class Building:
             raise DescriptionError(f"invalid pickle: {stub.name} can't be called: {exc}") from exc
 
     def _of_the_user(self, cls: Any, stub: Stub) -> Any:
-        """As pickle would make it, of values that are built by now."""
+        """Builds an instance of an allowed class as pickle would: arguments,
+        contents, then state.
+        """
         arguments = list(map(self.value, stub.arguments))
         if stub.is_call:
             built = cls(*arguments)
@@ -182,7 +187,9 @@ class Building:
 
 
 def _restore(built: Any, state: Any) -> None:
-    """As pickle does it."""
+    """Sets the state of an instance as pickle does, but refuses attributes that
+    begin with ``__``.
+    """
     if hasattr(built, "__setstate__"):
         built.__setstate__(state)
         return

@@ -1,8 +1,8 @@
-"""Columns of whole numbers in few bytes: what each differs by from the one before, compressed.
+"""Packs columns of integers into few bytes: the differences between rows, compressed.
 
-Places and offsets of chunks mostly grow by the same from row to row: their differences are small
-and equal, and zlib packs long runs of them to little. All is done on whole columns; no number
-becomes an object of Python.
+Object numbers and offsets of chunks mostly grow by the same amount from row to row. So their
+differences are small and equal, and zlib packs long runs of them well. All functions work on whole
+columns, without a Python object for each number.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ _WIDTHS = (1, 2, 4, 8)  # bytes of a difference
 
 
 def column_of(numbers: Sequence[Any]) -> torch.Tensor:
-    """Numbers as int64; of rows of numbers, a matrix. On the host, whatever the default device."""
+    """Returns numbers as an int64 tensor on the CPU; rows of numbers give a matrix."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def unfilled(*shape: int) -> torch.Tensor:
-    """Room for numbers of int64."""
+    """Returns an uninitialized int64 tensor of this shape, on the CPU."""
     return torch.empty(shape, dtype=torch.int64, device="cpu")
 
 
 def matrix_of(flat: array[int], columns: int, rows: int) -> torch.Tensor:
-    """A matrix over the numbers of ``flat``, row by row; it shares their memory."""
+    """Returns a matrix over the numbers of ``flat``, row by row, which shares their memory."""
     if not flat:
         return unfilled(rows, columns)
     return torch.frombuffer(flat, dtype=torch.int64).view(rows, columns)
 
 
 def counted(start: int, stop: int) -> torch.Tensor:
-    """The numbers from one up to another."""
+    """Returns the integers from ``start`` up to, but not including, ``stop``."""
     return torch.arange(start, stop, device="cpu")
 
 
 def repeated(column: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Each number of a column as many times as its count says.
+    """Returns a column in which each number is repeated as often as its count says.
 
-    Tensor.repeat_interleave waits for threads of torch even for two numbers. In a forked child,
-    which has none of them, it would wait for ever.
+    ``Tensor.repeat_interleave`` waits for torch's threads even for two numbers. In a forked child,
+    which has no such threads, it would hang.
     """
     ends = counts.cumsum(0)
     total = int(counts.sum())
@@ -71,22 +71,26 @@ def repeated(column: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def byte_rows(column: torch.Tensor) -> torch.Tensor:
-    """A row of bytes for each number of a column."""
-    # not contiguous(): a single number may be so with any stride, which has no view as bytes
+    """Returns a uint8 matrix with the bytes of each number of a column in a row."""
+    # clone, not contiguous(): a column of one number is contiguous with any stride, and then has no
+    # view as bytes
     found = column.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return found.view(-1, column.itemsize)
 
 
 def raw_bytes(column: torch.Tensor) -> bytes:
-    """The bytes of a column's numbers."""
-    whole = column.contiguous()  # kept while it is read
+    """Returns the bytes of a column's numbers."""
+    whole = column.contiguous()  # keeps the memory alive while it is read
     return bytes(bytes_of(whole))
 
 
 def numbers_in(
     data: bytearray | memoryview, dtype: torch.dtype, count: int, start: int = 0
 ) -> torch.Tensor:
-    """``count`` little-endian numbers of a type, from byte ``start`` of a writable buffer."""
+    """Returns ``count`` little-endian numbers of a type, from byte ``start`` of a writable buffer.
+
+    The result shares the buffer's memory if ``start`` is aligned.
+    """
     if not count:
         return torch.empty(0, dtype=dtype, device="cpu")
     found = torch.frombuffer(data, dtype=torch.uint8, count=count * dtype.itemsize, offset=start)
@@ -94,14 +98,17 @@ def numbers_in(
 
 
 def pack_columns(columns: Iterable[torch.Tensor]) -> bytes:
-    """Columns of int64: of each the width of the differences, and these as little-endian."""
+    """Packs int64 columns: for each the width of its differences (one byte), then the differences.
+
+    Differences are little-endian, and all of a column have the same width.
+    """
     return b"".join(map(_packed, columns))
 
 
 def _packed(column: torch.Tensor) -> bytes:
     numbers = column.numpy()
     differences = numbers.copy()
-    differences[1:] -= numbers[:-1]  # wraps around
+    differences[1:] -= numbers[:-1]  # int64 overflow wraps around, and unpacking wraps it back
     low, high = int(differences.min(initial=0)), int(differences.max(initial=0))
     width = next(w for w in _WIDTHS if -1 << 8 * w - 1 <= low and high < 1 << 8 * w - 1)
     packed: bytes = differences.astype(f"<i{width}").tobytes()
@@ -109,10 +116,10 @@ def _packed(column: torch.Tensor) -> bytes:
 
 
 def unpack_columns(data: bytes | memoryview, into: Iterable[torch.Tensor]) -> None:
-    """Fills columns of the right lengths with what :func:`pack_columns` has packed.
+    """Fills int64 columns of known lengths from the result of :func:`pack_columns`.
 
     Raises:
-        ValueError: If these are others.
+        ValueError: If the data does not fit these columns.
     """
     at = 0
     for column in into:
@@ -129,15 +136,15 @@ def unpack_columns(data: bytes | memoryview, into: Iterable[torch.Tensor]) -> No
 
 
 def deflated(data: bytes) -> bytes:
-    """``data``, compressed fast."""
+    """Compresses ``data`` with zlib's fastest level."""
     return zlib.compress(data, 1)
 
 
 def inflated(data: memoryview, size: int) -> bytes:
-    """The ``size`` bytes that were compressed to ``data``; no more memory is used than for them.
+    """Decompresses ``data`` to ``size`` bytes, and allocates no more memory than that.
 
     Raises:
-        ValueError: If they are more, or fewer, or damaged.
+        ValueError: If the result has another size, or the data is damaged.
     """
     stream = zlib.decompressobj()
     try:

@@ -2,12 +2,12 @@
 
 The steps of a save:
 
-1. The current version of ``.metadata``, if any, is recorded, first of all in the call
+1. The current version of ``.metadata``, if any, is requested, first of all in the call
    (:mod:`cloudckpt.checkpoint.baseline`).
 2. Each rank uploads its objects, whose names have a random part. Two attempts never write to the
    same key, nothing is renamed, and nothing is deleted yet.
-3. :func:`publish`, on the rank that commits, checks that everything the metadata promise was
-   written, and that it sees the other ranks' objects as they wrote them. It tests whether the store
+3. :func:`publish`, on the coordinator, checks that everything the metadata promise was written, and
+   that its store has the other ranks' objects as they wrote them. It tests whether the store
    honours conditions if this is unknown, and reads from the baseline's exact version the names of
    the objects that the commit makes obsolete.
 4. :func:`commit` writes ``.metadata`` on the condition that it still has that version, or is still
@@ -19,7 +19,7 @@ This rules out the following, where A and B are two jobs, or a process presumed 
 replacement:
 
 - *Both begin, A commits, then B.* B's condition fails: B gets a conflict and deletes what it wrote
-  itself, which A's checkpoint does not name. This holds however long B stands still, and wherever:
+  itself, which A's checkpoint does not name. This holds wherever B pauses, and for however long:
   its condition was fixed when it began.
 - *A lists what it replaces, B commits, A deletes B's objects.* A deletes only after its own commit,
   and the condition guarantees that this commit replaced exactly what A had listed.
@@ -28,15 +28,14 @@ replacement:
 - *The store carries out A's commit, and the answer is lost.* The retry is refused, because A itself
   has changed the version. So a try counts as failed only if the store itself says so
   (``StoreError.certain``). Each commit has a random name, which the store keeps in the metadata of
-  ``.metadata``. After any other failure that name is looked at: if it is A's, the save has
-  succeeded; if the store has refused a try and another writer's is there, B was faster.
-- *A gateway answers 503, and A's commit is carried out seconds later.* Even if nothing is there
-  yet, this can't be excluded: it raises :class:`CommitUnknownError`, and nothing that the
+  ``.metadata``. After any other failure that name is read: if it is A's, the save has succeeded; if
+  the store has refused a try and the name is another writer's, B was faster.
+- *A gateway answers 503, and A's commit is carried out seconds later.* Even if no commit object
+  exists yet, this can't be excluded: it raises :class:`CommitUnknownError`, and nothing that the
   checkpoint would need is deleted.
 - *A reader has the old metadata when step 5 deletes their objects.* It sees that the metadata were
   replaced and starts again (``transfer.retry.retry_if_replaced``); it never mistakes this for
   damage.
-
 """
 
 from __future__ import annotations
@@ -89,14 +88,19 @@ _NO_VERSION = '"00000000000000000000000000000000"'
 
 
 def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retrier) -> bool:
-    """Whether the commit may rely on conditional writes.
+    """Returns whether the commit may rely on conditional writes, or raises if the store ignores
+    them.
 
     Args:
         store: The store.
-        setting: The user's setting; ``auto`` relies on the vendor's documentation where there is
-            one, and otherwise tests the store once.
-        key: An object for the test, which nothing else writes.
+        setting: The user's setting; ``auto`` relies on the vendor's documentation if it is
+            explicit,
+            and otherwise tests the store once.
+        key: The key of an object for the test, which nothing else writes.
         retrier: Retries transient failures of the test.
+
+    Returns:
+        False only if the user has turned conditions off.
 
     Raises:
         ConfigError: If the store ignores conditions and the user has not accepted that.
@@ -128,9 +132,9 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
 
 
 def honours_conditions(store: ObjectStore, key: str, content: bytes, retrier: Retrier) -> bool:
-    """Whether a store honours conditions, tested on an object that may be overwritten.
+    """Tests whether a store honours conditional writes, on an object that may be overwritten.
 
-    It is written twice on conditions that do not hold, and once on one that does.
+    The object is written twice on conditions that do not hold, and once on one that does.
     """
     body = [memoryview(content)]
     checksum = store.capabilities.checksum.of(content)
@@ -145,7 +149,7 @@ def honours_conditions(store: ObjectStore, key: str, content: bytes, retrier: Re
             except PreconditionFailedError:
                 continue
             return False
-        # each try asks for the version: a try whose answer was lost may have changed it
+        # each try requests the version: an earlier try whose answer was lost may have changed it
         retrier.call(lambda: put(if_version=store.head(key).version))
     except (PreconditionFailedError, InvalidRequestError):
         return False  # a condition that holds failed, or conditions are refused
@@ -161,22 +165,23 @@ def commit(
     retrier: Retrier,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Makes the checkpoint visible, in a single request.
+    """Writes the commit object, which makes the checkpoint visible, in a single request.
 
-    Before each try of it, ``check`` is called; what that raises ends the commit.
+    Before each try, ``check`` is called; an error that it raises ends the commit.
 
     A try certainly failed only if the store itself says so (:class:`StoreError`). The outcome of
     any other failure is unknown: a gateway may answer 503 although the request is carried out
-    seconds later, after a look for the commit object found none. After such a try, either the
-    checkpoint must be there, or another writer's must prove that it can't appear any more;
-    otherwise its data must be kept. Which of them is there, the name says that each write gives
-    its object. One without a name proves nothing: some stores keep no metadata.
+    seconds later, after a HEAD request has seen no commit object. After such a try, this returns
+    only if the commit object is that of this save, and reports a conflict only if another writer's
+    proves that this one can't appear any more. In all other cases the data must be kept. Each write
+    gives the commit object a random name, which tells them apart; one without a name proves
+    nothing, as some stores keep no metadata.
 
     Raises:
         CheckpointConflictError: If another writer has committed. Nothing of this save is or will
             become visible.
         CommitUnknownError: If it can't be determined whether the commit took place, or still will.
-        StoreError: If it certainly did not take place, and will not.
+        StoreError: If the commit certainly did not take place, and will not.
     """
     key, attempt = baseline.key, random_suffix()
     checksum = _checksum_of(store, body)
@@ -227,7 +232,7 @@ def _checksum_of(store: ObjectStore, body: Sequence[memoryview]) -> int:
 def _found(
     store: ObjectStore, key: str, failure: CloudCheckpointError, retrier: Retrier
 ) -> ObjectInfo | None:
-    """The commit object that is there now; None if there is none.
+    """Returns the commit object that exists now, or None if the store says that it does not exist.
 
     Raises:
         CommitUnknownError: If the store does not answer.
@@ -250,10 +255,10 @@ def _unknown(store: ObjectStore, key: str, error: CloudCheckpointError) -> Commi
 
 
 def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> CommitObject | None:
-    """The commit object that was there when the save began; None if it can't be trusted.
+    """Reads the commit object of the baseline; returns None if its contents can't be trusted.
 
     Raises:
-        CheckpointConflictError: If it is no longer there.
+        CheckpointConflictError: If it was replaced or deleted.
     """
     if baseline.version is None:
         return None
@@ -272,7 +277,9 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
 
 
 def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
-    """The contents of a commit object whose checkpoint is about to go; None if untrustworthy."""
+    """Parses the commit object of a checkpoint that will be deleted; None, and a warning, if it
+    can't.
+    """
     try:
         return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:
@@ -291,14 +298,14 @@ def no_longer_needed(
     *,
     needed: Collection[str] = (),
 ) -> Sequence[str]:
-    """The keys of a deleted or replaced checkpoint's objects that are no longer needed.
+    """Returns the keys of a deleted or replaced checkpoint's objects that are no longer needed.
 
-    Objects about which this can't be determined are left for a later sweep, and this is logged.
+    Objects for which this can't be determined are left for a later sweep, with a warning.
 
     Args:
         store: The store.
         uri: The checkpoint.
-        gone: Its commit object, already deleted or replaced; None if there was none.
+        gone: Its commit object, already deleted or replaced; None if it had none.
         config: Options.
         needed: The keys named by the checkpoint that replaced it.
     """
@@ -318,7 +325,7 @@ def no_longer_needed(
 
 
 def _elsewhere(uri: CheckpointURI, record: WrittenObject, what: str) -> DifferentCheckpointsError:
-    """The error when another rank's object is not there as that rank wrote it.
+    """Returns the error for an object that its rank has uploaded, but the coordinator does not see.
 
     The same URI may lead ranks to different stores: another AWS_ENDPOINT_URL on one node, or a
     local path on the disks of two nodes. Each upload then succeeds, and no store would have the
@@ -336,7 +343,7 @@ def _elsewhere(uri: CheckpointURI, record: WrittenObject, what: str) -> Differen
 
 
 def _gone(uri: CheckpointURI, record: WrittenObject, what: str) -> CheckpointCorruptError:
-    """The error when an object that was there before the save is not there as it was written."""
+    """Returns the error for an object of an earlier save that is missing or has another size."""
     return CheckpointCorruptError(
         f"an object of an earlier save, which this checkpoint refers to, {what}: nothing was "
         "committed. Save again, which uploads everything, and verify the earlier checkpoints",
@@ -359,22 +366,24 @@ def publish(
 ) -> None:
     """Commits a checkpoint, if all of its data objects are in the store.
 
+    If this fails for certain, it deletes the objects of this save, except those in ``kept``.
+
     Args:
         store: The store of ``uri``.
         uri: The checkpoint.
         config: Options.
-        baseline: What was there when the save began.
+        baseline: The commit object when the save began.
         attempt: The random name of this save.
         objects: All data objects.
-        own: The names of the objects that this rank itself wrote to ``store``; the others are
-            looked up there.
-        data: Makes the bytes of the commit object.
-        kept: The names of objects that were there before; they stay if this fails.
-        check: Called before each try of the commit; what it raises ends the save.
+        own: The names of the objects that this rank itself wrote to ``store``; this checks that the
+            others exist.
+        data: Returns the bytes of the commit object.
+        kept: The names of objects that existed before the save; they stay if this fails.
+        check: Called before each try of the commit; an error that it raises ends the save.
 
     Raises:
         DifferentCheckpointsError: If another rank has written to another store.
-        CheckpointCorruptError: If an object that was there before is gone, or of another size.
+        CheckpointCorruptError: If an object in ``kept`` is missing or has another size.
         CheckpointConflictError: If another writer has committed since the save began.
         CommitUnknownError: If the store's answers leave open whether the commit took place.
         StoreError: If the commit did not take place, and will not.
@@ -415,7 +424,7 @@ def publish(
     try:
         commit(store, baseline, body, conditional=conditional, retrier=retrier, check=check)
     except (CheckpointConflictError, StoreError):
-        discard()  # only these two say for certain that nothing became visible
+        discard()  # only these two errors say for certain that nothing became visible
         raise
     except CommitUnknownError:
         raise

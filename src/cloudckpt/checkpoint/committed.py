@@ -1,7 +1,7 @@
-"""Reads a commit object: only the bytes needed to know what the checkpoint holds.
+"""Reads a commit object, and only the bytes of it that a reader of the checkpoint needs.
 
-Our own have all that a reader needs at their end, so one request for the last megabytes usually
-fetches it. The pickle before it, for other readers, is not fetched.
+A commit object of cloudckpt has all that a reader needs at its end, so one request for its last
+megabytes usually suffices. The pickle before it, for other readers, is not fetched.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ logger = logging.getLogger("cloudckpt")
 _TAIL = 4 * 1024 * 1024
 """Bytes of the first request: columns of half a million chunks, or all of a small commit object."""
 _MOST_BYTES = 1 << 33
-"""Of a commit object: torch's pickle of ten million shards takes some two billion."""
+"""Maximum bytes of a commit object: torch's pickle of ten million shards takes some two billion."""
 _PIECE = 64 * 1024 * 1024
-"""Bytes of a further request: a store that claims more than it has takes no more memory."""
+"""Bytes of each further request: a store that claims more than it has takes no more memory."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """The last bytes of a commit object.
+    """The last bytes of a commit object, or all of them.
 
     Attributes:
-        info: The object.
+        info: The commit object.
         data: Its bytes from some offset to its end.
     """
 
@@ -60,15 +60,15 @@ class Fetched:
 
 
 def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
-    """Reads the necessary part of a commit object, usually in two requests.
+    """Reads the necessary bytes of a commit object, usually in two requests.
 
     Args:
         store: The store.
-        key: The commit object.
+        key: The key of the commit object.
         whole: Whether to read all of it; other writers' are always read whole.
 
     Raises:
-        ObjectNotFoundError: If there is none.
+        ObjectNotFoundError: If it does not exist.
         CheckpointReplacedError: If it was replaced or deleted meanwhile.
         ObjectTooLargeError: If it is larger than any commit object.
         StoreError: If the store refuses or stays unreachable.
@@ -76,7 +76,7 @@ def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
     try:
         return _fetch(store, key, whole=whole)
     except CheckpointReplacedError:
-        store.look(key)  # to conditions, some stores answer so if there is no object
+        store.look(key)  # if the object does not exist, some stores fail the condition: this raises
         raise
 
 
@@ -87,7 +87,7 @@ def _fetch(store: ObjectStore, key: str, *, whole: bool) -> Fetched:
     data = _range(store, info, start, info.size)
     if start:
         trailer = None
-        with contextlib.suppress(CheckpointCorruptError):  # of a newer version: parsing it raises
+        with contextlib.suppress(CheckpointCorruptError):  # a newer version: parsing it raises
             trailer = Trailer.at_end_of(data, store.uri(info.key))
         needed = info.size
         is_ours = trailer is not None and trailer.size + trailer.behind_pickle == info.size
@@ -126,12 +126,12 @@ class CommitObject:
     """The contents of a commit object.
 
     Attributes:
-        info: The object.
-        metadata: torch's metadata; lazy if there is a record.
-        record: Ours; None if another writer has written it.
+        info: The commit object.
+        metadata: torch's metadata; made lazily if there is a record.
+        record: The record of cloudckpt; None if another writer wrote the commit object.
         notes: The notes, as stored.
-        trailer: Its trailer; None if another writer has written it.
-        is_whole: Whether all of its bytes were read, and compared with their checksums.
+        trailer: The trailer; None if another writer wrote the commit object.
+        is_whole: Whether all bytes were read, and compared with their checksums.
     """
 
     info: ObjectInfo
@@ -143,32 +143,37 @@ class CommitObject:
 
     @property
     def has_digests(self) -> bool:
-        """Whether it has its items' digests, so that later checkpoints may refer to them."""
+        """Whether it has the digests of the items, so that later checkpoints may refer to them."""
         return self.record is not None and self.record.extents.has_digests
 
     @property
     def objects(self) -> Sequence[WrittenObject]:
-        """Its data objects, if cloudckpt wrote it."""
+        """The data objects of the checkpoint; empty if another writer wrote it."""
         return () if self.record is None else self.record.objects
 
     @property
     def checksum(self) -> ChecksumAlgorithm | None:
-        """The algorithm of its checksums; None if it has none."""
+        """The algorithm of the checkpoint's checksums; None if another writer wrote it."""
         return None if self.record is None else self.record.checksum
 
     @property
     def structure(self) -> Structure:
-        """How the saved state was nested, beyond what the metadata say."""
+        """The nesting of the saved state dict, beyond what torch's metadata express."""
         return Structure() if self.record is None else self.record.structure
 
     @classmethod
     def parse(cls, fetched: Fetched, uri: str, *, trust_pickle: bool = False) -> CommitObject:
-        """Reads the fetched bytes.
+        """Parses the fetched bytes of a commit object.
+
+        Args:
+            fetched: The bytes.
+            uri: The commit object, for messages.
+            trust_pickle: Whether another writer's pickle may run any code.
 
         Raises:
             UntrustedPickleError: If another writer's metadata name code that is not on the
                 allow-list.
-            CheckpointCorruptError: If it is damaged, or not metadata.
+            CheckpointCorruptError: If the bytes are damaged, or not metadata.
         """
         data = fetched.data
         is_whole = len(data) == fetched.info.size
@@ -192,7 +197,7 @@ class CommitObject:
         """Compares torch's pickle, which only other readers need, with its checksum.
 
         Raises:
-            CheckpointCorruptError: If it is damaged.
+            CheckpointCorruptError: If the pickle is damaged.
             CheckpointReplacedError: If the commit object was replaced meanwhile.
             StoreError: If the store refuses or stays unreachable.
         """
@@ -212,13 +217,13 @@ class CommitObject:
             )
 
     def names(self, uri: str) -> set[str]:
-        """The names of the data objects.
+        """Returns the names of the checkpoint's data objects, relative to it.
 
         Another writer's metadata may name anything beneath the prefix, even the current commit
-        object or another checkpoint: only possible data objects of this checkpoint count.
+        object or another checkpoint: only possible data objects of this checkpoint are returned.
 
         Raises:
-            CheckpointCorruptError: If it names anything outside the checkpoint.
+            CheckpointCorruptError: If a name leads out of the checkpoint.
         """
         if self.record is not None:
             return {one.name for one in self.record.objects}
@@ -231,7 +236,7 @@ def _is_ours(metadata: Metadata) -> bool:
 
 
 def names_in(metadata: Metadata, uri: str) -> set[str]:
-    """The names of the data objects in another writer's metadata."""
+    """Returns the names of the data objects in another writer's metadata, without other objects."""
     places = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
     names = {
         checked(entry.relative_path, uri)
@@ -249,11 +254,11 @@ def names_in(metadata: Metadata, uri: str) -> set[str]:
 
 
 def object_names(fetched: Fetched, uri: str) -> set[str]:
-    """The names of the data objects, see :meth:`CommitObject.names`.
+    """Returns the names of a checkpoint's data objects, see :meth:`CommitObject.names`.
 
     Raises:
         UntrustedPickleError: If another writer's metadata name code that is not on the allow-list.
-        CheckpointCorruptError: If it is damaged, or not metadata.
+        CheckpointCorruptError: If the bytes are damaged, or not metadata.
     """
     return CommitObject.parse(fetched, uri).names(uri)
 
@@ -269,9 +274,9 @@ def _with_table(record: Record, uri: str) -> Record:
 
 
 def _checked(fetched: Fetched, trailer: Trailer, uri: str) -> memoryview:
-    """The bytes of the body, verified against their checksum."""
+    """Returns the bytes of the record, verified against their checksum."""
     if len(fetched.data) == fetched.info.size:
-        pickle_in(fetched.data, uri)  # it is for other readers, but damage must be reported
+        pickle_in(fetched.data, uri)  # only other readers need it, but damage must be reported
     found = _body_in(fetched.data, trailer)
     size = trailer.size + trailer.behind_pickle
     if found is None or size != fetched.info.size or CRC32C.of(found) != trailer.body_crc:
@@ -290,10 +295,13 @@ def read_commit(
     *,
     trust_pickle: bool = False,
 ) -> tuple[CommitObject, Fetched]:
-    """A commit object, and its bytes; fetched once more if it seems damaged.
+    """Fetches and parses a commit object; fetches all of it once more if it seems damaged.
+
+    Returns:
+        The commit object, and the bytes that were fetched.
 
     Raises:
-        ObjectNotFoundError: If there is none.
+        ObjectNotFoundError: If it does not exist.
         UntrustedPickleError: If another writer's metadata name code that is not on the allow-list.
         CheckpointCorruptError: If it is damaged.
         StoreError: If the store refuses or stays unreachable.

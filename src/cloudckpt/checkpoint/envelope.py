@@ -1,8 +1,8 @@
-"""The bytes before and after a tensor's data that let ``torch.load`` read it.
+"""Makes the bytes before and after a tensor's data that let ``torch.load`` read it.
 
 ``torch.save`` writes a zip archive of stored records. Only one of them, ``data/0``, holds the
 tensor's bytes; all others follow from dtype and shape. So they are built here, without touching the
-bytes, in the order and with the alignment that torch uses.
+tensor's bytes, in the order and with the alignment that torch uses.
 """
 
 from __future__ import annotations
@@ -52,10 +52,12 @@ class Envelope:
 
 @lru_cache(maxsize=8192)
 def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
-    """The envelope of a contiguous tensor; without the CRC32 of its bytes, which torch never reads.
+    """Returns the envelope of a contiguous tensor, with 0 as the CRC32 of its data.
+
+    torch never reads that CRC32.
 
     Args:
-        dtype: Its element type.
+        dtype: The tensor's element type.
         shape: Its shape.
     """
     numel = math.prod(shape)
@@ -79,7 +81,7 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
 
 
 class _Zip:
-    """Writes the parts of a zip archive that are not payload."""
+    """Writes a zip archive without the payload of its open record."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -97,7 +99,7 @@ class _Zip:
         self.close_record(name, len(data), zlib.crc32(data))
 
     def open_record(self, name: str, nbytes: int) -> None:
-        """The local header, padded so that the data after it is aligned."""
+        """Writes a local header, padded so that the data after it is aligned."""
         self._opened_at = start = self.position
         path = (_ROOT + name).encode()
         extra = _zip64(nbytes, start)
@@ -132,7 +134,9 @@ class _Zip:
 
 
 def _zip64(nbytes: int, start: int) -> bytes:
-    """The extra field with the numbers that do not fit into 32 bits, if any."""
+    """Returns the zip64 extra field with the numbers that do not fit into 32 bits; empty if all
+    fit.
+    """
     numbers = [nbytes, nbytes] if nbytes >= _MAX32 else []
     if start >= _MAX32:
         numbers.append(start)
@@ -140,7 +144,7 @@ def _zip64(nbytes: int, start: int) -> bytes:
 
 
 class _Storage:
-    """Stands for the storage in the pickle; the pickler writes its persistent id."""
+    """A placeholder for the storage in the pickle; the pickler writes its persistent id."""
 
     def __init__(self, kind: type[Any], numel: int) -> None:
         self.persistent_id = ("storage", kind, "0", "cpu", numel)
@@ -152,7 +156,7 @@ class _TensorPickler(pickle.Pickler):
 
 
 class _Rebuilt:
-    """Pickles as a call with arguments."""
+    """An object that is pickled as a call of ``function`` with ``arguments``."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
         self._call = (function, arguments)
@@ -162,7 +166,9 @@ class _Rebuilt:
 
 
 def _pickle(dtype: torch.dtype, shape: tuple[int, ...], numel: int) -> bytes:
-    """``data.pkl``: how torch itself describes a tensor of this dtype, with another shape."""
+    """Returns ``data.pkl``: torch's own description of a tensor of this dtype,
+    with another shape.
+    """
     function, arguments, untyped = _description(dtype)
     storage: _Storage
     if untyped is None:
@@ -190,7 +196,7 @@ _one_at_a_time = module_lock()
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """Suppresses warnings."""
+    """Suppresses all Python warnings within the block, in one thread at a time."""
     # two threads at once would restore each other's filters
     with _one_at_a_time, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -199,7 +205,9 @@ def unwarned() -> Iterator[None]:
 
 @lru_cache(maxsize=128)
 def _description(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], type[Any] | None]:
-    """``(rebuild function, its arguments after the strides, typed storage class or None)``."""
+    """Returns ``(rebuild function, its arguments after the strides, typed storage
+    class or None)``.
+    """
     with unwarned():  # TypedStorage is deprecated, but torch.save still uses it
         function, arguments = torch.empty(1, dtype=dtype, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]
         storage, _, _, _, *rest = arguments

@@ -1,13 +1,14 @@
-"""A folder of files that is committed whole: how it lies in a store.
+"""The format of a folder of files that is committed as a whole.
 
-For checkpoints that other programs write as files into a temporary folder, which they rename when
-all of it is there. A file goes to a key of its own that nobody else writes to; until the commit a
-*record* beside its path says which one, to its own job. The commit is one conditional write of the
-*manifest* of the folder, which names each file and where its bytes are.
+It is for checkpoints that other programs write as files into a temporary folder, which they rename
+when it is complete. Each file goes to a key of its own that nobody else writes to. Until the
+commit, a *record* beside the file's path names that key to the file's own job. The commit is one
+conditional write of the folder's *manifest*, which names each file and the object with its bytes.
+
 docs/format.md has the bytes of both.
 
-A manifest lies in the folder of the objects that it names, or above it: so whoever looks for what
-is left over finds it from the object's key alone.
+A manifest is in the folder of the objects that it names, or above it: so a sweep finds the manifest
+from the key of any leftover object.
 """
 
 from __future__ import annotations
@@ -47,31 +48,33 @@ __all__ = [
 ]
 
 MANIFEST = ".cloudckpt-files"
-"""The object that makes a folder of files visible."""
+"""The name of the manifest, the object that makes a folder of files visible."""
 
 MOST_BLOCKS = 1024
-"""Of a file, each with a checksum: so that a manifest stays a few KiB for each file."""
+"""Maximum blocks of a file, each with a checksum: a manifest stays a few KiB per file."""
 
 MOST_MANIFEST_BYTES = 1 << 28
 MOST_RECORD_BYTES = 1 << 20
 
-_BLOCK = 1024 * 1024  # bytes; the first power of two that is tried
+_BLOCK = 1024 * 1024  # bytes; the smallest block that is tried, a power of two
 
 _CONTENT = re.compile(r".+\.[0-9a-f]{16}\.cloudckpt", re.DOTALL)
 _RECORD = re.compile(r"(.+)\.([0-9a-f]{16})\.cloudckpt-pending", re.DOTALL)
 
 
 def content_name(name: str, attempt: str) -> str:
-    """The object with the bytes of a file; ``attempt`` are sixteen random hexadecimal digits."""
+    """Returns the name of the object with a file's bytes; ``attempt``: sixteen
+    random hex digits.
+    """
     return f"{name}.{attempt}.cloudckpt"
 
 
 def record_name(name: str, job: str) -> str:
-    """The record of a file that waits for its commit.
+    """Returns the name of the record of a file that is not committed yet.
 
     Args:
-        name: The file's.
-        job: The sixteen hexadecimal digits that all ranks of the job have, and no other job.
+        name: The name of the file.
+        job: Sixteen hexadecimal digits that all ranks of the job share, and no other job has.
     """
     return f"{name}.{job}.cloudckpt-pending"
 
@@ -87,42 +90,42 @@ def is_record_name(name: str) -> bool:
 
 
 def name_of_record(name: str) -> tuple[str, str]:
-    """The file that a record is of, and the job that has written it."""
+    """Returns the file name and the job of a record's name: the reverse of :func:`record_name`."""
     found = _RECORD.fullmatch(name)
     assert found is not None
     return found[1], found[2]
 
 
 def inside(folder: str) -> str:
-    """What the keys of all that is in a folder begin with; the bucket itself is the empty one."""
+    """Returns the prefix of all keys in a folder; empty for the bucket itself."""
     return f"{folder}/" if folder else ""
 
 
 def folder_of(key: str) -> str:
-    """The folder that a key is in."""
+    """Returns the folder of a key, without a slash at its end."""
     return key.rpartition("/")[0]
 
 
 def beneath(folder: str, key: str) -> str:
-    """The name of a key beneath a folder that it is in."""
+    """Returns a key relative to a folder that contains it."""
     return key.removeprefix(inside(folder)) if key != folder else ""
 
 
 def folders_above(key: str) -> list[str]:
-    """The folders that a key is in, the innermost first; the bucket itself is the empty one."""
+    """Returns the folders that contain a key, the innermost first; the last, "", is the bucket."""
     parts = key.split("/")[:-1]
     return ["/".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """Where the bytes of a file are, and which they are.
+    """The object with a file's bytes, with their size and checksums.
 
     Attributes:
-        key: The object.
-        size: Bytes.
-        checksum: Theirs.
-        blocks: Their checksums, block by block.
+        key: The key of the object.
+        size: Bytes of the file.
+        checksum: The checksum of all bytes.
+        blocks: The checksums of the bytes, block by block.
     """
 
     key: str
@@ -139,7 +142,9 @@ class StoredFile:
         block_size: int,
         checksums: tuple[int, ...],
     ) -> StoredFile:
-        """A file, given the checksums of blocks, which are joined until they are few."""
+        """Makes a stored file from checksums of blocks; joins blocks until ``MOST_BLOCKS`` are
+        left.
+        """
         lengths = _lengths(size, block_size)
         while len(checksums) > MOST_BLOCKS:
             pairs = [*zip(checksums, lengths, strict=True)]
@@ -154,7 +159,7 @@ class StoredFile:
         )
 
     def described(self, key: str) -> dict[str, Any]:
-        """It in JSON, under a key of the caller's choice."""
+        """Returns the file as a JSON object that names its object ``key``."""
         algorithm = self.blocks.algorithm
         return {
             "object": key,
@@ -173,11 +178,11 @@ def _lengths(size: int, block: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class FileManifest:
-    """What a manifest says.
+    """The contents of a manifest.
 
     Attributes:
-        job: Who has committed the folder: sixteen hexadecimal digits.
-        files: By their names beneath the folder.
+        job: The job that committed the folder: sixteen hexadecimal digits.
+        files: The files by their names, relative to the folder.
     """
 
     job: str
@@ -185,11 +190,11 @@ class FileManifest:
 
 
 def manifest_bytes(folder: str, manifest: FileManifest) -> bytes:
-    """A manifest: names beneath the folder, and objects beneath it.
+    """Returns the bytes of a manifest, with all names and objects relative to the folder.
 
     Args:
         folder: The folder's key, without a slash at its end.
-        manifest: What it says.
+        manifest: The contents of the manifest.
     """
     described = {
         name: file.described(beneath(folder, file.key))
@@ -200,15 +205,15 @@ def manifest_bytes(folder: str, manifest: FileManifest) -> bytes:
 
 
 def read_manifest(data: bytes | bytearray, folder: str, uri: str) -> FileManifest:
-    """What a manifest says.
+    """Parses and verifies the bytes of a manifest.
 
     Args:
-        data: Its bytes.
-        folder: The key of the folder that it is of.
-        uri: The manifest's, for messages.
+        data: The bytes of the manifest.
+        folder: The key of the manifest's folder.
+        uri: The manifest's URI, for messages.
 
     Raises:
-        CheckpointCorruptError: If these are not the bytes that were written.
+        CheckpointCorruptError: If the bytes are damaged, invalid, or of a newer version.
     """
     below = inside(folder)
     content = _opened(data, "cloudckpt files", uri)
@@ -227,19 +232,19 @@ def read_manifest(data: bytes | bytearray, folder: str, uri: str) -> FileManifes
 
 
 def record_bytes(file: StoredFile) -> bytes:
-    """The record of a file."""
+    """Returns the bytes of a file's record."""
     described = file.described(file.key)
     return _sealed({"format": "cloudckpt file", "version": 1, **described})
 
 
 def read_record(data: bytes | bytearray, uri: str) -> StoredFile:
-    """What a record says; arguments and errors as of :func:`read_manifest`."""
+    """Parses and verifies the bytes of a record; errors as of :func:`read_manifest`."""
     content = _opened(data, "cloudckpt file", uri)
     return _file(checked(_text(content, "object"), uri), content, uri)
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
-    """JSON on a line, and on the next one the CRC32C of it."""
+    """Returns a line of JSON, followed by a line with its CRC32C."""
     line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
     return line + f"{CRC32C.of(line):08x}\n".encode()
 

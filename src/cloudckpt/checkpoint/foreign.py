@@ -1,4 +1,4 @@
-"""torch's pickle at the beginning of ``.metadata``, as any writer may have left it, checked."""
+"""Parses torch's pickle at the beginning of ``.metadata``, from any writer, with checks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,17 @@ _safe_lock = module_lock()
 
 
 def add_safe_metadata_globals(classes: Iterable[type[Any]]) -> None:
-    """Lets ``.metadata`` hold instances of these classes, for custom planners and writers.
+    """Allows ``.metadata`` to contain instances of these classes, for custom planners and writers.
 
-    Only name classes whose construction from arbitrary arguments is harmless.
+    It holds for this process. Only name classes whose construction from arbitrary arguments is
+    harmless. A class with the full name of an earlier one replaces it.
+
+    Args:
+        classes: The classes to allow.
     """
     with _safe_lock:
-        by_name = {_name(cls): cls for cls in (*_SAFE, *classes)}  # a class defined again replaces
+        # replaces a class that is defined again
+        by_name = {_name(cls): cls for cls in (*_SAFE, *classes)}
         _SAFE.clear()
         _SAFE.update(by_name.values())
 
@@ -55,7 +60,13 @@ class _TrustingUnpickler(pickle.Unpickler):
 
 
 def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = False) -> Metadata:
-    """Reads the pickle in ``.metadata``, ours or another writer's.
+    """Parses the pickle in ``.metadata``, of cloudckpt or of another writer.
+
+    Args:
+        data: The bytes of the commit object.
+        uri: The commit object, for messages.
+        trust_pickle: Whether the pickle may run any code, instead of only classes on the
+            allow-list.
 
     Raises:
         UntrustedPickleError: If it names a class or function that is not on the allow-list.
@@ -81,7 +92,7 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
             "cloudckpt.format_utils.add_safe_metadata_globals([...])",
             uri=uri,
         ) from None
-    except Exception as exc:  # the user's classes, or any where all are trusted, may raise anything
+    except Exception as exc:  # the user's classes, or any if all are trusted, may raise anything
         raise CheckpointCorruptError(
             "the metadata can't be read: it is damaged, or not the metadata of a checkpoint",
             uri=uri,
@@ -115,7 +126,7 @@ _FORMATS = {
 
 
 class _MetadataBuilding(Building):
-    """Builds torch's metadata, once every field of it has been checked."""
+    """Builds torch's metadata from stubs, after checking every field."""
 
     def __init__(self, allowed: Mapping[str, Any]) -> None:
         super().__init__(allowed)
@@ -139,7 +150,7 @@ class _MetadataBuilding(Building):
         fields = dict(_fields(stub))
         entries = self._items(fields.pop("state_dict_metadata", None))
         metadata = Metadata(entries, storage_data=self._places(fields.pop("storage_data", None)))
-        for name, described in fields.items():  # libraries keep more there than torch does
+        for name, described in fields.items():  # libraries add fields that torch does not have
             setattr(metadata, name, self.value(described))
         _check_fields(metadata, storage_meta=(StorageMeta, _NONE), version=(str, _NONE))
         return metadata
@@ -168,8 +179,10 @@ class _MetadataBuilding(Building):
         return meta
 
     def _places(self, described: Any) -> Any:
-        """Where items are. Other libraries, such as OLMo-core, have classes of their own with the
-        fields of torch's; as nothing but the fields is used, their names do not matter.
+        """Builds ``storage_data``: the location of each item.
+
+        Other libraries, such as OLMo-core, have classes of their own with the fields of torch's.
+        Only the fields are used, so the names of these classes do not matter.
         """
         if type(described) is not dict:
             return self.value(described)
@@ -214,7 +227,7 @@ class _MetadataBuilding(Building):
         if hint is not None and (type(hint) is not int or not 0 <= hint < _END):
             raise DescriptionError(f"invalid metadata: the index of {fqn[:200]} is out of range")
         index = _new(MetadataIndex)
-        fields = vars(index)  # its constructor sets each, past its being frozen, four times as long
+        fields = vars(index)  # the constructor of this frozen class takes four times as long
         fields["fqn"], fields["index"] = fqn, hint
         if offset is not None:
             fields["offset"] = _size(offset)
@@ -274,7 +287,9 @@ class _MetadataBuilding(Building):
         return made
 
     def _memory_format(self, described: Any) -> torch.memory_format:
-        """Of the member of an enum, by its number, or by its name as of Python 3.11.0."""
+        """Builds a memory format from the number, or (as of Python 3.11.0) the name of an enum
+        member.
+        """
         if isinstance(described, Stub) and described.name in _ENCODINGS:
             (number,) = described.arguments
             _expect(number, (int,), "memory_format")
@@ -299,7 +314,11 @@ def _size(described: Any) -> torch.Size:
 
 
 def _fields(stub: Stub) -> dict[str, Any]:
-    """The fields of an instance, not built yet."""
+    """Returns the named fields of an instance, as stubs.
+
+    Raises:
+        DescriptionError: If the instance consists of anything else.
+    """
     fields = {} if stub.state is None else stub.state
     if type(fields) is not dict or stub.arguments or stub.contents or stub.keywords:
         raise DescriptionError("invalid metadata: an object has more than named fields")
@@ -310,10 +329,10 @@ def _fields(stub: Stub) -> dict[str, Any]:
 
 
 def _values(stub: Stub, names: list[str], *more: str) -> list[Any]:
-    """The values of fields, None for those that are missing.
+    """Returns the values of these fields, as stubs; None for those of ``more`` that are missing.
 
     Raises:
-        DescriptionError: If there are others.
+        DescriptionError: If the instance has further fields.
     """
     if type(fields := stub.state) is dict and list(fields) == names and not stub.arguments:
         return [*fields.values()] + [None] * len(more)

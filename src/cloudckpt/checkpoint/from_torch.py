@@ -1,4 +1,4 @@
-"""torch's metadata, or what a rank is to write, as a table."""
+"""Converts torch's metadata, or the save plan of a rank, to a table."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from cloudckpt.checkpoint.torch_private import with_strides
 __all__ = ["NotInColumnsError", "check_chunks", "table_of_metadata", "table_of_plan"]
 
 _END = 1 << 63
-_FIELDS = Form._fields[1:]  # those of TensorProperties, but for the strides of torch 2.15
+_FIELDS = Form._fields[1:]  # fields of TensorProperties, except for the strides of torch 2.15
 
 
 class NotInColumnsError(Exception):
-    """Metadata or a plan that columns can't express: with custom classes or fields."""
+    """Metadata or a plan that columns can't express, because of custom classes or fields."""
 
 
 def table_of_metadata(metadata: Metadata) -> Table:
-    """The table of torch's metadata, whose locations are left out.
+    """Converts torch's metadata to a table, without the locations.
 
     Raises:
-        NotInColumnsError: If it contains anything but torch's classes.
+        NotInColumnsError: If the metadata contain anything but torch's classes.
     """
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     if type(metadata) is not Metadata or vars(metadata).keys() - known:
@@ -53,17 +53,18 @@ def table_of_metadata(metadata: Metadata) -> Table:
 
 
 def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
-    """What a rank is to write: a row for each item, in the plan's order.
+    """Converts the save plan of a rank to a table: a row for each item, in the plan's order.
 
     Args:
-        plan: A plan of torch's planner, or of one like it.
+        plan: A plan of torch's planner, or of one that makes the same classes.
 
     Returns:
-        The table, and the numbers of the names of whole tensors, as a column: of these torch
-        expects no part on another rank.
+        The table, and a column with the numbers of the names that this rank writes as whole
+            tensors:
+        torch expects no part of these on another rank.
 
     Raises:
-        NotInColumnsError: If columns can't express it.
+        NotInColumnsError: If columns can't express the plan.
     """
     collected, whole = _Collected(), list[int]()
     for name, of_name in itertools.groupby(plan.items, key=lambda item: item.index.fqn):
@@ -94,10 +95,10 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
 
 
 def check_chunks(table: Table) -> None:
-    """Checks what columns require: all chunks are inside their tensors.
+    """Checks that names are valid and that all chunks are inside their tensors.
 
     Raises:
-        NotInColumnsError: If one is not.
+        NotInColumnsError: If a name or a chunk is not.
     """
     try:
         table.check_names()
@@ -117,10 +118,10 @@ def _is_plain(item: WriteItem) -> bool:
 
 
 class _Collected:
-    """Names and chunks, one by one, to become a table.
+    """Collects names and chunks, one by one, for a table.
 
     Attributes:
-        names: What was added.
+        names: The names in the order in which they were added.
     """
 
     def __init__(self) -> None:
@@ -175,7 +176,11 @@ class _Collected:
         self._counts.append(count)
 
     def table(self, planner_data: Any) -> Table:
-        """The table of everything that was added."""
+        """Returns the table of everything that was added.
+
+        Raises:
+            NotInColumnsError: If names or ``planner_data`` do not fit into a table.
+        """
         if not all(type(name) is str for name in self.names):
             raise NotInColumnsError("the name of an item is not a string")
         form_of, counts = column_of(self._form_of), column_of(self._counts)

@@ -1,9 +1,8 @@
-"""The index at the end of a data object: its items' locations, and the checksums of all blocks.
+"""Writes the index at the end of a data object: its items' sizes, and the checksums of all blocks.
 
 The items of an object are in ascending order, each at the next multiple of 64, and the index
-follows them in the same way. So it holds no offsets: they follow from the lengths. It is trusted
-only if its size and CRC32C match the commit object. This module writes it, and ``object_index``
-reads it.
+follows them in the same way. So it holds no offsets: they follow from the lengths. A reader trusts
+it only if its size and CRC32C match the commit object. ``object_index`` reads it.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ MAGIC = b"ckptidx\1"
 """The first bytes of an index."""
 
 HEADER = struct.Struct("<8sIB3x")
-"""The header: the magic bytes, the number of items, and the kind of checksums."""
+"""The header: the magic bytes, the number of items, and the number of the checksum algorithm."""
 
 ITEM = 2 + 2 + 1 + 8
-"""The fields of an item before its checksums: head, tail, type, length of the payload."""
+"""Bytes of an item without its checksums: head (2), tail (2), type (1), length of payload (8)."""
 
 LONGEST_EDGE = (1 << 16) - 1
 """Maximum bytes of an envelope before a tensor, and after it."""
@@ -43,7 +42,7 @@ MOST_INDEX = (1 << 32) - 1
 """Maximum bytes of an index."""
 
 KINDS = {1: CRC32C, 2: CRC64NVME}
-"""The numbers by which indexes and commit objects name the algorithm of checksums."""
+"""The checksum algorithms by their numbers in indexes and commit objects."""
 
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8"),
@@ -55,17 +54,17 @@ DTYPES = (
 
 
 def kind_of(algorithm: ChecksumAlgorithm) -> int:
-    """The algorithm's number in indexes and commit objects."""
+    """Returns the number of a checksum algorithm in indexes and commit objects."""
     return next(kind for kind, known in KINDS.items() if known is algorithm)
 
 
 def index_size(raw_lengths: Sequence[int], algorithm: ChecksumAlgorithm) -> int:
-    """The size in bytes of the index of items with these payload lengths."""
+    """Returns the size in bytes of the index of items with these payload lengths."""
     return HEADER.size + sum(index_growth(length, algorithm) for length in raw_lengths)
 
 
 def index_growth(raw_length: int, algorithm: ChecksumAlgorithm) -> int:
-    """The bytes that an item with this payload length takes in an index."""
+    """Returns the bytes that an item with this payload length takes in an index."""
     return ITEM + algorithm.nbytes * -(-raw_length // block_size_for(raw_length))
 
 
@@ -77,7 +76,16 @@ def index_bytes(
     checksums: Sequence[int],
     algorithm: ChecksumAlgorithm,
 ) -> bytes:
-    """The index of items, by columns; ``checksums`` are those of all blocks of all items."""
+    """Returns the bytes of an index, given its columns, with one entry for each item.
+
+    Args:
+        heads: Bytes of the envelopes before the payloads.
+        tails: Bytes of the envelopes after the payloads.
+        codes: The numbers of the element types; 0 for a pickled value.
+        raw_lengths: Bytes of the payloads.
+        checksums: The checksums of all blocks of all items, in their order.
+        algorithm: The algorithm of the checksums.
+    """
     count = len(codes)
     return b"".join(
         (

@@ -1,4 +1,4 @@
-"""torch's metadata of a record, made on demand for the names that are accessed."""
+"""Makes torch's metadata from a record on demand, only for the names that are accessed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["ReadLater", "lazy_metadata", "record_behind", "save_id_of", "table_b
 
 
 def save_id_of(attempt: str) -> str:
-    """The ``storage_meta.save_id`` of a save; it has the same length for every save."""
+    """Returns the ``storage_meta.save_id`` of a save, of the same length for every save."""
     return f"cloudckpt-1-{attempt}"
 
 
 def lazy_metadata(record: Record) -> Metadata:
-    """The metadata of a save, whose mappings create their values on access."""
+    """Returns torch's metadata of a record, whose mappings create their values on access."""
     assert record.table is not None
     paths = record.table.paths
     metadata: Any = Metadata(state_dict_metadata={})
@@ -35,19 +35,26 @@ def lazy_metadata(record: Record) -> Metadata:
 
 
 def record_behind(metadata: Metadata) -> Record | None:
-    """The record that the metadata were made from; None for other metadata."""
+    """Returns the record from which :func:`lazy_metadata` made this metadata; None for other
+    metadata.
+    """
     described = metadata.state_dict_metadata
     return described.record if isinstance(described, _Described) else None
 
 
 def table_behind(metadata: Metadata) -> Table | None:
-    """Its table."""
+    """Returns the table from which :func:`lazy_metadata` made this metadata; None for other
+    metadata.
+    """
     record = record_behind(metadata)
     return None if record is None else record.table
 
 
 class Lazy(Mapping[Any, Any]):
-    """A mapping in metadata that is made on access. Pickles as a dict; printing makes nothing."""
+    """A mapping in metadata whose values are made on access; it pickles as a dict.
+
+    Printing it makes no values.
+    """
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -57,12 +64,12 @@ class Lazy(Mapping[Any, Any]):
 
 
 class ReadLater(Lazy):
-    """One that is read on first access.
+    """A lazy mapping that is read from the store on first access.
 
-    It is equal to itself only: a rank must not wait for a store, or fail, to compare what it has.
+    It is equal to itself only: comparing what ranks have must not wait for a store, or fail.
 
     Args:
-        read: Reads it; it is called again if it fails.
+        read: Reads and caches the mapping; called at each access, and so again after it has failed.
     """
 
     def __init__(self, read: Callable[[], Mapping[Any, Any]]) -> None:
@@ -84,7 +91,7 @@ class ReadLater(Lazy):
 
 
 class _Described(Lazy):
-    """``state_dict_metadata``; keeps what it has made."""
+    """``state_dict_metadata``: the entry of each name, made on first access and kept."""
 
     def __init__(self, record: Record, table: Table) -> None:
         self.record, self._table = record, table
@@ -106,7 +113,7 @@ class _Described(Lazy):
 
 
 class _Places(Lazy):
-    """``storage_data``: an item's location, by torch's index."""
+    """``storage_data``: the location of each item, by torch's index."""
 
     def __init__(self, record: Record, table: Table) -> None:
         self._record, self._table = record, table
@@ -128,14 +135,14 @@ class _Places(Lazy):
                 yield MetadataIndex(name, torch.Size(offset), number)
 
     def items(self) -> ItemsView[MetadataIndex, StorageInfo]:
-        """All of them, in one pass over the columns."""
+        """Returns all indexes with their locations, made in one pass over the columns."""
         names = [one.name for one in self._record.objects]
         rows = zip(*(column.tolist() for column in self._record.extents.columns), strict=True)
         places = (StorageInfo(names[number], *place) for number, *place in rows)
         return dict(zip(self, places, strict=True)).items()
 
     def values(self) -> ValuesView[StorageInfo]:
-        """See :meth:`items`."""
+        """Returns all locations, made in one pass over the columns."""
         return dict(self.items()).values()
 
     def __len__(self) -> int:

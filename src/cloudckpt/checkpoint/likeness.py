@@ -1,10 +1,10 @@
-"""Digests by which ranks find out whether they have the same under one name.
+"""Computes digests by which ranks compare the values that they have under the same name.
 
-Equal values have equal digests on all ranks. Their pickles don't: these depend on which objects are
-shared, and on the order of sets, which differs between processes. So a value is digested by what it
-consists of. Of a tensor of 64 KiB or more, a few pages are read, of 1 KiB each: 16, and one more
-for each MiB. Tensors that have nothing to do with each other differ there; to find any difference,
-all of them is read.
+Equal values have equal digests on all ranks. Their pickles are not equal: these depend on which
+objects are shared, and on the order of sets, which differs between processes. So a value is
+digested by its contents. Of a tensor of 64 KiB or more, only some pages of 1 KiB are read: 16, and
+one more for each MiB. Unrelated tensors differ there; with ``samples=False`` the whole tensor is
+read, so that any difference is detected.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from cloudckpt.transfer.memory import bytes_of, has_memory, is_plain, settled
 __all__ = ["digest_of_all"]
 
 _SAMPLED_FROM = 64 * 1024
-"""Bytes from which on a tensor is sampled."""
+"""Size in bytes from which on a tensor is sampled."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_PAGE = 1024  # bytes of a tensor that are read at a place
+_PAGE = 1024  # bytes of a tensor that are read together
 _LEAST_PAGES = 16
-_EVERY = 1024 * 1024  # bytes of a tensor for which there is a further page
-_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
-_AT_ONCE = 64 * 1024 * 1024  # bytes of a tensor that are copied at a time
-_ATOMS_AT_ONCE = frozenset((type(None), bool, int, float, str))  # of which there may be millions
+_EVERY = 1024 * 1024  # bytes of a tensor for which one more page is read
+_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
+_AT_ONCE = 64 * 1024 * 1024  # maximum bytes of a tensor that are copied at a time
+# hashed by one repr for a whole container, which may have millions
+_ATOMS_AT_ONCE = frozenset((type(None), bool, int, float, str))
 _ATOMS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 
 def digest_of_all(values: Iterable[Any], *, samples: bool = True) -> int:
-    """The digest, of 64 bits, of several values, in their order.
+    """Returns one 64-bit digest of several values, in their order.
 
     Args:
         values: The values.
-        samples: Whether only a sample of a large tensor counts.
+        samples: Whether to read only a sample of a large tensor.
     """
     hash_ = xxhash.xxh3_64()
     for value in values:
@@ -51,14 +52,14 @@ def digest_of_all(values: Iterable[Any], *, samples: bool = True) -> int:
 
 
 class _Digest:
-    """Takes one value apart.
+    """Adds one value to a hash, recursively.
 
-    An object that is there several times is visited once, and its digest taken again: it may refer
-    to others in any way.
+    An object that occurs several times is visited once, and its digest is reused: objects may refer
+    to each other in any way, also in cycles.
 
     Args:
-        hash_: Takes what tells the value from others.
-        samples: Whether only a sample of a large tensor counts.
+        hash_: The hash that the value is added to.
+        samples: Whether to read only a sample of a large tensor.
     """
 
     __slots__ = ("_hash", "_known", "_open", "_samples", "_visited")
@@ -67,10 +68,10 @@ class _Digest:
         self._hash, self._samples = hash_, samples
         self._known: dict[int, bytes] = {}
         self._open: set[int] = set()
-        self._visited: list[object] = []  # another one would get its id otherwise
+        self._visited: list[object] = []  # kept alive: a new object would get its id otherwise
 
     def add(self, value: Any) -> None:
-        """Adds a value; of one that can't be taken apart, its class."""
+        """Adds a value to the hash; only the name of its class if its contents can't be read."""
         kind = type(value)
         if kind in _ATOMS:
             self._put(f"{kind.__name__} {value!r}")
@@ -117,7 +118,8 @@ class _Digest:
             self._put(f"{kind.__qualname__} {len(value)}")
             has_plain_keys = {*map(type, value)} <= {str}
             if has_plain_keys and _ATOMS_AT_ONCE.issuperset(map(type, value.values())):
-                self._put(repr(sorted(value.items())))  # no key is there twice
+                # keys are unique, so values are not compared
+                self._put(repr(sorted(value.items())))
             else:
                 self._hash.update(b"".join(sorted(map(self._digest_of, value.items()))))
         elif isinstance(value, (set, frozenset)):
@@ -133,7 +135,7 @@ class _Digest:
             self._add_parts(value)
 
     def _add_parts(self, value: Any) -> None:
-        """What a pickle would consist of."""
+        """Adds the parts that a pickle of the object would consist of."""
         parts = value.__reduce_ex__(4)
         if isinstance(parts, str):
             self._put(f"global {parts}")
@@ -148,7 +150,7 @@ class _Digest:
     def _add_tensor(self, tensor: torch.Tensor) -> None:
         if type(tensor) not in _PLAIN:
             tensor = settled(tensor).detach()
-            wrapped: Any = tensor  # mypy knows no class that is a tensor and a wrapper
+            wrapped: Any = tensor  # mypy does not know that a class can be both tensor and wrapper
             if is_traceable_wrapper_subclass(wrapped):
                 parts = (getattr(wrapped, name) for name in wrapped.__tensor_flatten__()[0])
                 self._add_each([part for part in parts if isinstance(part, torch.Tensor)])
@@ -156,7 +158,7 @@ class _Digest:
             tensor = tensor.as_subclass(torch.Tensor)
         self._hash.update(kind_of(tensor.dtype, tensor.shape))
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-            return  # the rank that saves it will tell
+            return  # the rank that saves it raises the error
         if tensor.is_meta or not has_memory(tensor):
             return
         samples = self._samples and tensor.nbytes >= _SAMPLED_FROM
@@ -171,7 +173,9 @@ class _Digest:
 
 
 def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """All bytes of a tensor, in row-major order, without a copy of all of it at a time."""
+    """Yields all elements of a tensor in row-major order, in copies of at most 64
+    MiB or one row.
+    """
     if not tensor.numel():
         return
     if tensor.nbytes > _AT_ONCE and tensor.shape[0] > 1:
@@ -183,11 +187,11 @@ def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements at the same places of a tensor's row-major order however it lies in memory."""
+    """Returns sampled elements of a tensor, at indices that do not depend on its memory layout."""
     count, size = tensor.numel(), tensor.itemsize
     page = max(1, _PAGE // size)
     pages = _LEAST_PAGES + tensor.nbytes // _EVERY
-    step = (count - page) // (pages - 1)  # the first page and the last are read, too
+    step = (count - page) // (pages - 1)  # so that the first page and the last are read
     is_view = tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
     if not is_view and size in _NUMBERS:
         tensor = tensor.view(_NUMBERS[size])

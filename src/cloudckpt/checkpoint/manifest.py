@@ -1,7 +1,7 @@
-"""What a save commits: the records of all ranks as one, and the bytes of the commit object.
+"""Merges the records of all ranks into one, and makes the bytes of the commit object from it.
 
-It is made anew for each commit from what all ranks have written. A save of the same structure
-reuses only the plan of the previous save.
+Both are made anew for each commit, from what all ranks have written. A later save of the same
+structure reuses only the plan.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ __all__ = ["Manifest", "Planned", "earlier_objects"]
 
 @dataclass(frozen=True)
 class Planned:
-    """What the ranks are to write, in this save and in later ones by the same plan.
+    """The plan of all ranks: what each is to write, in this save and in later ones of the
+    structure.
 
-    It is made before they write, so that the plans of all ranks need not be kept meanwhile.
+    It is made before the ranks write, so that their own plans need not be kept meanwhile.
 
     Attributes:
-        table: All of it.
-        rows: By rank, the rows of the items in its plan, in the plan's order.
-        checksum: The algorithm of the store.
-        structure: What flattening has lost of the state dicts of all ranks; None if each rank
-            reports it with what it has written.
+        table: The names and chunks of all ranks.
+        rows: By rank, the table's rows of the items in its plan, in the plan's order.
+        checksum: The checksum algorithm of the store.
+        structure: The nesting that flattening has removed from the state dicts of all ranks; None
+            if
+            each rank reports it after it has written.
     """
 
     table: Table
@@ -65,17 +67,18 @@ class Planned:
         checksum: ChecksumAlgorithm,
         uri: str,
     ) -> Planned:
-        """The plan of a planner that makes torch's metadata.
+        """Makes the plan from torch's metadata, as a planner returns them.
 
         Args:
             metadata: The planner's metadata.
             indices: By rank, the indices of the items in its plan, in the plan's order.
-            checksum: The algorithm of the store.
+            checksum: The checksum algorithm of the store.
             uri: The checkpoint, for messages.
 
         Raises:
             IncompleteSaveError: If no rank writes an item that the metadata promise.
-            UnsupportedValueError: If it is no metadata as torch's planners make it.
+            UnsupportedValueError: If the metadata have other classes than those of torch's
+                planners.
         """
         try:
             with paused_gc():
@@ -92,17 +95,18 @@ class Planned:
         return cls(table, rows, checksum)
 
     def written(self, records: Sequence[Record], *, attempt: str, uri: str) -> Record:
-        """The record of what all ranks have written.
+        """Merges the records of what each rank has written into one.
 
         Args:
-            records: By rank, what it wrote.
+            records: By rank, the record of what it wrote.
             attempt: The random name of the save: sixteen hexadecimal digits.
             uri: The checkpoint.
 
         Raises:
             DifferentCheckpointsError: If a rank has written to another location.
             IncompleteSaveError: If the metadata promise an item that no rank has written, or a
-                rank's report is inconsistent.
+                rank's
+                report is inconsistent.
         """
         folder = CheckpointURI.parse(uri).folder
         for rank, (rows, one) in enumerate(zip(self.rows, records, strict=True)):
@@ -147,19 +151,23 @@ class Planned:
 
 
 class Manifest:
-    """What a save is about to commit.
+    """The contents of a commit object, before it is written.
 
     Attributes:
         attempt: The random name of the save.
-        objects: Its data objects.
-        metadata: torch's metadata for it.
+        objects: The data objects of the checkpoint.
+        metadata: torch's metadata of the checkpoint.
     """
 
     def __init__(self, record: Record, uri: str | None = None) -> None:
-        """``record``: what all ranks have written; ``uri``: the checkpoint, for messages.
+        """Encodes a record.
+
+        Args:
+            record: The record of what all ranks have written.
+            uri: The checkpoint, for messages.
 
         Raises:
-            UnsupportedValueError: If the format has no room for it.
+            UnsupportedValueError: If the format can't express the record.
         """
         self.attempt, self.objects = record.attempt, record.objects
         self.metadata = lazy_metadata(record)
@@ -175,10 +183,10 @@ class Manifest:
     def of_copy(
         cls, source: CommitObject, objects: Mapping[str, WrittenObject], attempt: str
     ) -> Manifest:
-        """The manifest of a copy of a checkpoint.
+        """Makes the manifest of a copy of a checkpoint.
 
         Args:
-            source: The checkpoint that is copied.
+            source: The commit object of the original.
             objects: The copies of its data objects, by their original names.
             attempt: The random name of the copy.
         """
@@ -201,22 +209,24 @@ class Manifest:
         return made
 
     def data(self, notes: bytes = b"") -> list[memoryview]:
-        """All bytes of the commit object, including the notes."""
+        """Returns all bytes of the commit object, with these notes."""
         return with_trailer(self._pickled, self._record, notes)
 
 
 def earlier_objects(records: Iterable[Record], folder: str) -> set[str]:
-    """The names of the objects of earlier saves that the checkpoint in ``folder`` will name."""
+    """Returns the names of earlier saves' objects to which the checkpoint in
+    ``folder`` will refer.
+    """
     return {
         one.seen_from(folder).name for of_rank in records for one in of_rank.objects if one.folder
     }
 
 
 def _check_rows(table: Table, rows: Sequence[torch.Tensor], uri: str) -> None:
-    """Checks that the ranks write all of the table, each chunk once, and nothing else.
+    """Checks that the ranks write each row of the table at least once, and no other rows.
 
     Raises:
-        IncompleteSaveError: If they don't.
+        IncompleteSaveError: If a row is written by no rank, or a rank writes an unknown item.
     """
     is_written = torch.zeros(table.count, dtype=torch.bool, device="cpu")
     for rank, of_rank in enumerate(rows):
@@ -249,7 +259,7 @@ def _extents(
     records: Sequence[Record],
     numbers: Sequence[torch.Tensor],
 ) -> Extents:
-    """Where all rows lie, with objects numbered across all ranks."""
+    """Returns the locations of all rows, with objects numbered across all ranks."""
     have_digests = all(one.extents.has_digests for one in records)
     columns = [unfilled(count) for _ in range(5 if have_digests else 3)]
     for of_rank, one, number in zip(rows, records, numbers, strict=True):

@@ -1,4 +1,4 @@
-"""A folder of safetensors files, or a single such file, read as a checkpoint."""
+"""Reads a folder of safetensors files, or a single such file, as a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ from cloudckpt.uri import CheckpointURI
 
 __all__ = ["KeyMapping", "ModelFolder", "ModelPlaces", "renamed"]
 
-_FIRST_READ = 128 * 1024  # holds the header of a file of about a thousand tensors
+_FIRST_READ = 128 * 1024  # bytes; they hold the header of a file of about a thousand tensors
 
 KeyMapping = Callable[[str], "str | None"]
-"""Maps a tensor's name in the files to its name when loaded; None leaves it out."""
+"""Maps a tensor's name in the files to its name when loaded; None leaves the tensor out."""
 
 
 def renamed(name: str, mapping: KeyMapping, uri: str) -> str | None:
-    """What a mapping calls a tensor.
+    """Returns the name that a mapping gives to a tensor; None if it leaves the tensor out.
 
     Raises:
-        ConfigError: If that is not one name: a stack of experts is not split.
+        ConfigError: If the mapping returns anything but one name: a tensor can't be split.
     """
     wanted: object = mapping(name)
     if wanted is None or isinstance(wanted, str):
@@ -76,10 +76,10 @@ class ModelFolder:
     """A model in safetensors files.
 
     Attributes:
-        uri: Its location.
-        files: Its files.
-        committed: The object that makes it a model: its index, or its only file.
-        tensors: What is stored, by name.
+        uri: The location of the model.
+        files: The files that hold its tensors.
+        committed: The object whose presence makes the model: its index, or its only file.
+        tensors: The stored tensors, by name.
     """
 
     uri: CheckpointURI
@@ -89,16 +89,21 @@ class ModelFolder:
 
     @classmethod
     def find(cls, store: ObjectStore, uri: CheckpointURI, config: Config) -> ModelFolder | None:
-        """The model at a location; None if there is none.
+        """Reads the description of the model at a location; returns None if there is no model.
 
-        As transformers does, it takes ``model.safetensors`` if there is one, else what the index
-        names. Other files without an index are those of a save that was interrupted. The location
-        may also be a file.
+        Like transformers, it takes ``model.safetensors`` if that exists, else the files that the
+        index names. Other files without an index belong to an interrupted save. The location may
+        also be a file.
+
+        Args:
+            store: The store of ``uri``.
+            uri: The location: a folder, or a safetensors file.
+            config: Options.
 
         Raises:
             CheckpointCorruptError: If files are missing or damaged.
-            CheckpointReplacedError: If it was replaced or deleted meanwhile.
-            ObjectTooLargeError: If what is in the place of the index is larger than any.
+            CheckpointReplacedError: If the model was replaced or deleted meanwhile.
+            ObjectTooLargeError: If the index is larger than any valid index.
             UnsupportedTensorError: If this torch lacks a tensor's type.
         """
         retrier = Retrier(config.retry)
@@ -142,7 +147,10 @@ class ModelFolder:
         names: dict[str, str],
         config: Config,
     ) -> ModelFolder:
-        """Finds the files and reads their headers; for each tensor ``names`` may have its file."""
+        """Lists the files by ``find`` and reads their headers.
+
+        ``names`` has the file of each tensor, from the index; it is empty for a single file.
+        """
         try:
             files = find()
             return cls(uri, files, committed, cls._tensors(store, uri, files, names, config))
@@ -169,7 +177,7 @@ class ModelFolder:
                 stored = StoredBytes(
                     info.key, entry.start, nbytes, None, info.size, entry.name, info.version
                 )
-                # where the index does not say where an alias is
+                # aliases for which the index names no file
                 others = (name for name in aliases.get(entry.name, ()) if name not in names)
                 for name in (entry.name, *others):
                     found[name] = StoredTensor(stored, entry.dtype, entry.shape)
@@ -184,10 +192,11 @@ class ModelFolder:
         return found
 
     def renamed(self, mapping: KeyMapping) -> ModelFolder:
-        """A copy with other names.
+        """Returns a copy whose tensors have the names that ``mapping`` gives them.
 
         Raises:
-            KeyCollisionError: If two tensors get one name.
+            ConfigError: If the mapping returns anything but one name or None for a tensor.
+            KeyCollisionError: If two tensors get the same name.
         """
         tensors: dict[str, StoredTensor] = {}
         for name, found in self.tensors.items():
@@ -205,7 +214,7 @@ class ModelFolder:
 
     @property
     def metadata(self) -> Metadata:
-        """What torch calls the metadata of a checkpoint."""
+        """Describes the model in torch's metadata, with each tensor as one chunk."""
         entries: dict[str, Any] = {}
         for name, stored in self.tensors.items():
             size = torch.Size(stored.shape)
@@ -216,7 +225,7 @@ class ModelFolder:
 
 
 class ModelPlaces(Places):
-    """Where the tensors of a model are."""
+    """Locates the tensors of a model."""
 
     def __init__(self, folder: ModelFolder) -> None:
         super().__init__(folder.uri, None)
@@ -254,7 +263,7 @@ class ModelPlaces(Places):
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[StoredBytes]:
-        return self.wholes(indices)  # their headers were read; they say all there is
+        return self.wholes(indices)  # the headers were read, and have all locations
 
 
 def _head(store: ObjectStore, retrier: Retrier, key: str) -> ObjectInfo | None:
@@ -265,7 +274,7 @@ def _head(store: ObjectStore, retrier: Retrier, key: str) -> ObjectInfo | None:
 
 
 def _headers(store: RangeReader, files: Sequence[ObjectInfo], config: Config) -> list[FileHeader]:
-    """The headers of files, usually with one request each, concurrently."""
+    """Reads the headers of files concurrently, usually with one request each."""
     stats = TransferStats()
 
     def fetched(stops: Sequence[int]) -> list[bytearray]:

@@ -1,7 +1,7 @@
 """Notes: what a training run wants to know about a checkpoint without loading it.
 
-They are at the end of the commit object, so that they exist if and only if the checkpoint does, and
-two small requests read them.
+They are at the end of the commit object, so that they exist if and only if the checkpoint does. Two
+small requests read them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cloudckpt.uri import CheckpointURI
 
 __all__ = ["Notes", "continued_from", "metrics_of", "read_notes", "stored_notes"]
 
-_TRIES = 5  # while a checkpoint is being replaced
+_TRIES = 5  # tries to read notes while a checkpoint is being replaced
 
 # JSON has no such numbers
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -42,8 +42,9 @@ class Notes:
         step: The training step.
         metrics: Numbers by which to compare checkpoints.
         user: Anything else that JSON can hold.
-        job: The job that saved it in a run, a name drawn at random; empty if no job is known.
-        continues: By job before that one, the last step that it continues, the earliest job first.
+        job: The random name of the job that saved the checkpoint in a run; empty if unknown.
+        continues: For each earlier job that this one continues, the last step before this one took
+            over, the earliest job first.
     """
 
     step: int | None = None
@@ -53,10 +54,11 @@ class Notes:
     continues: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """The bytes to store, empty if there are no notes.
+        """Returns the notes as JSON, or no bytes if there are no notes.
 
         Raises:
-            ConfigError: If JSON can't hold the values, or they are too large.
+            ConfigError: If JSON can't hold the values, or they are larger than ``MOST_NOTES``
+                bytes.
         """
         if self == Notes():
             return b""
@@ -89,10 +91,10 @@ class Notes:
 
     @classmethod
     def from_json(cls, data: bytes, uri: str) -> Notes:
-        """Reads notes from their stored bytes.
+        """Parses the stored bytes of notes.
 
         Raises:
-            CheckpointCorruptError: If they are not valid notes.
+            CheckpointCorruptError: If the bytes are not valid notes.
         """
         if not data:
             return cls()
@@ -115,21 +117,25 @@ class Notes:
         return cls(step=step, metrics=metrics, user=user, job=job, continues=continues)
 
     def is_same_training(self, other: Notes) -> bool:
-        """Whether another checkpoint is of this job, or is continued by it."""
+        """Whether the checkpoint with the notes ``other`` is of this job, or of one that it
+        continues.
+        """
         last = self.continues.get(other.job, -1)
         return other.job == self.job or (other.step is not None and other.step <= last)
 
     def continued_at(self, step: int) -> dict[str, int]:
-        """What a job continues that goes on from this checkpoint, of this step."""
+        """Returns ``continues`` for a job that resumes from this checkpoint, whose step is
+        ``step``.
+        """
         before = {job: last for job, last in self.continues.items() if job != self.job}
         return {**before, self.job: step}
 
 
 def continued_from(pairs: object) -> dict[str, int]:
-    """Reads what a job continues, as pairs of a job and its last step.
+    """Parses the jobs that a job continues, given as pairs of a job and its last step.
 
     Raises:
-        ValueError: If it is something else.
+        ValueError: If ``pairs`` is anything else.
         TypeError: See above.
     """
     if not isinstance(pairs, list):
@@ -141,7 +147,7 @@ def continued_from(pairs: object) -> dict[str, int]:
 
 
 def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as plain numbers; also accepts scalars of torch and numpy.
+    """Converts metrics to floats; also accepts scalars of torch and numpy.
 
     Raises:
         ConfigError: If a name is not a string, or a value not a number.
@@ -161,7 +167,8 @@ def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def read_notes(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Notes:
-    """The notes of a committed checkpoint; empty if it has none, or another writer's.
+    """Reads the notes of a committed checkpoint; empty notes if it has none or cloudckpt didn't
+    write it.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
@@ -184,10 +191,10 @@ def read_notes(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Note
 
 
 def stored_notes(store: ObjectStore, commit: ObjectInfo) -> bytes:
-    """The notes at the end of a commit object, as stored.
+    """Reads the notes at the end of a commit object, as bytes.
 
     Raises:
-        CheckpointCorruptError: If they are damaged.
+        CheckpointCorruptError: If the notes are damaged.
         StoreError: If the store refuses, or the object was replaced.
     """
     tail = bytearray(min(TAIL, commit.size))
@@ -198,10 +205,10 @@ def stored_notes(store: ObjectStore, commit: ObjectInfo) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A scalar of numpy or torch as a Python number.
+    """Converts a scalar of numpy or torch to a Python number.
 
     Raises:
-        TypeError: If it is not a number.
+        TypeError: If the value is not such a scalar.
     """
     if not hasattr(value, "item"):
         raise TypeError(f"a {type(value).__name__} can't be written as JSON")

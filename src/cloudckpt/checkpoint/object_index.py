@@ -1,4 +1,4 @@
-"""The index of a data object, as it is read; ``index`` has how it is written."""
+"""Parses the index at the end of a data object; ``index`` writes it."""
 
 from __future__ import annotations
 
@@ -32,20 +32,22 @@ _CODES = {dtype: code for code, dtype in _TYPES.items()}
 
 
 def code_of(dtype: torch.dtype) -> int | None:
-    """The number of an element type in an index; None if the format has none for it."""
+    """Returns the number of an element type in an index; None if the format has no
+    number for it.
+    """
     return _CODES.get(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class IndexItem:
-    """What an index says of an item.
+    """The entry of an item in an index.
 
     Attributes:
-        head: Bytes of the envelope before the data proper.
-        tail: Bytes of the envelope behind it.
+        head: Bytes of the envelope before the payload.
+        tail: Bytes of the envelope after the payload.
         dtype: The element type of a plain tensor; None for anything else, which has no envelope.
-        raw_length: Bytes of the data proper.
-        blocks: Their checksums.
+        raw_length: Bytes of the payload.
+        blocks: The checksums of the payload's blocks.
     """
 
     head: int
@@ -56,7 +58,7 @@ class IndexItem:
 
 
 class ObjectIndex:
-    """The index of one object, as it was read."""
+    """The parsed index of one object."""
 
     def __init__(
         self,
@@ -65,15 +67,16 @@ class ObjectIndex:
         algorithm: ChecksumAlgorithm,
         uri: str,
     ) -> None:
-        """
+        """Parses and verifies the bytes of an index.
+
         Args:
-            data: Its bytes.
-            record: What the commit object says of the object.
-            algorithm: The checksums of the checkpoint.
+            data: The bytes of the index.
+            record: The object, as the commit object describes it.
+            algorithm: The checksum algorithm of the checkpoint.
             uri: The object, for messages.
 
         Raises:
-            CheckpointCorruptError: If it is not the one that the commit object means.
+            CheckpointCorruptError: If the bytes do not match the commit object, or are invalid.
         """
         self._uri = uri
         self._algorithm = algorithm
@@ -104,7 +107,7 @@ class ObjectIndex:
         self._data = data
         if count and not 0 <= int(raws.min()) <= int(raws.max()) <= end:
             raise ValueError("an item is larger than the object")
-        # the sum of lengths that are each at most that of the object: it can't overflow unseen
+        # each length is at most that of the object, so that a sum can't overflow unnoticed
         self._lengths = self._heads + raws + self._tails
         steps = (self._lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         if steps.to(torch.float64).sum() > 2.0**62:
@@ -124,17 +127,22 @@ class ObjectIndex:
     def find(
         self, offsets: Sequence[int], lengths: Sequence[int], items: Sequence[str]
     ) -> list[IndexItem]:
-        """The items that take these bytes of the object; ``items`` are for messages.
+        """Returns the entries of the items at these byte ranges of the object.
+
+        Args:
+            offsets: The items' first bytes in the object, envelopes included.
+            lengths: The items' lengths in bytes, envelopes included.
+            items: The items' names, for messages.
 
         Raises:
-            CheckpointCorruptError: If there is none for some.
+            CheckpointCorruptError: If the index has no item with one of these ranges.
         """
         if not offsets:
             return []
         if not self._codes:
             raise self._corrupt(_CONTRADICTION, item=items[0])
         wanted, sizes = column_of(offsets), column_of(lengths)
-        # empty items begin where the next one does, which is the last of those
+        # several items may begin at one offset: the last of them, and all others are empty
         first = torch.searchsorted(self._starts, wanted)
         behind = torch.searchsorted(self._starts, wanted, right=True)
         numbers = torch.where(sizes > 0, behind - 1, first).clamp(0, len(self._codes) - 1)
@@ -156,7 +164,7 @@ class ObjectIndex:
         return [self._item(*row) for row in rows]
 
     def _sums_of(self, first: int, stop: int) -> tuple[int, ...]:
-        """The checksums of blocks."""
+        """Returns the checksums of the blocks from ``first`` up to, but not including, ``stop``."""
         size = self._algorithm.nbytes
         packed = self._data[self._sums + first * size : self._sums + stop * size]
         return self._algorithm.unpack(bytes(packed))

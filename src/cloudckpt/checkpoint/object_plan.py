@@ -1,8 +1,9 @@
-"""What the objects of one rank consist of, as data, and how that is sent.
+"""Plans the contents of one rank's objects, as plain data, and sends them.
 
-An item stands in its object as an envelope around its bytes, at the next multiple of 64. A plan
-names these bytes by a buffer and a place in it. So it is carried out in the same way by a thread of
-the trainer and by its saving process, which maps the same buffers. Nothing here uses torch.
+In an object, an item is an envelope around its bytes, at the next multiple of 64. A plan names
+these bytes by a buffer number and an offset in that buffer. So a thread of the trainer and the
+saving process, which maps the same buffers, carry out a plan by the same code. Nothing here uses
+torch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _ZEROS = bytes(ALIGNMENT)
 
 
 def sending_group(destination: Destination, store: ObjectStore) -> TaskGroup:
-    """The threads that send the objects of a rank."""
+    """Returns the thread group that sends the objects of a rank."""
     return transfer_group(store, destination.config, "out", name="cloudckpt-save")
 
 
@@ -57,16 +58,16 @@ def send(
     group: TaskGroup,
     stats: TransferStats,
 ) -> tuple[WrittenObject, ...]:
-    """Carries out plans; returns the objects when the store has all of them.
+    """Carries out plans; returns the objects once the store has all of them.
 
-    If it raises, it has deleted them again as far as possible.
+    If it fails, it deletes the objects that it has written, as far as possible.
 
     Args:
-        destination: Where to send them.
+        destination: The checkpoint, the rank, and options.
         store: The destination's store.
-        plans: What to send; each is asked for when the one before was taken.
-        buffers: The memory that they refer to.
-        group: Where the requests run.
+        plans: The plans, in order; the iterator is advanced only when the previous plan was sent.
+        buffers: The memory that the plans refer to.
+        group: The threads that send requests.
         stats: Counts what is sent.
     """
     objects: list[_Object] = []
@@ -112,7 +113,7 @@ def send(
 
 
 class _Object:
-    """An object on its way, and what its index will say."""
+    """An object that is being sent, with the columns of its index."""
 
     def __init__(self, number: int, upload: ObjectUpload, buffers: Buffers) -> None:
         self.number = number
@@ -123,12 +124,13 @@ class _Object:
         self._tails: list[int] = []
         self._dtypes: list[int] = []
         self._sizes: list[int] = []
-        self._sums: list[int | BlockChecksums] = []  # of an item's only block, or of its blocks
+        # the checksum of an item's only block, or the checksums of its blocks
+        self._sums: list[int | BlockChecksums] = []
         self._index = bytearray()
         self._index_crc: int | None = None
 
     def add(self, plan: ObjectPlan) -> None:
-        """Writes the items of a plan."""
+        """Writes the items of a plan into the object."""
         self._heads += [len(form.head) for form in plan.forms]
         self._tails += [len(form.tail) for form in plan.forms]
         self._dtypes += [form.dtype for form in plan.forms]
@@ -158,7 +160,7 @@ class _Object:
     def _pack(self, plan: ObjectPlan) -> None:
         views = self._buffers.views(plan)
         items = ((f.head, view, f.tail) for f, view in zip(plan.forms, views, strict=True))
-        # of the copies: a tensor may have changed since
+        # checksums of the copies: a tensor may have changed since the expected ones were computed
         sums = self._packer.pack(items, self.upload.algorithm.of)
         self._sums += sums
         for name, known, found in zip(plan.names, plan.expected, sums, strict=False):
@@ -177,7 +179,8 @@ class _Object:
         self.upload.close(Piece(memoryview(self._index), made=self._make_index))
 
     def _make_index(self) -> None:
-        if self._index_crc is not None:  # it is in two parts, and the first has had it made
+        # the index spans two parts, and the first of them has made it
+        if self._index_crc is not None:
             return
         sums: list[int] = []
         for size, found in zip(self._sizes, self._sums, strict=True):
@@ -191,7 +194,7 @@ class _Object:
         self._index_crc = CRC32C.of(self._index)
 
     def written(self, destination: Destination) -> WrittenObject:
-        """What the store has, once it has it."""
+        """Returns the description of the object for the commit, once the store has it."""
         return WrittenObject(
             destination.rank,
             self.number,
@@ -204,22 +207,24 @@ class _Object:
 
 
 Way = Literal["direct", "staged", "packed"]
-"""How items get from memory to the store: sent from where they lie; copied slice by slice through
-a pool; or, if small, copied next to each other. The latter two share an object."""
+"""How items get from memory to the store: "direct" sends them from their own memory; "staged"
+copies them slice by slice through a pool; "packed" copies small items next to each other. The
+latter two share an object.
+"""
 
 
 STATE = 0
-"""The number of the buffer that the state itself lies in, or its staged copy."""
+"""The number of the buffer that holds the state itself, or its staged copy."""
 
 
 class StoredForm(NamedTuple):
-    """What an item is like in an object, whatever its values.
+    """The shape of an item in an object, whatever its values.
 
     Attributes:
         head: The envelope before its bytes.
-        nbytes: How many bytes it has, without the envelope.
+        nbytes: Its size in bytes, without the envelope.
         tail: The envelope after them.
-        dtype: The number of its element type in the index; 0 if it is no plain tensor.
+        dtype: The number of its element type in the index; 0 if it is not a plain tensor.
     """
 
     head: bytes
@@ -229,7 +234,7 @@ class StoredForm(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an item was written: the object's number, and the byte range including the envelope."""
+    """The location of a written item: the object's number, and the byte range with the envelope."""
 
     object: int
     offset: int
@@ -242,12 +247,12 @@ class ObjectPlan:
 
     Attributes:
         object: The number of the object among those of the rank.
-        way: How they are sent.
-        buffer: The number of the buffer that their bytes lie in.
-        starts: Where the bytes of each begin there.
-        forms: What each is like.
-        names: Their names, for messages.
-        expected: The checksums of the blocks of each, if they were computed before; else empty.
+        way: How the items are sent.
+        buffer: The number of the buffer that holds their bytes.
+        starts: The offset of each item in that buffer.
+        forms: The form of each item.
+        names: The names of the items, for messages.
+        expected: The checksums of each item's blocks, if they were computed before; else empty.
     """
 
     object: int
@@ -260,31 +265,31 @@ class ObjectPlan:
 
 
 class Buffers(Protocol):
-    """The memory that plans refer to, by numbers.
+    """The memory that plans refer to, by buffer numbers.
 
     Attributes:
-        pool: Memory for copies on their way.
+        pool: Memory for copies that are being sent.
     """
 
     @property
     def pool(self) -> SlabPool: ...
 
     def views(self, plan: ObjectPlan) -> Iterable[memoryview]:
-        """The bytes of each item, to be copied at once."""
+        """Returns a view of each item's bytes, which the caller copies before it takes the next."""
 
     def pieces(self, buffer: int, start: int, nbytes: int) -> Iterable[Piece]:
-        """The bytes of one item, to be sent."""
+        """Returns the bytes of one item as pieces to be sent."""
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the objects of a rank go, and how.
+    """The checkpoint and the rank for which objects are written, and how.
 
     Attributes:
         uri: The checkpoint.
-        config: The options.
+        config: Options.
         rank: The rank.
-        attempt: The random part of the names.
+        attempt: The random part of the objects' names.
         expected: About how many bytes will be sent.
     """
 
@@ -295,11 +300,13 @@ class Destination:
     expected: int
 
     def key(self, number: int) -> str:
-        """The key of an object."""
+        """Returns the key of the rank's object with this number."""
         return self.uri.key(data_name(self.rank, number, self.attempt))
 
     def part_size(self, capabilities: Capabilities, *, staged: bool) -> int:
-        """The part size of an object in bytes; ``staged``: its bytes pass through a pool."""
+        """Returns the part size of an object in bytes; ``staged``: its bytes pass
+        through a pool.
+        """
         return choose_part_size(
             self.expected,
             self.config.part_size,
@@ -311,8 +318,9 @@ class Destination:
 
 @dataclass(slots=True)
 class _Filling:
-    """An object that takes the next items: its number, its bytes, those of its index, and of both
-    at most.
+    """An object that takes further items.
+
+    It has its number, the bytes of its items and of its index so far, and the maximum of their sum.
     """
 
     number: int
@@ -324,8 +332,8 @@ class _Filling:
 class Places:
     """Assigns items to objects, and begins the next object when one is full.
 
-    Two objects are filled at a time: one with what is sent from where it lies, and one with what
-    passes through a pool, whose parts must be small enough for it.
+    Two objects are filled at a time: one with items that are sent from their own memory, and one
+    with items that pass through a pool, whose parts must be small enough for it.
 
     Attributes:
         count: How many objects there are.
@@ -341,7 +349,7 @@ class Places:
         }
 
     def next(self, form: StoredForm, way: Way) -> Place:
-        """The place of the next item."""
+        """Assigns the next item to an object, and returns its location."""
         staged, growth = way != "direct", index_growth(form.nbytes, self._algorithm)
         length = len(form.head) + form.nbytes + len(form.tail)
         filling = self._filling.get(staged)

@@ -1,4 +1,4 @@
-"""The objects of a checkpoint: their names, and whether they exist."""
+"""The objects of a checkpoint: how they are named, and requests for whether they exist."""
 
 from __future__ import annotations
 
@@ -53,26 +53,28 @@ __all__ = [
 logger = logging.getLogger("cloudckpt")
 
 METADATA = ".metadata"
-"""The object whose presence makes a checkpoint, by torch's name for it."""
+"""The name of the commit object, whose presence makes a checkpoint; torch has the same name."""
 
 CLAIM = ".cloudckpt-job.json"
-"""The object beneath the folder of a run that names the job that claimed it last."""
+"""The name of the claim, the object in the folder of a run that names the last job to claim it."""
 
 OF_RANKS = "__"
 """Prefix of the names of all objects that single ranks write."""
 PART = f"__0{METADATA}"
-"""The metadata of rank 0 where torch has let each rank save on its own."""
+"""The name of rank 0's metadata, if torch has let each rank save on its own."""
 
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, lone surrogates
 
 
 def data_name(rank: int, ordinal: int, attempt: str) -> str:
-    """The name of a shard object; ``attempt`` keeps two attempts from writing to the same key."""
+    """Returns the name of a data object; ``attempt`` keeps two saves from writing
+    to the same key.
+    """
     return f"__{rank}_{ordinal}.{attempt}.distcp"
 
 
 def pending_name(rank: int, attempt: str) -> str:
-    """The name of the object that a saving process leaves if its trainer is gone."""
+    """Returns the name of the object that a saving process leaves if its trainer has ended."""
     return f"__{rank}.{attempt}.pending"
 
 
@@ -88,24 +90,26 @@ _STEP = re.compile(r"step-(0|[1-9]\d{0,17})", re.ASCII)
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a folder is named as the steps of runs are, unless a run has names of its own."""
+    """Whether a folder has the name of a step in runs with default names, such as ``step-100``."""
     return _STEP.fullmatch(name) is not None
 
 
 KEPT_FOR = ".cloudckpt-keep."
-"""Prefix of the names of all marks of saves that may refer to a checkpoint."""
+"""Prefix of the names of all marks, the objects of saves that may refer to a checkpoint."""
 
 
 def keep_name(attempt: str) -> str:
-    """The name of the mark that a save puts into a checkpoint whose objects it may refer to.
+    """Returns the name of the mark that a save puts into a checkpoint whose objects it may refer
+    to.
 
-    While it is there, they are not deleted; see :mod:`cloudckpt.checkpoint.references`.
+    While the mark exists, these objects are not deleted; see
+    :mod:`cloudckpt.checkpoint.references`.
     """
     return f"{KEPT_FOR}{attempt}"
 
 
 def keeps_in(folder: CheckpointURI) -> str:
-    """Prefix of the keys of all :func:`keep_name` objects in a checkpoint."""
+    """Returns the prefix of the keys of all :func:`keep_name` objects in a checkpoint."""
     return folder.key(KEPT_FOR)
 
 
@@ -115,12 +119,14 @@ def is_keep_name(name: str) -> bool:
 
 
 def trial_name(attempt: str) -> str:
-    """The name of an object that tests whether a store honours conditions; deleted later."""
+    """Returns the name of an object that tests whether a store honours conditions;
+    deleted later.
+    """
     return f".conditions.{attempt}"
 
 
 def probe_name(of: Literal["doctor", "sweep"], drawn: str) -> str:
-    """Prefix of the names of objects that test what a store does; they are deleted afterwards."""
+    """Returns the prefix of the names of objects that test a store; they are deleted afterwards."""
     return f".cloudckpt-{of}.{drawn}"
 
 
@@ -131,9 +137,9 @@ _DRAWN = re.compile(
 
 
 def is_drawn_name(name: str) -> bool:
-    """Whether a name was drawn at random: one of the five kinds above.
+    """Whether a name has a random part that only cloudckpt makes: any of the five kinds above.
 
-    Only cloudckpt writes objects with such names, for one purpose each, and never reuses a name.
+    Each such name has one purpose, and is never reused.
     """
     if _OF_DATA.fullmatch(name) or _DRAWN.fullmatch(name):
         return True
@@ -144,10 +150,10 @@ def checked(name: object, uri: str) -> str:
     """Returns ``name`` if it is beneath the checkpoint's prefix, or a data object of a sibling.
 
     Names come from the bucket; one that leads elsewhere must not be read, much less deleted. An
-    object in a sibling checkpoint must have a name that only cloudckpt draws.
+    object in a sibling checkpoint must have a name that only cloudckpt makes.
 
     Raises:
-        CheckpointCorruptError: If it does not.
+        CheckpointCorruptError: If the name leads elsewhere, or is invalid.
     """
     if not isinstance(name, str):
         raise CheckpointCorruptError(
@@ -167,7 +173,7 @@ def checked(name: object, uri: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WrittenObject:
-    """A data object that the store has.
+    """A data object in the store.
 
     Attributes:
         rank: The rank that wrote it.
@@ -177,8 +183,8 @@ class WrittenObject:
         checksum: Its checksum, by the store's algorithm.
         index_size: Bytes of the index at its end.
         index_crc: CRC32C of the index.
-        folder: The name of the sibling checkpoint that it is in; empty if it is in the checkpoint
-            that names it.
+        folder: The folder name of the sibling checkpoint that contains it; empty if that is the
+            checkpoint that names it.
     """
 
     rank: int
@@ -192,27 +198,30 @@ class WrittenObject:
 
     @property
     def name(self) -> str:
-        """Its name relative to the checkpoint, also if it is in another one."""
+        """The object's name relative to the checkpoint that names it, even if a sibling contains
+        it.
+        """
         name = data_name(self.rank, self.ordinal, self.attempt)
         return f"../{self.folder}/{name}" if self.folder else name
 
     def seen_from(self, folder: str) -> WrittenObject:
-        """The same for the checkpoint in ``folder``, which must not name its own folder.
+        """Returns the object as the checkpoint in ``folder`` names it: without a folder if it is
+        its own.
 
-        It would break when the folder is renamed.
+        A name with its own folder would break when the folder is renamed.
         """
         return dataclasses.replace(self, folder="") if self.folder == folder else self
 
     def to_json(self) -> list[Any]:
-        """Its fields, in their order."""
+        """Returns the fields of the object, in their order."""
         return [getattr(self, name) for name in _FIELDS]
 
     @classmethod
     def from_json(cls, fields: Any) -> WrittenObject:
-        """The reverse of :meth:`to_json`.
+        """Makes an object from the result of :meth:`to_json`.
 
         Raises:
-            ValueError: If they are invalid.
+            ValueError: If a field is invalid.
             TypeError: See above.
         """
         made = cls(*fields)
@@ -233,7 +242,7 @@ _FIELDS = tuple(each.name for each in dataclasses.fields(WrittenObject))
 
 
 def check_attempt(attempt: object) -> None:
-    """Refuses anything that can't be the random name of a save: keys are made of it.
+    """Checks that ``attempt`` can be the random name of a save, as keys are made from it.
 
     Raises:
         ValueError: If it can't be.
@@ -245,7 +254,7 @@ def check_attempt(attempt: object) -> None:
 
 
 def check_folder(folder: object) -> None:
-    """Refuses anything that can't be the name of a sibling checkpoint.
+    """Checks that ``folder`` can be the folder name of a sibling checkpoint.
 
     Raises:
         ValueError: If it can't be.
@@ -260,10 +269,10 @@ _MOST_KEYS = 5000  # keys listed for a hint: five pages of S3
 
 
 def find_commit(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> ObjectInfo | None:
-    """The commit object of a location; None only if the store says that there is none.
+    """Returns the commit object of a location; None only if the store says that it does not exist.
 
     Args:
-        look: Asks for an object, as :meth:`~cloudckpt.stores.base.ObjectStore.look`.
+        look: Requests an object, as :meth:`~cloudckpt.stores.base.ObjectStore.look`.
         uri: The location.
 
     Raises:
@@ -276,7 +285,7 @@ def find_commit(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> Object
 
 
 def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bool:
-    """Whether the store has a commit object there; see :func:`find_commit`."""
+    """Whether a location has a commit object; see :func:`find_commit`."""
 
     def look(key: str) -> ObjectInfo:
         return retrier.call(lambda: store.look(key))
@@ -285,7 +294,7 @@ def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bo
 
 
 def is_file(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> bool:
-    """Whether a location is itself the name of an object; arguments and errors as `find_commit`."""
+    """Whether a location is itself the key of an object; arguments and errors as `find_commit`."""
     try:
         return bool(uri.prefix and look(uri.prefix))
     except ObjectNotFoundError:
@@ -293,9 +302,9 @@ def is_file(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> bool:
 
 
 def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
-    """Lists the checkpoints beneath a location, for the message of another error.
+    """Lists the checkpoints beneath a location, as a hint for the message of another error.
 
-    Empty if a short listing shows none, or if it fails; it is not retried.
+    Returns no text if a short listing shows none, or if it fails; it is not retried.
     """
     found: set[str] = set()
     seen, top = 0, uri.key("")
@@ -322,7 +331,7 @@ _DIGITS = frozenset("0123456789")
 
 
 def natural_order(text: str) -> list[tuple[bool, int, str]]:
-    """Sort key that orders names by the numbers in them: step-200 before step-1000."""
+    """Returns a sort key that orders names by the numbers in them: step-200 before step-1000."""
     return [
         (part[:1] in _DIGITS, int(part) if part[:1] in _DIGITS else 0, part)
         for part in re.split(r"([0-9]+)", text)
@@ -330,7 +339,7 @@ def natural_order(text: str) -> list[tuple[bool, int, str]]:
 
 
 _MOST_SINGLE_LOOKS = 64
-"""For more objects a listing is faster, with up to 1,000 in an answer."""
+"""Maximum objects that are requested one by one: more are listed, up to 1,000 in one answer."""
 
 
 def look_for(
@@ -341,19 +350,19 @@ def look_for(
     retrier: Retrier,
     wrong: Callable[[WrittenObject, str], CloudCheckpointError],
 ) -> None:
-    """Has ``group`` check that objects which this rank has not written are there as written.
+    """Submits checks to ``group`` that objects exist as their ranks have reported them.
 
     An object missing from a listing is requested individually before it counts as missing: listings
     may be refused, and network file systems may return stale ones.
 
     Args:
         store: The store of ``uri``.
-        uri: The checkpoint that names them.
-        objects: The objects, also those of checkpoints beside it.
-        group: Where the requests run.
+        uri: The checkpoint that names the objects.
+        objects: The objects, also those of sibling checkpoints.
+        group: The threads that send the requests.
         retrier: Retries transient failures.
-        wrong: Makes the error, in the task, from an object and what is wrong with it: that it is
-            not there, or how many bytes it has.
+        wrong: Makes the error, in the task, from an object and a text that says what is wrong: that
+            it does not exist, or how many bytes it has.
     """
     by_folder: dict[str, list[WrittenObject]] = {}
     for record in objects:
@@ -374,7 +383,7 @@ def _listed(
     objects: Collection[WrittenObject],
     retrier: Retrier,
 ) -> set[str]:
-    """The names of the objects that a listing of their folder shows as they were written."""
+    """Returns the names of the objects that a listing of their folder shows with the right size."""
     names = {(uri.key(record.name), record.size): record.name for record in objects}
     try:
         listed = store.list(start + OF_RANKS, retrier.call)

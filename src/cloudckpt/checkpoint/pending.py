@@ -1,11 +1,11 @@
 """The object that a saving process leaves in the store if its trainer ends before the commit.
 
-It lies next to the data of its rank, and readers ignore it. At first it records the progress of the
-process; at the end it has everything that a commit needs of this rank: the objects with their
-checksums, and which part of the state lies where in them. With those of all ranks the save can be
+It is next to the data objects of its rank, and readers ignore it. At first it records the progress
+of the process; at the end it has everything that a commit needs of this rank: the objects with
+their checksums, and the location of each item in them. With those of all ranks the save can be
 committed (:mod:`cloudckpt.runs.adopting`).
 
-Nothing here uses torch: the trainer makes the parts before the process sends.
+Nothing here uses torch: the trainer encodes the plan and the record before the process sends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from cloudckpt.errors import CheckpointCorruptError
 __all__ = ["MOST_BYTES", "Pending"]
 
 _MAGIC = b"cloudckpt-pending\0\1"  # its last byte is the version
-_HEAD = struct.Struct(f"<{len(_MAGIC)}sI")  # and the bytes of the document
-_CRC = struct.Struct("<I")  # CRC32C of all before it
+_HEAD = struct.Struct(f"<{len(_MAGIC)}sI")  # the magic bytes, and the length of the JSON document
+_CRC = struct.Struct("<I")  # CRC32C of all bytes before it
 
 MOST_BYTES = 1 << 28
-"""The most bytes that are read: enough for some million chunks."""
+"""Maximum bytes of a pending object that are read: enough for some million chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +35,21 @@ class Pending:
     """What one rank of a save has sent, or is sending, without a trainer.
 
     Attributes:
-        save: A name of the save: the same on all its ranks, and of no other save.
+        save: A name that all ranks of this save share, and no other save has.
         rank: The rank.
         ranks: How many ranks there are.
-        job: The job that had claimed the run; empty if none had.
-        attempt: The random name of the save, on a rank that would have committed.
-        plan: What the rank writes: the bytes of a record without locations.
-        record: Where it lies: the bytes of a record without a table, and without objects.
+        job: The job that had claimed the run; empty if no job had.
+        attempt: The random name of the save, if this rank is the coordinator; else empty.
+        plan: The rank's items: the bytes of a record without locations.
+        record: Their locations: the bytes of a record without a table and without objects.
         notes: The notes for the checkpoint.
-        copies: The number by which its copies of what others have, too, are compared with theirs.
-        references: The objects of other checkpoints that hold some of it.
-        held: The checkpoints that carry a mark of the save, on a rank that would have committed.
+        copies: A digest by which ranks that hold copies of the same values are compared.
+        references: The objects of other checkpoints that hold some of the items.
+        held: The folders of the checkpoints that carry a mark of the save, if this rank is the
+            coordinator.
         sent: Bytes sent so far.
         objects: The objects in the store, the rank's own before those of other checkpoints; None
-            until the store has all.
+            until the store has all of them.
     """
 
     save: str
@@ -66,15 +67,15 @@ class Pending:
     objects: tuple[WrittenObject, ...] | None = None
 
     def so_far(self, sent: int) -> Pending:
-        """A copy with ``sent`` bytes sent."""
+        """Returns a copy with ``sent`` bytes sent."""
         return dataclasses.replace(self, sent=sent)
 
     def finished(self, objects: Sequence[WrittenObject]) -> Pending:
-        """A copy for when the store has everything."""
+        """Returns a copy that says that the store has all objects."""
         return dataclasses.replace(self, objects=(*objects, *self.references), references=())
 
     def to_bytes(self) -> bytes:
-        """Packs it into bytes; few, if it is not finished."""
+        """Encodes it; without plan, record and notes until all objects are in the store."""
         parts = () if self.objects is None else (self.plan, self.record, self.notes)
         document = json.dumps(
             {
@@ -95,10 +96,10 @@ class Pending:
 
     @classmethod
     def parse(cls, data: bytes | bytearray, uri: str) -> Pending:
-        """Reads it.
+        """Parses the bytes of a pending object.
 
         Raises:
-            CheckpointCorruptError: If it is damaged, or of a newer cloudckpt.
+            CheckpointCorruptError: If they are damaged, or of a newer cloudckpt.
         """
         try:
             return _parse(bytes(data))

@@ -1,7 +1,7 @@
-"""Where the items of a loaded checkpoint lie, according to its metadata and objects' indexes.
+"""Locates the items of a loaded checkpoint, by its metadata and its objects' indexes.
 
-Objects of torch and other writers have no index: there, tensors are located by the archives that
-the items are (:mod:`cloudckpt.checkpoint.archives`).
+Objects of torch and other writers have no index: there, tensors are located within the zip archives
+that the items are (:mod:`cloudckpt.checkpoint.archives`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ItemPlace:
     """The location of an item.
 
     Attributes:
-        whole: All of its bytes.
+        whole: All bytes of the item.
         tensor: The plain tensor in it; None if only ``torch.load`` can read the item.
         transforms: The stream transforms (compression) that torch's writer applied to it.
     """
@@ -50,13 +50,13 @@ class ItemPlace:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What the metadata say of an item.
+    """An item as the metadata describe it.
 
     Attributes:
-        index: Its index.
-        name: Its object.
-        whole: All of its bytes.
-        shape: Of the chunk; empty for values, and where there are no indexes to compare it with.
+        index: torch's index of the item.
+        name: The name of its object.
+        whole: All bytes of the item.
+        shape: The shape of its chunk; empty for values, and if the checkpoint has no indexes.
         transforms: The stream transforms that were applied to it.
     """
 
@@ -68,7 +68,7 @@ class _Item:
 
 
 class Places:
-    """Locates the items of one checkpoint; keeps the indexes that it has read.
+    """Locates the items of one checkpoint; keeps the object indexes that it has read.
 
     Args:
         uri: The checkpoint.
@@ -88,10 +88,10 @@ class Places:
         config: Config,
         stats: TransferStats,
     ) -> list[ItemPlace]:
-        """The locations of items, in the same order.
+        """Returns the locations of items, in the same order.
 
-        Reads the indexes of their objects or, without indexes, the edges of the items that hold
-        tensors.
+        Reads the indexes of their objects. Without indexes, it reads both ends of the items that
+        hold tensors.
 
         Raises:
             CheckpointCorruptError: If an item has no location, or a contradictory one.
@@ -124,23 +124,24 @@ class Places:
         """Reads the indexes of all objects that were not read yet.
 
         Args:
-            store: Where they are.
+            store: The store of the objects.
             config: Options.
             damaged: Called with the error of a damaged index. If it does not raise, that object's
                 content is unknown, and left out by :meth:`sources`.
 
         Raises:
-            CheckpointCorruptError: If one is damaged.
+            CheckpointCorruptError: If ``damaged`` raises it, as it does by default.
             StoreError: If the store refuses or stays unreachable.
         """
         names = {name: f"the index of {name}" for name in self._objects}
         self._read_indexes(names, store, config, TransferStats(str(self._uri)), damaged)
 
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
-        """The payloads of items with their checksums, if indexes were read; otherwise all bytes.
+        """Returns the byte ranges of items: payloads with checksums, or all bytes if no index was
+        read.
 
         Raises:
-            CheckpointCorruptError: If one has no place, or a contradictory one.
+            CheckpointCorruptError: If an item has no location, or a contradictory one.
         """
         with paused_gc():
             return [place.whole for place in self._inside(self._located(indices))]
@@ -152,18 +153,20 @@ class Places:
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[StoredBytes]:
-        """The items' own bytes, with their checksums; reads the indexes.
+        """Reads the indexes and returns the payloads of items, with their checksums.
 
         Args:
-            indices: All items.
-            store: Where they are.
+            indices: All items of the checkpoint.
+            store: The store of the objects.
             config: Options.
-            damaged: Called with each damaged index, with each item that has no place, and with each
+            damaged: Called with each damaged index, with each item that has no location, and with
+                each
                 object whose index contradicts the metadata. If it does not raise, what is damaged
-                is left out.
+                    is left
+                out.
 
         Raises:
-            CheckpointCorruptError: If it contradicts itself, or an index is damaged.
+            CheckpointCorruptError: If ``damaged`` raises it, as it does by default.
             StoreError: If the store refuses or stays unreachable.
         """
         self.read_indexes(store, config, damaged)
@@ -177,7 +180,9 @@ class Places:
         indices: Sequence[MetadataIndex],
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[_Item]:
-        """What the metadata say of items; ``damaged`` is called with those without a place."""
+        """Returns the metadata's description of each item; calls ``damaged`` for an item without
+        location.
+        """
         located: list[_Item] = []
         record = self._commit.record if self._commit is not None else None
         if record is not None and record.table is not None:
@@ -200,7 +205,11 @@ class Places:
         return located
 
     def _described(self, index: MetadataIndex) -> _Item:
-        """The same for one item, from torch's metadata."""
+        """Returns the description of one item in torch's metadata.
+
+        Raises:
+            CheckpointCorruptError: If the metadata have no location for the item.
+        """
         metadata = None if self._commit is None else self._commit.metadata
         places = None if metadata is None else metadata.storage_data
         entry = places.get(index) if isinstance(places, Mapping) else None
@@ -234,7 +243,9 @@ class Places:
         stats: TransferStats,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> None:
-        """Reads the indexes of objects, as far as that was not done; ``names`` also has items."""
+        """Reads those indexes of objects that were not read yet; ``names`` maps each object to an
+        item.
+        """
         records = [
             self._objects[name]
             for name in sorted(names)
@@ -272,7 +283,7 @@ class Places:
                 if config.verify:
                     raise
                 logger.warning("checksums can't be verified for this object: %s", error)
-                self._indexes[record.name] = None  # the edges of its items are read instead
+                self._indexes[record.name] = None  # both ends of its items are read instead
 
     def _index_bytes(self, record: WrittenObject, item: str) -> StoredBytes:
         start, size = record.size - record.index_size, record.index_size
@@ -284,7 +295,7 @@ class Places:
         items: Sequence[_Item],
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[ItemPlace]:
-        """The items' contents, according to the indexes that were read."""
+        """Returns the locations of items within the objects, by the indexes that were read."""
         places = [ItemPlace(item.whole, None, item.transforms) for item in items]
         by_object: dict[str, list[int]] = {}
         for number, item in enumerate(items):

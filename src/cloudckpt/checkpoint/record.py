@@ -1,11 +1,12 @@
-"""What a rank has written, or all ranks have: objects, and where in them the rows of a table lie.
+"""Encodes what a rank, or all ranks, write: objects, and the location of each row of a table.
 
 There is one encoding, :meth:`Record.to_bytes`. Ranks exchange it (a plan is a record without
-locations, a report one without a table), a saving process leaves it, and what all ranks have
-written follows the pickle in ``.metadata``: one JSON document with everything that is not a column
-(names, distinct shapes and element types, paths, objects), and columns of integers. Both are
-compressed.
-Nothing in it is a pickle, and the memory needed to read it is bounded beforehand.
+locations, a report one without a table), a saving process leaves it in the store, and the record of
+all ranks follows the pickle in ``.metadata``. It has one JSON document with everything that is not
+a column (names, distinct shapes and element types, paths, objects), and columns of integers. Both
+are compressed.
+
+It contains no pickle, and the memory needed to read it is bounded beforehand.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from cloudckpt.gc_pause import paused_gc
 __all__ = ["Extents", "Heads", "Record", "bound", "no_times"]
 
 _MAGIC = b"ckptrec\2"
-_HEADER = struct.Struct("<8s4Q")  # bytes of both parts, each packed and unpacked
+# magic; then bytes of the document and of the columns, each packed and unpacked
+_HEADER = struct.Struct("<8s4Q")
 _END = 1 << 63
 
 _LEAST = 1 << 20
@@ -58,21 +60,21 @@ _FORMATS = {
 
 
 def bound(pickle_size: int) -> int:
-    """Bytes that a record may take in memory if the pickle before it has this many bytes."""
+    """Returns the maximum bytes of an unpacked record, given the size of the pickle before it."""
     return max(_LEAST, _TIMES * pickle_size)
 
 
 @dataclass(frozen=True, eq=False)
 class Extents:
-    """Where rows lie, as columns of int64.
+    """The locations of rows in objects, as columns of int64.
 
     Attributes:
-        objects: The numbers of their objects.
-        offsets: Their first bytes in these, envelopes included.
-        lengths: Their bytes, envelopes included.
-        high: The first halves of the rows' digests (:mod:`cloudckpt.checkpoint.base`); None if
-            digests were not requested.
-        low: The second halves.
+        objects: The number of each row's object.
+        offsets: The row's first byte in the object, envelope included.
+        lengths: The row's bytes, envelope included.
+        high: The first half of the row's digest (:mod:`cloudckpt.checkpoint.base`); None if digests
+            were not requested.
+        low: The second half of the digest; None if digests were not requested.
     """
 
     objects: torch.Tensor
@@ -83,7 +85,7 @@ class Extents:
 
     @classmethod
     def none(cls, *, digests: bool = False) -> Extents:
-        """Extents of no rows; ``digests``: with empty columns for digests."""
+        """Returns extents of no rows; ``digests``: with empty columns for digests."""
         return cls(*(unfilled(0) for _ in range(5 if digests else 3)))
 
     def __len__(self) -> int:
@@ -91,35 +93,35 @@ class Extents:
 
     @property
     def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The columns of the locations."""
+        """The three columns of the locations."""
         return self.objects, self.offsets, self.lengths
 
     @property
     def has_digests(self) -> bool:
-        """Whether there are digests."""
+        """Whether the rows have digests."""
         return self.high is not None and self.low is not None
 
     @property
     def all_columns(self) -> tuple[torch.Tensor, ...]:
-        """The columns of the locations, and of the digests if there are any."""
+        """The columns of the locations, and those of the digests if rows have them."""
         if self.high is None or self.low is None:
             return self.columns
         return (*self.columns, self.high, self.low)
 
     def digest(self) -> str:
-        """A digest of all extents, in their order."""
+        """Returns a hash of all columns, as hexadecimal digits."""
         made = hashlib.blake2b(digest_size=16)
         for column in self.all_columns:
             made.update(raw_bytes(column))
         return made.hexdigest()
 
     def at(self, rows: torch.Tensor) -> Extents:
-        """The extents of some rows."""
+        """Returns the extents of these rows, in their order."""
         return Extents(*(column[rows] for column in self.all_columns))
 
 
 def no_times() -> torch.Tensor:
-    """Times of no rank; see :class:`Record`."""
+    """Returns the ``times`` of a record in which no rank has reported any; see :class:`Record`."""
     return unfilled(0, 5)
 
 
@@ -128,20 +130,24 @@ class Record:
     """What one rank, or all ranks, have written or are to write.
 
     Attributes:
-        table: The names and chunks of the rows; None in a report by a plan that is known.
-        extents: Where the rows lie; empty in a plan.
-        objects: The data objects: those of the save, then those of earlier ones that it refers to.
+        table: The names and chunks of the rows; None in a report for a plan that is known.
+        extents: The locations of the rows; empty in a plan.
+        objects: The data objects: those of the save, then those of earlier saves that it refers to.
         checksum: The algorithm of all checksums.
-        structure: The nesting that torch's paths do not express.
+        structure: The nesting of the state dict that torch's paths do not express.
         attempt: The random name of the save; empty until it is committed.
         location: The checkpoint that a rank has written to; empty once it is committed.
-        unmoved: The digest of the extents if they are those of the rank's previous save; then
-            ``extents`` is empty.
+        unmoved: If not empty, the digest of the extents, which equal those of the rank's previous
+            save;
+            ``extents`` is then empty.
         whole: In a plan, the numbers of the names of which no other rank may have a part.
-        times: How long the save took, a row for each rank: its number, when it began to plan, when
-            its first byte went out, when the store had all of its data, and how many bytes it sent.
-            Times are milliseconds since 1970, by the rank's own clock.
-        committing: When all ranks had written, in the same way; 0 in the record of one.
+        times: One row per rank: its number, when it began to plan, when its first byte was sent,
+            when
+            the store had all of its data (each in milliseconds since 1970, by the rank's own
+                clock),
+            and the bytes that it sent.
+        committing: When all ranks had written, in milliseconds since 1970; 0 in the record of one
+            rank.
     """
 
     table: Table | None = None
@@ -157,22 +163,25 @@ class Record:
     committing: int = 0
 
     def seen_from(self, folder: str) -> Record:
-        """The same for the checkpoint in ``folder``: see :meth:`WrittenObject.seen_from`."""
+        """Returns the record as the checkpoint in ``folder`` names its objects.
+
+        See :meth:`WrittenObject.seen_from`.
+        """
         objects = tuple(one.seen_from(folder) for one in self.objects)
         return dataclasses.replace(self, objects=objects)
 
     def without(self, earlier: Extents) -> Record:
-        """A copy without the extents if they equal ``earlier``."""
+        """Returns a copy without the extents if they equal ``earlier``, and itself otherwise."""
         columns, known = self.extents.all_columns, earlier.all_columns
         if len(columns) != len(known) or not all(map(torch.equal, columns, known)):
             return self
         return dataclasses.replace(self, extents=Extents.none(), unmoved=earlier.digest())
 
     def completed(self, earlier: Extents) -> Record:
-        """The reverse of :meth:`without`.
+        """Restores the extents that :meth:`without` has removed.
 
         Raises:
-            ValueError: If it was called with another ``earlier``.
+            ValueError: If ``earlier`` differs from the extents that were removed.
         """
         if not self.unmoved:
             return self
@@ -181,7 +190,9 @@ class Record:
         return dataclasses.replace(self, extents=earlier, unmoved="")
 
     def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
-        """The object of a row, its first byte there, and its bytes."""
+        """Returns the object of a row, the row's first byte in it, and the row's
+        length in bytes.
+        """
         number, offset, length = (int(column[row]) for column in self.extents.columns)
         return self.objects[number], offset, length
 
@@ -189,7 +200,7 @@ class Record:
         """Checks that all extents are inside their objects.
 
         Raises:
-            ValueError: If one is not.
+            ValueError: If an extent is not.
         """
         assert self.table is not None
         extents, count = self.extents, len(self.objects)
@@ -209,13 +220,13 @@ class Record:
                 )
 
     def to_bytes(self, most: int | None = None) -> bytes:
-        """The record as bytes.
+        """Encodes the record.
 
         Args:
-            most: Bytes that it may take in memory when it is read.
+            most: Maximum bytes of the unpacked record, as readers enforce it; None for no limit.
 
         Raises:
-            ValueError: If the format has no room for it, or readers refuse it.
+            ValueError: If the format can't express the record, or it is larger than ``most``.
         """
         document = {
             "attempt": self.attempt,
@@ -255,17 +266,19 @@ class Record:
         most: int | None = None,
         known: Heads | None = None,
     ) -> Record:
-        """Reads a record; if it comes from a store, its checksum has been verified.
+        """Parses a record; the checksum of one that comes from a store was verified before.
 
         Args:
             data: The result of :meth:`to_bytes`.
             uri: The checkpoint, for messages.
-            most: Bytes that it may take in memory; None if it was made by a rank of this job, whose
-                numbers are trusted.
-            known: What is shared by the records of ranks that have the same names; it is added to.
+            most: Maximum bytes of the unpacked record; None if a rank of this job made it, whose
+                numbers
+                are trusted.
+            known: Caches documents, which ranks with the same names share; parsed ones are added to
+                it.
 
         Raises:
-            CheckpointCorruptError: If it is inconsistent all the same.
+            CheckpointCorruptError: If the record is inconsistent.
         """
         with _senseless_is_corrupt(uri), paused_gc():
             return _parse(memoryview(data), most, {} if known is None else known)
@@ -289,12 +302,12 @@ def _senseless_is_corrupt(uri: str) -> Iterator[None]:
 
 
 class _Head(NamedTuple):
-    """The document of a record.
+    """The parsed JSON document of a record.
 
     Attributes:
-        record: What does not depend on the columns.
-        counts: Rows, columns for each row, ranks, and whole tensors.
-        table: The table without columns; None if there is none.
+        record: The record without its columns.
+        counts: The numbers of rows, of columns for each row, of ranks, and of whole tensors.
+        table: The table without columns; None if the record has no table.
     """
 
     record: Record
@@ -303,7 +316,7 @@ class _Head(NamedTuple):
 
 
 Heads = dict[bytes, _Head]
-"""The documents of the records of one plan, by digest."""
+"""The parsed documents of the records of one plan, by digest."""
 
 
 def _parse(data: memoryview, most: int | None, known: Heads) -> Record:
@@ -330,10 +343,13 @@ def _parse(data: memoryview, most: int | None, known: Heads) -> Record:
 
 
 def _with_columns(head: _Head, data: bytes) -> Record:
-    """A record with its columns. Each number takes a byte at least, and memory only if it is there.
+    """Returns a record with its columns, unpacked from ``data``.
+
+    Each number takes at least a byte of ``data``, and memory is allocated only for numbers that
+    exist.
 
     Raises:
-        ValueError: If the columns are others than the document says.
+        ValueError: If the columns do not fit the document.
     """
     rows, wide, ranks, wholes = head.counts
     names = 0 if head.table is None else len(head.table.names)
@@ -417,7 +433,7 @@ def _described(table: Table) -> dict[str, Any]:
 
 
 def _table(document: Mapping[str, Any]) -> Table:
-    """The table that a document describes, without columns."""
+    """Returns the table that a document describes, without columns."""
     names = _strings(document["names"])
     forms = list(map(_form, document["forms"]))
     of = names if document["of"] is None else _strings(document["of"])

@@ -1,13 +1,13 @@
-"""Keeps the objects of a checkpoint as long as another one refers to them.
+"""Keeps the objects of a checkpoint for as long as another checkpoint refers to them.
 
-A save may refer to data objects of checkpoints beside its own: of its *base*, and of those that the
-base itself refers to. Deleting or replacing a checkpoint must leave what others need, including
-what a save needs that has not committed yet. They share nothing but the store, which has no
+A save may refer to data objects of sibling checkpoints: of its *base*, and of those that the base
+itself refers to. Deleting or replacing a checkpoint must keep what others need, including what a
+save needs that has not committed yet. Saves and deletions share nothing but the store, which has no
 transactions. So there are *marks*: a save puts a small object ``.cloudckpt-keep.<a>``, named after
 its own random name, into each folder that it may refer to.
 
 **Holding a base** (:class:`Hold`). The save reads the base's commit object, puts its marks into the
-base's folder and into all folders that the base refers to, looks whether all objects are there, and
+base's folder and into all folders that the base refers to, checks that all objects exist, and
 checks that the commit object is still the one it read. Only then does it refer to anything. After
 its commit it removes the marks that it does not need, and leaves the others until it is itself
 deleted or replaced.
@@ -23,12 +23,12 @@ What this rules out, with a save N whose base is B, and an object of the older A
 - *B is deleted before N commits.* N saw B's commit object after putting its own mark into B's
   folder. So the commit object went later, and the marks were listed later still: N's is among them,
   and protects everything.
-- *A is deleted, and B, while N begins.* As long as B's commit object was there, B's mark was in A's
-  folder, or B's deletion had not begun. N's mark came before N looked at B's commit object for the
-  last time. So whenever A's marks are listed, one of the two is there. If it is B's, and B's commit
-  object is gone when it is read, the mark protects everything; if it is there, it names everything
-  that N could refer to.
-- *B is replaced in its place.* N sees another version and refers to nothing.
+- *A is deleted, and B, while N begins.* As long as B's commit object existed, B's mark was in A's
+  folder, or B's deletion had not begun. N's mark came before N checked B's commit object for the
+  last time. So whenever A's marks are listed, one of the two marks exists. If it is B's, and B's
+  commit object is gone when it is read, the mark protects everything; if it still exists, it names
+  everything that N could refer to.
+- *B is replaced at the same location.* N sees another version and refers to nothing.
 - *N is killed.* Its marks protect everything until they are swept, like all leftovers of a save.
 - *Two delete at once.* Each deletes its own mark before it lists. The one that lists last sees all
   the other's deletions.
@@ -83,17 +83,17 @@ __all__ = [
 
 logger = logging.getLogger("cloudckpt")
 
-_MOST_BYTES = 1 << 16  # of a mark
+_MOST_BYTES = 1 << 16  # maximum bytes of a mark
 _TRIES = 3
 
 
 @dataclass(frozen=True)
 class Hold:
-    """A base whose objects are kept for as long as a save needs them.
+    """A base whose objects are kept until a save no longer needs them.
 
     Attributes:
-        base: The base.
-        said: Its commit object.
+        base: The location of the base.
+        said: The commit object of the base.
         folders: The folders that carry a mark of the save.
     """
 
@@ -114,7 +114,8 @@ class Hold:
         config: Config,
         attempt: str,
     ) -> Hold | None:
-        """Holds a base, as the module's docstring describes.
+        """Puts marks of a save into a base and the folders that it refers to; see the module's
+        docstring.
 
         Args:
             store: The store of both.
@@ -128,10 +129,12 @@ class Hold:
 
         Raises:
             ConfigError: If the base is not in the same folder as ``uri``, or a checkpoint that
-                refers to its objects could not be read.
-            CheckpointCorruptError: If one of its objects is gone, of another size, or was found
-                damaged by this process (:func:`distrust`).
-            CloudCheckpointError: If it can't be read, or marks can't be written.
+                refers to
+                its objects could not be read.
+            CheckpointCorruptError: If one of the base's objects is missing, has another size, or is
+                known
+                to be damaged (:func:`distrust`).
+            CloudCheckpointError: If the base can't be read, or marks can't be written.
         """
         check_beside(uri, base)
         retrier = Retrier(config.retry)
@@ -164,13 +167,13 @@ class Hold:
 
     @property
     def contents(self) -> Base:
-        """What the base holds of all ranks."""
+        """The digests of all ranks' items in the base, with their locations."""
         found = self.said.record
         assert found is not None
         return Base(found, self.base.folder)
 
     def let_go(self, needed: Collection[str] = ()) -> None:
-        """Removes the marks from all folders except those that are needed."""
+        """Removes the save's marks from all folders except those in ``needed``."""
         keys = [_mark_in(self._uri, one, self._attempt) for one in self.folders.difference(needed)]
         delete_quietly(self._store, keys, self._config.retry, threads=self._config.requests_at_once)
 
@@ -200,10 +203,10 @@ class Hold:
 
 
 def check_beside(uri: CheckpointURI, base: CheckpointURI) -> None:
-    """Checks that a base is where it can be referred to: in the same folder as ``uri``.
+    """Checks that a base is in the same folder as ``uri``, as references require.
 
     Raises:
-        ConfigError: If it does not.
+        ConfigError: If it is not.
     """
     if not base.folder or not uri.folder or base.parent != uri.parent:
         raise ConfigError(
@@ -216,13 +219,13 @@ def check_beside(uri: CheckpointURI, base: CheckpointURI) -> None:
 def _check_readable(
     store: ObjectStore, base: CheckpointURI, said: CommitObject, folders: Collection[str]
 ) -> None:
-    """Checks that readers accept a checkpoint that refers to a base's objects.
+    """Checks that readers would accept a checkpoint that refers to the objects of a base.
 
     Raises:
-        ConfigError: If they don't.
+        ConfigError: If they would not.
     """
     kind, own = said.checksum, store.capabilities.checksum
-    if kind is not own:  # a copy from another cloud keeps its own
+    if kind is not own:  # a copy from another cloud keeps that cloud's algorithm
         raise ConfigError(
             f"its objects have {'no checksums' if kind is None else f'{kind.name} checksums'}, "
             f"but this store needs {own.name}, and a checkpoint has one kind: save without a "
@@ -241,12 +244,14 @@ def _check_readable(
             ) from exc
 
 
-_damaged: set[str] = set()  # objects that were found damaged
+_damaged: set[str] = set()  # URIs of damaged objects
 _lock = module_lock()
 
 
 def distrust(error: CheckpointCorruptError) -> None:
-    """Has no later save of this process refer to what a load or a verification found damaged."""
+    """Keeps later saves of this process from referring to the objects that an
+    error calls damaged.
+    """
     with _lock:
         _damaged.update(damage.object for damage in error.damages)
         if error.uri is not None:
@@ -254,10 +259,10 @@ def distrust(error: CheckpointCorruptError) -> None:
 
 
 def _check_trusted(store: ObjectStore, base: CheckpointURI, said: CommitObject) -> None:
-    """Checks that this process knows of no damage to an object of a base.
+    """Checks that no object of a base is known to be damaged (:func:`distrust`).
 
     Raises:
-        CheckpointCorruptError: If it does.
+        CheckpointCorruptError: If one is.
     """
     with _lock:
         found = _damaged.intersection(store.uri(base.key(one.name)) for one in said.objects)
@@ -270,12 +275,12 @@ def _check_trusted(store: ObjectStore, base: CheckpointURI, said: CommitObject) 
 
 
 def _mark_in(uri: CheckpointURI, folder: str, attempt: str) -> str:
-    """The key of a save's mark in a folder beside its own."""
+    """Returns the key of a save's mark in a sibling folder of its own."""
     return uri.beside(folder).key(keep_name(attempt))
 
 
 def data_keys(uri: CheckpointURI, said: CommitObject) -> dict[str, set[str]]:
-    """The keys of a checkpoint's data objects, by the folder that they are in."""
+    """Returns the keys of a checkpoint's data objects, by the folder that contains them."""
     found: dict[str, set[str]] = {}
     for one in said.objects:
         found.setdefault(one.folder or uri.folder, set()).add(uri.key(one.name))
@@ -290,9 +295,9 @@ def release(
     *,
     needed: Collection[str] = (),
 ) -> list[str]:
-    """Finds the objects of a deleted or replaced checkpoint that are no longer needed.
+    """Returns the objects of a deleted or replaced checkpoint that are no longer needed.
 
-    Deletes its marks in other checkpoints.
+    It also deletes that checkpoint's marks in other checkpoints.
 
     Args:
         store: The store.
@@ -313,7 +318,7 @@ def release(
     others = [folder for folder in by_folder if folder != uri.folder]
     if others:
         marks = [_mark_in(uri, folder, said.record.attempt) for folder in others]
-        # a copy that another tool has made has the name of the original's save, whose marks stay
+        # a copy made by another tool has the random name of the original, whose marks must stay
         view = View(uri, config)
         whose = view.each(lambda mark: _who(store, mark, view.retrier), marks)
         own = [mark for mark, who in zip(marks, whose, strict=True) if who == uri.folder]
@@ -331,9 +336,15 @@ def release(
 def protected(
     store: ObjectStore, uri: CheckpointURI, wanted: Mapping[str, set[str]], config: Config
 ) -> set[str]:
-    """Those data objects of ``wanted``, keys by folder beside ``uri``, that are still needed.
+    """Returns the data objects among ``wanted`` that another checkpoint or save still needs.
 
-    Folders are looked into at the same time, and so are the checkpoints that refer to them.
+    Folders are listed concurrently, and so are the checkpoints read that refer to them.
+
+    Args:
+        store: The store.
+        uri: The checkpoint beside which the folders are.
+        wanted: Keys of data objects, by the folder that contains them.
+        config: Options.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.
@@ -350,12 +361,13 @@ def protected(
 
 
 class _Protection:
-    """One look at what protects the objects of some folders.
+    """Reads once what protects the objects of some folders.
 
     Attributes:
-        kept: By folder, the keys that are needed.
-        unclear: The folders that have lost a mark meanwhile. Perhaps it was of a save that is gone;
-            any later save has its own mark by now, so the next look will find it.
+        kept: The keys that are needed, by folder.
+        unclear: The folders that have lost a mark meanwhile. The mark may have been that of a save
+            that
+            is gone; any later save has its own mark by now, so reading again will show it.
     """
 
     def __init__(
@@ -399,21 +411,22 @@ class _Protection:
 
 
 def _attempt_of(key: str) -> str:
-    """The save that a mark is of."""
+    """Returns the random name of the save that wrote a mark with this key."""
     return key.rpartition(".")[2]
 
 
 def _named(store: ObjectStore, inside: CheckpointURI, retrier: Retrier) -> set[str]:
-    """The keys named by the checkpoint in a folder, if there is one."""
+    """Returns the keys named by the checkpoint in a folder; empty if it has no commit object."""
     said = commit_at(store, inside, retrier)
     return set() if said is None else set().union(*data_keys(inside, said).values())
 
 
 def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> CommitObject | None:
-    """The commit object of a checkpoint, as it is now; None if there is none.
+    """Reads the current commit object of a checkpoint; returns None if it has none.
 
     Raises:
-        CloudCheckpointError: If it can't be read, so that what it needs is unknown.
+        CloudCheckpointError: If the commit object can't be read, so that it is unknown what it
+            needs.
     """
     key = uri.key(METADATA)
     look = functools.partial(retrier.call, functools.partial(fetch, store, key))
@@ -424,9 +437,9 @@ def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Commi
 
 
 def _who(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
-    """The folder of the save that left a mark; None if the mark is gone.
+    """Returns the folder of the save that left a mark; None if the mark is gone.
 
-    A mark that names no folder counts as that of an uncommitted save.
+    It is empty for a mark that can't be read, which counts as that of an uncommitted save.
     """
     try:
         data, _ = retrier.call(lambda: store.get_latest(key, limit=_MOST_BYTES))

@@ -1,8 +1,9 @@
-"""The safetensors format: the header of a file, and the index of a model of several files. No I/O.
+"""Encodes and parses the header of a safetensors file, and the index of a model of several files.
 
-A file is eight bytes with the length of its header, the header (JSON: of each tensor its type,
-shape and bytes), and the tensors one behind the other. What is read here comes from anywhere, so
-it is checked as the format's own library does before a single number of it is believed.
+A file has eight bytes with the length of its header, the header (JSON: type, shape and byte range
+of each tensor), and the tensors one after the other. Files come from untrusted sources, so
+everything is checked as the format's own library does before any number is used. There is no I/O
+here.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Maximum bytes of a header: the format's own limit."""
 MOST_INDEX_BYTES = 100_000_000
-"""Of a model's index: some million tensors."""
+"""Maximum bytes of a model's index: enough for some million tensors."""
 
 _METADATA = "__metadata__"
 _FORMAT = "format"
@@ -83,11 +84,11 @@ class TensorEntry:
     """A tensor of a file.
 
     Attributes:
-        name: Its name.
+        name: The tensor's name.
         dtype: Element type.
-        shape: Its shape.
-        start: Its first byte in the file.
-        stop: Behind its last byte.
+        shape: The tensor's shape.
+        start: The offset in the file of its first byte.
+        stop: The offset in the file just after its last byte.
     """
 
     name: str
@@ -99,13 +100,13 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """What a file holds: its tensors in the order of their bytes, and texts by name."""
+    """The contents of a file: its tensors in the order of their bytes, and its metadata."""
 
     tensors: Sequence[TensorEntry]
     metadata: Mapping[str, str]
 
     def aliases(self) -> dict[str, list[str]]:
-        """The other names of tensors, as :func:`header_bytes` writes them."""
+        """Returns the aliases of each tensor, by its name, as :func:`header_bytes` writes them."""
         names = {entry.name for entry in self.tensors}
         found: dict[str, list[str]] = {}
         for alias, name in self.metadata.items():
@@ -115,10 +116,10 @@ class FileHeader:
 
 
 def type_name(dtype: torch.dtype, fqn: str) -> str:
-    """What the format calls an element type.
+    """Returns the format's name of an element type.
 
     Raises:
-        UnsupportedTensorError: If it has no name for it.
+        UnsupportedTensorError: If the format has no name for it.
     """
     try:
         return _TYPE_NAMES[dtype]
@@ -134,15 +135,17 @@ def header_bytes(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
     aliases: Mapping[str, str] | None = None,
 ) -> bytes:
-    """What stands before the tensors of a file, which follow in this order without gaps.
+    """Returns the bytes of a file before its tensors, which follow in this order without gaps.
 
     Args:
         tensors: Name, type and shape of each.
-        aliases: Other names of tensors. The format has a range for one name only, so they are in
-            the metadata, as the format's own ``save_model`` writes those of tied weights.
+        aliases: Other names of tensors, by alias. The format has only one name for a byte range, so
+            they are in the metadata, as the format's own ``save_model`` writes those of tied
+                weights.
 
     Raises:
-        UnsupportedTensorError: If a name or a type can't be written, or there are too many.
+        UnsupportedTensorError: If a name or a type can't be written, or the header would be too
+            large.
     """
     # transformers reads no file without a format
     entries: dict[str, Any] = {_METADATA: {**(aliases or {}), _FORMAT: "pt"}}
@@ -174,7 +177,12 @@ def header_bytes(
 
 
 def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) -> int:
-    """Bytes of the header, by the first eight of a file of ``size`` bytes.
+    """Returns the length of a header in bytes, from the first eight bytes of a file.
+
+    Args:
+        first: The first bytes of the file.
+        size: Bytes of the file.
+        uri: The file, for messages.
 
     Raises:
         CheckpointCorruptError: If no file of that size has such a header.
@@ -195,18 +203,19 @@ def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) ->
 
 
 def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> FileHeader:
-    """Reads the header of a file of ``size`` bytes.
+    """Parses the header of a file of ``size`` bytes.
 
     Raises:
-        CheckpointCorruptError: If it is not what the format says: a tensor outside of the file,
-            overlapping with another or behind a gap, of a size that its shape has not, a name that
-            is there twice, a type that nobody knows.
-        UnsupportedTensorError: If this torch has no such type.
+        CheckpointCorruptError: If the header violates the format: a tensor is outside of the file,
+            overlaps another, follows a gap, or has a size that does not fit its shape; or a name
+                occurs
+            twice.
+        UnsupportedTensorError: If this torch has no such element type.
     """
     try:
         document = _document(bytes(text))
         metadata = document.pop(_METADATA, None)
-        metadata = {} if metadata is None else metadata  # null, too, means none
+        metadata = {} if metadata is None else metadata  # null, too, means no metadata
         _expect(_is_texts(metadata), "__metadata__ does not map strings to strings")
         first = LENGTH_BYTES + len(text)
         found = [_entry(name, entry, first, size, uri) for name, entry in document.items()]
@@ -231,13 +240,13 @@ def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> F
 
 
 def index_bytes(files: Mapping[str, str], total: int, save_id: str) -> bytes:
-    """The index of a model.
+    """Returns the bytes of a model's index.
 
     Args:
         files: The file of each tensor, by name.
-        total: Bytes of the tensors.
-        save_id: What tells this index from that of another save of the same tensors: the version of
-            an object is made of its bytes alone in some stores.
+        total: Bytes of all tensors.
+        save_id: Distinguishes this index from that of another save of the same tensors: some stores
+            derive the version of an object from its bytes alone.
     """
     metadata = {"total_size": total, "cloudckpt_save": save_id}
     document = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
@@ -245,20 +254,22 @@ def index_bytes(files: Mapping[str, str], total: int, save_id: str) -> bytes:
 
 
 def claim_bytes(files: Iterable[str], save_id: str) -> bytes:
-    """What stands in the place of the index while a model is put together: no reader takes it.
+    """Returns the claim that takes the index's key while a model is being written.
+
+    No reader accepts it as an index.
 
     Args:
-        files: What is to be deleted if the save does not come to its end.
-        save_id: As of :func:`index_bytes`.
+        files: The files to delete if the save does not complete.
+        save_id: As in :func:`index_bytes`.
     """
     return _CLAIM + json.dumps({"save": save_id, "files": sorted(files)}).encode() + b"\n"
 
 
 def claimed_files(data: bytes | bytearray, uri: str) -> list[str] | None:
-    """The files that a claim names; None if this is no claim.
+    """Returns the files that a claim names; None if ``data`` is not a claim.
 
     Raises:
-        CheckpointCorruptError: If it is damaged, or names something outside of its folder.
+        CheckpointCorruptError: If the claim is damaged, or names a file outside of its folder.
     """
     if not data.startswith(_CLAIM):
         return None
@@ -279,10 +290,10 @@ def claimed_files(data: bytes | bytearray, uri: str) -> list[str] | None:
 
 
 def parse_index(data: bytes | bytearray, uri: str) -> dict[str, str]:
-    """The file of each tensor, by name.
+    """Parses the index of a model; returns the file of each tensor, by name.
 
     Raises:
-        CheckpointCorruptError: If it is no index, or names something outside of its folder.
+        CheckpointCorruptError: If it is not an index, or names a file outside of its folder.
     """
     try:
         files = _document(bytes(data)).get("weight_map")
@@ -352,7 +363,7 @@ def _entry(name: str, entry: object, first: int, size: int, uri: str) -> TensorE
             item=name,
         )
     dtype = _TYPES[kind]
-    strides = math.prod(n for n in shape if n)  # of a tensor without elements, too
+    strides = math.prod(n for n in shape if n)  # also if the tensor has no elements
     _expect(
         strides * dtype.itemsize < 1 << 63,
         f"the shape of {name} has more bytes than a 64-bit number can count",

@@ -1,4 +1,4 @@
-"""What can be stored of tensors, in which form, and where their bytes lie in this process."""
+"""How a tensor is stored: whether it can be, in which form, and from which memory it is sent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = [
 
 @functools.lru_cache(maxsize=8192)
 def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredForm | None:
-    """The form of a strided tensor in an object; None if an index can't describe it."""
+    """Returns the form of a strided tensor in an object; None if an index can't describe it."""
     around, code = envelope(dtype, shape), code_of(dtype)
     if code is None or max(len(around.head), len(around.tail)) > LONGEST_EDGE:
         return None
@@ -59,7 +59,7 @@ def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredForm | None:
 
 
 def small_form_of(tensor: torch.Tensor) -> StoredForm | None:
-    """The form of a small tensor in host memory; None for any other."""
+    """Returns the form of a small plain tensor in host memory; None for any other tensor."""
     if tensor.is_quantized or tensor.layout != torch.strided:
         return None
     if not 0 < tensor.numel() * tensor.itemsize < PACKED_BELOW or not is_plain(tensor):
@@ -68,11 +68,12 @@ def small_form_of(tensor: torch.Tensor) -> StoredForm | None:
 
 
 def check_supported(tensor: torch.Tensor, fqn: str) -> None:
-    """Refuses what can't be stored faithfully, before anything is sent.
+    """Refuses a tensor that can't be stored faithfully, before anything is sent.
 
     Raises:
         UnsupportedTensorError: For quantized, sparse, nested and meta tensors, and for those
-            without memory.
+            without
+            memory.
     """
     kind = None
     if tensor.is_quantized:
@@ -98,7 +99,7 @@ def check_supported(tensor: torch.Tensor, fqn: str) -> None:
 
 
 def check_placements(tensor: DTensor, fqn: str) -> None:
-    """Refuses a DTensor whose values no rank has.
+    """Refuses a DTensor with a partial placement, whose values no rank has.
 
     Raises:
         UnsupportedTensorError: If a placement is partial.
@@ -112,16 +113,16 @@ def check_placements(tensor: DTensor, fqn: str) -> None:
 
 
 def check_shards(value: Any, fqn: str) -> None:
-    """Refuses a tensor that declares by invalid attributes which parts of a larger one it holds.
+    """Refuses a tensor whose attributes declare invalid parts of a larger tensor.
 
     Raises:
-        UnsupportedTensorError: If torch can't understand them.
+        UnsupportedTensorError: If torch does not accept them.
     """
     if not declares_shards(value):
         return
     try:
         declared_shards(value)
-        for chunk in create_chunk_list(value)[:1]:  # looking all of them up is quadratic
+        for chunk in create_chunk_list(value)[:1]:  # all of them would take quadratic time
             find_tensor_shard(value, MetadataIndex(fqn, chunk.offsets, 0))
     except Exception as exc:
         raise UnsupportedTensorError(
@@ -138,11 +139,11 @@ def travels_as_bytes(tensor: torch.Tensor) -> bool:
 
 
 class Memory(Protocol):
-    """Where the bytes lie that plans refer to, and where those go that are made on the way.
+    """The memory that plans refer to, which also takes bytes that are made during the save.
 
     Attributes:
-        pool: Memory for copies on their way.
-        is_private: Whether nobody writes to it meanwhile.
+        pool: Memory for copies that are being sent.
+        is_private: Whether no other code writes to this memory during the save.
     """
 
     is_private: bool
@@ -151,31 +152,37 @@ class Memory(Protocol):
     def pool(self) -> StagingPool: ...
 
     def place_of(self, address: int) -> int | None:
-        """Where an address is in the buffer of the state; None if it is not there."""
+        """Returns the offset of an address in the buffer of the state; None if it
+        is not in there.
+        """
 
     def put(self, view: memoryview, owner: object) -> tuple[int, int]:
-        """The buffer and the place of bytes; ``owner`` keeps them valid."""
+        """Takes bytes; returns their buffer number and offset. ``owner`` keeps
+        their memory alive.
+        """
 
     def put_strided(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """The buffer and the place of the row-major bytes of any strided tensor."""
+        """Takes a strided tensor; returns the buffer number and offset of its row-major bytes."""
 
 
 class Layout(Protocol):
-    """The items of a rank, which are laid out when they are sent."""
+    """The items of a rank, which are assigned to objects while they are sent."""
 
     def plans(self, memory: Memory) -> Iterator[ObjectPlan]:
-        """The plans of the objects, in the order in which they are to be carried out.
+        """Yields the plans of the objects, in the order in which they are to be carried out.
 
         Args:
-            memory: Takes the bytes of items that are made on the way.
+            memory: Takes the bytes of items that are made meanwhile, such as pickles.
         """
 
     def pending(self, template: Pending) -> Pending:
-        """What to leave in the store, once all is laid out: ``template``, with the locations."""
+        """Returns ``template`` with the locations of all items; called after :meth:`plans` has
+        ended.
+        """
 
 
 class Sender(Protocol):
-    """Sends what is laid out.
+    """Sends the items of a layout.
 
     Attributes:
         outlives: Whether it goes on when this trainer ends before the commit.
@@ -192,16 +199,16 @@ class Sender(Protocol):
         stats: TransferStats,
         pending: Pending | None,
     ) -> tuple[WrittenObject, ...]:
-        """Returns the objects when the store has all of them.
+        """Sends the objects; returns them once the store has all of them.
 
-        If it raises, it has deleted them again as far as possible.
+        If it fails, it deletes the objects that it has written, as far as possible.
 
         Args:
-            destination: Where to send them.
+            destination: The checkpoint, the rank, and options.
             store: The destination's store.
-            layout: What to send.
+            layout: The items.
             stats: Counts what is sent.
-            pending: What to leave in the store if it outlives this trainer, but for the locations.
+            pending: The object to leave in the store if this trainer ends, without the locations.
         """
 
 
@@ -211,8 +218,8 @@ _KEPT = 1
 class _OwnMemory:
     """The memory of this process, for plans that it carries out itself.
 
-    The state's buffer is its address space. The other one has what only one plan refers to, until
-    that is carried out.
+    The buffer of the state is the address space. The other buffer has bytes that one plan refers
+    to, until that plan is carried out.
     """
 
     is_private = False
@@ -249,7 +256,7 @@ class _OwnMemory:
 
 
 class _SendHere:
-    """Sends with threads of this process while the layout goes on."""
+    """Sends with threads of this process, while the layout goes on."""
 
     outlives = False
 

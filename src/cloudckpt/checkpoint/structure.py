@@ -1,4 +1,4 @@
-"""What flattening loses of a state dict, kept so that a checkpoint can be loaded as it was saved.
+"""Restores the nesting and the keys that torch's flattening of a state dict loses.
 
 torch flattens nested dicts and lists into one dict. The paths that it keeps have strings for all
 dict keys, and omit empty dicts: ``optimizer.state_dict()``, whose state is keyed by integers, would
@@ -43,7 +43,7 @@ Path = tuple["str | int", ...]
 
 _DEEPEST = 1000  # torch flattens by recursion: Python's limit
 _HOLES = 1 << 20  # list entries without stored data
-_told: set[tuple[Path, str]] = set()  # what this process has logged already
+_told: set[tuple[Path, str]] = set()  # paths and keys for which this process has logged a warning
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Structure:
     """The difference between a state dict and what torch's paths express.
 
     Attributes:
-        keys: By the path of an entry of a dict: its key, if that is not the string in the path.
+        keys: The key of a dict entry, by its path, if it is not the string in the path.
         empty: The paths of empty dicts.
     """
 
@@ -63,7 +63,7 @@ class Structure:
 
     @classmethod
     def of(cls, state_dict: Mapping[Any, Any], uri: str | None = None) -> Structure:
-        """What flattening would lose.
+        """Returns the structure of a state dict.
 
         A key that can't be restored is logged once, by the logger ``cloudckpt``: it loads only into
         a state dict that already contains it.
@@ -87,7 +87,7 @@ class Structure:
 
     @classmethod
     def merged(cls, parts: Sequence[Structure], uri: str) -> Structure:
-        """Merges the ranks' structures; on a contradiction the first counts, as in torch."""
+        """Merges the structures of all ranks; the lowest rank wins a contradiction, as in torch."""
         if all(part == parts[0] for part in parts):  # as in most jobs
             return parts[0] if parts else cls()
         keys: dict[Path, Key] = {}
@@ -102,15 +102,15 @@ class Structure:
         return cls(keys, tuple(dict.fromkeys(path for part in parts for path in part.empty)))
 
     def to_json(self) -> dict[str, Any]:
-        """Its JSON form for the commit object."""
+        """Returns the structure as a JSON value, for the commit object."""
         return {"keys": list(self.keys.items()), "empty": self.empty}
 
     @classmethod
     def from_json(cls, document: Any) -> Structure:
-        """Reads what :meth:`to_json` has made.
+        """Parses the result of :meth:`to_json`.
 
         Raises:
-            ValueError: If it is anything else.
+            ValueError: If ``document`` is anything else.
             TypeError: See above.
         """
         if not isinstance(document, dict) or document.keys() != {"keys", "empty"}:
@@ -131,11 +131,11 @@ class Structure:
     def nested(
         self, values: Mapping[str, Any], paths: Mapping[str, Any], uri: str
     ) -> dict[Any, Any]:
-        """The state dict that was flattened; empty dicts come behind what is beside them.
+        """Rebuilds the nested state dict; empty dicts come after the other entries beside them.
 
         Args:
-            values: What was loaded, by torch's flat names.
-            paths: Where each value stood; values without a path go into the top-level dict.
+            values: The loaded values, by torch's flat names.
+            paths: The path of each value; values without a path go into the top-level dict.
             uri: The checkpoint, for messages.
 
         Raises:
@@ -150,7 +150,7 @@ class Structure:
             for name, value in values.items():
                 tree.add(_path(paths.get(name, (name,))), value)
             for path in self.empty:
-                tree.container(path)  # another rank may have had a value there
+                tree.container(path)  # another rank may have had a value at this path
             return tree.built(self.keys)
         except ValueError as exc:
             raise CheckpointCorruptError(
@@ -161,21 +161,25 @@ class Structure:
 
 
 class _Tree:
-    """Nested containers, built without recursion: paths come from the store."""
+    """Builds nested containers without recursion, as paths come from the store."""
 
     def __init__(self) -> None:
         # by path, inner containers after outer ones
         self._containers: dict[Path, dict[str | int, Any]] = {(): {}}
 
     def add(self, path: Path, value: Any) -> None:
-        """Adds a value that was stored."""
+        """Adds a stored value at a path.
+
+        Raises:
+            ValueError: If the path exists already, or leads through a value.
+        """
         container = self.container(path[:-1]) if path else None
         if container is None or path[-1] in container:
             raise ValueError(f"{shown(path)} exists twice, or within another value")
         container[path[-1]] = value
 
     def container(self, path: Path) -> dict[str | int, Any] | None:
-        """The container at a path, created if missing; None if a value is in the way."""
+        """Returns the container at a path, created if missing; None if a value is in the way."""
         container = self._containers[()]
         for depth, element in enumerate(path, 1):
             inner = self._containers.get(path[:depth])
@@ -187,7 +191,11 @@ class _Tree:
         return container
 
     def built(self, keys: Mapping[Path, Key]) -> dict[Any, Any]:
-        """The whole tree, with the original keys instead of their strings."""
+        """Returns the whole tree, with the original keys instead of their strings.
+
+        Raises:
+            ValueError: If containers are inconsistent.
+        """
         holes = _HOLES
         made: Any = None
         for path, container in reversed(self._containers.items()):
@@ -220,10 +228,10 @@ def _tell(path: Path, what: str, uri: str | None) -> None:
 
 
 def _plain(key: Any) -> Key:
-    """A key of a plain type that is equal to ``key`` and can replace it in lookups.
+    """Returns a key of a plain type that equals ``key`` and can replace it in lookups.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If no plain key does.
     """
     if key is None or type(key) in (bool, int):
         return key  # type: ignore[no-any-return]
@@ -254,12 +262,14 @@ _WALKED = (Mapping, list, tuple)
 
 
 class KeyNames:
-    """Walks a state dict alongside torch: the keys that the strings in torch's paths stand for.
+    """Walks a state dict like torch's flattening, and records the keys that its paths lose.
 
     Attributes:
-        keys: By the path of an entry of a dict: its key, if that is not a plain string.
+        keys: The key of a dict entry, by its path, if it is not a plain string.
         empty: The paths of the empty dicts.
-        collisions: Pairs of paths with true last keys: of one dict, with the same string.
+        collisions: Pairs of entries of one dict whose keys have the same string: each as its path,
+            with
+            the key itself as last element.
     """
 
     def __init__(self, state_dict: Mapping[Any, Any]) -> None:
@@ -275,11 +285,13 @@ class KeyNames:
             waiting.extend(reversed([*inner]))
 
     def true(self, path: Path) -> tuple[Any, ...]:
-        """The keys and indices that lead to the value at a path."""
+        """Returns a path with the original keys instead of their strings."""
         return tuple(self.keys.get(path[: depth + 1], path[depth]) for depth in range(len(path)))
 
     def _mapping(self, path: Path, value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-        """The entries that may have to be walked through."""
+        """Yields the entries of a mapping that may be containers; records keys, empty dicts,
+        collisions.
+        """
         if path and not value:
             self.empty.append(path)
         kinds = self._kinds
@@ -303,7 +315,9 @@ class KeyNames:
         return kind
 
     def _is_walked(self, value: Any) -> bool:
-        """Whether torch descends into it: not into tuples, nor lists without tensors and dicts."""
+        """Whether torch's flattening enters a value: no tuples, no lists without
+        tensors and dicts.
+        """
         if (kind := self._kind(value)) != _LIST:
             return kind == _MAPPING
         lists = [value]
@@ -318,12 +332,13 @@ class KeyNames:
 
 
 def containers(state_dict: Mapping[Any, Any]) -> list[Any]:
-    """The mappings, lists and tuples of a state dict, at any depth, each once, inner ones first.
+    """Returns the mappings, lists and tuples of a state dict, at any depth, each once, inner ones
+    first.
 
     Raises:
-        UnsupportedValueError: If one contains itself: no walk over it, torch's neither, would end.
+        UnsupportedValueError: If a container contains itself, so that no walk over it would end.
     """
-    found: dict[int, Any] = {}  # by id, with the value: a later one might get its id otherwise
+    found: dict[int, Any] = {}  # by id; the value is kept alive, as another one would get its id
     around: dict[int, tuple[Any, Any, Iterator[tuple[Any, Any]]]] = {}
     around[id(state_dict)] = None, state_dict, _inner(state_dict)
     while around:
@@ -346,7 +361,7 @@ def containers(state_dict: Mapping[Any, Any]) -> list[Any]:
 
 
 def _inner(container: Any) -> Iterator[tuple[Any, Any]]:
-    """The containers in a container, with their keys."""
+    """Yields the containers directly in a container, with their keys."""
     is_mapping = isinstance(container, Mapping)
     entries: Iterable[Any] = container.values() if is_mapping else container
     kinds = {kind for kind in set(map(type, entries)) if issubclass(kind, _WALKED)}
@@ -355,7 +370,9 @@ def _inner(container: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def find_collision(state_dict: Mapping[Any, Any], uri: str | None) -> KeyCollisionError | None:
-    """Finds two values that have the same name once torch has flattened a state dict."""
+    """Returns the error for two values that get the same flattened name; None if
+    all names differ.
+    """
     names, paths = KeyNames(state_dict), dict[str, Path]()
     found = names.collisions[:1]
 
@@ -371,7 +388,7 @@ def find_collision(state_dict: Mapping[Any, Any], uri: str | None) -> KeyCollisi
 def collision(
     first: tuple[Any, ...], second: tuple[Any, ...], uri: str | None
 ) -> KeyCollisionError:
-    """The error that names two values by the keys that lead to them."""
+    """Returns the error that names two colliding values by the keys that lead to them."""
     one, other = sorted((shown(first), shown(second)))
     return KeyCollisionError(
         f"state_dict{one} and state_dict{other} would get the same name in the checkpoint, "
@@ -382,5 +399,5 @@ def collision(
 
 
 def shown(path: tuple[Any, ...]) -> str:
-    """A path as it is written in code."""
+    """Returns a path as indexing is written in code, such as ``['model'][0]``."""
     return "".join(f"[{element!r}]" for element in path) or "the state dict"

@@ -1,11 +1,11 @@
-"""Unpickles into stubs: what a pickle names is not imported, and what it calls is not run.
+"""Unpickles into stubs, without importing or calling anything that the pickle names.
 
 A pickle is a program that imports, calls and changes whatever it names. Here each name of a class
-or function becomes a class of stubs that lives for one load; a call or an instance becomes a stub
-that keeps what it was given. :mod:`cloudckpt.checkpoint.building` makes of them what it knows.
+or function becomes a stub class that exists for one load; a call or an instance becomes a stub that
+keeps its arguments. :mod:`cloudckpt.checkpoint.building` builds known values from stubs.
 
-So no code runs and nothing that was there before changes. Python's unpickler itself trusts the
-pickle with memory and with the depth of keys: a hostile file may end the process that reads it.
+So no code runs, and no existing object changes. Python's unpickler itself does not limit the memory
+that a pickle takes, nor the depth of keys: a hostile file may end the process that reads it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ _HOMES = {"pathlib._local": "pathlib", "__builtin__": "builtins", "__mp_main__":
 
 
 def home(module: str) -> str:
-    """What a module is called in all versions of Python: 3.13 has its paths in another one.
+    """Returns the name of a module that is the same in all versions of Python and in all processes.
 
-    The script that trains has another name in its saving process.
+    Python 3.13 has the classes of ``pathlib`` in another module, and in a saving process the
+    training script has another name.
     """
     return _HOMES.get(module, module)
 
 
 def full_name(module: str, name: str) -> str:
-    """The name of a class or function with that of its module."""
+    """Returns ``module.name`` of a class or function, with the module's name by :func:`home`."""
     return f"{home(module)}.{name}"
 
 
@@ -39,12 +40,12 @@ class Stub:
     """An instance of a class, or the result of a call, that a pickle describes.
 
     Attributes:
-        name: The full name of the class or function; empty for what the reader is asked for.
-        arguments: What it was called with.
-        keywords: The same by name.
-        is_call: Whether it was called itself, and not its ``__new__``.
-        state: What ``__setstate__`` or ``__dict__`` was to be given; None without one.
-        contents: What was to be put into it: entries of a list, or pairs of a dict.
+        name: The full name of the class or function; empty for an object of a persistent id.
+        arguments: The positional arguments of the call.
+        keywords: The keyword arguments of the call.
+        is_call: Whether the class or function itself was called, not its ``__new__``.
+        state: The state for ``__setstate__`` or ``__dict__``; None if the pickle sets no state.
+        contents: The entries to add: of a list, or pairs of a dict.
     """
 
     __slots__ = ("arguments", "contents", "is_call", "keywords", "state")
@@ -72,7 +73,7 @@ class Stub:
         self.contents.append((key, value))
 
     def append(self, entry: Any) -> None:
-        """Takes an entry, as of a list."""
+        """Adds an entry, as to a list."""
         self.contents.append(entry)
 
 
@@ -85,7 +86,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = full_name(module, name)
         if full == "torch.Size":
-            return torch.Size  # like the other two it is no class or value that can be changed
+            return torch.Size  # it and OrderedDict and dtypes can't be modified by a pickle
         if full == "collections.OrderedDict":
             return OrderedDict
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
@@ -94,7 +95,9 @@ class _Unpickler(pickle.Unpickler):
 
     @property
     def _attribute(self) -> Any:
-        """``getattr``, by which older protocols write inner classes and members of enums."""
+        """The stub of ``getattr``, by which older protocols write inner classes and members of
+        enums.
+        """
         return lambda outer, name: self._stub(f"{outer.name}.{name}")
 
     def _stub(self, name: str) -> type[Stub]:
@@ -111,19 +114,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(data: bytes | bytearray | memoryview, *, persistent: bool = False) -> Any:
-    """What a pickle describes, in plain containers and values, with stubs for all else.
+    """Unpickles into plain containers and values, with stubs for everything else.
 
     Args:
         data: The pickle.
-        persistent: Whether it may ask whoever reads it for objects, as ``torch.save`` does for
-            storages.
+        persistent: Whether persistent ids are allowed, as ``torch.save`` writes them for storages.
 
     Raises:
-        ValueError: If it is damaged, or does what no pickler does.
+        ValueError: If the pickle is damaged, or does what no pickler does.
     """
     try:
         return _Unpickler(io.BytesIO(data), persistent=persistent).load()
     except (MemoryError, RecursionError, Warning):
         raise
-    except Exception as exc:  # whatever comes of an opcode that makes no sense
+    except Exception as exc:  # invalid opcodes may raise any error
         raise ValueError(str(exc) or type(exc).__name__) from exc

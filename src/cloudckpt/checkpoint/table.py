@@ -1,8 +1,8 @@
-"""What is in a checkpoint, as columns: names, and which part of its tensor each chunk is.
+"""The contents of a checkpoint as columns: names, and which part of its tensor each chunk is.
 
 torch's metadata has three Python objects for each chunk of each tensor of each rank: half a million
-chunks take a gigabyte and seconds. Here there are names, the few distinct forms that they have, and
-columns of numbers for names and chunks, from which torch's objects are made on demand.
+chunks take a gigabyte and seconds. Here are names, their few distinct forms, and columns of numbers
+for names and chunks, from which torch's objects are made on demand.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
 
 
 class Form(NamedTuple):
-    """What a name stands for: a value, or a tensor with the fields of torch's ``TensorProperties``.
+    """The type of a named item: a value, or a tensor with the fields of torch's
+    ``TensorProperties``.
 
     Attributes:
-        shape: Of the whole tensor; None for a value that is not a tensor.
+        shape: The shape of the whole tensor; None for a value that is not a tensor.
     """
 
     shape: tuple[int, ...] | None = None
@@ -54,7 +55,7 @@ class Form(NamedTuple):
 
     @property
     def properties(self) -> TensorProperties:
-        """The properties of the tensor."""
+        """The tensor's properties, as torch's metadata have them."""
         return TensorProperties(*self[1:])
 
 
@@ -62,11 +63,11 @@ VALUE = Form()
 
 
 class Entry(NamedTuple):
-    """What a table says of a name.
+    """The entry of a name in a table.
 
     Attributes:
-        form: What it stands for.
-        count: How many chunks it has; 1 if it is not a tensor.
+        form: The form of the name.
+        count: How many chunks the name has; 1 if it is not a tensor.
         first: The row of its first chunk, or of its value.
         place: The number of its first chunk among the chunks of tensors with as many dimensions.
     """
@@ -78,17 +79,19 @@ class Entry(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of its tensor; None if it is not a tensor."""
+        """The shape of the whole tensor; None if the name is not a tensor."""
         return self.form.shape
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Which parts of their tensors chunks are, for tensors with as many dimensions.
+    """The boxes that chunks fill in their tensors, for all tensors with the same number of
+    dimensions.
 
     Attributes:
-        offsets: Where in the tensor each begins: one row per chunk, one column per dimension.
-        sizes: How large each is, in the same form.
+        offsets: Each chunk's first element in its tensor: one row per chunk, one column per
+            dimension.
+        sizes: The size of each chunk, in the same layout.
     """
 
     offsets: torch.Tensor
@@ -102,11 +105,11 @@ class Table:
     Rows are the chunks of tensors and the values, in the order of the names.
 
     Attributes:
-        names: Numbered in the order of the metadata.
+        names: The number of each name, in the order of the metadata.
         forms: The distinct forms of the names.
-        form_of: The form of each name, as a column.
+        form_of: The number of each name's form, as a column.
         counts: How many rows each name has, as a column.
-        chunks: By number of dimensions, in ascending order.
+        chunks: The chunks by number of dimensions, in ascending order.
         paths: ``planner_data``, or None.
     """
 
@@ -134,7 +137,9 @@ class Table:
 
     @functools.cached_property
     def places(self) -> torch.Tensor:
-        """The number of the first chunk of each name, among those with as many dimensions."""
+        """The number of each name's first chunk, among chunks with the same number
+        of dimensions.
+        """
         places = torch.zeros_like(self.counts)
         for dims in self.chunks:
             counts = self.counts[of_dims := self.dims == dims]
@@ -143,29 +148,33 @@ class Table:
 
     @functools.cached_property
     def chunk_rows(self) -> dict[int, torch.Tensor]:
-        """By number of dimensions, the rows of the chunks."""
+        """The rows of the chunks, by number of dimensions."""
         return rows_by_dims(self.dims, self.counts, self.chunks)
 
     @functools.cached_property
     def _numbers(self) -> tuple[memoryview, ...]:
-        """The columns over the names, without a tensor for each number."""
+        """The columns over the names as memoryviews, from which reading a number
+        makes no tensor.
+        """
         columns = (self.form_of, self.counts, self.firsts, self.places)
         return tuple(column.numpy().data for column in columns)
 
     def get(self, name: str) -> Entry | None:
-        """What the table says of a name; None if it does not have it."""
+        """Returns the entry of a name; None if the table does not have the name."""
         if (number := self.names.get(name)) is None:
             return None
         forms, counts, firsts, places = self._numbers
         return Entry(self.forms[forms[number]], counts[number], firsts[number], places[number])
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
-        """All names with what the table says of them."""
+        """Yields all names with their entries."""
         for name, form, *numbers in zip(self.names, *self._numbers, strict=True):
             yield name, Entry(self.forms[form], *numbers)
 
     def rows(self, indices: Sequence[MetadataIndex]) -> torch.Tensor:
-        """The rows of items, or -1; hints count only if they lead to the right offsets."""
+        """Returns the rows of items, or -1; hints are used only if they lead to
+        the right offsets.
+        """
         found: list[int] = []
         by_dims: dict[int, list[tuple[int, Entry, int]]] = {}
         for number, index in enumerate(indices):
@@ -193,16 +202,16 @@ class Table:
         return rows
 
     def name_at(self, number: int) -> str:
-        """The name with a number."""
+        """Returns the name with this number."""
         return next(islice(self.names, number, None))
 
     def name_of(self, row: int) -> str:
-        """The name that a row belongs to."""
+        """Returns the name of a row."""
         ends = self.counts.cumsum(0)
         return self.name_at(int(torch.searchsorted(ends, column_of([row]), right=True)))
 
     def shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
-        """The shapes of rows; values have no dimensions."""
+        """Returns the shapes of the chunks in these rows; ``()`` for values."""
         found: list[tuple[int, ...]] = [()] * rows.numel()
         for dims, known in self.chunk_rows.items():
             if not known.numel():
@@ -215,10 +224,10 @@ class Table:
         return found
 
     def metadata_of(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        """What torch's metadata say of a name.
+        """Returns the entry of a name in torch's metadata.
 
         Raises:
-            KeyError: If the table does not have it.
+            KeyError: If the table does not have the name.
         """
         if (entry := self.get(name)) is None:
             raise KeyError(name)
@@ -235,7 +244,8 @@ class Table:
         return TensorStorageMetadata(entry.form.properties, size(entry.shape), made)
 
     def check_names(self) -> None:
-        """Checks the columns over the names: what has no dimensions has one row at most.
+        """Checks the columns over the names: valid forms, and one row for a value or scalar at
+        most.
 
         Raises:
             ValueError: If a number is out of range.
@@ -256,7 +266,7 @@ class Table:
         """Checks that all chunks are inside their tensors.
 
         Raises:
-            ValueError: If one is not.
+            ValueError: If a chunk is not.
         """
         forms = column_of([form.dims for form in self.forms])
         for dims, chunks in self.chunks.items():
@@ -264,10 +274,10 @@ class Table:
                 continue
             shapes = column_of([form.shape for form in self.forms if form.dims == dims])
             of_dims = (self.dims == dims).nonzero().view(-1)
-            # of each name, the number of its form among those of as many dimensions
+            # for each name, the number of its form among the forms with as many dimensions
             shape_of = ((forms == dims).cumsum(0) - 1)[self.form_of[of_dims]]
             ends = self.counts[of_dims].cumsum(0)
-            for start in range(0, len(chunks.sizes), _AT_ONCE):  # one by one, to save memory
+            for start in range(0, len(chunks.sizes), _AT_ONCE):  # in slices, to save memory
                 offsets = chunks.offsets[start : start + _AT_ONCE]
                 sizes = chunks.sizes[start : start + _AT_ONCE]
                 numbers = torch.searchsorted(ends, counted(start, start + len(sizes)), right=True)
@@ -283,10 +293,10 @@ class Table:
 
 
 def numbered(names: Sequence[str]) -> dict[str, int]:
-    """Names with their numbers.
+    """Numbers names in their order.
 
     Raises:
-        ValueError: If a name is there twice.
+        ValueError: If a name occurs twice.
     """
     found = dict(zip(names, range(len(names)), strict=True))
     if len(found) != len(names):
@@ -298,12 +308,12 @@ def numbered(names: Sequence[str]) -> dict[str, int]:
 def rows_by_dims(
     dims: torch.Tensor, counts: torch.Tensor, wanted: Iterable[int]
 ) -> dict[int, torch.Tensor]:
-    """By number of dimensions, the rows of the chunks of such tensors.
+    """Returns the rows of the chunks, by number of dimensions of their tensors.
 
     Args:
         dims: The number of dimensions of each name.
         counts: The number of rows of each name.
-        wanted: The numbers of dimensions.
+        wanted: The numbers of dimensions to return.
     """
     of_rows = repeated(dims, counts)
     return {one: (of_rows == one).nonzero().view(-1) for one in wanted}

@@ -1,10 +1,10 @@
-"""The pickle of torch's ``Metadata``, written from columns, without the objects that it describes.
+"""Writes the pickle of torch's ``Metadata`` directly from columns, without making its objects.
 
-To pickle half a million chunks takes seven seconds and 700 MiB, most of it for objects of Python
-that only live for the purpose. Of all chunks with the same number of dimensions the opcodes are the
-same but for numbers; so they are written as rows of bytes of one length, into which the columns of
-numbers are copied. All names stand once, at the beginning, and are referred to by their places in
-the memo.
+Pickling half a million chunks takes seven seconds and 700 MiB, most of it for Python objects that
+exist only for this purpose. The opcodes of all chunks with the same number of dimensions differ
+only in numbers; so they are written as rows of bytes of one length, into which the columns of
+numbers are copied. Names are written once, at the beginning, and then referred to by their numbers
+in the memo.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ENCODINGS = (torch.contiguous_format, torch.channels_last, torch.preserve_forma
 
 
 def metadata_pickle(record: Record) -> bytes:
-    """The pickle of torch's metadata that says what a record with a table says."""
+    """Returns the pickle of torch's metadata for a record with a table."""
     assert record.table is not None
     return _Opcodes(record, record.table).made()
 
@@ -72,7 +72,9 @@ class _Opcodes:
         self._parts += parts
 
     def _remember(self, key: Any, *parts: bytes) -> bytes:
-        """Puts what ``parts`` make into the memo; returns the opcode that takes it from there."""
+        """Puts the result of these opcodes into the memo; returns the opcode that gets it from
+        there.
+        """
         place = len(self._memo)
         self._write(*parts, _MEMOIZE)
         found = b"h" + bytes([place]) if place < 256 else b"j" + place.to_bytes(4, "little")
@@ -80,7 +82,9 @@ class _Opcodes:
         return found
 
     def _declare(self) -> None:
-        """All that occurs more than once, behind a mark up to which it is dropped again."""
+        """Puts all values that are used more than once into the memo, and drops them from the
+        stack.
+        """
         self._write(_MARK)
         for module, name in _CLASSES:
             self._remember(name, _text(module), _text(name), b"\x93")
@@ -98,7 +102,9 @@ class _Opcodes:
         self._write(_DROP_ALL)
 
     def _form(self, form: Form) -> tuple[bytes, bytes]:
-        """What stands before the chunks of a tensor; its properties go into the memo."""
+        """Returns the opcodes before and after the chunks of a tensor; puts its properties into the
+        memo.
+        """
         get = self._memo
         if form.shape is None:
             return get["BytesStorageMetadata"] + _NEW, b""
@@ -207,7 +213,7 @@ class _Opcodes:
         self._write(raw_bytes(_rows(parts, count).view(-1)))
 
     def _sizes(self, matrix: torch.Tensor) -> tuple[bytes | torch.Tensor, ...]:
-        """Calls of ``torch.Size`` with the numbers of rows."""
+        """Returns the opcodes that call ``torch.Size`` with the numbers of each row."""
         dims = matrix.shape[1]
         numbers = [part for dim in matrix.unbind(1) for part in _column(dim)]
         if dims in _TUPLES:
@@ -220,7 +226,7 @@ def _length(parts: Iterable[bytes | torch.Tensor]) -> int:
 
 
 def _rows(parts: Sequence[bytes | torch.Tensor], count: int) -> torch.Tensor:
-    """Rows of bytes: of each part the same, or a row of a matrix of bytes."""
+    """Returns ``count`` rows of bytes: constant parts are repeated, matrices give a row each."""
     alike = b"".join(part if isinstance(part, bytes) else bytes(part.shape[1]) for part in parts)
     row = torch.frombuffer(bytearray(alike), dtype=torch.uint8)
     made = row.repeat(count, 1)
@@ -237,7 +243,9 @@ def _u32(column: torch.Tensor) -> torch.Tensor:
 
 
 def _column(column: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-    """The opcode that takes a number from a row, and the numbers; four bytes each if that does."""
+    """Returns the opcode for integers and the integers' bytes: four bytes each if all fit, else
+    eight.
+    """
     if not column.numel() or int(column.max()) < 1 << 31:
         return b"J", byte_rows(column.to(torch.int32))
     return _long(column)

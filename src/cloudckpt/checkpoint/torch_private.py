@@ -1,4 +1,4 @@
-"""The private names of torch, in this one place: those of the stored format and of the adapters."""
+"""All private names of torch that cloudckpt uses, for the stored format and for the adapters."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _P = TypeVar("_P", bound=Any)
 PLANS_ITSELF = frozenset(
     ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 )
-"""The methods by which any object plans its own items, attributes of a single object included."""
+"""The methods by which an object plans its own items, even if only that object has them."""
 
 _FIELDS = () if _protocol is None else tuple(_protocol.CheckpointableTensor.__annotations__)
 
@@ -95,19 +95,20 @@ def declares_shards(value: object) -> bool:
     """Whether a tensor declares by its attributes which parts of a larger tensor it holds.
 
     This is torch's protocol ``CheckpointableTensor``: ``global_shape``, ``global_offsets``,
-    ``local_offsets`` and ``local_sizes``. Before torch 2.14 they mean nothing.
+    ``local_offsets`` and ``local_sizes``. Before torch 2.14 they have no meaning.
     """
     if not _FIELDS or not isinstance(value, torch.Tensor) or not hasattr(value, _FIELDS[0]):
         return False
-    # asking torch takes some microseconds
+    # torch's own check takes some microseconds
     return vars(value).keys() >= set(_FIELDS) or _protocol._is_checkpointable_tensor(value)
 
 
 def declared_shards(tensor: object) -> tuple[Any, ...]:
-    """The attributes of a tensor that :func:`declares_shards`, as nested tuples of numbers.
+    """Returns the attributes of a tensor that :func:`declares_shards`, as nested tuples of
+    integers.
 
     Raises:
-        TypeError: If they are anything else.
+        TypeError: If an attribute has other contents.
     """
     return tuple([_numbers(getattr(tensor, name)) for name in _FIELDS])
 
@@ -132,20 +133,20 @@ def declare_as(made: torch.Tensor, original: torch.Tensor) -> None:
 
 
 def whole_shape(value: Any) -> tuple[int, ...]:
-    """The shape of a tensor, or of the larger one of which it declares to hold parts."""
+    """Returns the shape of a tensor, or of the larger tensor of which it declares to hold parts."""
     return tuple(value.global_shape if declares_shards(value) else value.size())
 
 
 def groups_joined() -> int:
-    """How many process groups this rank is in, by which torch names some of the next."""
+    """Returns the number of process groups of this rank, which torch uses to name new groups."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
 def with_strides(properties: _P, strides: tuple[int, ...] | None) -> _P:
-    """The same properties of a tensor, with these strides if this torch has such a field.
+    """Returns a tensor's properties with these strides, if this torch has such a field.
 
-    From torch 2.15 on it does. They are those of the tensor that one rank had; nothing reads them,
-    and a torch before can't read properties that have them. So what is written has none.
+    torch has it from 2.15 on. They are the strides of one rank's tensor; nothing reads them, and an
+    older torch can't read properties that have them. So checkpoints are written without strides.
     """
     if not hasattr(properties, "strides") or properties.strides == strides:
         return properties
@@ -153,10 +154,12 @@ def with_strides(properties: _P, strides: tuple[int, ...] | None) -> _P:
 
 
 def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]:
-    """What torch finds wrong with a global plan: chunks that overlap, leave gaps or reach outside.
+    """Returns torch's errors in a global plan: chunks that overlap, leave gaps or are out of
+    bounds.
 
-    From torch 2.9 on it logs what it finds, and returns whether all is good; later it returns what
-    it finds. There each tensor is asked about by itself, so that an error can name it.
+    Older versions of torch (such as 2.9) log the errors and only return whether there are any;
+    newer ones return them. For the older ones, each tensor is validated by itself, so that an error
+    can name it.
     """
     judge: Callable[[list[SavePlan], Metadata], list[str] | bool] = _validate_global_plan
     if isinstance(judge(plans, Metadata({})), list):
@@ -169,11 +172,11 @@ def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]
 
 
 def forget_plans(planner: SavePlanner) -> None:
-    """Drops what torch's planner keeps of earlier saves by ``enable_plan_caching``.
+    """Drops the plans that torch's planner keeps of earlier saves with ``enable_plan_caching``.
 
-    A torch such as 2.9 keeps the plans of a save that then fails on one side only. The next save
-    would take the final plan of an earlier state for the one of its own, and send other bytes than
-    its metadata says.
+    torch 2.9, for example, keeps the plans of a save that then fails on one side only. The next
+    save would use the final plan of an earlier state as its own, and send other bytes than its
+    metadata describe.
     """
     key = getattr(planner, "_cached_plans_key", None)
     for name, kept in vars(SavePlanner).items():
@@ -186,14 +189,15 @@ def load_with(
     file: IO[bytes],
     map_location: Any,
 ) -> Any:
-    """``torch.load``, with ``built`` in the place of torch's restricted unpickler.
+    """Runs ``torch.load`` with ``built`` instead of torch's restricted unpickler.
 
-    To allow more names to that one is no way: ``torch.serialization.safe_globals`` would allow them
-    to all threads of the process, and a thread that ends would take them from the others.
+    ``torch.serialization.safe_globals`` is not used to allow more names: it would allow them to all
+    threads of the process, and a thread that ends would take them from the others.
 
     Args:
-        built: Makes the value of the pickle, of what ``weights_only`` allows, by full names, of
-            what the user allows besides, and of what makes storages of persistent ids.
+        built: Makes the value from the pickle, the names that ``weights_only`` allows, the names
+            that
+            the user allows, and the function that makes storages from persistent ids.
         file: A file of ``torch.save`` in the format of a zip archive.
         map_location: As in ``torch.load``.
 
@@ -222,9 +226,10 @@ def load_with(
 
 
 def store_of_group(group: dist.ProcessGroup) -> Store | None:
-    """The store by which the ranks of a group have found each other, with the group's own keys.
+    """Returns the store by which the ranks of a group have met, with the prefix of the group's
+    keys.
 
-    None if the group is gone, has none, or this torch keeps it elsewhere.
+    None if the group was destroyed, has no store, or this torch keeps it elsewhere.
     """
     world: Any = getattr(dist.distributed_c10d, "_world", None)
     found = getattr(world, "pg_map", {}).get(group, (None, None))[1]
@@ -232,9 +237,10 @@ def store_of_group(group: dist.ProcessGroup) -> Store | None:
 
 
 def dcp_logger() -> logging.Logger | None:
-    """The logger of torch's checkpointing; None if this torch has none, or keeps it elsewhere.
+    """Returns the logger of torch's checkpointing; None if this torch has none, or keeps it
+    elsewhere.
 
-    It is looked up at each call, since a module that is reloaded with another handler has another.
+    It is looked up at each call, since the module may be reloaded with another logger.
     """
     found = _of_logger_module("_dcp_logger")
     return found if isinstance(found, logging.Logger) else None
@@ -249,14 +255,15 @@ def _of_logger_module(name: str) -> Any:
 
 
 def state_dict_being_planned() -> tuple[Any, Any] | None:
-    """The state dict and the planner of the save that has called the caller, if torch's saver has.
+    """Returns the state dict and the planner of the torch save that is calling; None outside of
+    one.
 
-    A storage writer is never shown the state dict, and torch's planner drops it once it is
-    flattened: it is only in the variables of the function of torch that calls both. None if this
-    torch keeps it elsewhere.
+    torch does not pass the state dict to a storage writer, and its planner drops it after
+    flattening: it is only in the local variables of torch's function, which is looked up on the
+    call stack. None, too, if this torch keeps it elsewhere.
     """
     frame = sys._getframe(1)
-    for _ in range(8):  # wrappers and subclasses of the writer may stand between
+    for _ in range(8):  # wrappers and subclasses of the writer may be between
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
             found = frame.f_locals
             if "state_dict" in found and "planner" in found:
@@ -269,16 +276,17 @@ def state_dict_being_planned() -> tuple[Any, Any] | None:
 
 
 def logged_by_torch(checkpoint_id: str, group: dist.ProcessGroup | None) -> Any:
-    """Logs a step of a save by torch's logger, under its name, as torch's saver would."""
+    """Returns a decorator by which torch's logger logs a step of a save, as torch's saver would."""
     if (decorator := _of_logger_module("_dcp_method_logger")) is None:
         return lambda step: step
     return decorator(checkpoint_id=checkpoint_id, process_group=group)
 
 
 def tell_torchs_logger(event: Event) -> None:
-    """Logs a phase as torch logs its own functions: a dict, at level DEBUG, or ERROR if it failed.
+    """Logs an event by torch's logger in torch's form: a dict, at level DEBUG, or ERROR if it
+    failed.
 
-    The keys are torch's where it has one for it: ``checkpoint_id``, ``func_name`` (for example
+    The keys are torch's if it has one: ``checkpoint_id``, ``func_name`` (for example
     ``cloudckpt.upload``), ``event`` (``end`` or ``exception``), ``time`` and ``times_spent`` in
     nanoseconds, ``local_rank`` in the group that saves, and with a process group ``global_rank``
     and ``world_size``; in addition, ``bytes``, and ``error`` or ``detail`` with the class of an

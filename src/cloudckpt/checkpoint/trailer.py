@@ -1,9 +1,9 @@
-"""The end of a commit object: the notes of the checkpoint, and a trailer behind all.
+"""Reads and writes the end of a commit object: record, notes, and a trailer with checksums.
 
-A pickle ends where it says so; torch's readers do not look at what follows. There stand the record,
-from which our readers take all (:mod:`cloudckpt.checkpoint.record`), the notes of the checkpoint
-(:mod:`cloudckpt.checkpoint.notes`), and a trailer with the lengths and the CRC32C of the three, so
-that a damaged commit object is noticed.
+A pickle marks its own end, and torch's readers ignore what follows. After it are the record, the
+only part that cloudckpt's readers need (:mod:`cloudckpt.checkpoint.record`), the notes of the
+checkpoint (:mod:`cloudckpt.checkpoint.notes`), and a trailer with the lengths and the CRC32C of
+pickle, record and notes, so that damage to the commit object is detected.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ __all__ = ["MOST_NOTES", "TAIL", "Trailer", "notes_at_end", "pickle_in", "with_t
 
 _MAGIC = b"cloudckpt-metadata\0\1"  # its last byte is the version
 _TRAILER = struct.Struct(f"<QIQIQI{len(_MAGIC)}s")
-_END = b"b."  # of a pickled object with attributes, as torch's metadata are
+_END = b"b."  # the last bytes of a pickled object with attributes, as torch's metadata are
 
 MOST_NOTES = 64 * 1024
-"""Bytes that notes may have: they are read by one request, with what stands behind them."""
+"""Maximum bytes of notes: they and the trailer are read by one request."""
 
 TAIL = MOST_NOTES + _TRAILER.size
-"""Bytes at the end of ``.metadata`` among which its notes are."""
+"""Bytes at the end of ``.metadata`` that include all notes."""
 
 
 def with_trailer(pickled: bytes | bytearray, body: bytes, notes: bytes) -> list[memoryview]:
-    """All bytes of a commit object: torch's pickle, our body, the notes, and the trailer."""
+    """Returns all bytes of a commit object: torch's pickle, the record, the notes,
+    and the trailer.
+    """
     parts = (pickled, body, notes)
     numbers = [number for part in parts for number in (len(part), CRC32C.of(part))]
     return [memoryview(part) for part in (*parts, _TRAILER.pack(*numbers, _MAGIC)) if len(part)]
@@ -36,7 +38,7 @@ def with_trailer(pickled: bytes | bytearray, body: bytes, notes: bytes) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class Trailer:
-    """Lengths in bytes and checksums: of the pickle, of the body, and of the notes."""
+    """The trailer: length in bytes and checksum of the pickle, of the record, and of the notes."""
 
     size: int
     crc: int
@@ -47,10 +49,11 @@ class Trailer:
 
     @classmethod
     def at_end_of(cls, data: bytes | bytearray, uri: str) -> Trailer | None:
-        """That of cloudckpt; None if another writer has written this.
+        """Parses the trailer at the end of ``data``; returns None if another writer wrote the
+        object.
 
         Raises:
-            CheckpointCorruptError: If a newer cloudckpt has.
+            CheckpointCorruptError: If a newer cloudckpt wrote it.
         """
         if data[-len(_MAGIC) : -1] != _MAGIC[:-1]:
             return None
@@ -65,19 +68,20 @@ class Trailer:
 
     @property
     def behind_pickle(self) -> int:
-        """Bytes of the commit object behind the pickle."""
+        """Bytes of the commit object after the pickle."""
         return self.body_size + self.notes_size + _TRAILER.size
 
 
 def notes_at_end(tail: bytes | bytearray, uri: str) -> bytes:
-    """The notes in ``.metadata``; empty if another writer has written it.
+    """Returns the notes in ``.metadata``; empty if another writer wrote it.
 
     Args:
-        tail: Its last :data:`TAIL` bytes, or all if it has less.
-        uri: For the message.
+        tail: The last :data:`TAIL` bytes of ``.metadata``, or all if it has fewer.
+        uri: The object, for messages.
 
     Raises:
-        CheckpointCorruptError: If they are damaged, or cut off, as a disk may leave them.
+        CheckpointCorruptError: If the notes are damaged, or cut off, as a file system may leave
+            them.
     """
     if (trailer := Trailer.at_end_of(tail, uri)) is None:
         if not tail.endswith(_END):
@@ -98,7 +102,11 @@ def notes_at_end(tail: bytes | bytearray, uri: str) -> bytes:
 
 
 def pickle_in(data: bytes | bytearray, uri: str) -> memoryview:
-    """The pickle in all of ``.metadata``, ours or of another writer.
+    """Returns the pickle in ``.metadata``, of cloudckpt or of another writer.
+
+    Args:
+        data: All bytes of ``.metadata``.
+        uri: The object, for messages.
 
     Raises:
         CheckpointCorruptError: If it is damaged.

@@ -1,10 +1,10 @@
-"""Values that are no plain tensors: how they are loaded without running code of a stranger.
+"""Loads values that are not plain tensors without running code of the checkpoint's author.
 
-``torch.load`` with ``weights_only`` reads most of them. Beyond that, values may be loaded whose
-rebuilding is harmless: numpy's arrays, scalars and dtypes of plain numbers, texts and times, paths,
+``torch.load`` with ``weights_only`` reads most of them. Some more are loaded because rebuilding
+them is harmless: numpy's arrays, scalars and dtypes of plain numbers, texts and times, paths,
 ``datetime``, ``io.BytesIO``, empty ``bytes``, ``frozenset``. They are unpickled into stubs, and
-built only of what such a value is pickled with: some planners unpickle an item that has passed once
-more, without restrictions.
+built only from the arguments with which such a value is pickled: some planners unpickle an accepted
+item once more, without restrictions.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _Loaded = TypeVar("_Loaded")
 
 
 def load_saved(file: IO[bytes], map_location: Any = "cpu", *, trust: bool = False) -> Any:
-    """What ``torch.save`` has written, from where ``file`` stands.
+    """Loads a value that ``torch.save`` has written, from the current position of ``file``.
 
-    A warning of torch's is no damage, also where warnings are errors.
+    A warning of torch does not count as damage, even if warnings are errors.
 
     Args:
         file: A seekable file.
@@ -58,7 +58,7 @@ def load_saved(file: IO[bytes], map_location: Any = "cpu", *, trust: bool = Fals
         trust: Whether its pickle may run any code.
 
     Raises:
-        pickle.UnpicklingError: If it may not, and needs code that is not allowed.
+        pickle.UnpicklingError: If ``trust`` is False, and it needs code that is not allowed.
     """
     start = file.tell()
 
@@ -66,7 +66,7 @@ def load_saved(file: IO[bytes], map_location: Any = "cpu", *, trust: bool = Fals
         file.seek(start)
         if not trust:
             return load_plain(file, map_location)
-        # whatever torch.utils.serialization.config says of mmap: this is no path
+        # mmap needs a path: overrides torch.utils.serialization.config
         return torch.load(file, map_location=map_location, weights_only=False, mmap=False)
 
     try:
@@ -79,7 +79,9 @@ def load_saved(file: IO[bytes], map_location: Any = "cpu", *, trust: bool = Fals
 def untrusted(
     what: str, cause: pickle.UnpicklingError, uri: str, item: str | None = None
 ) -> UntrustedPickleError:
-    """The error for what needs code that is not allowed; names the class, if that is known."""
+    """Returns the error for a value that needs code that is not allowed; names the
+    class if known.
+    """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(cause))
     named = re.search(r"GLOBAL (\S+)", text)
     return UntrustedPickleError(
@@ -93,7 +95,7 @@ def untrusted(
 
 
 def check_trusted(data: bytes | bytearray | memoryview, item: str, uri: str) -> None:
-    """Whether ``torch.load`` of a non-tensor item would run only what is allowed.
+    """Checks that ``torch.load`` of a non-tensor item would run only allowed code.
 
     Raises:
         UntrustedPickleError: If its pickle names anything else.
@@ -110,12 +112,19 @@ def load_item(
     map_location: Any,
     trust: bool = False,
 ) -> Any:
-    """A value that was written by ``torch.save``.
+    """Loads a value that was written by ``torch.save``.
+
+    Args:
+        data: The bytes of the item.
+        item: The name of the item, for messages.
+        uri: The checkpoint, for messages.
+        map_location: As in ``torch.load``.
+        trust: Whether its pickle may run any code.
 
     Raises:
         UntrustedPickleError: If it needs code that is not allowed.
         CheckpointCorruptError: If it can't be read.
-        CheckpointError: If there is no such device as ``map_location``, or the item, names.
+        CheckpointError: If this machine lacks the device that ``map_location`` or the item names.
     """
     try:
         return load_saved(io.BytesIO(data), map_location, trust=trust)
@@ -123,7 +132,7 @@ def load_item(
         if isinstance(exc, pickle.UnpicklingError) and not trust:
             raise untrusted(item, exc, uri, item) from None
         if map_location != "cpu":
-            check_trusted(data, item, uri)  # which fails, too, if it is the item that can't be read
+            check_trusted(data, item, uri)  # raises, too, if the item itself can't be read
             raise CheckpointError(
                 f"{item} contains tensors of a device that this machine does not have: load it "
                 'without a state dict and with default_map_location="cpu"',
@@ -143,7 +152,7 @@ def load_item(
 def load_tensor(
     data: bytes | bytearray | memoryview, item: str, uri: str, *, trust: bool
 ) -> torch.Tensor:
-    """A tensor that was written by ``torch.save`` and is not a plain one.
+    """Loads a tensor that was written by ``torch.save`` and is not a plain tensor.
 
     Raises:
         UntrustedPickleError: If it needs code that torch does not allow.
@@ -166,14 +175,14 @@ _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
 
 
 def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
-    """``torch.load`` with ``weights_only``, which takes the values of this module too.
+    """Loads like ``torch.load`` with ``weights_only``, and accepts this module's values as well.
 
     Raises:
         pickle.UnpicklingError: If the file needs any other code.
     """
     start = file.tell()
     try:
-        # whatever torch.utils.serialization.config says of mmap: this is no path
+        # mmap needs a path: overrides torch.utils.serialization.config
         return torch.load(file, map_location=map_location, weights_only=True, mmap=False)
     except pickle.UnpicklingError as refused:
         file.seek(start)
@@ -192,10 +201,10 @@ def _built(
     of_the_user: Mapping[str, Any],
     persistent_load: Callable[[Any], Any],
 ) -> Any:
-    """What ``data.pkl`` of a file describes.
+    """Builds the value that ``data.pkl`` of a file describes.
 
     Raises:
-        pickle.UnpicklingError: If that is nothing of this module, of torch's or of the user's.
+        pickle.UnpicklingError: If neither this module nor torch nor the user allows its classes.
     """
     try:
         stubs = unpickle(data, persistent=True)
@@ -207,12 +216,12 @@ def _built(
 
 
 class _ItemBuilding(Building):
-    """Builds the value of an item: ours, those that torch allows, and those of the user.
+    """Builds the value of an item from classes that this module, torch or the user allows.
 
     Args:
         of_torch: The classes, functions and constants that torch allows, by their names.
-        of_the_user: Those that the user allows.
-        persistent_load: What makes a storage of what the pickle says of it.
+        of_the_user: The classes that the user allows, by their names.
+        persistent_load: Makes a storage from its persistent id.
     """
 
     calls: ClassVar[Mapping[str, Callable[..., Any]]] = {
@@ -257,15 +266,15 @@ class _ItemBuilding(Building):
         raise UnknownNameError(stub.name)
 
 
-# numpy's own functions must not be let loose on a pickle of a stranger: the state of a dtype may
-# say that its bytes are pointers. Here a dtype is made by its public constructor, and must then be
-# one that numpy describes in exactly the same way; an array is as large as its bytes in the file.
+# An untrusted pickle must not call numpy's own functions: the state of a dtype may say that its
+# bytes are pointers. Here a dtype is made by its public constructor, and must then be one that
+# numpy describes in exactly the same way; an array is as large as its bytes in the file.
 _CODE = re.compile(r"b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[mM]8|[SUV][0-9]{1,9}")
 _UNIT = re.compile(rb"generic|[YMWDhms]|[munpfa]s")
 
 
 def _numpy_classes() -> Mapping[str, type[Any]]:
-    """Classes of numpy that may be values themselves; empty without numpy."""
+    """Returns the numpy classes that may be values themselves; empty without numpy."""
     try:
         import numpy  # torch works without it
     except ImportError:
@@ -301,7 +310,7 @@ def _dtype(arguments: Sequence[Any], state: Any) -> Any:
 
 
 def _unit(more: Any) -> str:
-    """The unit of times, as it stands in the name of their dtype."""
+    """Returns the unit of times, as numpy writes it in the name of a dtype."""
     is_pair = len(more) == 1 and type(more[0]) is tuple and len(more[0]) == 2 and not more[0][0]
     _expect(is_pair and type(more[0][1]) is tuple and len(more[0][1]) == 4, "unit of a time")
     name, *numbers = more[0][1]
@@ -348,17 +357,19 @@ logger = logging.getLogger("cloudckpt")
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _SMALL = 4096  # bytes
-_TRIED = 1 << 20  # the largest item of numpy's that is loaded to see whether it can be
-_told: set[tuple[str, type]] = set()  # items and types that this process has looked at
+# bytes of the largest item with numpy values that is loaded to test whether it can be
+_TRIED = 1 << 20
+_told: set[tuple[str, type]] = set()  # items and types that this process has checked
 
 
 class Unloadable:
-    """The values of a save that ``load`` refuses.
+    """Collects the values of a save that ``load`` would refuse.
 
     Args:
         uri: The checkpoint.
-        setting: ``refuse``; ``warn``, once for each item and type; or ``auto``: only an object is
-            refused that holds another one whose ``load_state_dict`` a load would not call.
+        setting: ``refuse`` refuses all of them; ``warn`` logs each item and type once; ``auto``
+            refuses
+            only an object that holds another one whose ``load_state_dict`` a load would not call.
     """
 
     def __init__(self, uri: str, setting: str) -> None:
@@ -366,14 +377,14 @@ class Unloadable:
         self._refused: dict[str, str] = {}
 
     def look(self, data: bytes, item: str, kind: type) -> None:
-        """Looks at an item, which costs next to nothing if it is of a plain type.
+        """Checks an item, almost for free if it is of a plain type.
 
         Args:
             data: The item, as ``torch.save`` writes it.
-            item: Its name.
+            item: The name of the item.
             kind: The class of its value.
         """
-        # a name in the pickle takes two ends of lines, and there is one behind it
+        # each name in a pickle has two line ends, and one more line end follows
         if kind in _PLAIN or (len(data) < _SMALL and data.count(b"\n") < 3):
             return
         if (item, kind) in _told and self._setting != "refuse":
@@ -394,10 +405,10 @@ class Unloadable:
                 )  # fmt: skip
 
     def check(self) -> None:
-        """Ends the look.
+        """Raises an error if a checked item was refused.
 
         Raises:
-            UnsupportedValueError: If something is refused; it names all.
+            UnsupportedValueError: If items were refused; it names all of them.
         """
         if self._refused:
             raise UnsupportedValueError(
@@ -411,7 +422,7 @@ class Unloadable:
 
 
 def _has_a_state(name: str) -> bool:
-    """Whether it is the class of objects with a state dict, such as of modules."""
+    """Whether the named class has a state dict, as modules do; False if it can't be imported."""
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError):
@@ -420,7 +431,9 @@ def _has_a_state(name: str) -> bool:
 
 
 def _refused(data: bytes) -> tuple[str, Sequence[str]]:
-    """Why the default load does not take an item, empty if it does; and the names it refuses."""
+    """Returns why the default load refuses an item (empty if it does not), and the
+    refused names.
+    """
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
         known = {*_ItemBuilding.calls, *_ItemBuilding.classes, *_NUMPY, *_numpy_classes()}
