@@ -185,7 +185,11 @@ def test_what_is_empty_here_and_filled_there_is_named(tmp_path, given, saved, wh
     assert what in said
 
 
-@pytest.mark.parametrize("given", [io.BytesIO(), SimpleNamespace(), torch.Generator(), 5], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [io.BytesIO(), SimpleNamespace(), torch.Generator(), 5],
+    ids=lambda given: type(given).__name__,
+)
 def test_what_can_not_take_a_tensor_is_named(tmp_path, given):
     uri = _saved(tmp_path, {"x": torch.ones(2)})
     with pytest.raises(ShapeMismatchError) as caught:
