@@ -22,7 +22,8 @@ from cloudckpt.config import MIB
 from cloudckpt.dcp.global_plan import record_of
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.errors import CheckpointCorruptError, IncompleteSaveError
-from cloudckpt.runs import adopting
+from cloudckpt import CheckpointManager
+from cloudckpt.runs import Preemption, adopting
 from cloudckpt.runs.adopting import adopt
 from runs.orphans import job, settled, values_at
 
@@ -146,6 +147,25 @@ def test_a_process_that_is_still_sending_is_waited_for(tmp_path) -> None:
         adopt(str(folder))
     assert sent == [4]
     assert cloudckpt.verify(str(folder)).items == 4
+
+
+def test_what_another_process_commits_meanwhile_is_restored(tmp_path) -> None:
+    killed(tmp_path)
+    folder, state = tmp_path / "run" / "step-2", {"bias": torch.zeros(7)}
+    (name,) = left(folder)
+    whole = (folder / name).read_bytes()
+    unfinished = replace(Pending.parse(whole, "file:///x"), plan=b"", record=b"", objects=None)
+    (folder / name).write_bytes(unfinished.to_bytes())
+
+    def committed(*_: object) -> None:
+        if not cloudckpt.exists(str(folder)):
+            (folder / name).write_bytes(whole)
+            adopt(str(folder))
+
+    with mock.patch.object(adopting.time, "sleep", side_effect=committed):
+        with CheckpointManager(str(tmp_path / "run"), preemption=Preemption(signals=())) as manager:
+            assert manager.restore(state) == 2
+    assert torch.equal(state["bias"], values_at(2)["bias"])
 
 
 def test_two_that_adopt_at_once_commit_one_checkpoint(tmp_path) -> None:

@@ -172,14 +172,14 @@ class NewestFirst:
         view: View,
         run: Run,
         steps: Sequence[int] | None = None,
-        adopt: Callable[[int], bool] = lambda step: False,
+        adopt: Callable[[int], None] | None = None,
     ) -> None:
         """
         Args:
             view: What the store is asked through.
             run: The run.
             steps: Those that have a folder, oldest first; None has them listed.
-            adopt: Commits a step if it can; asked until it has, of what is newer than the line.
+            adopt: Commits a step if it can; called with those that are newer than the line.
         """
         self.passed: dict[int, Notes] = {}
         self.is_line_gone = False
@@ -188,8 +188,9 @@ class NewestFirst:
     def __iter__(self) -> Iterator[tuple[int, Notes | CloudCheckpointError]]:
         line, has_any, adopts = line_of(self._view, self._run), False, True
         for step, notes in self._read():
-            if notes is None and adopts and self._adopt(step):
-                notes, adopts = _notes_or_error(self._view, self._run, step), False
+            if notes is None and adopts and self._adopt is not None:
+                self._adopt(step)
+                notes = _notes_or_error(self._view, self._run, step)  # or others have committed it
             if isinstance(notes, Notes) and not line.has(step, notes):
                 self.passed[step] = notes
             elif notes is not None:

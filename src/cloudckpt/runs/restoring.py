@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from cloudckpt.checkpoint.notes import Notes, read_notes
@@ -53,9 +54,7 @@ def restore_newest(
         CloudCheckpointError: As ``load``.
     """
 
-    def adopt(step: int) -> bool:
-        return until is not None and _is_adopted(run, step, hook, until)
-
+    adopt = None if until is None else partial(_adopt, run, hook, until)
     line = NewestFirst(run.view, run, adopt=adopt)  # of the first rank
     steps, damages = iter(line), list[CloudCheckpointError]()
     restored = None
@@ -79,15 +78,13 @@ def restore_newest(
     return restored
 
 
-def _is_adopted(run: Run, step: int, hook: CommitHook, until: float) -> bool:
+def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
     """Commits a step that its trainers could not, if their processes have sent all of it."""
     try:
         if run.is_pending(step):
             adopt_pending(run.uri(step), run.config, until=until, hook=hook)
-            return True
     except (IncompleteSaveError, CheckpointCorruptError, AccessDeniedError) as error:
         logger.warning("the unfinished step %d could not be committed: %s", step, error)
-    return False
 
 
 def _log_abandoned(run: Run, line: NewestFirst, restored: int | None) -> None:
