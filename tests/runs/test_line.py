@@ -184,6 +184,22 @@ def test_many_jobs_that_have_left_no_step_are_forgotten(run, monkeypatch) -> Non
     assert len(cloudckpt.inspect(f"{run}/step-9").notes.continues) <= 4
 
 
+def test_of_many_jobs_that_of_an_abandoned_step_that_is_restored_is_not_forgotten(
+    run, monkeypatch
+) -> None:
+    monkeypatch.setattr(own_line, "_MANY_JOBS", 1)
+    with job(run) as manager:
+        for step in (1, 2, 3):
+            manager.restore(state(0))
+            save(manager, step)
+        manager.restore(state(0), step=1)
+        save(manager, 2, of=1000)
+    with job(run) as manager:
+        assert manager.restore(state(0), step=3) == 3
+        save(manager, 4)
+        assert manager.all_steps() == [1, 3, 4]
+
+
 def test_a_run_with_steps_is_never_taken_for_a_new_one(run) -> None:
     with job(run) as manager:
         save(manager, 1, 2)

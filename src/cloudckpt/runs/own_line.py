@@ -50,8 +50,8 @@ class OwnLine:
         """Has the next save continue a step that was restored; or nothing, if there is none."""
         continues = {} if step is None or notes is None else notes.continued_at(step)
         if len(continues) > _MANY_JOBS:
-            line = self._meeting.broadcast_from_first(lambda: self._run.history().line)
-            jobs = {one.job for one in line.values()}
+            there = self._meeting.broadcast_from_first(lambda: self._run.history())
+            jobs = {one.job for part in (there.line, there.abandoned) for one in part.values()}
             continues = {job: last for job, last in continues.items() if job in jobs}
         self._continues, self.has_restored, self._begins = continues, True, True
 
