@@ -135,12 +135,15 @@ class Preemption:
             raise
 
     def _handle(self, number: int) -> None:
-        """Handles a signal, unless it is handled already."""
+        """Handles a signal, unless its handler calls this one, if by way of other managers'."""
         try:
-            before = signal.getsignal(number)
-            if before != self._on_signal:
-                signal.signal(number, self._on_signal)
-                self._before[number] = before
+            before = handler = signal.getsignal(number)
+            while isinstance(owner := getattr(handler, "__self__", None), Preemption):
+                if owner is self:
+                    return
+                handler = owner._before.get(number)
+            signal.signal(number, self._on_signal)
+            self._before[number] = before
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"Preemption(signals=...): {number!r} can't be handled: give signals that a "
