@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import cloudckpt
 from background.waiting import eventually, processes_of
+from cloudckpt import CheckpointManager
 from cloudckpt.checkpoint.objects import WrittenObject, is_pending_name, pending_name
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Record
@@ -22,7 +23,6 @@ from cloudckpt.config import MIB
 from cloudckpt.dcp.global_plan import record_of
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.errors import CheckpointCorruptError, IncompleteSaveError
-from cloudckpt import CheckpointManager
 from cloudckpt.runs import Preemption, adopting
 from cloudckpt.runs.adopting import adopt
 from runs.orphans import job, settled, values_at
@@ -162,9 +162,11 @@ def test_what_another_process_commits_meanwhile_is_restored(tmp_path) -> None:
             (folder / name).write_bytes(whole)
             adopt(str(folder))
 
-    with mock.patch.object(adopting.time, "sleep", side_effect=committed):
-        with CheckpointManager(str(tmp_path / "run"), preemption=Preemption(signals=())) as manager:
-            assert manager.restore(state) == 2
+    with (
+        mock.patch.object(adopting.time, "sleep", side_effect=committed),
+        CheckpointManager(str(tmp_path / "run"), preemption=Preemption(signals=())) as manager,
+    ):
+        assert manager.restore(state) == 2
     assert torch.equal(state["bias"], values_at(2)["bias"])
 
 

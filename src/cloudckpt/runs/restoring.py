@@ -53,7 +53,6 @@ def restore_newest(
         CheckpointCorruptError: If all steps are damaged.
         CloudCheckpointError: As ``load``.
     """
-
     adopt = None if until is None else partial(_adopt, run, hook, until)
     line = NewestFirst(run.view, run, adopt=adopt)  # of the first rank
     steps, damages = iter(line), list[CloudCheckpointError]()
