@@ -143,7 +143,8 @@ def test_what_would_come_back_otherwise_is_refused(user) -> None:
 
 @pytest.mark.parametrize(
     "data", [b"[]", b"7", b"{", b'{"step": "7"}', b'{"metrics": {"a": []}}', b'{"user": 1}',
-             b'{"metrics": {"a": "one"}}', b'{"metrics": 1}', b"\xff", b"[" * 100_000],
+             b'{"metrics": {"a": "one"}}', b'{"metrics": 1}', b"\xff", b"[" * 100_000,
+             b'{"metrics": {"a": 1%s}}' % (b"0" * 400)],
 )  # fmt: skip
 def test_notes_that_make_no_sense_are_told(data) -> None:
     with pytest.raises(CheckpointCorruptError, match="notes"):

@@ -1,6 +1,8 @@
 """What is in the place of metadata may be of any size: it is refused before memory is taken."""
 
+import json
 import os
+import struct
 import tracemalloc
 
 import pytest
@@ -8,9 +10,11 @@ import torch
 
 import cloudckpt
 from cloudckpt import Config
-from cloudckpt.checkpoint.file_folder import MANIFEST
+from cloudckpt.checkpoint.file_folder import MANIFEST, StoredFile, read_record, record_bytes
 from cloudckpt.checkpoint.objects import keep_name
+from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.references import protected
+from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.errors import CheckpointCorruptError, ObjectTooLargeError
 from cloudckpt.integrations.torch_checkpointing.visible import VisibleFiles
 from cloudckpt.stores.local import LocalStore
@@ -57,8 +61,50 @@ def test_a_manifest_of_files_is_refused(large, tmp_path):
         files.manifest(str(tmp_path))
 
 
-def test_a_mark_counts_as_that_of_an_uncommitted_save(large, tmp_path):
+@pytest.mark.parametrize("content", [None, b"[" * 50_000])
+def test_a_mark_counts_as_that_of_an_uncommitted_save(large, tmp_path, content):
     uri = CheckpointURI.parse(tmp_path)
-    large(keep_name("0" * 16), 1 << 30)
+    path = large(keep_name("0" * 16), 1 << 30)
+    if content is not None:
+        with open(path, "wb") as file:
+            file.write(content)
     keys = {str(tmp_path / "object")}
     assert protected(LocalStore(), uri, {uri.folder: keys}, Config()) == keys
+
+
+DEEP = b"[" * 100_000  # valid JSON so far, and deeper than Python parses
+
+
+def sealed(line: bytes) -> bytes:
+    return line + f"{CRC32C.of(line):08x}\n".encode()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": 1 << 62},
+        {"size": 1 << 62, "block_size": 1},
+        {"size": float("inf")},
+        {"size": "4"},
+        {"block_size": 0},
+        {"block_size": -1},
+        None,
+    ],
+    ids=str,
+)
+def test_a_record_of_a_file_with_senseless_sizes_is_refused(changes):
+    good = record_bytes(StoredFile(key="a", size=0, checksum=0, blocks=Blocks(CRC32C, 4, ())))
+    assert read_record(good, "file:///x").size == 0
+    described = json.loads(good[:-9])
+    line = DEEP if changes is None else json.dumps(described | changes).encode()
+    with pytest.raises(CheckpointCorruptError):
+        read_record(sealed(line + b"\n"), "file:///x")
+
+
+def test_what_a_saving_process_left_is_refused_however_deep_it_is():
+    good = Pending(save="1", rank=0, ranks=1, job="", attempt="", plan=b"", notes=b"").to_bytes()
+    Pending.parse(good, "file:///x")
+    magic = good[: good.index(b"{") - 4]
+    body = magic + struct.pack("<I", len(DEEP)) + DEEP
+    with pytest.raises(CheckpointCorruptError):
+        Pending.parse(body + struct.pack("<I", CRC32C.of(body)), "file:///x")

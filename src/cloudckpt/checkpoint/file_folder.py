@@ -259,7 +259,7 @@ def _opened(data: bytes | bytearray, kind: str, uri: str) -> dict[str, Any]:
         )
     try:
         content = json.loads(bytes(line))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(
             "invalid manifest or record: it is not JSON; restore it, or load an older checkpoint",
             uri=uri,
@@ -287,14 +287,18 @@ def _text(described: object, name: str) -> object:
 def _file(key: str, described: dict[str, Any], uri: str) -> StoredFile:
     try:
         algorithm = ALGORITHMS[described["algorithm"]]
-        size, block_size = int(described["size"]), int(described["block_size"])
+        size, block_size = described["size"], described["block_size"]
+        if type(size) is not int or type(block_size) is not int or size < 0 or block_size < 1:
+            raise ValueError("the size of the file or of its blocks is not a number of bytes")
         packed = base64.b64decode(described["blocks"], validate=True)
         checksums = algorithm.unpack(packed)
+        if len(checksums) != -(-size // block_size):
+            raise ValueError("the file does not have as many blocks as its size says")
         lengths = _lengths(size, block_size)
         whole = algorithm.combine(zip(checksums, lengths, strict=True))
-        if size < 0 or whole != int(described["checksum"], 16):
+        if whole != int(described["checksum"], 16):
             raise ValueError("the checksum of the file does not match those of its blocks")
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, binascii.Error) as error:
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise CheckpointCorruptError(
             f"invalid description of the file {key}: restore the manifest, or load an older "
             "checkpoint",

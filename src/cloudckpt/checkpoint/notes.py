@@ -107,7 +107,14 @@ class Notes:
             job, continues = found.get("job", ""), continued_from(found.get("continues", []))
             if not isinstance(job, str):
                 raise ValueError("'job' is not a string")
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ) as exc:
             raise CheckpointCorruptError(
                 "the notes of the checkpoint are invalid: restore the object, or load an older "
                 "checkpoint",

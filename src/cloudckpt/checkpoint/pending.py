@@ -103,7 +103,14 @@ class Pending:
         """
         try:
             return _parse(bytes(data))
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as exc:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            struct.error,
+        ) as exc:
             raise CheckpointCorruptError(
                 "the file that a saving process left for the next job can't be read: it is "
                 "damaged, or was written by a newer cloudckpt",

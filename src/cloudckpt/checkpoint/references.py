@@ -446,7 +446,7 @@ def _who(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
         return str(json.loads(bytes(data))["checkpoint"])
     except ObjectNotFoundError:
         return None
-    except (ObjectTooLargeError, ValueError, KeyError, TypeError) as error:
+    except (ObjectTooLargeError, ValueError, LookupError, TypeError, RecursionError) as error:
         logger.warning(
             "the mark %s of an unfinished save can't be read, so what it protects is kept: %s",
             store.uri(key),
