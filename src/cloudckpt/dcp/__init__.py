@@ -1,1 +1,1 @@
-"""The adapters that torch.distributed.checkpoint calls."""
+"""The classes and functions that plan, save and load through torch.distributed.checkpoint."""

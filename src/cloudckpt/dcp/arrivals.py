@@ -1,6 +1,6 @@
-"""Reports which ranks have not arrived at a call that all ranks of a group must make.
+"""Logs which ranks have not arrived at a call that all ranks of a group must make.
 
-``if rank == 0: cloudckpt.save(...)`` would wait for the other ranks until the time limit of the
+``if rank == 0: cloudckpt.save(...)`` would wait for the other ranks until the timeout of the
 process group, half an hour by default, and then fail with a network error. So after 15 s the
 waiting ranks log which ranks they wait for.
 
@@ -40,14 +40,15 @@ FIRST_LINE = 15.0
 """Seconds of waiting before the first line is logged; each further pause is twice as long."""
 _MARKED_AFTER = 0.5  # seconds of waiting after which a rank is marked as waiting
 _LAST_CALL = 10.0  # seconds that a call of the store may take when the interpreter ends
-_MOST_LOOKS = 16  # ranks of one group that look for the others: a look costs a request a rank
+# ranks of one group that check for the others: each check costs a request per rank
+_MOST_LOOKS = 16
 
 _call: ContextVar[str | None] = ContextVar("cloudckpt_call", default=None)
 _groups: ContextVar[tuple[dist.ProcessGroup, ...]] = ContextVar("cloudckpt_groups", default=())
 
 
 def collective(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Names a function ``name`` in messages about ranks that have not called it.
+    """Decorates a collective function so that logged lines about missing ranks call it ``name``.
 
     In nested calls the outermost function gives the name.
     """
@@ -68,10 +69,10 @@ def collective(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 @contextlib.contextmanager
 def all_expected(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """A block that all ranks of a group enter, and that this one can't leave before they have.
+    """Watches a block that all ranks of a group must enter before any rank can leave it.
 
-    Inside another such block of the same group it is part of that block. Outside a
-    :func:`collective` function nothing is logged: the caller has no name for the call.
+    Inside another such block of the same group, it does nothing. Outside a :func:`collective`
+    function nothing is logged, as the call has no name.
     """
     groups, call = _groups.get(), _call.get()
     if group is None or call is None or group in groups:
@@ -87,16 +88,16 @@ def all_expected(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 class _Wait:
-    """One rank in one such block, and the thread that watches it.
+    """The wait of this rank in one such block, and the thread that watches it.
 
-    The thread is not started by ``Thread.start``, which would return once it runs: the training
-    loop could wait long for the GIL. It must not be in a call of the store when the interpreter
-    exits: ending the thread within C++ frames ends the process by ``std::terminate``. So it is
-    ended before that, at exit.
+    The thread is not started by ``Thread.start``, which would return only once it runs: the
+    training loop could wait long for the GIL. It must not be in a call of the store when the
+    interpreter exits: ending the thread within C++ frames ends the process by ``std::terminate``.
+    So it is ended before that, at exit.
     """
 
     def __init__(self, group: dist.ProcessGroup, call: str) -> None:
-        self._group = weakref.ref(group)  # it may be destroyed once the wait is over
+        self._group = weakref.ref(group)  # the group may be destroyed once the wait is over
         self._call = call
         self.over, self.ended = threading.Event(), threading.Event()
         if _closed.is_set():
@@ -117,7 +118,7 @@ class _Wait:
             _waits.discard(self)
 
     def _watch(self) -> None:
-        """Marks this rank as waiting and, if that lasts, logs for which ranks."""
+        """Marks this rank as waiting and, if the wait lasts, logs which ranks are missing."""
         began = time.monotonic()
         if self.over.wait(_MARKED_AFTER) or (group := self._group()) is None:
             return
@@ -153,7 +154,7 @@ class _Wait:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """``rank 3 has``, or ``ranks 1-7, 9 have``."""
+    """Returns a text such as ``rank 3 has`` or ``ranks 1-7, 9 have``."""
     spans = []
     for _, span in itertools.groupby(enumerate(ranks), lambda numbered: numbered[1] - numbered[0]):
         (_, first), *_, (_, last) = [*span] * 2
@@ -168,7 +169,7 @@ _closed = threading.Event()
 
 
 def no_more_expected() -> None:
-    """Looks at no group any more, for good: a process calls it before it destroys them and ends."""
+    """Ends all watching threads, for good; called before a process destroys its groups and ends."""
     _closed.set()
     waits = [*_waits]
     for wait in waits:
@@ -178,7 +179,7 @@ def no_more_expected() -> None:
 
 
 def _forget() -> None:
-    """In a forked child, which has none of the threads."""
+    """Drops the waits in a forked child, which has none of their threads."""
     _waits.clear()
     _closed.clear()
 

@@ -1,4 +1,4 @@
-"""What a state dict stands for: what its ``Stateful`` values return, and values of each rank.
+"""Replaces the ``Stateful`` and ``per_rank`` values of a state dict by what is saved for them.
 
 A checkpoint has one value under one name, so a value of each rank is saved under a name for each:
 ``{"loader": per_rank(3)}`` becomes ``{"loader": {"rank_0": 3}}`` on the first rank. Any reader can
@@ -32,14 +32,16 @@ _LEAVES = frozenset((*_ATOMS, torch.Tensor, torch.nn.Parameter, DTensor))
 
 
 class PerRank(Generic[T]):
-    """A value of each rank in a state dict, made by :func:`cloudckpt.per_rank`.
+    """A value of a state dict that each rank has for itself, made by :func:`cloudckpt.per_rank`.
 
     Attributes:
-        value: This rank's. After a load, the one that this rank has saved; if the checkpoint has
-            none of this rank, it stays what it was, which the load logs as a warning.
-        is_loaded: Whether ``value`` is what this rank has saved, by the last load.
-        all: After a load, values by the rank that has saved them: those of all ranks if other ranks
-            have saved than load, for example fewer; otherwise this rank's.
+        value: The value of this rank. After a load, the value that this rank has saved; if the
+            checkpoint has no value of this rank, it stays as it was, which the load logs as a
+                warning.
+        is_loaded: Whether the last load has set ``value`` to what this rank had saved.
+        all: After a load, the saved values by the rank that saved them: of all ranks if the number
+            of
+            ranks has changed since the save; otherwise only this rank's.
     """
 
     def __init__(self, value: T) -> None:
@@ -59,32 +61,39 @@ class PerRank(Generic[T]):
 
 
 def per_rank(value: T) -> PerRank[T]:
-    """Marks a value of a state dict as this rank's own: each rank saves its own, and loads it.
+    """Marks a value of a state dict as this rank's own: each rank saves and loads its own value.
 
-    It may stand anywhere in the dicts and lists of a state dict, or of what ``state_dict()`` of a
-    ``Stateful`` returns, and hold what may stand there: numbers, tensors, dicts, a ``Stateful``. To
-    load, put a ``per_rank`` in the same place; it then has ``value``, and ``all``, see
-    :class:`PerRank`. Values that are loaded in place, such as a model's tensors, are also filled.
+    It may be an entry anywhere in the dicts and lists of a state dict, or of the ``state_dict()``
+    of a ``Stateful``. The value may be anything that a state dict can hold: numbers, tensors,
+    dicts, a ``Stateful``. To load, put a ``per_rank`` under the same key; afterwards its ``value``
+    and ``all`` have the loaded values, see :class:`PerRank`. Values that are loaded in place, such
+    as a model's tensors, are also filled.
 
     >>> state = {"model": model, "rng": cloudckpt.per_rank(torch.get_rng_state())}  # doctest: +SKIP
     >>> cloudckpt.load(state, checkpoint_id="s3://bucket/run/step-9")  # doctest: +SKIP
     >>> torch.set_rng_state(state["rng"].value)  # doctest: +SKIP
+
+    Args:
+        value: The value of this rank.
+
+    Returns:
+        The marked value, to be put into the state dict.
     """
     return PerRank(value)
 
 
 def without_ranks(name: str) -> str:
-    """A name in a checkpoint as it would be if the value were not one of each rank."""
+    """Returns a name in a checkpoint without its ``rank_N`` parts."""
     return ".".join(part for part in name.split(".") if not _OF_RANK.fullmatch(part))
 
 
 class Content:
-    """What is saved of a state dict, or loaded for it.
+    """The values that are saved for a state dict, or loaded for it.
 
     Attributes:
-        state: The state dict, with the ``state_dict()`` of each ``Stateful`` instead of it, and
-            with each value of this rank under the rank's name.
-        notes: After :meth:`fit`, what is to be said of values of other ranks.
+        state: The state dict, with each ``Stateful`` replaced by its ``state_dict()``, and each
+            ``PerRank`` by a dict with this rank's value under the rank's name.
+        notes: After :meth:`fit`, messages about values of other ranks.
         left_alone: After :meth:`fit`, the values that this rank keeps, and why.
         others: After :meth:`fit`, the names of other ranks' values.
     """
@@ -98,16 +107,18 @@ class Content:
         sorts: bool = False,
         own: list[_Own] | None = None,
     ) -> None:
-        """
+        """Replaces the values of a state dict.
+
         Args:
             state_dict: The state dict.
             rank: This rank, in the group that saves or loads.
-            path: Where it stands in an outer one.
+            path: The path of this state dict in an outer one.
             sorts: Whether ``state_dict()`` is called in the order of the keys.
-            own: Collects the values of this rank.
+            own: Collects the ``PerRank`` values.
 
         Raises:
-            UnsupportedValueError: If a container contains itself, or a tuple holds what has to be
+            UnsupportedValueError: If a container contains itself, or a tuple holds a value that has
+                to be
                 replaced: a tuple is saved as one value.
         """
         self.notes: list[str] = []
@@ -116,7 +127,7 @@ class Content:
         self._state_dict, self._rank = state_dict, rank
         self._own: list[_Own] = [] if own is None else own
         self._inner: dict[Path, Content] = {}
-        self._made: dict[int, bool] = {}  # by the id of a container: whether it is made anew
+        self._made: dict[int, bool] = {}  # whether a container is rebuilt, by its id
         for container in containers(state_dict):  # inner ones first
             self._made[id(container)] = any(map(self._is_replaced, _entries_of(container)))
         self._path = path
@@ -131,7 +142,9 @@ class Content:
         return self._made.get(id(value), False) or _stands_for_another(value)
 
     def _of(self, value: Any, path: Path) -> Any:
-        """What is saved instead of a value; containers without such values are as they are."""
+        """Returns what is saved for a value; containers without values to replace are returned as
+        is.
+        """
         if isinstance(value, PerRank):
             named = {_name(self._rank): value.value}
             inner = self._inner[path] = Content(named, self._rank, path=path, own=self._own)
@@ -156,10 +169,11 @@ class Content:
         )
 
     def for_planner(self, planner: object) -> dict[Any, Any]:
-        """The state, for a planner that saves it.
+        """Returns :attr:`state`, if the planner can save it.
 
         Raises:
-            ConfigError: If there are values of this rank, and it does not flatten the state dict.
+            ConfigError: If it has ``per_rank`` values, and the planner does not flatten the state
+                dict.
         """
         flattens = not isinstance(planner, DefaultSavePlanner) or planner.flatten_state_dict
         if self._own and not flattens:
@@ -169,10 +183,13 @@ class Content:
         return self.state
 
     def put(self, loaded: Any) -> Any:
-        """Puts what was loaded for :attr:`state` in its place; calls ``load_state_dict()``.
+        """Puts loaded values back into the original state dict; calls ``load_state_dict()``.
+
+        Args:
+            loaded: The values that were loaded for :attr:`state`.
 
         Returns:
-            The state dict that was given, filled; what was loaded if that is all.
+            The original state dict, filled; or ``loaded`` if nothing had been replaced.
         """
         return self._put(self._state_dict, loaded, self._path)
 
@@ -193,15 +210,15 @@ class Content:
         return given
 
     def fit(self, metadata: Metadata, ranks: int, uri: str) -> None:
-        """Asks for the values of each rank that the checkpoint has, instead of those given.
+        """Changes :attr:`state` to ask for the values of each rank that the checkpoint has.
 
         Args:
-            metadata: What the checkpoint has.
+            metadata: The metadata of the checkpoint.
             ranks: How many ranks load.
             uri: The checkpoint, for messages.
 
         Raises:
-            CheckpointCorruptError: If the metadata contradicts itself.
+            CheckpointCorruptError: If the metadata contradict themselves.
         """
         self.notes, self.left_alone, self.others = [], {}, set()
         if not self._own:
@@ -213,7 +230,7 @@ class Content:
             of_ranks = stored.get(own.path, {})
             own.value.is_loaded = self._rank in of_ranks
             if not of_ranks:
-                continue  # as any other name that is missing
+                continue  # treated like any other missing name
             asked = [self._rank] if of_ranks.keys() == {*range(ranks)} else sorted(of_ranks)
             made = {
                 _name(rank): own.state
@@ -244,14 +261,16 @@ class Content:
 
 
 class _Own:
-    """A value of this rank: where it stands, and what is loaded for it."""
+    """A ``PerRank`` of the state dict, with its path and the content that is loaded for it."""
 
     def __init__(self, path: Path, value: PerRank[Any], content: Content) -> None:
         self.path, self.value, self.content = path, value, content
         [(self.name, self.state)] = content.state.items()
 
     def has_names(self, names: Mapping[str, Path]) -> bool:
-        """Whether it is to be loaded in place: it has the same names, or tensors, to be filled."""
+        """Whether it is loaded in place: it has tensors to fill, or the same names as the saved
+        value.
+        """
         flat = flatten_state_dict({".".join(map(str, self.path)): {self.name: self.state}})[0]
         has_tensors = any(isinstance(value, torch.Tensor) for value in flat.values())
         return has_tensors or flat.keys() == names.keys()
@@ -262,7 +281,7 @@ def _name(rank: int) -> str:
 
 
 def _take(value: PerRank[Any], loaded: Any, rank: int, inner: Content) -> None:
-    """Puts what was loaded into a ``PerRank``."""
+    """Puts loaded values into a ``PerRank``."""
     loaded = loaded if isinstance(loaded, Mapping) else {}
     if not value.is_loaded:
         loaded = {name: entry for name, entry in loaded.items() if name != _name(rank)}
@@ -278,7 +297,7 @@ def _take(value: PerRank[Any], loaded: Any, rank: int, inner: Content) -> None:
 def _by_rank(
     wanted: set[Path], metadata: Metadata, structure: Structure
 ) -> dict[Path, dict[int, dict[str, Path]]]:
-    """By the path of a value of each rank and by rank: its names, and their paths."""
+    """Returns the names of ``per_rank`` values and their paths, by the value's path and by rank."""
     found: dict[Path, dict[int, dict[str, Path]]] = {}
 
     def of(path: Path) -> Iterator[dict[str, Path]]:
@@ -301,7 +320,9 @@ def _by_rank(
 def _placeholder(
     path: Path, names: Mapping[str, Path], metadata: Metadata, structure: Structure, uri: str
 ) -> Any:
-    """What a value that was saved is loaded into: nested in the same way, its tensors on the host.
+    """Returns a value to load a saved ``per_rank`` value into, with its nesting and empty tensors.
+
+    The tensors are on the host.
 
     Raises:
         CheckpointCorruptError: If the paths contradict each other.
@@ -327,14 +348,18 @@ def _items_of(container: Any) -> Any:
 
 
 def _entries_of(container: Any) -> list[Any]:
-    """The entries of a container that may stand for something else, or hold what does."""
+    """Returns the entries of a container that may have to be replaced, or may
+    contain such values.
+    """
     values = container.values() if isinstance(container, Mapping) else container
     kinds = {*map(type, values)} - _LEAVES
     return [value for value in values if type(value) in kinds] if kinds else []
 
 
 def _stands_for_another(value: Any) -> bool:
-    """Whether it is a ``PerRank`` or a ``Stateful``; whether a class matches a protocol is slow."""
+    """Whether a value is a ``PerRank`` or a ``Stateful``; skips the slow protocol
+    check if it can.
+    """
     if type(value) in _LEAVES or type(value) in (dict, list, tuple):
         return False
     return not isinstance(value, torch.Tensor) and isinstance(value, (PerRank, Stateful))

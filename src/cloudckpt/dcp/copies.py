@@ -1,11 +1,11 @@
-"""Whether ranks have the same under one name: of what several ranks have, one copy is saved.
+"""Detects ranks that have different values under one name, of which only one copy is saved.
 
-Ranks with different values there, such as states of random generators, or experts that each rank
-counts from 0, would lose all but one without a word. So each rank reports one number of 64 bits for
-all its copies, written or not, and these numbers add up to zero (modulo 2**64) if all copies are
-the same: for each set of ranks that have the same items there is a weight for each rank, random,
-and zero in sum, and a rank multiplies it with its digest of these items. Only if the sum is another
-do the ranks report a digest of each copy.
+Without this check, values that differ between ranks, such as states of random generators, or
+experts that each rank counts from 0, would be lost silently, all but one. So each rank reports one
+number of 64 bits for all its copies, written or not, and these numbers add up to zero (modulo
+2**64) if all copies are the same: for each set of ranks that have the same items there is a random
+weight for each rank, with a sum of zero, and a rank multiplies it by its digest of these items.
+Only if the sum is not zero do the ranks report a digest of each copy.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _told: set[str] = set()  # the keys that this process has logged already
 
 @dataclass(frozen=True)
 class Shared:
-    """Which items of a rank others have, too.
+    """The items of a rank that other ranks have, too, in sets by the ranks that have them.
 
     Attributes:
-        items: Their numbers in the rank's own plan, one set of ranks after the other.
-        counts: How many there are of each set.
+        items: The numbers of the items in the rank's own plan, set after set.
+        counts: How many items each set has.
         weights: This rank's weight in each set.
     """
 
@@ -54,7 +54,7 @@ class Shared:
 
     @classmethod
     def nothing(cls) -> Shared:
-        """No item."""
+        """Returns a value without items."""
         return cls(unfilled(0))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -69,13 +69,13 @@ def _shared(count: int, packed: bytes, counts: tuple[int, ...], weights: tuple[i
 def shared_of_ranks(
     groups: Iterable[Sequence[int]], ranks: Iterable[tuple[int, ...]], starts: Sequence[int]
 ) -> list[Shared]:
-    """By rank, what it has in common with others.
+    """Returns, by rank, the items that it has in common with others.
 
     Args:
-        groups: The items that are the same part of the same name, by their numbers among those of
-            all ranks.
-        ranks: The ranks that have them.
-        starts: By rank, the number of its first item; and the number of all at the end.
+        groups: Groups of items that are the same part of the same name, by their numbers among the
+            items of all ranks.
+        ranks: The ranks that have the items of each group.
+        starts: By rank, the number of its first item; the last entry is the number of all items.
     """
     by_set: dict[tuple[int, ...], list[Sequence[int]]] = {}
     for group, of_group in zip(groups, ranks, strict=True):
@@ -96,7 +96,9 @@ def shared_of_ranks(
 
 
 def are_alike(numbers: Iterable[int]) -> bool:
-    """Whether the copies of all ranks are the same, by the number of each, see :class:`Copies`."""
+    """Whether all ranks have the same copies, given the number of each: see
+    :meth:`Copies.weighed`.
+    """
     return not sum(numbers) & _ALL
 
 
@@ -106,14 +108,14 @@ def _weights(count: int) -> list[int]:
 
 
 class Described(NamedTuple):
-    """A rank's copy of an item.
+    """The digest of a rank's copy of an item.
 
     Attributes:
-        name: Its name.
-        offsets: Those of a tensor.
-        digest: Its digest.
-        kind: Its class.
-        mesh: The ranks of a DTensor's mesh.
+        name: The name of the item.
+        offsets: The offsets of a tensor's chunk; None for other values.
+        digest: The digest of the copy.
+        kind: The name of its class.
+        mesh: The ranks of a DTensor's mesh; empty for other values.
     """
 
     name: str
@@ -131,13 +133,13 @@ class _Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Copies:
-    """What a rank has in common with others, and compares at each save by one plan.
+    """The items that a rank has in common with others, and compares at each save by one plan.
 
     Attributes:
-        items: The items, one set of ranks after the other.
-        counts: How many there are of each set.
+        items: The items, set after set.
+        counts: How many items each set has.
         weights: This rank's weight in each set.
-        unlike: The names of those that are known to differ, and are compared no more.
+        unlike: The names that are known to differ, and are no longer compared.
         samples: Whether only a sample of a large tensor is compared.
     """
 
@@ -149,7 +151,7 @@ class Copies:
 
     @classmethod
     def of(cls, plan: SavePlan, shared: Shared, *, samples: bool) -> Copies:
-        """Those of a rank's own plan."""
+        """Returns the copies that a rank's own plan has in common with others."""
         items = (plan.items[number] for number in shared.items.tolist())
         copies = tuple(
             _Copy(
@@ -162,11 +164,13 @@ class Copies:
         return cls(copies, shared.counts, shared.weights, samples=samples)
 
     def without(self, names: Collection[str]) -> Copies:
-        """The same, without the comparison of what has these names."""
+        """Returns a copy that no longer compares the items with these names."""
         return replace(self, unlike=self.unlike | frozenset(names))
 
     def weighed(self, planner: DefaultSavePlanner) -> int:
-        """This rank's number: those of all ranks add up to zero if all copies are the same."""
+        """Returns this rank's number: those of all ranks add up to zero if all
+        copies are the same.
+        """
         total, items = 0, iter(self.items)
         for count, weight in zip(self.counts, self.weights, strict=True):
             of_set = itertools.islice(items, count)
@@ -176,7 +180,7 @@ class Copies:
         return total & _ALL
 
     def described(self, planner: DefaultSavePlanner) -> list[Described]:
-        """Each copy by itself."""
+        """Returns the digest of each copy."""
         return list(self._described(planner))
 
     def _described(self, planner: DefaultSavePlanner) -> Iterator[Described]:
@@ -198,7 +202,7 @@ class Copies:
 
 
 def _value(copy: _Copy, planner: DefaultSavePlanner) -> Any:
-    """This rank's copy; none if it can't be had: the rank that saves it tells why."""
+    """Returns this rank's copy; None if it can't be had, which the rank that saves it reports."""
     with contextlib.suppress(Exception):
         return _found(copy, planner)
     return None
@@ -217,19 +221,17 @@ def _found(copy: _Copy, planner: DefaultSavePlanner) -> Any:
 def refuse_or_tell(
     by_rank: Sequence[Sequence[Described]], uri: str, *, refuses: bool
 ) -> frozenset[str]:
-    """Finds what differs between ranks.
+    """Returns the names whose copies differ between ranks, and logs or refuses them.
 
     Args:
-        by_rank: What each has in common with others.
+        by_rank: The digests of each rank's copies.
         uri: The checkpoint.
-        refuses: Whether that is an error; otherwise it is logged, once for each name. DTensors on
-            meshes without a common rank are parts of different models: an error in any case.
-
-    Returns:
-        The names of what differs.
+        refuses: Whether a difference is an error; otherwise it is logged, once for each name.
+            DTensors
+            on meshes without a common rank are parts of different models: an error in any case.
 
     Raises:
-        KeyCollisionError: If ranks have different values under one name.
+        KeyCollisionError: If ranks have different values under one name, and this is an error.
     """
     found: dict[tuple[str, tuple[int, ...] | None], dict[tuple[str, int], list[int]]] = {}
     meshes: dict[str, set[tuple[int, ...]]] = {}
@@ -267,7 +269,7 @@ def refuse_or_tell(
 
 
 def _lie_apart(meshes: Collection[tuple[int, ...]]) -> bool:
-    """Whether two meshes have no rank in common."""
+    """Whether any two of the meshes have no rank in common."""
     return any(set(one).isdisjoint(other) for one, other in itertools.combinations(meshes, 2))
 
 

@@ -1,4 +1,6 @@
-"""Errors that go to other ranks or processes, or are kept."""
+"""Prepares errors to be pickled for other ranks or processes, or to be kept
+without their frames.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ E = TypeVar("E", bound="BaseException | None")
 
 
 def portable(error: E, uri: str | None) -> E | CheckpointError:
-    """The error, or a description of it as an error if it can't be pickled.
+    """Returns the error itself if it can be pickled, else a CheckpointError that describes it.
 
     torch gathers the failures of all ranks by pickle. An unpicklable one would be raised on its own
     rank only and leave the other ranks waiting.
@@ -43,7 +45,7 @@ def portable(error: E, uri: str | None) -> E | CheckpointError:
 def portable_errors(uri: str | None) -> Iterator[None]:
     """Replaces errors that can't be pickled, for example a planner's, by errors that can.
 
-    For a block, or as a decorator of a step whose errors other ranks receive.
+    Use it for a block, or as a decorator of a step whose errors other ranks receive.
     """
     try:
         yield
@@ -63,9 +65,9 @@ def _survives_pickling(error: BaseException) -> bool:
 
 
 def is_of_group(exc: BaseException) -> bool:
-    """Whether a collective raised it; gloo raises plain RuntimeErrors.
+    """Whether a collective of a process group raised this error.
 
-    A group that was destroyed meanwhile makes torch raise a ValueError.
+    gloo raises plain RuntimeErrors, and torch a ValueError if the group was destroyed meanwhile.
     """
     if isinstance(exc, dist.DistError):
         return True
@@ -84,15 +86,16 @@ class _TracebackError(Exception):
 
 
 def release_frames(error: BaseException, *, apart_from: BaseException | None = None) -> None:
-    """Leaves of an error's chain only the first cause, if it is not ours, and that as text.
+    """Drops the tracebacks of an error's chain, and keeps its first foreign cause as text.
 
-    Otherwise keeping the error would keep the staged copy, and printing it would say the same
-    several times. ``traceback.clear_frames`` is not enough: it leaves what closures hold, and the
-    calling frames. The whole chain is logged at level DEBUG.
+    A foreign cause is an error from outside cloudckpt. Otherwise keeping the error would keep the
+    staged copy, and printing it would say the same several times. ``traceback.clear_frames`` is not
+    enough: it leaves what closures hold, and the calling frames. The whole chain is logged at level
+    DEBUG.
 
     Args:
-        error: The error; those that it was raised from, or that torch gathered, are looked at, too.
-        apart_from: One of those, at which to stop: it, and what it was raised from, is others'.
+        error: The error; its causes, and errors that torch has gathered in it, are included.
+        apart_from: An error of the chain at which to stop: it and its causes belong to other code.
     """
     logger.debug("%s", "".join(traceback.format_exception(error)))
     pending: list[tuple[BaseException | None, traceback.StackSummary | None]] = [(error, None)]
@@ -110,5 +113,5 @@ def release_frames(error: BaseException, *, apart_from: BaseException | None = N
         if isinstance(one, CheckpointException):
             pending += [(failure, stack) for failure, stack in one.failures.values()]
         one.__traceback__ = one.__context__ = one.__cause__ = None
-    if first and not isinstance(error, StoreError):  # which says all of its cause
+    if first and not isinstance(error, StoreError):  # a StoreError's message has its whole cause
         error.__cause__ = _TracebackError(first)

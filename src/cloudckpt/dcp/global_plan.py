@@ -1,10 +1,10 @@
-"""What all ranks of a save write, planned together: torch's global plan, by columns.
+"""Makes torch's global plan, for all ranks of a save, by columns of numbers.
 
 torch's planner makes five Python objects for each chunk of each rank, gathers them on one rank, and
-visits each several times: half a million chunks take fifteen seconds there. Here ranks send what
-they would write as columns (``checkpoint/record.py``), and the coordinator finds duplicates, orders
-and checks by sorting numbers. The result is what torch's planner makes of the same plans, down to
-the order of the names; tests compare them. Anything unusual is left to torch.
+visits each several times: half a million chunks take fifteen seconds there. Here ranks send their
+plans as columns (``checkpoint/record.py``), and the coordinator removes duplicates, orders and
+checks by sorting numbers. The result equals that of torch's planner for the same plans, down to the
+order of the names; tests compare them. Anything unusual is left to torch.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from cloudckpt.errors import KeyCollisionError
 __all__ = ["Part", "plan_together", "record_of"]
 
 _END = 1 << 63
-_INVALID = "Failed to validate global plan"  # as torch's planner begins its message
+_INVALID = "Failed to validate global plan"  # the beginning of the message of torch's planner
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which of its items a rank writes: their numbers, and torch's hint for each."""
+    """The items that a rank writes: their numbers in its plan, and torch's hint for each."""
 
     items: torch.Tensor
     hints: torch.Tensor
 
     def of(self, plan: SavePlan) -> SavePlan:
-        """The rank's plan without the items that others write."""
+        """Returns the rank's plan without the items that others write."""
         items: list[WriteItem] = []
         for number, hint in zip(self.items.tolist(), self.hints.tolist(), strict=True):
             item = plan.items[number]
@@ -74,20 +74,23 @@ def _part(count: int, packed: bytes) -> Part:
 def plan_together(
     records: Sequence[Record], *, to_lowest_rank: bool, uri: str
 ) -> tuple[Planned, list[Part], list[Shared]]:
-    """What torch's planner makes of the plans of all ranks.
+    """Merges the plans of all ranks like torch's planner: each item is written by one rank.
 
     Args:
-        records: By rank, what it would write.
-        to_lowest_rank: Whether the lowest rank writes what several have, not the rank with the
+        records: By rank, the record of its plan.
+        to_lowest_rank: Whether the lowest rank writes an item that several have, not the rank with
+            the
             least to write.
         uri: The checkpoint, for messages.
 
     Returns:
-        What is to be written, by rank its part of it, and by rank what others have, too.
+        The plan of all ranks; by rank, the items that it writes; and by rank, the items that others
+        have, too.
 
     Raises:
-        KeyCollisionError: If ranks have different things under one name.
-        ValueError: If the chunks of a tensor overlap or don't fill it, as torch's planner says it.
+        KeyCollisionError: If ranks have different types or shapes under one name.
+        ValueError: If the chunks of a tensor overlap or don't fill it; worded as by torch's
+            planner.
     """
     items = _Items(records, uri)
     kept = items.kept(to_lowest_rank)
@@ -104,15 +107,15 @@ def plan_together(
 
 
 def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm) -> bytes:
-    """What a rank is to write, as the bytes of a record without locations.
+    """Returns the plan of a rank as the bytes of a record without locations.
 
     Args:
-        plan: A plan of torch's planner, or of one like it.
-        structure: What flattening has lost of this rank's state dict.
-        checksum: The algorithm of the store.
+        plan: A plan of torch's planner, or of one that makes the same classes.
+        structure: The nesting that flattening has lost of this rank's state dict.
+        checksum: The checksum algorithm of the store.
 
     Raises:
-        NotInColumnsError: If columns can't express it.
+        NotInColumnsError: If columns can't express the plan.
     """
     table, whole = table_of_plan(plan)
     planned = Record(table=table, whole=whole, structure=structure, checksum=checksum)
@@ -123,12 +126,12 @@ def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm)
 
 
 class _Items:
-    """The items of all ranks, one after the other, in the order in which torch looks at them.
+    """The items of all ranks, one rank after the other, in the order in which torch visits them.
 
     Attributes:
-        starts: By rank, the number of its first item; and the number of all at the end.
-        groups: Items that are the same part of the same name; known once :meth:`kept` was called.
-        ranks_of_groups: The ranks that have them.
+        starts: By rank, the number of its first item; the last entry is the number of all items.
+        groups: Groups of items that are the same part of the same name; set by :meth:`kept`.
+        ranks_of_groups: The ranks that have the items of each group.
     """
 
     def __init__(self, records: Sequence[Record], uri: str) -> None:
@@ -173,11 +176,11 @@ class _Items:
         """Takes the form of each name from the lowest rank that has it.
 
         Args:
-            names: What ranks have, one rank after the other.
-            forms: The form of each.
+            names: The numbers of the names that ranks have, one rank after the other.
+            forms: The number of the form of each.
 
         Raises:
-            KeyCollisionError: If ranks have different things under one name.
+            KeyCollisionError: If ranks have different types or shapes under one name.
         """
         firsts = torch.full((len(self._names),), names.numel(), dtype=torch.int64, device="cpu")
         firsts.scatter_reduce_(0, names, counted(0, names.numel()), "amin")
@@ -202,10 +205,11 @@ class _Items:
         )
 
     def kept(self, to_lowest_rank: bool) -> torch.Tensor:
-        """The items that are written: of those that several ranks have, one each.
+        """Returns the items that are written: one of each group of duplicates, and all others.
 
-        torch gives them, in the order in which it meets them, to the rank that has the least to
-        write so far: of what it has alone, as far as torch has come by then, and what it was given.
+        torch assigns duplicates, in the order in which it meets them, to the rank that has the
+        least to write so far: the items that it alone has, as far as torch has visited them by
+        then, and the duplicates assigned to it.
         """
         keeps = torch.ones(self.starts[-1], dtype=torch.bool, device="cpu")
         members, sizes = self._duplicates()
@@ -230,10 +234,11 @@ class _Items:
         alone = torch.cat([unfilled(1).zero_(), (weights * keeps).cumsum(0)]).tolist()
         given, starts = [0] * (len(self.starts) - 1), self.starts
         for group, of_group in groups:
-            first = of_group[0]  # torch has come to nothing yet of what the ranks behind have alone
+            # of the later ranks, torch has visited no items yet that they alone have
+            first = of_group[0]
             met = alone[group[0]] - alone[starts[first]]
             given[first] += met
-            # a set, as in torch, whose order decides between ranks that have as much
+            # a set, as in torch: its order decides between ranks with equally much to write
             chosen = min(sets[of_group], key=given.__getitem__)
             given[first] -= met
             given[chosen] += int(weights[group[0]])
@@ -241,7 +246,9 @@ class _Items:
         return keeps.nonzero().view(-1)
 
     def _duplicates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Items that are the same part of the same name, group after group, and their numbers."""
+        """Returns the items that several ranks have, group after group, and the
+        size of each group.
+        """
         found = [_groups(self._values, [self._of_items[self._values]])]
         for dims, of_dims in self._chunks.items():
             rows = self._rows[dims]
@@ -263,19 +270,20 @@ class _Items:
         return ValueError(f"{_INVALID}: key:{self._names[name]} {why}")
 
     def ordered(self, kept: torch.Tensor) -> tuple[Table, torch.Tensor, torch.Tensor]:
-        """What is written, in torch's order: names by first occurrence, their chunks by rank.
+        """Orders the written items as torch does: names by first occurrence, their chunks by rank.
 
         Args:
             kept: The items that are written.
 
         Returns:
-            The table; and of each item that is written its row, and its number in its name.
+            The table; and for each written item its row, and its number within its name.
         """
         of_kept = self._of_items[kept]
         counts = of_kept.bincount(minlength=len(self._names))
         firsts = torch.full((len(self._names),), kept.numel(), dtype=torch.int64, device="cpu")
         firsts.scatter_reduce_(0, of_kept, counted(0, kept.numel()), "amin")
-        order = firsts.argsort(stable=True)[: int((counts > 0).sum())]  # of some no rank has a part
+        # some names have no part on any rank
+        order = firsts.argsort(stable=True)[: int((counts > 0).sum())]
         places = unfilled(len(self._names))
         places[order] = counted(0, order.numel())
         by_row = places[of_kept].argsort(stable=True)
@@ -299,7 +307,7 @@ class _Items:
         return table, rows, rows - table.firsts[places[of_kept]]
 
     def _chunks_of(self, dims: int, items: torch.Tensor) -> Chunks:
-        """The chunks of a number of dimensions among some items."""
+        """Returns the chunks with a number of dimensions among some items."""
         place_of = torch.full((self.starts[-1],), -1, dtype=torch.int64, device="cpu")
         place_of[self._rows[dims]] = counted(0, self._rows[dims].numel())
         places = place_of[items]
@@ -308,22 +316,22 @@ class _Items:
 
 
 def _kind(form: Form) -> str:
-    """What all ranks must agree about."""
+    """Returns the type and shape that all ranks must agree about, as text."""
     if form.shape is None:
         return "not a tensor"
     return f"a tensor of {form.dtype} and shape {form.shape}"
 
 
 def _weight(form: Form) -> int:
-    """What torch counts for an item when it divides work: the bytes of the whole tensor."""
+    """Returns the size by which torch divides work for an item: the bytes of the whole tensor."""
     return 1 if form.shape is None else math.prod(form.shape) * form.dtype.itemsize or 1
 
 
 def _groups(items: torch.Tensor, keys: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of ``items`` whose keys are the same, if they are several, in ascending order.
+    """Returns the ``items`` that share their keys with others, group after group, ascending.
 
     Returns:
-        The groups, one after the other, and how many items each has.
+        The items of all groups, and the size of each group.
     """
     if items.numel() < 2 or int(keys[0].bincount().max()) < 2:
         return items[:0], unfilled(0)
@@ -339,16 +347,17 @@ def _groups(items: torch.Tensor, keys: Sequence[torch.Tensor]) -> tuple[torch.Te
 
 
 def _merged(paths: Sequence[tuple[int, Paths]], uri: str) -> Paths:
-    """All paths, as a ``ChainMap`` has them: in the order of the last rank's.
+    """Merges the paths of all ranks in the order of a ``ChainMap``: the last rank's come first.
 
     Args:
-        paths: With the rank that has them.
+        paths: Ranks with their paths.
         uri: The checkpoint, for messages.
 
     Raises:
         KeyCollisionError: If ranks have different paths of one name.
     """
-    distinct = {id(one): (rank, one) for rank, one in reversed(paths)}.values()  # of lowest ranks
+    # of the lowest ranks that have them
+    distinct = {id(one): (rank, one) for rank, one in reversed(paths)}.values()
     made: dict[str, tuple[str | int, ...]] = {}
     for _, one in distinct:
         made.update(one)
@@ -373,7 +382,7 @@ def _validate(table: Table, ranks: int) -> None:
     """Checks that the chunks of each tensor fill it and don't overlap.
 
     Raises:
-        ValueError: As torch's planner raises it.
+        ValueError: If they don't; worded as by torch's planner.
     """
     doubtful = sorted(itertools.chain.from_iterable(_doubtful(table, ranks)))
     if not doubtful:
@@ -387,7 +396,7 @@ def _validate(table: Table, ranks: int) -> None:
 
 
 def _doubtful(table: Table, ranks: int) -> Iterator[list[int]]:
-    """The numbers of the names of tensors whose chunks do not obviously fill them."""
+    """Yields the numbers of the tensors' names whose chunks do not obviously fill them."""
     elements = column_of([math.prod(form.shape or ()) for form in table.forms])
     for dims, chunks in table.chunks.items():
         if not dims:
@@ -404,14 +413,14 @@ def _doubtful(table: Table, ranks: int) -> Iterator[list[int]]:
 
 
 def _not_apart(names: torch.Tensor, chunks: Chunks) -> torch.Tensor:
-    """The chunks that may overlap others of their tensor.
+    """Returns the chunks that may overlap others of their tensor.
 
     Chunks are separated dimension by dimension: those whose ranges don't touch can't overlap. Grids
     of any number of dimensions separate completely.
     """
     left = (names.bincount()[names] > 1).nonzero().view(-1)
     groups = names[left]
-    for _ in range(2):  # what was divided in a later dimension may come apart in an earlier one
+    for _ in range(2):  # chunks separated in a later dimension may then separate in an earlier one
         for begins, sizes in zip(chunks.offsets.unbind(1), chunks.sizes.unbind(1), strict=True):
             if left.numel() < 2:
                 return left[:0]

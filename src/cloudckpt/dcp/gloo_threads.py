@@ -1,13 +1,13 @@
 """Lets gloo's threads finish before the interpreter ends.
 
-A thread of gloo tells the trainer that a collective is complete, and releases its tensors
+A thread of gloo reports to the trainer that a collective is complete, and releases its tensors
 afterwards. For that it needs the GIL. If the interpreter begins to end while the thread waits for
 it, Python (before 3.14) ends the thread there; that is within a destructor of C++, so the whole
 process ends by ``std::terminate``: "terminate called without an active exception", and SIGABRT in a
 job whose last save is committed. On a busy machine a thread may well get no CPU for that long.
 
-So the end of the interpreter waits until these threads have nothing left to do. A group that was
-destroyed before has none: its destruction waits for them.
+So the end of the interpreter waits until these threads are idle. A group that was destroyed before
+has no threads: its destruction waits for them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from collections.abc import Iterator
 
 __all__ = ["let_finish"]
 
-_NAME = "pt_gloo_runloop"  # of the threads that carry out gloo's collectives
+_NAME = "pt_gloo_runloop"  # the name of the threads that carry out gloo's collectives
 _TASKS = "/proc/self/task"
 _PAUSE = 0.01
 _LONGEST = 10.0
 
 
 def let_finish() -> None:
-    """Waits up to 10 s until no thread of gloo has anything left to do.
+    """Waits up to 10 s until all threads of gloo are idle, or wait for other ranks.
 
-    A thread is idle, or waits for other ranks, if it sleeps and has not run for a moment in which
-    nobody held the GIL.
+    A thread counts as such if it sleeps and has not run for a moment in which the GIL was free.
     """
     until = time.monotonic() + _LONGEST
     before: list[tuple[str, ...]] = []
@@ -40,9 +39,9 @@ def let_finish() -> None:
 
 
 def _threads() -> Iterator[tuple[str, ...]]:
-    """Of each such thread: its number, its state, and how often it was given or lost a CPU.
+    """Yields, for each thread of gloo, its number, its state, and its counts of context switches.
 
-    There are none where the system is not Linux.
+    There are none on systems other than Linux.
     """
     try:
         numbers = os.listdir(_TASKS)
@@ -52,7 +51,7 @@ def _threads() -> Iterator[tuple[str, ...]]:
         try:
             with open(f"{_TASKS}/{number}/status", encoding="utf-8", errors="replace") as file:
                 fields = dict(line.split(":", 1) for line in file if ":" in line)
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
         if fields["Name"].strip() == _NAME:
             switches = fields["voluntary_ctxt_switches"], fields["nonvoluntary_ctxt_switches"]

@@ -1,9 +1,9 @@
-"""Incremental saves: what need not be sent because an earlier checkpoint of the run has it.
+"""Incremental saves: do not send bytes that an earlier checkpoint of the run has.
 
 The coordinator holds the base (:mod:`cloudckpt.checkpoint.references`) and says which save made it.
-A rank that took part in that save remembers where its own items lie and needs nothing else;
-otherwise all ranks get a table of what the base holds. Only this, the digests and what is sent
-differ from other saves.
+A rank that took part in that save remembers the locations of its own items and needs nothing else;
+otherwise all ranks get a table of all items of the base. Only this, the digests and the amount of
+data sent differ from other saves.
 """
 
 from __future__ import annotations
@@ -50,20 +50,22 @@ _MOST = 4  # runs and groups whose last save this process remembers
 
 
 class Contents:
-    """The digests of what one rank saves, and which of it an earlier checkpoint has.
+    """Collects the digests of a rank's items, and looks them up in an earlier checkpoint.
 
     Args:
-        count: How many items there are.
-        base: What the earlier checkpoint has; None if there is none.
+        count: How many items the rank has.
+        base: The items of the earlier checkpoint; None without one.
     """
 
     def __init__(self, count: int, base: Base | None) -> None:
         self._base = base
         self._high, self._low = array("q", bytes(8 * count)), array("q", bytes(8 * count))
-        self._numbers: dict[int, int] = {}  # by number of the base's object: its number here
+        # maps the number of an object in the base to its number among the references
+        self._numbers: dict[int, int] = {}
 
     def known(self, item: int, digest: Digest) -> Place | None:
-        """Records an item's digest; returns where the item already is, or None.
+        """Records an item's digest; returns the item's location in the base, or None if it is not
+        there.
 
         The object's number is -1 for the first of :attr:`references`, -2 for the next, and so on.
         """
@@ -80,11 +82,11 @@ class Contents:
         return tuple(self._base.objects[number] for number in self._numbers) if self._base else ()
 
     def extents(self, places: Extents, own: int) -> Extents:
-        """Where all items lie, with their digests.
+        """Returns the locations of all items, with their digests.
 
         Args:
-            places: As returned by :meth:`known` and the layout.
-            own: How many objects this rank itself writes; they come first.
+            places: The locations that :meth:`known` and the layout have returned.
+            own: How many objects this rank itself writes; they are numbered first.
         """
         objects = torch.where(places.objects < 0, own - 1 - places.objects, places.objects)
         halves = (torch.frombuffer(half, dtype=torch.int64) for half in (self._high, self._low))
@@ -99,7 +101,8 @@ def digest_of(
     Args:
         tensor: The tensor.
         pool: Staging memory for tensors that are not row-major in host memory.
-        algorithm: Algorithm of the checksums to compute along with the digest, if any.
+        algorithm: Algorithm of the checksums to compute along with the digest; None for no
+            checksums.
 
     Returns:
         The digest, and the checksums of the blocks. The tensor may be written to before it is sent;
@@ -107,7 +110,7 @@ def digest_of(
     """
     kind, nbytes = kind_of(tensor.dtype, tensor.shape), tensor.nbytes
     block = block_size_for(nbytes)
-    if 0 < nbytes <= block and is_plain(tensor):  # of which there may be many
+    if 0 < nbytes <= block and is_plain(tensor):  # there may be many such tensors
         view = bytes_of(tensor)
         return digest_of_bytes(kind, view), () if algorithm is None else (algorithm.of(view),)
     digester = Digester(kind)
@@ -134,7 +137,9 @@ def _pieces_of(tensor: torch.Tensor, pool: StagingPool) -> Iterable[Piece]:
 
 
 class Writer(Protocol):
-    """A writer whose save needs a base, as :class:`~cloudckpt.dcp.writer.CloudStorageWriter`."""
+    """A writer whose save needs a base, such as
+    :class:`~cloudckpt.dcp.writer.CloudStorageWriter`.
+    """
 
     uri: CheckpointURI
 
@@ -149,17 +154,17 @@ def agree_on_base(
     *,
     is_planned: bool,
 ) -> Base | None:
-    """Agrees on the base; returns what it has of this rank's items, or None if there is none.
+    """Agrees on the base of a save; returns its items that this rank needs, or None without a base.
 
-    A rank that took part in the save that made the base knows this itself. If some rank did not, or
-    the plan is new, so that items may have moved between ranks, every rank gets the contents of all
-    ranks.
+    A rank that took part in the save that made the base remembers them itself. If some rank did
+    not, or the plan is new, so that items may have moved between ranks, every rank gets the items
+    of all ranks.
 
     Args:
         ranks: The saving ranks; all of them call this.
         members: Their process group.
         writer: This rank's writer.
-        logged: Wraps a function that a rank calls as a step for torch's logger.
+        logged: Wraps a function so that torch's logger records it as a step.
         is_planned: Whether the plan is new.
     """
     known = _remembered(members, writer.uri)
@@ -176,7 +181,7 @@ def agree_on_base(
         hold = writer.hold_base(None if known is None else known[0])
         if hold is None:
             return False, None
-        # a copy that was not made by cloudckpt has the name of the same save, and lies elsewhere
+        # a copy made by another tool has the random name of the same save, but another folder
         all_know = all(one == (hold.base.folder, hold.attempt) for one in told)
         return True, None if all_know else hold.contents
 
@@ -197,13 +202,14 @@ _lock = module_lock()
 def remember(
     members: dist.ProcessGroup | None, uri: CheckpointURI, attempt: str, written: Record
 ) -> None:
-    """Keeps where this rank's items of a committed checkpoint are, for the next save beside it.
+    """Keeps the locations of this rank's items in a committed checkpoint, for the next save beside
+    it.
 
     Args:
         members: The group that saved it.
         uri: The checkpoint.
         attempt: The random name of the save.
-        written: What this rank has written; nothing is kept if it has no digests.
+        written: The record of what this rank has written; nothing is kept if it has no digests.
     """
     if not written.extents.has_digests:
         return
@@ -219,7 +225,7 @@ def remember(
 def _remembered(
     members: dist.ProcessGroup | None, uri: CheckpointURI
 ) -> tuple[CheckpointURI, Base] | None:
-    """The last step beside ``uri`` that these ranks have saved incrementally."""
+    """Returns the last step beside ``uri`` that these ranks have saved incrementally."""
     with _lock:
         return _bases.get(_steps(members, uri))
 
@@ -231,12 +237,12 @@ def _steps(members: dist.ProcessGroup | None, uri: CheckpointURI) -> _Steps:
 def newest_beside(
     store: ObjectStore, uri: CheckpointURI, config: Config, notes: Notes | None = None
 ) -> CheckpointURI | None:
-    """The newest committed step in the same folder, by the numbers in the names.
+    """Returns the newest committed step in the same folder, by the numbers in the names.
 
     A step's name differs from this checkpoint's in the numbers only, or, if that has no number, has
     any. A folder such as ``best`` would stay a base for long, and keep what it shares. A checkpoint
-    that is to be replaced may be its own base. If the save notes its job, only steps count that are
-    that job's own or that it continues: those of trainings that were given up may be deleted soon.
+    that is to be replaced may be its own base. If the notes of the save name its job, only steps of
+    that job count, and steps that it continues: those of abandoned trainings may be deleted soon.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.
@@ -273,5 +279,5 @@ def newest_beside(
 
 
 def _around_numbers(name: str) -> tuple[str, ...]:
-    """The text before, between and after the numbers in a name."""
+    """Returns the text before, between and after the numbers in a name."""
     return tuple(re.split("[0-9]+", name))

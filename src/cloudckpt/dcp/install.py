@@ -1,4 +1,4 @@
-"""``install``: torch's own ``save`` and ``load`` take locations in stores.
+"""Changes torch's own ``save`` and ``load`` so that they accept locations in stores.
 
 Given ``s3://bucket/run``, a ``FileSystemWriter`` of torch saves to a folder named ``s3:`` in the
 working directory and reports success. So five functions of torch are replaced, all or none:
@@ -38,12 +38,12 @@ _CLOUDS = tuple(f"{scheme}://" for scheme in CLOUD_SCHEMES)
 
 _lock = module_lock()
 _replaced: list[tuple[Any, str, Any]] = []
-"""Owners, names and values of what was replaced in torch."""
+"""Owner, name and original value of each attribute that was replaced in torch."""
 _chosen: tuple[Config | None, bool] = (None, False)
 
 
 def chosen_config() -> Config | None:
-    """The options that :func:`install` was given."""
+    """Returns the options of the last :func:`install`; None without any."""
     return _chosen[0]
 
 
@@ -72,7 +72,7 @@ def _changes() -> Iterator[tuple[Any, str, Any]]:
         original = _in_torch(name, "_storage_setup", "storage", "checkpoint_id", "reader")
         yield sys.modules[f"{_DCP}.{name}"], "_storage_setup", _choosing(original)
     classes = [("filesystem", "FileSystem")]
-    if find_spec("fsspec") is not None:  # else torch has no classes for it
+    if find_spec("fsspec") is not None:  # without fsspec, torch has no classes for it
         old, new = _FSSPEC
         classes.append((old if find_spec(f"{_DCP}.{old}") else new, "Fsspec"))
     for module, prefix in classes:
@@ -82,7 +82,11 @@ def _changes() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _in_torch(module: str, name: str, *parameters: str) -> Any:
-    """A function or class of torch, whose first parameters must be these."""
+    """Returns a function or class of torch, after checking its first parameters.
+
+    Raises:
+        InstallError: If it does not exist, or has other parameters.
+    """
     home = f"{_DCP}.{module}"
     found = getattr(importlib.import_module(home), name, None) if find_spec(home) else None
     has = tuple(inspect.signature(found).parameters) if callable(found) else ()
@@ -96,10 +100,10 @@ def _in_torch(module: str, name: str, *parameters: str) -> Any:
 
 
 def _in_store(location: object) -> str | None:
-    """The URI of a location in a store; None leaves the location to torch.
+    """Returns the URI of a location in a store; None for a location that is left to torch.
 
     Raises:
-        InvalidURIError: If it is not a valid URI of a store, or one that ``pathlib`` has folded.
+        InvalidURIError: If the location is an invalid URI of a store, or ``pathlib`` has folded it.
     """
     text = text_of(location) or ""
     is_ours = unfolded(text) is not None or text.lower().startswith(_CLOUDS)
@@ -110,7 +114,7 @@ def _in_store(location: object) -> str | None:
 
 
 def _options(ours: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Our options; ``overwrite`` may have been given to torch's class."""
+    """Returns the options for one of our classes, with ``overwrite`` as given to torch's class."""
     config, trust_pickle = _chosen
     if "overwrite" in given:
         config = replace(config_or_default(config), overwrite=bool(given["overwrite"]))
@@ -131,10 +135,10 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _becoming(kind: Any, ours: type[Any]) -> Callable[..., None]:
-    """A constructor of torch's class whose object becomes ours if the path is in a store.
+    """Returns a constructor for torch's class whose object becomes ours if the path is in a store.
 
     The class itself is changed, as frameworks have already imported it by name. Objects of derived
-    classes stay what they are, since only these know what they add.
+    classes keep their class, since only these know what they add.
     """
     original = kind.__init__
     signature = inspect.signature(original)
@@ -159,7 +163,7 @@ def _becoming(kind: Any, ours: type[Any]) -> Callable[..., None]:
                     "and pass options by cloudckpt.install(config=...)",
                     uri=uri,
                 )
-        self.__class__ = ours  # not by __new__, which can't be removed from a class without a trace
+        self.__class__ = ours  # __new__ can't be removed from a class without a trace
         ours.__init__(self, uri, **_options(ours, given))
 
     return __init__

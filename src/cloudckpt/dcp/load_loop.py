@@ -1,17 +1,17 @@
-"""A load by all ranks of a group: one rank reads the metadata, each plans its own reads.
+"""Loads on all ranks of a group: one rank reads the metadata, and each plans its own reads.
 
 The ranks meet three times:
 
 1. The first rank reads the metadata and broadcasts them with the terms of the load. A rank that
    can't take part, or disagrees, goes on to the next meeting and reports it there.
-2. Once each has planned and knows where its bytes are, all report that they are ready and what they
-   want, so that bytes wanted by several ranks leave the store once (``sharing``). If a rank is not
-   ready, all raise.
+2. Once each rank has planned and located its bytes, all report that they are ready and which bytes
+   they want, so that bytes wanted by several ranks leave the store once (``sharing``). If a rank is
+   not ready, all raise.
 3. At the end all report success or failure.
 
 torch's loader has every rank read the metadata, gathers all plans on one rank and hands them back.
 This happens here, too, between the first two meetings, for planners with their own global plan and
-for other readers than ours: these get every call that torch makes, and share nothing.
+for readers of other packages: these get every call that torch makes, and share no reads.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def load_together(
     meeting: Meeting,
     begin: Callable[[], tuple[StorageReader, LoadPlanner | None, Content]],
 ) -> tuple[dict[str, Any], LoadReport]:
-    """Loads into a state dict; a collective call, which raises the same on all ranks.
+    """Loads into a state dict; a collective call, which raises the same error on all ranks.
 
     Args:
         meeting: The meeting of the ranks.
-        begin: Returns what to load with, and what to load.
+        begin: Returns the reader, the planner, and the content to load.
 
     Returns:
-        The state dict, and what the load did.
+        The state dict, and the report of the load.
 
     Raises:
         CloudCheckpointError: As :func:`cloudckpt.load`.
@@ -78,16 +78,16 @@ def load_together(
 
 
 class _Terms(NamedTuple):
-    """What the first rank broadcasts: plain values, which any version can read.
+    """The terms of a load that the first rank broadcasts: plain values, which any version can read.
 
     Attributes:
-        location: Where it loads from.
+        location: The location that it loads from.
         options: Options that must be the same on all ranks.
         version: The version of its cloudckpt.
         begins: Whether it can load.
         gathers: Whether it needs the plans of all ranks.
-        shares: Which ranks share what they read, see ``shared_reads`` of the options.
-        metadata: What its reader has read; None if each rank reads them itself.
+        shares: Which ranks share their reads, see ``shared_reads`` of the options.
+        metadata: The metadata that its reader has read; None if each rank reads them itself.
     """
 
     location: str = ""
@@ -123,18 +123,20 @@ class _Load:
         if type(planner) is DefaultLoadPlanner and self._uri is not None:
             planner = CloudLoadPlanner.like(planner, self._uri)
         self._planner = planner
-        self._metadata = Metadata({})  # once they were read
+        self._metadata = Metadata({})  # replaced by the metadata that are read
         self._plan = LoadPlan([])
 
     def run(self) -> None:
-        """Loads.
+        """Loads the content, together with the other ranks.
 
         Raises:
             CheckpointReplacedError: If another save has replaced the checkpoint; the call can then
-                be repeated.
+                be
+                repeated.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
-        self.state_dict = dict(self._content.state)  # a planner may have begun to fill it
+        # after a retry: a planner may have begun to fill it
+        self.state_dict = dict(self._content.state)
         try:
             with contextlib.ExitStack() as until_the_end:
                 with all_expected(self._meeting.group):
@@ -151,12 +153,13 @@ class _Load:
             raise one_error({0: error}, 0, "while it was loaded", self._uri) from error
 
     def reported(self) -> LoadReport:
-        """What the load did; logged, too, where that may matter."""
+        """Returns the report of the load, and logs what may not be intended."""
         planner, content, uri = self._planner, self._content, self._uri or ""
         for note in content.notes:
             logger.warning("%s: %s", uri, note)
         wanted = getattr(planner, "state_dict", self.state_dict)
-        metadata = getattr(planner, "metadata", None) or self._metadata  # some make their own
+        # some planners make their own
+        metadata = getattr(planner, "metadata", None) or self._metadata
         ours = planner if isinstance(planner, CloudLoadPlanner) else None
         report = LoadReport.of(
             wanted,
@@ -176,7 +179,7 @@ class _Load:
         """Plans; once all ranks are ready, returns a function that fetches this rank's bytes.
 
         Args:
-            until_the_end: Is closed when the load has ended.
+            until_the_end: Resources that are released when the load has ended.
         """
         meeting, status, terms = self._meeting, self._status(), _Terms()
         if meeting.rank == 0 and status.failure is None:
@@ -250,7 +253,9 @@ class _Load:
         return reader.prepare_local_plan(plan) if terms.gathers else plan
 
     def _planned_together(self, status: RankStatus, terms: _Terms) -> LoadPlan:
-        """This rank's part of a plan that the first rank makes of those of all."""
+        """Returns this rank's part of a plan that the first rank makes from the
+        plans of all ranks.
+        """
         local: bytes | None = None
         if status.failure is None:
             try:
@@ -269,18 +274,21 @@ class _Load:
     def _prepared(
         self, plan: LoadPlan, until_the_end: contextlib.ExitStack
     ) -> tuple[Callable[[SharedReads | None], None], Sequence[Segment]]:
-        """A function that fetches a plan's bytes, and the segments that other ranks may fetch."""
+        """Returns a function that fetches a plan's bytes, and the segments that other ranks may
+        fetch.
+        """
         plan = self._plan = self._planner.finish_plan(plan)
         if self._ours is None:
             return lambda _: self._reader.read_data(plan, self._planner).wait(), ()
-        if isinstance(self._planner, CloudLoadPlanner):  # other plans may read less on purpose
+        # plans of other planners may read less on purpose
+        if isinstance(self._planner, CloudLoadPlanner):
             check_whole(self._planner.state_dict, plan, self._metadata, self._ours.checkpoint_id)
         load = until_the_end.enter_context(self._ours.begun(self._planner))
         load.prepare(plan)
         return load.run, load.segments() if self._meeting.group is not None else ()
 
     def _fetch(self, fetch: Callable[[], None]) -> None:
-        """Fetches this rank's bytes; raises the same on all ranks if it fails on one."""
+        """Fetches this rank's bytes; raises the same error on all ranks if it fails on one."""
         failure: BaseException | None = None
         try:
             fetch()

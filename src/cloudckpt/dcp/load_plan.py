@@ -1,4 +1,4 @@
-"""What a rank has to read: which chunks of the checkpoint overlap which of its own.
+"""Plans which chunks of the checkpoint a rank reads for its own chunks.
 
 torch's planner makes objects of all chunks of all ranks and sorts them, for each tensor. Here they
 are rows of numbers, and all overlaps are computed at once.
@@ -49,15 +49,16 @@ _NOTHING = torch.Size([0])
 
 
 def table_of(metadata: Metadata, uri: str) -> Table:
-    """What the checkpoint has, as columns.
+    """Returns the table of a checkpoint's metadata, made from torch's classes if they have none.
 
     Raises:
-        CheckpointError: If the metadata have what columns can't express: another package's classes.
+        CheckpointError: If the metadata have classes that columns can't express, of another
+            package.
     """
     if (table := table_behind(metadata)) is not None:
         return table
     try:
-        # what else they have is its planner's
+        # all other fields belong to its planner
         return table_of_metadata(Metadata(metadata.state_dict_metadata))
     except NotInColumnsError as exc:
         raise CheckpointError(
@@ -69,17 +70,17 @@ def table_of(metadata: Metadata, uri: str) -> Table:
 
 
 def plan_reads(state_dict: Mapping[str, Any], table: Table) -> tuple[LoadPlan, set[str]]:
-    """Plans as torch's ``create_default_local_load_plan`` does, for what the checkpoint has.
+    """Plans reads as torch's ``create_default_local_load_plan`` does, for names in the checkpoint.
 
     Args:
-        state_dict: What to load, by flat names; tensors of the checkpoint's shapes.
-        table: What the checkpoint has.
+        state_dict: The state dict to load, by flat names; tensors have the checkpoint's shapes.
+        table: The table of the checkpoint.
 
     Returns:
-        The plan, and the names of tensors that were saved in other parts.
+        The plan, and the names of tensors that were saved with other chunks.
 
     Raises:
-        ValueError: If the checkpoint has a tensor where the state dict has none.
+        ValueError: If a name is a tensor in the checkpoint, but not in the state dict.
         UnsupportedTensorError: If a tensor has a partial placement.
     """
     items: list[ReadItem] = []
@@ -113,14 +114,14 @@ def plan_reads(state_dict: Mapping[str, Any], table: Table) -> tuple[LoadPlan, s
 def check_whole(
     state_dict: Mapping[str, Any], plan: LoadPlan, metadata: Metadata, uri: str
 ) -> None:
-    """Checks that a plan reads everything this rank has of each tensor.
+    """Checks that a plan reads all elements that this rank has of each tensor.
 
-    torch reads what there is and silently leaves the rest unchanged.
+    torch reads the existing chunks and silently leaves the other elements unchanged.
 
     Args:
-        state_dict: What to load, by flat names.
-        plan: What is read.
-        metadata: What there is.
+        state_dict: The state dict to load, by flat names.
+        plan: The plan of the reads.
+        metadata: The metadata of the checkpoint.
         uri: The checkpoint.
 
     Raises:
@@ -147,11 +148,11 @@ def check_whole(
 def conversions(
     state_dict: Mapping[str, Any], dtype_of: Callable[[str], torch.dtype | None]
 ) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """By the names of tensors that are of another type than was saved: that type, and theirs.
+    """Returns the saved and the wanted element type of each tensor for which these differ.
 
     Args:
-        state_dict: What to load, by flat names.
-        dtype_of: The type of what was saved, see :func:`saved_types`.
+        state_dict: The state dict to load, by flat names.
+        dtype_of: Returns the saved type of a name, see :func:`saved_types`.
     """
     found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     for name, value in state_dict.items():
@@ -165,7 +166,7 @@ def conversions(
 def check_types(
     converted: Mapping[str, tuple[torch.dtype, torch.dtype]], uri: str, *, logs: bool
 ) -> None:
-    """Checks that tensors' types can hold what was saved; logs which are converted.
+    """Checks that tensors' types can hold the saved values, and logs that tensors are converted.
 
     Args:
         converted: See :func:`conversions`.
@@ -174,7 +175,7 @@ def check_types(
 
     Raises:
         UnsupportedTensorError: If a type is of a lesser kind: integer for floating point, real for
-            complex. A narrower one of the same kind is taken, and integers that it can't hold
+            complex. A narrower type of the same kind is accepted, and integers that it can't hold
             wrap, as in torch.
     """
     for name, (saved, wanted) in converted.items():
@@ -202,13 +203,14 @@ def check_types(
 
 
 def replaced(state_dict: Mapping[str, Any], metadata: Metadata) -> list[str]:
-    """Tensors whose content stays, since the checkpoint has values for them that are none.
+    """Returns the tensors for which the checkpoint has another kind of value.
 
-    As in torch, such a value takes the tensor's place in the state dict.
+    As in torch, the loaded value replaces the tensor in the state dict, and the tensor itself is
+    not changed.
 
     Args:
-        state_dict: What to load, by flat names.
-        metadata: What there is.
+        state_dict: The state dict to load, by flat names.
+        metadata: The metadata of the checkpoint.
     """
     dtype_of, stored = saved_types(metadata), metadata.state_dict_metadata
     return [
@@ -219,7 +221,7 @@ def replaced(state_dict: Mapping[str, Any], metadata: Metadata) -> list[str]:
 
 
 def tell_replaced(names: Sequence[str], uri: str) -> None:
-    """Logs which tensors are replaced, see :func:`replaced`."""
+    """Logs that loaded values replace these tensors, see :func:`replaced`."""
     logger.warning(
         "%s: %d tensors of the state dict are other values in the checkpoint, such as %s. The "
         "loaded values replace them in the state dict; the tensors themselves are not changed. "
@@ -231,7 +233,10 @@ def tell_replaced(names: Sequence[str], uri: str) -> None:
 
 
 def saved_types(metadata: Metadata) -> Callable[[str], torch.dtype | None]:
-    """The type of a tensor by its name; None for other values, and for names that are not there."""
+    """Returns a function that maps a tensor's name to its saved type.
+
+    The function returns None for other values, and for names that the checkpoint does not have.
+    """
     table = table_behind(metadata)
 
     def dtype_of(name: str) -> torch.dtype | None:
@@ -247,7 +252,7 @@ def saved_types(metadata: Metadata) -> Callable[[str], torch.dtype | None]:
 
 
 def _elements(value: Any) -> int:
-    """How many elements of a tensor this rank has."""
+    """Returns how many elements of a tensor this rank has."""
     if isinstance(value, DTensor):
         return value._local_tensor.numel()
     if type(value) in PLAIN and not vars(value):
@@ -262,9 +267,10 @@ def _reads(
     offsets: torch.Tensor,
     sizes: torch.Tensor,
 ) -> tuple[list[ReadItem], bool]:
-    """What to read of a tensor for one of this rank's chunks of it.
+    """Plans the reads of a tensor for one of this rank's chunks of it.
 
-    Also whether that is all of one chunk, or nothing.
+    Returns:
+        The reads, and whether they are all of one saved chunk, or none.
     """
     is_as_saved = True
     rows: Sequence[int] = range(len(offsets))

@@ -1,4 +1,6 @@
-"""Carries out a load plan: what is fetched, what ranks share of it, and the hand-over."""
+"""Carries out a load plan: fetches bytes, shares reads between ranks, passes items
+to the planner.
+"""
 
 from __future__ import annotations
 
@@ -60,22 +62,24 @@ __all__ = [
 
 
 Offer = tuple[str, torch.Tensor]
-"""What a rank reports of its reads: its neighbourhood, and a number for each read."""
+"""What a rank reports about its reads: its host (if only ranks of a host share),
+and their digests.
+"""
 
 
 class SharedReads:
-    """The reads that ranks of a group have in common, and how they pass the bytes on.
+    """The reads that ranks of a group have in common, and the exchange of their bytes.
 
-    All ranks must agree on which requests are shared and how they are cut. So the meeting before
-    the load compares whether reads are shared; and reads that each rank's options cut (``verify``,
-    ``connections``) are shared only where they are the same. ``memory_budget`` limits how far a
-    rank may run ahead.
+    All ranks must agree on which requests are shared and how they are split. So the meeting before
+    the load compares whether reads are shared; and reads whose requests depend on a rank's options
+    (``verify``, ``connections``) are shared only if these requests are the same. ``memory_budget``
+    limits how far a rank may run ahead.
 
     Args:
         group: The ranks.
         config: The options.
-        segments: What this rank wants.
-        told: What all ranks offer, in their order.
+        segments: The reads that this rank wants.
+        told: The offers of all ranks, in their order.
     """
 
     def __init__(
@@ -89,18 +93,18 @@ class SharedReads:
         self._config = config
         self._segments = segments
         self._told = told
-        self._is_over = False  # nobody waits for this rank
+        self._is_over = False  # whether no other rank waits for this one
 
     @staticmethod
     def offer(segments: Sequence[Segment], shared_reads: str) -> Offer:
-        """What a rank reports to the others about its reads; ``shared_reads`` is the option."""
+        """Returns what this rank reports about its reads; ``shared_reads`` is the option."""
         return socket.gethostname() if shared_reads == "host" else "", digests(segments)
 
     def carry_out(self, download: Download) -> list[Segment]:
-        """Fetches and passes on shared reads; a collective call, to be made within ``download``.
+        """Fetches and exchanges shared reads; a collective call, to be made within ``download``.
 
         Returns:
-            What is left for this rank to fetch on its own.
+            The segments that this rank has to fetch on its own.
 
         Raises:
             TransferCancelledError: If another rank has failed.
@@ -132,13 +136,13 @@ class SharedReads:
         return [segments[number] for number in sorted(alone)]
 
     def leave(self) -> None:
-        """Lets nobody wait for this rank, if it has raised before all was passed on."""
+        """Ends the exchange for the other ranks, if this rank has failed before its end."""
         if not self._is_over:
             break_off(self._group)
 
 
 def _named(error: Exception) -> CloudCheckpointError:
-    """The error, named if it is a plain one of torch's because the ranks lost each other."""
+    """Returns the error, or a ProcessGroupError for a plain error of torch's collectives."""
     if isinstance(error, CloudCheckpointError):
         return error
     made = ProcessGroupError(
@@ -151,7 +155,7 @@ def _named(error: Exception) -> CloudCheckpointError:
 
 
 class _GroupRing(Ring):
-    """Ranks of a process group, which send tensors to each other."""
+    """A ring of ranks of a process group, each of which sends tensors to the next."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
         self.size = len(ranks)
@@ -183,7 +187,9 @@ class _GroupRing(Ring):
     def _exchange_through_device(
         self, out: torch.Tensor | None, into: torch.Tensor | None
     ) -> tuple[RuntimeError | None, RuntimeError | None]:
-        """For groups whose backend can't send host memory."""
+        """Exchanges tensors through the accelerator, for groups whose backend can't send host
+        memory.
+        """
         ops = []
         landing = None if into is None else torch.empty_like(into, device=self._device)
         if landing is not None:
@@ -202,7 +208,7 @@ class _GroupRing(Ring):
 
 
 def _waited(work: dist.Work | None) -> RuntimeError | None:
-    """Waits for an operation; returns why it failed, or None."""
+    """Waits for an operation; returns the error if it failed, or None."""
     try:
         if work is not None:
             work.wait()
@@ -216,14 +222,14 @@ class Load:
     """Fetches the items of a plan into the planner's tensors.
 
     Attributes:
-        store: Where the checkpoint is.
+        store: The store of the checkpoint.
         config: The options.
         planner: Provides the tensors.
-        stats: Counts what is received.
-        places: Where the items are.
+        stats: Counts received bytes.
+        places: Locates the items.
         uri: The checkpoint.
         trust_pickle: Whether its pickles may run arbitrary code.
-        guarded: A context manager, within which all reads are made.
+        guarded: Returns a context manager for all reads.
     """
 
     store: ObjectStore
@@ -241,10 +247,10 @@ class Load:
         self._afterwards: list[Callable[[], None]] = []
 
     def prepare(self, plan: LoadPlan) -> None:
-        """Determines what to fetch and where it goes.
+        """Locates the items and assigns their bytes to the planner's tensors.
 
         Raises:
-            ConfigError: If it would leave its region, and may not.
+            ConfigError: If the load would leave the region of the store, and may not.
         """
         indices = [item.storage_index for item in plan.items]
         with self.guarded():
@@ -259,14 +265,15 @@ class Load:
                     self._want_pickled_tensor(item, place)
 
     def segments(self) -> list[Segment]:
-        """What ranks may fetch for each other: all but reads that must wait for other bytes."""
+        """Returns the reads that ranks may fetch for each other: those of the first round."""
         return segments_for(self._wanted[0], self.config)
 
     def run(self, shared: SharedReads | None = None) -> None:
         """Fetches all items, verifies them and passes them to the planner.
 
         Args:
-            shared: The other ranks' wishes for :meth:`segments`; makes this a collective call.
+            shared: The reads that ranks share, from :meth:`segments` of each; makes this a
+                collective call.
         """
         try:
             first, *others = self._wanted
@@ -280,7 +287,7 @@ class Load:
             self.close()
 
     def close(self) -> None:
-        """Drops its references: the tensors would otherwise live until the cycle is collected."""
+        """Drops references, as the tensors would otherwise live until the cycle is collected."""
         self._afterwards.clear()
 
     def _want_tensor(self, item: ReadItem, stored: StoredTensor) -> None:
@@ -328,7 +335,8 @@ class Load:
                     where = planner.map_location
                     planner.put(item, load_item(data, name, self.uri, map_location=where))
                     return
-                # it unpickles without restrictions, also for its subclasses: see first that it may
+                # this planner, or its base class, unpickles without restrictions: check the pickle
+                # first
                 check_trusted(data, name, self.uri)
             planner.load_bytes(item, io.BytesIO(data))
 
@@ -354,9 +362,10 @@ class Load:
         return sink
 
     def _round_for(self, target: torch.Tensor, owner: MetadataIndex) -> list[Wanted]:
-        """The round in which to fetch a box: after all other tensors that share memory with it.
+        """Returns the round in which to fetch a box: after all tensors that share memory with it.
 
-        The last of them counts, as with torch. Fetched in the same round, they would look damaged.
+        As in torch, the last of these tensors determines the values. Fetched in the same round,
+        they would seem damaged.
         """
         overlapping = [n for n, claims in enumerate(self._claims) if claims.overlap(target, owner)]
         number = overlapping[-1] + 1 if overlapping else 0
@@ -370,7 +379,7 @@ class Load:
         name, planner = item.dest_index.fqn, self.planner
         why = why_not_filled(target)
         if not why and 0 in target.stride() and isinstance(planner, DefaultLoadPlanner):
-            # a single row of an expanded tensor does not show that the others are in its place
+            # a single row of an expanded tensor does not show that the other rows share its memory
             why = why_not_filled(planner.lookup_tensor(item.dest_index))
         if why:
             message = f"{name} can't be loaded into this tensor: {why}"
@@ -400,7 +409,7 @@ class Load:
 
 
 def _row_bytes(box: Box, stored: StoredTensor) -> int:
-    """Bytes per row of a stored tensor, if the box covers only some of its columns."""
+    """Returns the bytes of a row of a stored tensor, for a box that covers only some columns."""
     axis = next(axis for axis, (_, length) in enumerate(box) if length > 1)
     return row_major_strides(stored.shape)[axis] * stored.dtype.itemsize
 
@@ -408,7 +417,7 @@ def _row_bytes(box: Box, stored: StoredTensor) -> int:
 def _untransformed(
     place: ItemPlace, data: bytearray | memoryview
 ) -> bytes | bytearray | memoryview:
-    """The item's bytes as they were before torch's writer compressed them."""
+    """Returns the item's bytes as they were before torch's writer compressed them."""
     if not place.transforms:
         return data
     stream: Any = io.BytesIO(data)

@@ -1,8 +1,8 @@
 """The meeting of all ranks before a save or load: all begin, or all raise the same error.
 
 A rank may be unable to begin: its location is not a valid URI, its ``state_dict()`` raises, or one
-of its earlier saves is still under way. torch's own steps report failures that happen within them
-to the other ranks, but none before. So the ranks meet first, and exchange their statuses.
+of its earlier saves is still in progress. torch's own steps report failures that happen within them
+to the other ranks, but not earlier ones. So the ranks meet first, and exchange their statuses.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ PLAN_ANEW = 1
 
 
 class RankStatus(NamedTuple):
-    """What a rank reports in a meeting.
+    """The status that a rank reports in a meeting.
 
     Attributes:
-        failure: Why it can't begin.
-        earlier: The number of the earlier save in which ``failure`` happened, if it did in one.
-        location: Where it saves to or loads from, which must be the same on all ranks; empty if it
+        failure: The error because of which it can't begin.
+        earlier: The number of the earlier save in which ``failure`` happened; None if in none.
+        location: The location of the save or load, which must be the same on all ranks; empty if it
             may differ.
-        options: What else must be the same on all ranks, as text.
-        is_busy: Whether one of its saves is under way.
+        options: Other settings that must be the same on all ranks, as text.
+        is_busy: Whether one of its saves is in progress.
         is_stuck: Whether that save makes no progress because the store fails or does not answer.
-        plan: The number of its plan for what it saves, or one of the two constants above.
-        version: Of this package, which must be the same on all ranks.
+        plan: The number of its plan for the save, or one of the two constants above.
+        version: The version of this package, which must be the same on all ranks.
     """
 
     failure: BaseException | None = None
@@ -88,11 +88,13 @@ class RankStatus(NamedTuple):
 
     @property
     def is_early(self) -> bool:
-        """Whether it failed before it had a location, or in an earlier save."""
+        """Whether the rank failed before it had a location, or in an earlier save."""
         return self.failure is not None and (not self.location or self.earlier is not None)
 
     def difference(self, first: RankStatus, rank: int) -> CloudCheckpointError | None:
-        """The error if the status of ``rank`` contradicts that of the first rank; None if not."""
+        """Returns the error if this status of ``rank`` contradicts that of the first rank, else
+        None.
+        """
         uri = first.location or None
         if self.version != first.version:
             return ConfigError(
@@ -121,8 +123,8 @@ class Consensus:
 
     Attributes:
         rank: This rank in the group.
-        statuses: By rank, its status.
-        values: By rank, what else it has reported.
+        statuses: The statuses, by rank.
+        values: The values that ranks have reported besides, by rank.
     """
 
     rank: int
@@ -131,19 +133,19 @@ class Consensus:
 
     @property
     def any_is_busy(self) -> bool:
-        """Whether some rank is busy."""
+        """Whether a save is in progress on some rank."""
         return any(one.is_busy for one in self.statuses)
 
     @property
     def any_is_stuck(self) -> bool:
-        """Whether some rank is stuck."""
+        """Whether a save makes no progress on some rank."""
         return any(one.is_stuck for one in self.statuses)
 
     @property
     def plan(self) -> int:
         """The number of the plan that all ranks have.
 
-        ``PLAN_ANEW`` if they have none or different ones; ``PLAN_EACH_TIME`` if some rank plans
+        ``PLAN_ANEW`` if ranks have no plan or different ones; ``PLAN_EACH_TIME`` if some rank plans
         every save.
         """
         plans = {one.plan for one in self.statuses}
@@ -157,7 +159,8 @@ class Consensus:
         return {one.earlier for one in self.statuses if one.earlier is not None}
 
     def raise_on_all_ranks(self, when: str = "before it began") -> None:
-        """Raises the reason why this can't begin, the same on all ranks; returns if it can.
+        """Raises the error because of which the ranks can't begin, the same on all; returns if they
+        can.
 
         Raises:
             BaseException: See :meth:`objection`.
@@ -166,7 +169,8 @@ class Consensus:
             raise error
 
     def objection(self, when: str = "before it began") -> BaseException | None:
-        """The reason why this can't begin, the same on all ranks; None if it can.
+        """Returns the error because of which the ranks can't begin, the same on all; None if they
+        can.
 
         Args:
             when: When the failures happened, for the message.
@@ -174,13 +178,15 @@ class Consensus:
         Returns:
             A ConfigError if two ranks were given different options, or run different versions; a
             DifferentCheckpointsError if they name different locations; the failure, if all failed
-            ranks failed for the same reason; a RanksFailedError if the reasons differ, or came from
+                ranks
+            failed with the same class of error; a RanksFailedError if the classes differ, or come
+                from
             outside cloudckpt.
         """
         failures = {
             rank: one.failure for rank, one in enumerate(self.statuses) if one.failure is not None
         }
-        # an early failure explains what the other ranks have run into since
+        # an early failure explains later failures of other ranks
         early = {rank: error for rank, error in failures.items() if self.statuses[rank].is_early}
         first = self.statuses[0]
         if not early:
@@ -202,7 +208,7 @@ def _no_objection(made: object) -> RankStatus:
 
 @functools.cache
 def _warn_of_others() -> None:
-    """Says once that this process is one of several, each of which would save by itself."""
+    """Warns, once, that this process is one of several that save by themselves."""
     count = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and count.isdecimal() and int(count) > 1:
         logger.warning(
@@ -215,19 +221,20 @@ def _warn_of_others() -> None:
 
 
 class Meeting:
-    """Lets the ranks of a group begin something together.
+    """Exchanges statuses between the ranks of a group, so that they begin together or not at all.
 
     Attributes:
         group: The ranks; None if this process is alone.
-        is_broken: Whether a collective may still be under way on some rank.
+        is_broken: Whether a collective may still be in progress on some rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """
+        """Makes the meeting of a group; not a collective call.
+
         Raises:
             ConfigError: If this rank is not in the group: it would save or load alone.
         """
-        # what torch gives to such a rank, in place of a group
+        # torch gives this value to a rank outside of the group
         if group is not None and cast(Any, group) == dist.GroupMember.NON_GROUP_MEMBER:
             raise ConfigError(
                 "this rank is not in the given process group: make this call on the ranks of "
@@ -238,7 +245,7 @@ class Meeting:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, no_dist: bool) -> Meeting:
-        """The meeting of the ranks that torch would save with, given these two arguments.
+        """Returns the meeting of the ranks that torch would save with, given these two arguments.
 
         Raises:
             ConfigError: If this rank is not in the group.
@@ -253,12 +260,12 @@ class Meeting:
 
     @property
     def rank(self) -> int:
-        """This rank in the group, even when that was destroyed."""
+        """This rank in the group, even after the group was destroyed."""
         return 0 if self.group is None else self.group.rank()
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def exchange(
@@ -268,8 +275,9 @@ class Meeting:
 
         Args:
             status: This rank's status.
-            value: What else it reports.
-            has_begun: Whether the ranks report how the work went, not whether to begin it.
+            value: A value to report besides.
+            has_begun: Whether the ranks report the result of the work, not whether they can begin
+                it.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.
@@ -281,7 +289,7 @@ class Meeting:
             own = status._replace(failure=failure), value
             reports: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(reports, pickle.dumps(own), group=self.group)
-        # the same reports of many ranks are read once; this rank's failure keeps its traceback
+        # equal reports of many ranks are unpickled once; this rank's failure keeps its traceback
         parsed = {report: pickle.loads(report) for report in set(reports)}  # noqa: S301 - of a rank
         found = [parsed[report] for report in reports]
         found[rank] = own
@@ -290,14 +298,14 @@ class Meeting:
     def begin(
         self, prepare: Callable[[], T], status: Callable[[T], RankStatus] = _no_objection
     ) -> T:
-        """Returns what ``prepare`` returns, if it succeeds on all ranks; a collective call.
+        """Returns the result of ``prepare``, if it succeeds on all ranks; a collective call.
 
         Args:
-            prepare: Called on this rank. What it raises is reported to all ranks.
-            status: Makes this rank's status from what ``prepare`` has returned.
+            prepare: Called on this rank. An error that it raises is reported to all ranks.
+            status: Makes this rank's status from the result of ``prepare``.
 
         Raises:
-            BaseException: What ``prepare`` has raised, if this process is alone.
+            BaseException: The error of ``prepare``, if this process is alone.
             CloudCheckpointError: See :meth:`Consensus.objection` and :meth:`exchange`.
         """
         return self.begin_planned(prepare, status)[0]
@@ -318,10 +326,10 @@ class Meeting:
         return made, consensus.plan
 
     def broadcast_from_first(self, compute: Callable[[], T]) -> T:
-        """Returns on all ranks what ``compute`` returns on the first; a collective call.
+        """Calls ``compute`` on the first rank, and returns its result on all; a collective call.
 
         Args:
-            compute: Called on the first rank only. What it raises is raised on all ranks.
+            compute: Called on the first rank only. An error that it raises is raised on all ranks.
 
         Raises:
             CloudCheckpointError: See :meth:`begin`.
@@ -358,7 +366,8 @@ class Meeting:
         try:
             with all_expected(None if has_begun else self.group):
                 yield
-        except (RuntimeError, ValueError) as exc:  # gloo's; a destroyed group's
+        # gloo raises the former, and a destroyed group the latter
+        except (RuntimeError, ValueError) as exc:
             self.is_broken = True
             break_off(self.group)
             if failure is not None:
@@ -379,17 +388,17 @@ def break_off(group: dist.ProcessGroup | None) -> None:
     """Ends the connections of a gloo group in which this rank has lost another.
 
     When a rank dies, only the ranks that wait for it notice. Others wait for one of these, which
-    has raised but may live on; they would wait until the group's time limit. No collective of the
+    has raised but may live on; they would wait until the group's timeout. No collective of the
     group can succeed any more. A receive that times out closes all connections of a gloo group.
     """
     if group is None:
         return
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # it was destroyed
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # the group was destroyed
         if dist.get_backend_config(group).find("gloo") < 0:
             return
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):  # timed out or already closed
-            # torch's functions take no group that was destroyed, but its connections may be open
+            # torch's functions refuse a destroyed group, whose connections may still be open
             nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
             group.recv([nothing], peer, _NO_TAG).wait(_LATE)
 
@@ -416,9 +425,9 @@ def one_error(
     """Combines the errors of several ranks into one that the user can act on.
 
     Args:
-        failures: By rank.
+        failures: The errors, by rank.
         rank: This rank.
-        step: When they failed, for the message.
+        step: When the ranks failed, for the message.
         uri: The checkpoint.
     """
     own = failures.get(rank)

@@ -1,4 +1,4 @@
-"""What to do about a name that a checkpoint does not have."""
+"""Advises what to do about a name that a checkpoint does not have."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _WRAPPERS = {
     "_checkpoint_wrapped_module": "checkpoint_wrapper",
     "_fsdp_wrapped_module": "FullyShardedDataParallel",
 }
-"""What wrappers of models put into the names of their parameters."""
+"""The parts that wrappers of models add to the names of parameters, with the wrapper's name."""
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict.get_model_state_dict(model)"
 _OPTIMIZER = re.compile(r"(.*?)(?<![^.])state\..+\.[^.]+")
 
 
 def advice(missing: str, stored: Collection[str]) -> str:
-    """What to write, and what the checkpoint has in place of a name.
+    """Returns text for an error message: which similar names the checkpoint has, and what to
+    change.
 
     Args:
-        missing: The name.
+        missing: The missing name.
         stored: The names that the checkpoint has.
     """
     for known in (_wrapped, _of_rank, _container, _in_a_value, _of_optimizer, _near):
@@ -40,7 +41,9 @@ _STRICT = "pass strict=False, which loads the rest and reports what was not load
 
 
 def _wrapped(missing: str, stored: Collection[str]) -> str:
-    """If a model was wrapped when it was saved, or is when it is loaded: the line to write."""
+    """Advises if the model's wrappers differ between the save and the load; else
+    returns no text.
+    """
     bare = _bare(missing)
     found = next((name for name in stored if _bare(name) == bare), None)
     if found is None:
@@ -54,10 +57,12 @@ def _wrapped(missing: str, stored: Collection[str]) -> str:
         )
         if parts
     ]
-    first = int(here[0] == there[0] and here[0] not in _WRAPPERS)  # where the model's names begin
+    # the index of the first part that belongs to the model
+    first = int(here[0] == there[0] and here[0] not in _WRAPPERS)
     outer = [*itertools.takewhile(_WRAPPERS.__contains__, there[first:])]
     tops = {name.split(".")[0] for name in stored if _wrappers(name.split("."))}
-    if len(outer) == len(_wrappers(there)) and len(tops) < 2:  # around the model as a whole, if any
+    # wrappers, if any, are around the whole model
+    if len(outer) == len(_wrappers(there)) and len(tops) < 2:
         line = _STATE_DICT if _wrappers(here) else "model.state_dict()"
         for part in reversed(outer):
             line = f'{{"{part}": {line}}}'
@@ -84,7 +89,9 @@ def _wrappers(parts: list[str]) -> list[str]:
 
 
 def _of_rank(missing: str, stored: Collection[str]) -> str:
-    """If one of both is a value of each rank."""
+    """Advises if only one of the saved value and the wanted one is ``per_rank``; else returns no
+    text.
+    """
     bare = without_ranks(missing)
     if bare != missing and bare in stored:
         return f"; the checkpoint has {bare!r}, one value for all ranks: load it without per_rank"
@@ -98,7 +105,7 @@ def _of_rank(missing: str, stored: Collection[str]) -> str:
 
 
 def _container(missing: str, stored: Collection[str]) -> str:
-    """If the checkpoint has a dict or list there, and the state dict none, or an empty list."""
+    """Advises if the checkpoint has a dict or list under the name; else returns no text."""
     beneath = [name for name in stored if name.startswith(f"{missing}.")]
     if not beneath:
         return ""
@@ -110,7 +117,9 @@ def _container(missing: str, stored: Collection[str]) -> str:
 
 
 def _in_a_value(missing: str, stored: Collection[str]) -> str:
-    """If the checkpoint has something that is no container where the state dict has one."""
+    """Advises if the checkpoint has a value instead of a container of the name; else returns no
+    text.
+    """
     parts = missing.split(".")
     above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     found = next((name for name in above if name in stored), None)
@@ -124,7 +133,7 @@ def _in_a_value(missing: str, stored: Collection[str]) -> str:
 
 
 def _of_optimizer(missing: str, stored: Collection[str]) -> str:
-    """If an optimizer has state of a parameter that had none when it was saved."""
+    """Advises if a parameter's optimizer state was not saved; else returns no text."""
     found = _OPTIMIZER.fullmatch(missing)
     if found is None or not any(name.startswith(f"{found[1]}param_groups") for name in stored):
         return ""

@@ -1,11 +1,11 @@
-"""The plans of the last saves of this process, for saves of the same structure.
+"""Keeps the plans of the last saves of this process, for saves of the same structure.
 
-An entry is this rank's part of a plan that all ranks have made together, and completed one save by.
+An entry is this rank's part of a plan that all ranks have made together and committed a save with.
 The coordinator drew its number at random, so ranks whose entries have the same number can use them
 without exchanging anything else.
 
 A plan follows from the keys of a state dict, from the positions of its values, and from the shapes,
-types and placements of its tensors; not from what is in them. An :class:`Outline` holds all of this
+types and placements of its tensors; not from their contents. An :class:`Outline` holds all of this
 in a form that is fast to make and compare. Outlines are compared by equality, not by a digest, so
 that no structure is ever mistaken for another. A state dict that contains anything whose effect on
 a plan is uncertain has no outline, and is planned anew at each save.
@@ -63,7 +63,7 @@ _PLACEMENTS = frozenset((Partial, Replicate, Shard, StridedShard))
 _DICTS = frozenset((dict, OrderedDict, defaultdict))
 _KEYS = frozenset((bool, float, bytes, type(None)))  # besides str and int
 _VALUES = frozenset((type(None), bool, int, float, complex, str, bytes, tuple))
-_VALUE = "a pickled value"  # whatever it is: its plan is the same
+_VALUE = "a pickled value"  # its plan does not depend on the value
 
 
 class _UnknownError(Exception):
@@ -81,16 +81,18 @@ class Outline:
 
     def __init__(self) -> None:
         self.leaves: list[Any] | None = []
-        self._signature: list[Any] = [torch.is_grad_enabled()]  # DTensor.to_local() heeds it
+        self._signature: list[Any] = [torch.is_grad_enabled()]  # DTensor.to_local() depends on it
         self._meshes: dict[int, tuple[int, Any]] = {}
 
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> Outline | None:
-        """The outline of a state dict; None if it has none."""
+        """Returns the outline of a state dict; None if the effect of a value on a plan is
+        uncertain.
+        """
         made = cls()
         try:
             made._dict(state_dict)
-        except (_UnknownError, RuntimeError):  # of tensors that have no shape, for example
+        except (_UnknownError, RuntimeError):  # tensors without a shape raise the latter
             return None
         return made
 
@@ -104,7 +106,7 @@ class Outline:
     __hash__ = None  # type: ignore[assignment]
 
     def without_leaves(self) -> Outline:
-        """A copy to keep, without the values."""
+        """Returns a copy to keep, without the values."""
         kept = Outline()
         kept.leaves, kept._signature, kept._meshes = None, self._signature, self._meshes
         return kept
@@ -120,7 +122,8 @@ class Outline:
         for key, entry in value.items():
             if type(key) is str or type(key) is int:
                 told(key)
-            elif type(key) in _KEYS:  # as torch names it: True equals 1, and 0.0 equals -0.0
+            # torch writes them as text, while True equals 1, and 0.0 equals -0.0
+            elif type(key) in _KEYS:
                 told((type(key), str(key)))
             else:
                 raise _UnknownError
@@ -138,7 +141,7 @@ class Outline:
                 self._other(entry)
 
     def _other(self, value: Any) -> None:
-        """A list entry, or a rare kind of dict entry."""
+        """Adds a list entry, or a rare type of dict entry."""
         assert self.leaves is not None
         kind = type(value)
         if kind in _DICTS:
@@ -156,7 +159,7 @@ class Outline:
         elif kind is DTensor:
             told = self._dtensor(value)
         elif (
-            isinstance(value, (torch.Tensor, Mapping))  # of which some have any attribute
+            isinstance(value, (torch.Tensor, Mapping))  # some of these have any attribute
             or hasattr(value, "__create_write_items__")
         ):
             raise _UnknownError
@@ -166,7 +169,7 @@ class Outline:
         self.leaves.append(value)
 
     def _is_flattened(self, value: list[Any]) -> bool:
-        """Whether torch flattens a list: not if it has neither tensors nor dicts at any depth."""
+        """Whether torch flattens a list: only if it contains tensors or dicts at some depth."""
         return any(
             isinstance(entry, (torch.Tensor, Mapping))
             or (isinstance(entry, list) and self._is_flattened(entry))
@@ -182,7 +185,7 @@ class Outline:
         number, _ = self._meshes.setdefault(id(mesh), (len(self._meshes), mesh))
         return (
             number,
-            kinds,  # torch 2.9 takes a StridedShard for equal to the Shard of its dimension
+            kinds,  # in torch 2.9, a StridedShard equals the Shard of its dimension
             placements,
             tensor.shape,
             tensor.requires_grad,
@@ -192,10 +195,11 @@ class Outline:
 
 
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What determines the plan of a tensor in memory, and the location of its bytes.
+    """Returns all properties of a tensor in memory on which its plan, or the layout of its bytes,
+    depends.
 
-    Not whether it is pinned: torch's metadata record it, but no reader uses it, and asking releases
-    the GIL, which takes milliseconds per tensor next to a busy trainer.
+    Not whether it is pinned: torch's metadata record it, but no reader uses it, and this check
+    releases the GIL, which takes milliseconds per tensor next to a busy trainer.
     """
     kind = type(tensor)
     if kind not in PLAIN or tensor.layout is not torch.strided:
@@ -213,7 +217,12 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _attributes(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """What somebody's attributes of a tensor say about its plan; None if it is as without them."""
+    """Returns the shards that a tensor declares by attributes; None if its attributes change no
+    plan.
+
+    Raises:
+        _UnknownError: If their effect on a plan is uncertain.
+    """
     attributes = vars(tensor)
     if not attributes:
         return None
@@ -228,24 +237,24 @@ def _attributes(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 _MOST = 4
-"""Entries that are kept: for example, a model and its averages, or the state of two engines."""
+"""Maximum entries: enough, for example, for a model and its averages, or two engines."""
 
 GroupRef: TypeAlias = "weakref.ref[dist.ProcessGroup] | None"
 
 
 def ref_to(group: dist.ProcessGroup | None) -> GroupRef:
-    """What stands for a group in a cache, without keeping it: None for a process alone."""
+    """Returns a reference to a group that does not keep it alive; None for a process alone."""
     return None if group is None else weakref.ref(group)
 
 
 @dataclass(frozen=True, eq=False)
 class OfAllRanks:
-    """What the coordinator remembers of a save.
+    """The coordinator's memory of a save by all ranks.
 
     Attributes:
-        planned: What all ranks write.
-        digests: By rank, the digest of its plan.
-        extents: By rank, where its items lay in its objects in the last save.
+        planned: The plan of all ranks.
+        digests: The digest of each rank's plan, by rank.
+        extents: The locations of each rank's items in the last save, by rank.
     """
 
     planned: Planned
@@ -255,26 +264,27 @@ class OfAllRanks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownPlan:
-    """What this rank remembers of a save.
+    """This rank's memory of a save.
 
     Attributes:
         number: The plan's number, the same on all ranks.
-        group: The ranks, as :func:`ref_to` has it, so that a destroyed group is freed.
-        flags: Of the planner, see :func:`flags_of`, and the algorithm of the store's checksums.
-        outline: Of this rank's state dict, without its values.
-        names: The flat names of its values, in the outline's order.
-        mappings: Where they stood, by their names.
-        structure: What flattening has lost of it.
-        plan: What this rank writes.
+        group: The ranks, as :func:`ref_to` returns it, so that a destroyed group is freed.
+        flags: The flags of the planner, see :func:`flags_of`, and the store's checksum algorithm.
+        outline: The outline of this rank's state dict, without its values.
+        names: The flat names of the values, in the outline's order.
+        mappings: The paths of the values, by their names.
+        structure: The nesting that flattening has lost.
+        plan: The plan of the items that this rank writes.
         digest: The digest of ``plan``.
-        expected: About how many bytes it will write.
-        leaves: By item, the number of its value.
-        forms: By item, its form in an object; None unless it is a small tensor in host memory.
-        extents: Where the items lay in this rank's objects in the last save.
+        expected: About how many bytes this rank will write.
+        leaves: For each item, the number of its value.
+        forms: For each item, its form in an object; None unless it is a small tensor in host
+            memory.
+        extents: The locations of the items in the last save.
         saves: How many saves have used the plan.
-        record: What it writes, as a record without locations; None until it is needed.
-        copies: What this rank has in common with others.
-        of_all: On the coordinator, what it knows of all ranks.
+        record: The plan as a record without locations; None until it is needed.
+        copies: The items that this rank has in common with others.
+        of_all: On the coordinator, what it remembers of all ranks.
     """
 
     number: int
@@ -296,14 +306,14 @@ class KnownPlan:
     of_all: OfAllRanks | None = None
 
 
-_entries: list[KnownPlan] = []  # the last one used stands first
+_entries: list[KnownPlan] = []  # the last used one first
 _lock = module_lock()
 
 
 def find(
     group: dist.ProcessGroup | None, flags: tuple[Any, ...], outline: Outline
 ) -> KnownPlan | None:
-    """The entry for a state dict of this outline; None if there is none."""
+    """Returns the entry for a state dict of this outline; None if no entry fits."""
     with _lock:
         for entry in _entries:
             if entry.group == ref_to(group) and entry.flags == flags and entry.outline == outline:
@@ -312,9 +322,9 @@ def find(
 
 
 def drop(entry: KnownPlan) -> None:
-    """Forgets an entry, as a save by it begins; once that has committed, it is kept again.
+    """Drops an entry when a save by it begins; the save keeps it again once it has committed.
 
-    A failed save leaves none, since ranks may have seen different outcomes.
+    A failed save leaves no entry, since ranks may have seen different outcomes.
     """
     with _lock:
         _entries[:] = [other for other in _entries if other is not entry]
@@ -328,7 +338,7 @@ def remember(entry: KnownPlan) -> None:
 
 
 def forget() -> None:
-    """Forgets all entries."""
+    """Drops all entries."""
     with _lock:
         _entries.clear()
 
@@ -338,7 +348,7 @@ def _is_for_the_same(one: KnownPlan, other: KnownPlan) -> bool:
 
 
 def flags_of(planner: object) -> tuple[Any, ...] | None:
-    """What a plan depends on besides the state dict; None for custom planners.
+    """Returns the settings of a planner on which a plan depends; None for custom planners.
 
     A planner that caches plans itself, or has a replaced method, counts as custom, too.
     """
@@ -353,12 +363,12 @@ def flags_of(planner: object) -> tuple[Any, ...] | None:
 
 
 def new_number() -> int:
-    """A unique number for a new plan."""
+    """Returns a random number for a new plan."""
     return PLAN_ANEW + 1 + secrets.randbelow(1 << 61)
 
 
 def digest_of(plan: SavePlan) -> bytes:
-    """Digest of what a rank writes and in which order, for the coordinator to compare."""
+    """Returns a digest of a rank's items and their order, for the coordinator to compare."""
     made = hashlib.blake2b(digest_size=16)
     for item in plan.items:
         data = item.tensor_data

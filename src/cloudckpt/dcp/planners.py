@@ -1,4 +1,4 @@
-"""torch's default planners, faster and with named errors."""
+"""torch's default planners, made faster, and with errors that name the item."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ _TENSORS = (torch.Tensor, ShardedTensor)
 
 
 class CloudSavePlanner(DefaultSavePlanner):
-    """Plans as torch does, and records what flattening the state dict loses.
+    """Plans as torch does, and records the nesting that flattening the state dict loses.
 
     Planning many items takes about half as long as with torch's planner.
 
     Attributes:
-        structure: What flattening has lost.
+        structure: The nesting that flattening has lost.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +82,7 @@ class CloudSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """As torch's.
+        """Flattens the state dict as torch's planner does.
 
         Raises:
             KeyCollisionError: If two entries of the state dict would have the same name.
@@ -103,18 +103,19 @@ class CloudSavePlanner(DefaultSavePlanner):
         keep_containers(self, state_dict)
 
     def create_local_plan(self) -> SavePlan:
-        """As torch's.
+        """Plans this rank's items as torch's planner does.
 
         Raises:
-            UnsupportedTensorError: If a tensor is a nested one, which has no size to plan for, has
-                a partial placement, or declares invalid shards.
+            UnsupportedTensorError: If a tensor is nested (and so has no size to plan for), has a
+                partial
+                placement, or declares invalid shards.
         """
         for name, value in self.state_dict.items():
             if isinstance(value, DTensor):
                 check_placements(value, name)
             else:
                 check_shards(value, name)
-            # torch's ShardedTensor can't be asked, and others may not be able to say either
+            # torch's ShardedTensor has no is_nested, and other classes may not either
             is_asked = type(value) is torch.Tensor or is_traceable_wrapper_subclass(value)
             if is_asked and value.is_nested:
                 check_supported(value, name)
@@ -127,10 +128,10 @@ class CloudSavePlanner(DefaultSavePlanner):
 
 
 def keep_containers(planner: DefaultSavePlanner, state_dict: Mapping[str, Any]) -> None:
-    """Lets a planner that does not flatten save containers as they are.
+    """Lets a planner that does not flatten save containers unchanged.
 
-    torch rebuilds them: keys become strings, of two with the same string one is lost, and so is
-    what is empty.
+    torch rebuilds them: keys become strings, of two keys with the same string one is lost, and so
+    are empty containers.
     """
     if planner.flatten_state_dict or not planner.flatten_sharded_tensors:
         return
@@ -143,25 +144,26 @@ def keep_containers(planner: DefaultSavePlanner, state_dict: Mapping[str, Any]) 
 
 
 class CloudLoadPlanner(DefaultLoadPlanner):
-    """Plans as torch does, says which keys are missing or misshapen, and keeps the keys.
+    """Plans as torch does, reports missing and misshapen keys, and keeps keys that are not strings.
 
-    torch stores what is loaded under the strings in its paths: next to an integer key, a string key
+    torch stores loaded values under the strings in its paths: next to an integer key, a string key
     appears with the new value, and the integer key keeps the old value. It takes an empty dict in a
     list for a value that is missing in the checkpoint. Without ``flatten_state_dict`` it stores
-    values in a copy, which nobody gets, and which lacks what is empty.
+    values in a copy that the caller does not get, and that lacks empty containers.
 
     Args:
         uri: The checkpoint, for messages.
-        strict: Whether all keys must be in the checkpoint and fit; otherwise what fits is loaded,
-            and the rest keeps its values.
-        tells: Whether what may not be meant is logged, such as converted tensors.
+        strict: Whether all keys must be in the checkpoint and fit; otherwise those that fit are
+            loaded,
+            and the others keep their values.
+        tells: Whether to log what may not be intended, such as converted tensors.
 
     Attributes:
-        map_location: Device of tensors that are nested in other values; None: the one they were
-            saved from.
-        left_alone: What keeps its value though the checkpoint has something there, and why.
-        converted: What is loaded in another way than it was saved, and how.
-        unused: Values that were read, and not taken.
+        map_location: Device of tensors that are nested in other values; None: the device that they
+            were saved from.
+        left_alone: The names that keep their values although the checkpoint has an entry, and why.
+        converted: The names that are loaded in another form than they were saved in, and how.
+        unused: The names of values that were read, and not used.
     """
 
     map_location: str | torch.device | None = None
@@ -171,14 +173,15 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         self._uri = uri
         self._strict = strict
         self.tells = tells
-        self._whole: dict[str, list[str]] = {}  # by what is loaded: the missing keys that it is for
+        # maps a loaded value's name to the missing keys that it stands for
+        self._whole: dict[str, list[str]] = {}
         self.left_alone: dict[str, str] = {}
         self.converted: dict[str, str] = {}
         self.unused: set[str] = set()
 
     @classmethod
     def like(cls, planner: DefaultLoadPlanner, uri: str) -> CloudLoadPlanner:
-        """With the flags of a planner of torch's."""
+        """Makes a planner with the flags of one of torch's planners."""
         made = cls(uri)
         made.flatten_state_dict = planner.flatten_state_dict
         made.flatten_sharded_tensors = planner.flatten_sharded_tensors
@@ -191,22 +194,23 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """As torch's.
+        """Flattens the state dict as torch's planner does.
 
         Raises:
             UnsupportedTensorError: If a tensor has no memory and torch can't allocate it.
             UnsupportedValueError: If a container contains itself.
         """
         containers(state_dict)
-        if not (dist.is_available() and dist.is_initialized()):  # else torch allocates meta tensors
+        # otherwise torch allocates meta tensors
+        if not (dist.is_available() and dist.is_initialized()):
             _refuse_meta(state_dict)
-        # torch's own also makes None of each value that is neither a number nor a string
+        # torch's own function also replaces each value that is neither number nor string by None
         self.original_state_dict = _ready_to_load(state_dict)
         self.metadata, self.is_coordinator = metadata, is_coordinator
         if self.flatten_state_dict:
             with paused_gc():
                 self._names = KeyNames(self.original_state_dict)
-            # as a save does; torch's load copies all containers first, and loses what is empty
+            # as a save does; torch's load copies all containers first, and loses empty ones
             state_dict, self.mappings = flatten_state_dict(self.original_state_dict)
         if self.flatten_sharded_tensors:
             state_dict = flatten_sharded_tensors(state_dict)
@@ -217,14 +221,16 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                     self.state_dict[name] = value
 
     def create_local_plan(self) -> LoadPlan:
-        """As torch's.
+        """Plans this rank's reads as torch's planner does.
 
         Raises:
             MissingKeyError: If the state dict has keys that the checkpoint lacks.
-            ShapeMismatchError: If a tensor's shape differs from the checkpoint's, or the checkpoint
-                has a tensor where the state dict has none.
-            UnsupportedTensorError: If a tensor's element type can't hold what was saved, or it
-                declares invalid shards.
+            ShapeMismatchError: If a tensor's shape differs from the checkpoint's, or a key is a
+                tensor in
+                the checkpoint, but not in the state dict.
+            UnsupportedTensorError: If a tensor's element type can't hold the saved values, or it
+                declares
+                invalid shards.
         """
         assert self.metadata is not None
         table = table_of(self.metadata, self._uri)
@@ -262,10 +268,13 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         self.put(read_item, torch.load(value, map_location=self.map_location, weights_only=False))
 
     def put(self, read_item: ReadItem, value: Any) -> None:
-        """Stores a value; one that is no container does not stand for the missing keys of one.
+        """Stores a loaded value in the state dict.
+
+        The value was perhaps read for missing keys that a container of this name would have; then
+        only a container is stored.
 
         Raises:
-            MissingKeyError: If keys are missing, since the checkpoint has such a value there.
+            MissingKeyError: If keys are missing because the value is not a container.
         """
         missing = self._whole.get(read_item.dest_index.fqn)
         if not missing or isinstance(value, (Mapping, list, tuple)):
@@ -288,7 +297,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         container[last] = value
 
     def _empty(self, table: Table) -> dict[str, str]:
-        """Dicts that are empty in the state dict, and not in the checkpoint; and what that has."""
+        """Returns the dicts that are empty in the state dict only, and what the checkpoint has
+        there.
+        """
         names = {".".join(map(str, path)) for path in self._names.empty}
         counts: Counter[str] = Counter()
         for parts in (name.split(".") for name in table.names) if names else ():
@@ -302,7 +313,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         }
 
     def _take_lengths(self, table: Table) -> None:
-        """Makes room for what has another length each time: the bytes of an ``_extra_state``."""
+        """Replaces ``_extra_state`` tensors of bytes by ones of the saved length,
+        which may vary.
+        """
         for name, value in self.state_dict.items():
             if not (isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"):
                 continue
@@ -316,13 +329,13 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                 self._store(name, made)
 
     def _take_whole(self, table: Table) -> list[str]:
-        """Asks for dicts and lists as values where they were saved as such, without flattening.
+        """Plans to load dicts and lists as single values if they were saved without flattening.
 
-        Dicts that are empty in the state dict stay so where one was saved: another rank may have
-        saved a value there.
+        Dicts that are empty in the state dict stay empty if an empty dict was saved: another rank
+        may have saved a value under that name.
 
         Returns:
-            The tensors in whose place they are loaded.
+            The names of tensors that these containers replace.
         """
         assert self.metadata is not None
         paths = self.metadata.planner_data
@@ -353,10 +366,11 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         return left
 
     def _leave_unfit(self, table: Table) -> None:
-        """Raises if a value can't take what was saved, or else leaves it as it is.
+        """Raises if a value can't take the saved tensor or, unless strict, excludes it from the
+        load.
 
         Raises:
-            ShapeMismatchError: If it is strict; a type that does not fit is found later.
+            ShapeMismatchError: If the planner is strict. It does not check element types here.
         """
         for name, value in [*self.state_dict.items()]:
             entry = table.get(name)
@@ -373,7 +387,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                 del self.state_dict[name]
 
     def _tied(self, missing: Sequence[str]) -> dict[str, str]:
-        """Of missing tensors, those that are the memory of another one, which is loaded."""
+        """Returns the missing tensors that share all memory with a loaded one, with that one's
+        name.
+        """
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         loaded = {
@@ -399,7 +415,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
 
 
 def _memory_of(value: Any) -> tuple[Any, ...] | None:
-    """Which bytes a plain tensor shows; None for other values."""
+    """Returns a key for the memory of a plain tensor, equal for tied tensors; None for other
+    values.
+    """
     local = value._local_tensor if isinstance(value, DTensor) else value
     if type(local) not in PLAIN or not local.numel() or local.is_meta:
         return None
@@ -407,9 +425,9 @@ def _memory_of(value: Any) -> tuple[Any, ...] | None:
 
 
 def _ready_to_load(value: Any) -> Any:
-    """A state dict with memory for its meta tensors; its lists are copies, as torch's planner does.
+    """Returns a state dict in which meta tensors have memory, and lists are copies, as in torch.
 
-    Dicts are changed in place. All other values stay, also where nothing is loaded in their place.
+    Dicts are changed in place. All other values are kept, even if no loaded value replaces them.
     """
     if isinstance(value, dict):
         for key, entry in value.items():
@@ -427,7 +445,7 @@ def _refuse_meta(state_dict: dict[str, Any]) -> None:
     """Refuses meta tensors, which have no memory.
 
     Raises:
-        UnsupportedTensorError: Names the first one.
+        UnsupportedTensorError: With the name of the first meta tensor.
     """
     for name, value in flatten_state_dict(state_dict)[0].items():
         if isinstance(value, torch.Tensor) and value.is_meta:
@@ -446,7 +464,7 @@ def _is_tensor(entry: Entry | None) -> bool:
 
 
 def _why_not(value: Any, entry: Entry) -> str:
-    """Why a tensor that was saved can't be loaded into a value; empty if it can."""
+    """Returns why a saved tensor can't be loaded into a value; empty if it can."""
     if not (isinstance(value, _TENSORS) or hasattr(value, "__create_chunk_list__")):
         shape = entry.shape
         return (
@@ -466,7 +484,7 @@ def _why_not_held(value: Any, saved: torch.dtype) -> str:
 
 
 class EverythingPlanner(CloudLoadPlanner):
-    """Loads everything in the checkpoint.
+    """Loads all items of a checkpoint, without a given state dict.
 
     Args:
         uri: The checkpoint, for messages.
@@ -496,10 +514,10 @@ class EverythingPlanner(CloudLoadPlanner):
         super().set_up_planner(flat, metadata, is_coordinator)
 
     def content(self, structure: Structure) -> dict[Any, Any]:
-        """The loaded values, nested as they were saved.
+        """Returns the loaded values, nested as they were saved.
 
         Raises:
-            CheckpointCorruptError: If the metadata contradicts itself.
+            CheckpointCorruptError: If the metadata contradict themselves.
         """
         assert self.metadata is not None
         with paused_gc():
@@ -507,7 +525,8 @@ class EverythingPlanner(CloudLoadPlanner):
 
 
 class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
-    """torch's planner for sources without metadata, extended to values other than tensors.
+    """Plans loads from sources without metadata, like torch's class, also for values besides
+    tensors.
 
     The state dict alone determines what is loaded and how it is sharded.
     """
@@ -540,16 +559,16 @@ class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
 
 
 def lost_by_flattening(state_dict: dict[str, Any], planner: object, uri: str) -> Structure:
-    """What flattening has lost of a state dict, as far as it can be determined.
+    """Returns the nesting that flattening has lost of a state dict, as far as it is known.
 
-    Our planner records it. For torch's, the planner's paths are compared with the state dict. A
-    planner of another kind, or one that saves something other than it was given, leaves the
-    structure to the strings in its paths.
+    A ``CloudSavePlanner`` records it. For torch's planner, its paths are compared with the state
+    dict. For other planners, and ones that save another state dict than they were given, this is
+    empty.
 
     Args:
-        state_dict: What is being saved.
-        planner: Has planned it.
-        uri: Where to, for messages.
+        state_dict: The state dict that is being saved.
+        planner: The planner that has planned the save.
+        uri: The checkpoint, for messages.
 
     Raises:
         KeyCollisionError: If two entries of the state dict would have the same name.

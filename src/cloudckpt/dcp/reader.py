@@ -53,7 +53,7 @@ logger = logging.getLogger("cloudckpt")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
-    """What a rank loads: the location, and which save to it, which another may have replaced."""
+    """The checkpoint that a rank loads: its location, and the save that made it."""
 
     uri: str
     save_id: str | None
@@ -64,16 +64,16 @@ class OurReader(StorageReader):
 
 
 class CloudStorageReader(OurReader):
-    """Reads a checkpoint from ``s3://``, ``file://`` or a local path.
+    """Reads a checkpoint from ``s3://``, ``gs://``, ``az://``, ``file://`` or a local path.
 
-    Works wherever torch takes a ``storage_reader``: on checkpoints of cloudckpt and of torch's own
-    writers, and on models in safetensors files. Fetches only the bytes that this rank needs,
-    straight into its tensors where these are contiguous in host memory, and verifies every block
-    that has a checksum.
+    It works wherever torch takes a ``storage_reader``: for checkpoints of cloudckpt and of torch's
+    own writers, and for models in safetensors files. It fetches only the bytes that this rank
+    needs, directly into its tensors if these are contiguous in host memory, and verifies every
+    block that has a checksum.
 
     Attributes:
-        transferred: What this rank received in the last load.
-        report: What the last load did.
+        transferred: The bytes and requests of this rank in the last load; None before.
+        report: The report of the last load; None before.
     """
 
     @suggesting
@@ -85,13 +85,15 @@ class CloudStorageReader(OurReader):
         trust_pickle: bool = False,
         key_mapping: KeyMapping | None = None,
     ) -> None:
-        """
+        """Makes a reader; sends no request.
+
         Args:
-            checkpoint_id: Where to load from; :meth:`reset` may name another place later.
+            checkpoint_id: The location to load from; :meth:`reset` may change it later.
             config: Options; those not given are read from the environment.
             trust_pickle: Whether pickles in the checkpoint may run arbitrary code.
             key_mapping: For models in safetensors files: maps a tensor's name in the files to its
-                name here, or to None to leave it out.
+                name in
+                the state dict, or to None to leave it out.
 
         Raises:
             InvalidURIError: If ``checkpoint_id`` is not a valid location.
@@ -121,26 +123,36 @@ class CloudStorageReader(OurReader):
 
     @property
     def structure(self) -> Structure:
-        """How the saved state was nested, beyond what the metadata says; set once that is read."""
+        """The nesting of the saved state dict, beyond what torch's metadata express.
+
+        Empty until the metadata are read.
+        """
         return self._commit.structure if self._commit is not None else Structure()
 
     @property
     def commit(self) -> CommitObject | None:
-        """The commit object that was read last."""
+        """The commit object that was read last; None before."""
         return self._commit
 
     @property
     def has_checksums(self) -> bool:
-        """Whether the checkpoint can be verified; known once its metadata is read."""
+        """Whether the checkpoint has checksums to verify; False until its metadata are read."""
         return self._commit is not None and self._commit.record is not None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether the location can be parsed."""
+        """Whether ``checkpoint_id`` is a valid location; sends no request."""
         return CheckpointURI.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forgets what was read, and switches to another location if one is given."""
+        """Drops everything that was read, and changes to another location if one is given.
+
+        Args:
+            checkpoint_id: The new location; None keeps the old one.
+
+        Raises:
+            InvalidURIError: If ``checkpoint_id`` is not a valid location.
+        """
         if checkpoint_id:
             self.uri = CheckpointURI.parse(checkpoint_id)
         self.transferred: Transferred | None = None
@@ -155,18 +167,18 @@ class CloudStorageReader(OurReader):
         self._told: str | None = None  # the save whose metadata came from another rank
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads what this reader needs of the commit object, usually in two requests.
+        """Reads the metadata of the checkpoint, usually in two requests.
 
         For checkpoints of cloudckpt, the mappings in the result create torch's objects on access.
 
         Raises:
-            CheckpointNotFoundError: If the store says that there is no committed checkpoint.
+            CheckpointNotFoundError: If the store says that no committed checkpoint exists.
             CheckpointError: If torch has saved there with each rank on its own.
-            UntrustedPickleError: If the metadata names code that is not on the allow-list.
+            UntrustedPickleError: If the metadata name code that is not on the allow-list.
             CheckpointCorruptError: If the commit object is damaged.
             CheckpointReplacedError: If it was replaced during each of several attempts to read it.
         """
-        # after a failure, torch's loader asks a second time, for the metadata of one rank
+        # after a failure, torch's loader calls this again, for the metadata of one rank
         if kwargs.get("rank") is not None and self._failure is not None:
             return _UnreadableMetadata(self._failure)
         self._failure = None
@@ -198,7 +210,9 @@ class CloudStorageReader(OurReader):
         return self._taken(commit, fetched)
 
     def _what_is_there(self) -> str:
-        """What a message says of a location without a checkpoint; it is not retried."""
+        """Returns a sentence about a location without a checkpoint, for an error message; not
+        retried.
+        """
         if found := beneath(self._store(), self.uri):
             return found
         with contextlib.suppress(CloudCheckpointError):
@@ -210,7 +224,11 @@ class CloudStorageReader(OurReader):
         return "Check the location; an interrupted save leaves no checkpoint"
 
     def _refuse_parts(self) -> None:
-        """Raises if torch has saved here with ``use_collectives=False``."""
+        """Raises an error if torch has saved here with ``use_collectives=False``.
+
+        Raises:
+            CheckpointError: If it has.
+        """
         with contextlib.suppress(ObjectNotFoundError):
             Retrier(self.config.retry).call(lambda: self._store().head(self.uri.key(PART)))
             raise CheckpointError(
@@ -228,7 +246,7 @@ class CloudStorageReader(OurReader):
         return metadata
 
     def packed(self) -> bytes | ModelFolder:
-        """What was read, to pass to the readers of other ranks: see :meth:`adopt`."""
+        """Returns the metadata in a form that the readers of other ranks can :meth:`adopt`."""
         if self._model is not None:
             return self._model
         if self._fetched is None:
@@ -236,15 +254,15 @@ class CloudStorageReader(OurReader):
         return pickle.dumps(self._fetched)
 
     def adopt(self, packed: bytes | bytearray | memoryview | ModelFolder) -> Metadata:
-        """Takes the metadata that another rank's reader of this checkpoint has read.
+        """Uses the metadata that another rank's reader of this checkpoint has read.
 
         Args:
-            packed: What :meth:`packed` returned there.
+            packed: The result of :meth:`packed` on that rank.
 
         Raises:
-            UntrustedPickleError: If another writer's metadata names code that is not on the
+            UntrustedPickleError: If another writer's metadata name code that is not on the
                 allow-list.
-            CheckpointCorruptError: If the metadata is damaged.
+            CheckpointCorruptError: If the metadata are damaged.
         """
         if isinstance(packed, ModelFolder):
             return self._begun_with(packed)
@@ -275,7 +293,9 @@ class CloudStorageReader(OurReader):
 
     @contextlib.contextmanager
     def _unless_replaced(self) -> Iterator[None]:
-        """Explains a failure whose cause is that the metadata that was read has been replaced."""
+        """Replaces an error of damage by CheckpointReplacedError if the commit
+        object has changed.
+        """
         try:
             yield
         except CheckpointCorruptError as error:
@@ -292,7 +312,11 @@ class CloudStorageReader(OurReader):
         self._places = self.places_in(metadata)
 
     def places_in(self, metadata: Metadata) -> Places:
-        """The locations of the items whose metadata this reader has read last."""
+        """Returns what locates the items of the metadata that this reader has read last.
+
+        Raises:
+            CheckpointCorruptError: If the metadata have no locations.
+        """
         if self._model is not None:
             return ModelPlaces(self._model)
         places, commit = metadata.storage_data, self._commit
@@ -320,7 +344,7 @@ class CloudStorageReader(OurReader):
 
         Raises:
             CheckpointReplacedError: If it was replaced while the ranks read its metadata.
-            DifferentCheckpointsError: If they load from different locations.
+            DifferentCheckpointsError: If ranks load from different locations.
         """
         first: _Source | None = plans[0].storage_data if plans else None
         for rank, plan in enumerate(plans):
@@ -362,9 +386,9 @@ class CloudStorageReader(OurReader):
 
     @contextlib.contextmanager
     def begun(self, planner: LoadPlanner) -> Iterator[Load]:
-        """A load of the checkpoint whose metadata this reader was set up with.
+        """Yields a load of the checkpoint whose metadata this reader was set up with.
 
-        Events report what happens in it; :attr:`transferred` is set at its end.
+        Its events are emitted within the block; :attr:`transferred` is set at the end of the block.
 
         Args:
             planner: Provides the tensors.
@@ -398,11 +422,11 @@ class CloudStorageReader(OurReader):
 
 
 class _UnreadableMetadata(Metadata):
-    """Stands for unreadable metadata; raises the reason on any use.
+    """A placeholder for metadata that could not be read; raises the error on any use.
 
-    torch passes on an error of ``read_metadata`` only as text and then asks for the rank's own
-    metadata, as if the store had said that no common metadata exists. An error in a later step
-    reaches every rank as it is.
+    torch passes on an error of ``read_metadata`` only as text and then requests the rank's own
+    metadata, as if the store had said that no common metadata exist. An error in a later step
+    reaches every rank unchanged.
     """
 
     def __init__(self, failure: CloudCheckpointError) -> None:
@@ -425,15 +449,16 @@ def _named(error: Exception, uri: str) -> CloudCheckpointError:
 
 
 def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Metadata:
-    """The metadata of a save that another rank has committed, read on first access.
+    """Returns the metadata of a save that another rank has committed; they are read on first
+    access.
 
-    Most callers drop what ``save`` returns, so the metadata are not sent to all ranks. On first
-    access its mappings raise CheckpointReplacedError if another save has replaced it, or what
-    reading metadata raises.
+    Most callers drop the result of ``save``, so the metadata are not sent to all ranks. On first
+    access, its mappings raise CheckpointReplacedError if another save has replaced the checkpoint,
+    or any error of reading metadata.
 
     Args:
-        uri: Where the save was committed.
-        config: The options.
+        uri: The location of the checkpoint.
+        config: Options.
         attempt: The random name of the save.
     """
     wanted = save_id_of(attempt)

@@ -1,4 +1,4 @@
-"""``LoadReport``: what a load did, name by name."""
+"""``LoadReport``: the result of a load, name by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("cloudckpt")
 
 _FEW = 3  # names that a row of the table shows
 _GROUPS = re.compile(r"(?<![^.])param_groups(?![^.])")
-"""Where an optimizer's state dict has its parameter groups, and beside them its state."""
+"""The part of a name under which an optimizer's state dict has its parameter groups."""
 
 _ROWS = {
     "missing": "not in the checkpoint, kept",
@@ -44,23 +44,26 @@ _EMPTY = (
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did on this rank; ``str()`` is a table of up to ten lines.
+    """The result of a load on this rank; ``str()`` is a table of up to ten lines.
 
     Names are those in the checkpoint: keys joined by dots.
 
     Attributes:
         uri: The checkpoint.
-        loaded: What was loaded.
-        missing: What the checkpoint does not have; it keeps its values. Empty if the load was
-            strict.
-        unexpected: What only the checkpoint has, apart from ``optimizer``.
-        converted: What was loaded in another way than it was saved, and how: into another type, or
-            into other parts, as of a tensor that is sharded in another way.
-        left_alone: What keeps its value though the checkpoint has something there, and why.
-        optimizer: The saved state of optimizers for which the state dict has no place, such as of
+        loaded: The names that were loaded.
+        missing: The names that the checkpoint does not have, and that keep their values. Empty if
+            the
+            load was strict.
+        unexpected: The names that only the checkpoint has, apart from those in ``optimizer``.
+        converted: The names that were loaded in another form than they were saved in, and how: as
+            another element type, or from other chunks, such as of a tensor that is sharded
+                differently.
+        left_alone: The names that keep their values although the checkpoint has an entry, and why.
+        optimizer: The saved optimizer state for which the state dict has no entry, such as that of
             parameters that are frozen now, or of an optimizer that has made no step.
-        doubtful: What was loaded, and what torch's own functions change when the state dict is
-            passed on to an optimizer, and how: state of whole numbers, and empty groups.
+        doubtful: The names that were loaded, but that torch's own functions change when the state
+            dict
+            is passed on to an optimizer, and how: state of integers, and empty groups.
     """
 
     uri: str
@@ -83,15 +86,18 @@ class LoadReport:
         converted: Mapping[str, str] | None = None,
         unused: Collection[str] = (),
     ) -> LoadReport:
-        """The report of a load that has succeeded.
+        """Makes the report of a load that has succeeded.
 
         Args:
-            wanted: What was to be loaded, by flat names.
-            metadata: What the checkpoint has.
+            wanted: The state dict that was loaded, by flat names.
+            metadata: The metadata of the checkpoint.
             uri: The checkpoint.
-            left_alone: What keeps its value though the checkpoint has something there, and why.
-            converted: What was loaded in another way, and how; None if the planner does not say.
-            unused: Names of values that are of other ranks, or were read and not taken.
+            left_alone: The names that keep their values although the checkpoint has an entry, and
+                why.
+            converted: The names that were loaded in another form, and how; None if the planner does
+                not
+                report them.
+            unused: The names of other ranks' values, and of values that were read and not used.
         """
         stored, left = _names_in(metadata), left_alone or {}
         if converted is None:
@@ -125,7 +131,9 @@ class LoadReport:
         return "\n".join(lines)
 
     def log(self) -> None:
-        """Logs it, if it has more than what was loaded; as a warning if that may not be meant."""
+        """Logs the report if it has more than loaded names; as a warning if that
+        may be unintended.
+        """
         if self.left_alone:
             logger.warning(
                 "%s: left as it was, although the checkpoint has an entry of this name: %s",
@@ -155,14 +163,14 @@ def _shown(names: Collection[str]) -> str:
 
 
 def _above(names: Iterable[str]) -> str:
-    """The part of a name up to ``state``, if all are beneath it; else the first name."""
+    """Returns the common part of all names up to ``state``; else the first name."""
     first, *others = names
     top = re.sub(r"(?<![^.])state\..*", "state", first)
     return top if all(name.startswith(f"{top}.") for name in others) and others else first
 
 
 def _names_in(metadata: Metadata) -> AbstractSet[str]:
-    """The names that a checkpoint has, in their order."""
+    """Returns the names that a checkpoint has, in their order."""
     table = table_behind(metadata)
     return metadata.state_dict_metadata.keys() if table is None else table.names.keys()
 
@@ -170,7 +178,7 @@ def _names_in(metadata: Metadata) -> AbstractSet[str]:
 def _doubtful(
     wanted: Mapping[str, Any], groups: Sequence[str], states: tuple[str, ...], metadata: Metadata
 ) -> dict[str, str]:
-    """What torch's functions that take a loaded state of an optimizer change, and how."""
+    """Returns the names of optimizer state that torch's functions change after a load, and how."""
     found: dict[str, str] = {}
     params = {name: wanted[name] for name in groups if name.endswith(".params")}
     if any(isinstance(one, list) and one and isinstance(one[0], str) for one in params.values()):
@@ -189,7 +197,7 @@ def _doubtful(
 
 
 def _next_group(params: str) -> str:
-    """The name of the next group's parameters: of the last group nothing is lost."""
+    """Returns the name of the next group's parameters; torch loses nothing of the last group."""
     group, _, last = params.rpartition(".")
     where, _, number = group.rpartition(".")
     return f"{where}.{int(number) + 1}.{last}"

@@ -1,10 +1,10 @@
-"""The steps of a save: plan, send, commit; planned once, and then repeated by the same plan.
+"""Runs the steps of a save: plan, send, commit; later saves of the structure reuse the plan.
 
 It takes the same steps as torch's saver, with the same planner and in the same order: each rank
 plans, the coordinator gathers the plans and hands out each rank's part, each rank writes, and the
-coordinator commits. Planning is skipped where possible. If every rank has a plan for exactly what
-it saves, and all have the same plan (they learn this in their meeting, see ``meeting``), each
-writes by its own plan. If any rank lacks it, all plan anew. A plan is kept once a save by it has
+coordinator commits. Planning is skipped if possible. If every rank has a plan for exactly what it
+saves, and all have the same plan (they learn this in their meeting, see ``meeting``), each writes
+by its own plan. If any rank lacks it, all plan anew. A plan is kept once a save by it has
 committed.
 
 What this rules out:
@@ -14,7 +14,7 @@ What this rules out:
 - *Some ranks have seen a save commit and others have not*, because one lost the others in between.
   Their plans differ afterwards.
 - *Two plans have the same number*, for whatever reason. Each rank reports the digest of the plan it
-  has written by, and the coordinator compares it with what it knows of the plan.
+  has written by, and the coordinator compares it with its own record of the plan.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ from cloudckpt.transfer.memory import PLAIN
 __all__ = ["SaveLoop"]
 
 Report = tuple[bytes, Record, int]
-"""A rank's report after writing: the digest of its plan, what it has written, and the number by
-which its copies of what others have, too, are compared with theirs (see ``copies``)."""
+"""A rank's report after writing: the digest of its plan, the record of what it has written, and its
+number for the comparison of copies (see ``copies``).
+"""
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,11 @@ class _Planned:
     """A new plan.
 
     Attributes:
-        step: This rank's part.
-        number: Its number.
-        structure: What flattening has lost of this rank's state dict.
-        copies: What this rank has in common with others.
-        of_all: On the coordinator, what all ranks will write; or what a custom planner has made.
+        step: This rank's part of the plan.
+        number: The number of the plan.
+        structure: The nesting that flattening has lost of this rank's state dict.
+        copies: The items that this rank has in common with others.
+        of_all: On the coordinator, the plan of all ranks; or the metadata of a custom planner.
     """
 
     step: SavePlan
@@ -95,10 +96,10 @@ class _Planned:
 
 
 class SaveLoop:
-    """One save.
+    """Saves one state dict, together with the other ranks.
 
     Attributes:
-        plan: The number of this rank's plan for it.
+        plan: The number of this rank's plan for the save.
     """
 
     def __init__(
@@ -108,11 +109,12 @@ class SaveLoop:
         planner: SavePlanner,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """
+        """Begins the save on this rank, and looks for a kept plan; sends no data.
+
         Args:
-            state_dict: What to save.
+            state_dict: The state dict to save.
             writer: Writes the checkpoint.
-            planner: Plans the save, if no plan is kept.
+            planner: Plans the save, if no kept plan fits.
             group: The ranks; None if this process is alone.
 
         Raises:
@@ -124,7 +126,8 @@ class SaveLoop:
         writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
         is_ours = type(writer) is CloudStorageWriter
         self._writer, self._planner = writer, planner
-        self._ours = cast(CloudStorageWriter, writer)  # for what is not in torch's protocol
+        # for methods that torch's protocol does not have
+        self._ours = cast(CloudStorageWriter, writer)
         self._is_incremental = is_ours and self._ours.is_incremental
         self._known: KnownPlan | None = None
         self._outline: Outline | None = None
@@ -136,7 +139,7 @@ class SaveLoop:
             return
         if self._ours.waits_before_sending:
             self._ours.wait_for_baseline()
-        # the checksum stands in the commit object
+        # the algorithm is recorded in the commit object
         self._flags = (*flags, self._ours.checksum.name, self._ours.config.replicas)
         with paused_gc():
             self._outline = Outline.of(state_dict)
@@ -145,10 +148,13 @@ class SaveLoop:
         self.plan = PLAN_ANEW if self._known is None else self._known.number
 
     def run(self, agreed: int) -> Metadata:
-        """Saves; raises errors as torch's saver does.
+        """Saves and commits; raises errors as torch's saver does.
 
         Args:
             agreed: The number of the plan that all ranks have, or one of the two constants.
+
+        Returns:
+            The metadata of the checkpoint.
 
         Raises:
             CheckpointException: If ranks failed, with the failures of all.
@@ -180,7 +186,12 @@ class SaveLoop:
     def _by_columns(
         self, planned: _Planned | None, known: KnownPlan | None, base: Base | None
     ) -> tuple[str, Metadata | None]:
-        """Writes and commits; of the plan, ranks report a digest, and of the rest what is new."""
+        """Writes and commits; each rank reports the digest of its plan, and locations only if they
+        changed.
+
+        Returns:
+            The random name of the save, and the metadata on the coordinator.
+        """
         planner = cast(DefaultSavePlanner, self._planner)
         mine: list[KnownPlan] = []
         manifests: list[Manifest] = []
@@ -251,20 +262,24 @@ class SaveLoop:
         return cast(str, attempt), manifests[0].metadata if manifests else None
 
     def _by_protocol(self, planned: _Planned, base: Base | None) -> tuple[str, Metadata | None]:
-        """Writes and commits with the calls that torch makes, for what may do it as it likes."""
+        """Writes and commits with exactly torch's calls, for custom planners and writers.
+
+        Returns:
+            The random name of the save, empty for writers of other classes, and the metadata.
+        """
         writer, metadata = self._writer, cast("Metadata | None", planned.of_all)
 
         @self._logged
         def write_data() -> list[WriteResult]:
             plan = self._planner.finish_plan(planned.step)
-            if self._is_incremental:  # the first one has no base, but digests
+            if self._is_incremental:  # the first save has no base, but digests
                 contents = Contents(len(plan.items), base)
                 future = self._ours.write_data(plan, self._planner, contents)
             else:
                 future = writer.write_data(plan, self._planner)
             future.wait()
             results: list[WriteResult] = future.value()
-            if self._is_incremental:  # the results of a writer derived from ours may be others
+            if self._is_incremental:  # a writer derived from ours may return other results
                 self._sent += [result.storage_data[0] for result in results]
             return results
 
@@ -279,15 +294,17 @@ class SaveLoop:
         return ("", done) if isinstance(done, Metadata) else (done, metadata)
 
     def _logged(self, step: Callable[..., Any]) -> Any:
-        """Wraps a step so that torch's logger records it as it does those of torch's saver."""
+        """Wraps a step so that torch's logger records it as it records the steps
+        of torch's saver.
+        """
         where = self._writer.checkpoint_id
         return logged_by_torch(checkpoint_id=where, group=self._group)(portable_errors(where)(step))
 
     def _plan_anew(self, is_custom: bool) -> _Planned:
-        """This rank's part of a new plan.
+        """Makes a new plan together with the other ranks; returns this rank's part.
 
-        Ranks send what they would write as columns, because the plans of a large job are millions
-        of objects; a custom planner or writer makes what it likes of plans, which are pickled.
+        Ranks send their plans as columns, because the plans of a large job are millions of objects;
+        custom planners and writers may use plans of any class, which are pickled.
         """
         writer, planner, uri = self._writer, self._planner, self._writer.checkpoint_id
         found: list[Planned | Metadata] = []
@@ -327,16 +344,16 @@ class SaveLoop:
         with paused_gc():
             samples = is_custom or self._ours.config.replicas != "refuse"
             copies = Copies.of(plan, shared, samples=samples)
-            # of the coordinator
+            # pickled by the coordinator
             plan = part.of(plan) if isinstance(part, Part) else pickle.loads(part)  # noqa: S301
         return _Planned(plan, number, structure, copies, found[0] if found else None)
 
     def _record_of(self, plan: SavePlan, structure: Structure) -> bytes:
-        """What this rank would write.
+        """Returns the plan of this rank as the bytes of a record.
 
         Raises:
             UnsupportedTensorError: If torch can't save a tensor.
-            UnsupportedValueError: If there is no room for it in the format.
+            UnsupportedValueError: If the format can't express the plan.
         """
         try:
             return record_of(plan, structure, self._ours.checksum)
@@ -350,18 +367,19 @@ class SaveLoop:
             ) from exc
 
     def _planned_by_planner(self, told: list[bytes]) -> tuple[Metadata, list[bytes], list[Shared]]:
-        """What a custom planner or writer makes of the plans of all ranks."""
+        """Returns the global plan of a custom planner or writer, and each rank's part of it."""
         plans = [pickle.loads(plan) for plan in told]  # noqa: S301 - of the ranks
         plans, metadata = self._planner.create_global_plan(plans)
         parts = [pickle.dumps(plan) for plan in self._writer.prepare_global_plan(plans)]
         return metadata, parts, [Shared.nothing()] * len(parts)
 
     def _planned_together(self, told: list[bytes]) -> tuple[Planned, list[Part], list[Shared]]:
-        """What all ranks write, each rank's part, and what of it others have, too.
+        """Returns the plan of all ranks, each rank's part, and the items that it has in common with
+        others.
 
         Raises:
             IncompleteSaveError: If the ranks' parts of a tensor do not fill it.
-            KeyCollisionError: If ranks have different things under one name.
+            KeyCollisionError: If ranks have different types or shapes under one name.
         """
         uri, known = str(self._ours.uri), Heads()
         records = [Record.parse(one, uri, known=known) for one in told]
@@ -386,13 +404,14 @@ class SaveLoop:
         return planned, parts, shared
 
     def _pending(self, save: str, plan: SavePlan, structure: Structure, compared: int) -> Pending:
-        """What this rank's saving process leaves in the store, but for where the items lie.
+        """Makes the pending object for this rank's saving process, without the locations of the
+        items.
 
         Args:
             save: The name of the save.
-            plan: What this rank writes.
-            structure: What flattening has lost of its state dict.
-            compared: The number by which ranks compare their copies.
+            plan: The plan of this rank.
+            structure: The nesting that flattening has lost of its state dict.
+            compared: This rank's number for the comparison of copies.
         """
         if self._record is None:
             with paused_gc():
@@ -411,9 +430,9 @@ class SaveLoop:
         )
 
     def _entry(self, planned: _Planned, plan: SavePlan, planner: DefaultSavePlanner) -> KnownPlan:
-        """What to remember of a new plan once it has been written."""
+        """Returns the entry to keep for a new plan, once it has been written."""
         outline, items = self._outline, plan.items
-        if outline is None:  # it is not remembered, and items may have any name
+        if outline is None:  # the entry is not kept, and items may have any name
             outline, items = Outline(), []
         values = planner.state_dict
         numbers = {name: number for number, name in enumerate(values)}
@@ -439,7 +458,7 @@ class SaveLoop:
         )
 
     def _restore_plan(self, planner: DefaultSavePlanner) -> KnownPlan:
-        """The kept plan, with the planner set up as it was when it made the plan."""
+        """Returns the kept plan, and sets the planner up as it was when it made the plan."""
         known, outline = self._known, self._outline
         assert known is not None
         assert outline is not None
@@ -463,11 +482,12 @@ class SaveLoop:
     def _of_all(
         self, reports: list[Report], planned: _Planned | None, known: KnownPlan | None
     ) -> tuple[OfAllRanks, list[Record]]:
-        """What all ranks were to write, and what each has written.
+        """Returns the plan of all ranks, and the record of what each has written.
 
         Raises:
-            IncompleteSaveError: If a rank has written by another plan, or its previous save is
-                another than the coordinator's.
+            IncompleteSaveError: If a rank has written by another plan, or its previous save differs
+                from
+                the coordinator's.
         """
         digests = tuple(digest for digest, _, _ in reports)
         if planned is not None:
@@ -499,7 +519,7 @@ def _extents_of(written: Sequence[Record]) -> tuple[Extents, ...]:
 
 
 def _form(value: torch.Tensor, sizes: torch.Size) -> StoredForm | None:
-    """The form of an item in an object, if it is all of a small tensor in host memory."""
+    """Returns the form of an item that is a whole small tensor in host memory; else None."""
     local = _local(value)
     if type(local) not in PLAIN or local.shape != sizes:
         return None
@@ -507,5 +527,5 @@ def _form(value: torch.Tensor, sizes: torch.Size) -> StoredForm | None:
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor in this rank's memory."""
+    """Returns the part of a tensor in this rank's memory."""
     return value._local_tensor if isinstance(value, DTensor) else value

@@ -1,4 +1,4 @@
-"""Lays out the items of a save plan in objects."""
+"""Assigns the items of a save plan to objects."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from cloudckpt.transfer.packing import PACKED_BELOW
 __all__ = ["SmallTensors", "StateLayout", "expected_size"]
 
 SmallTensors = Sequence[tuple[StoredForm, torch.Tensor] | None]
-"""By item: a small tensor in host memory, with its form; None for any other item."""
+"""For each item, a small tensor in host memory with its form; None for any other item."""
 
 _Small = tuple[int, int, StoredForm, torch.Tensor]
-"""A small tensor: the number of its item, where its bytes begin in the state's memory, its form."""
+"""A small tensor: the number of its item, its offset in the state's memory, its form, itself."""
 
 _PICKLED = WriteItemType.BYTE_IO
 _RUN = 256
-"""How many small tensors one plan has."""
+"""Maximum small tensors in one object plan."""
 
 
 def expected_size(items: Sequence[WriteItem]) -> int:
-    """About how many bytes items will take; planners may still change the data."""
+    """Returns about how many bytes items will take; planners may still change the data."""
     return sum(map(_size_of, items))
 
 
@@ -61,7 +61,7 @@ def _size_of(item: WriteItem) -> int:
 
 
 class StateLayout:
-    """The items of one rank, laid out while they are sent; see ``shard.Layout``."""
+    """The items of one rank, assigned to objects while they are sent; see ``shard.Layout``."""
 
     def __init__(
         self,
@@ -72,14 +72,15 @@ class StateLayout:
         small: SmallTensors = (),
         contents: Contents | None = None,
     ) -> None:
-        """
+        """Makes the layout; assigns nothing yet.
+
         Args:
-            items: What to send.
+            items: The items to send.
             planner: Provides the data.
-            destination: Where to send them.
-            capabilities: Those of the destination's store.
-            small: The items for whose data the planner need not be asked, if they are known.
-            contents: Takes the items' digests, and knows which items need not be sent.
+            destination: The checkpoint, the rank, and options.
+            capabilities: The capabilities of the destination's store.
+            small: The small tensors whose data need not come from the planner, if they are known.
+            contents: Collects the items' digests, and knows which items need not be sent.
         """
         self._items, self._planner = items, planner
         self._small: SmallTensors = small or [None] * len(items)
@@ -87,11 +88,11 @@ class StateLayout:
         self._algorithm = capabilities.checksum
         self._unloadable = Unloadable(str(destination.uri), destination.config.unloadable)
         self._places = Places(destination, capabilities)
-        self._written = array("q", bytes(24 * len(items)))  # by item: object, offset, length
+        self._written = array("q", bytes(24 * len(items)))  # for each item: object, offset, length
 
     @property
     def extents(self) -> Extents:
-        """Where the items lie, once all are laid out.
+        """The locations of the items, once all are assigned.
 
         Objects of other checkpoints are numbered after those that are sent.
         """
@@ -105,7 +106,7 @@ class StateLayout:
 
     @property
     def references(self) -> tuple[WrittenObject, ...]:
-        """The objects of other checkpoints that hold some items, once all are laid out."""
+        """The objects of other checkpoints that hold some items, once all are assigned."""
         return () if self._contents is None else self._contents.references
 
     def pending(self, template: Pending) -> Pending:
@@ -114,7 +115,8 @@ class StateLayout:
 
     def plans(self, memory: Memory) -> Iterator[ObjectPlan]:
         run: list[_Small] = []
-        # pickled items come last: their length is unknown beforehand, and so nothing else shifts
+        # pickled items last: their lengths are unknown before, and would shift the offsets of
+        # others
         numbers = range(len(self._items))
         for number in sorted(numbers, key=lambda one: self._items[one].type == _PICKLED):
             small = self._in_memory(number, memory)
@@ -130,9 +132,9 @@ class StateLayout:
         self._unloadable.check()
 
     def _in_memory(self, number: int, memory: Memory) -> _Small | None:
-        """An item, if it is a small tensor whose memory plans can refer to.
+        """Returns an item that is a small tensor in memory that plans can refer to; else None.
 
-        If that memory is not there, the slower path reports what is wrong.
+        If its memory is gone, the slower path reports the error.
         """
         known = self._small[number]
         if known is None:
@@ -149,7 +151,7 @@ class StateLayout:
         return None if start is None else (number, start, form, tensor)
 
     def _run(self, run: Sequence[_Small], memory: Memory) -> Iterator[ObjectPlan]:
-        """The plans of small tensors: one, unless it is too much for the object."""
+        """Yields the plans of small tensors: one, or more if they do not fit into one object."""
         expected: dict[int, tuple[int, ...]] = {}
         if self._contents is not None:
             run = [one for one in run if not self._is_known(one[0], one[3], memory, expected)]
@@ -167,7 +169,7 @@ class StateLayout:
             )
 
     def _next(self, number: int, form: StoredForm, way: Way) -> int:
-        """Gives an item a place; returns the number of its object."""
+        """Assigns an item to an object; returns the object's number."""
         place = self._places.next(form, way)
         self._note(number, place)
         return place.object
@@ -182,7 +184,9 @@ class StateLayout:
         memory: Memory,
         expected: dict[int, tuple[int, ...]],
     ) -> bool:
-        """Whether an earlier checkpoint has an item; if not, notes the checksums of its blocks."""
+        """Whether an earlier checkpoint has an item; if not, keeps its checksums
+        in ``expected``.
+        """
         if self._contents is None:
             return False
         checksum = None if memory.is_private else self._algorithm
@@ -193,7 +197,7 @@ class StateLayout:
         return known is not None
 
     def _item(self, number: int, memory: Memory) -> Iterator[ObjectPlan]:
-        """The plan of one item; none if an earlier checkpoint has it."""
+        """Yields the plan of one item; nothing if an earlier checkpoint has it."""
         item = self._items[number]
         data = self._data_of(item)
         expected: dict[int, tuple[int, ...]] = {}
@@ -226,7 +230,14 @@ class StateLayout:
         yield ObjectPlan(made, way, where[0], [where[1]], [form], [item.index.fqn], sums)
 
     def _data_of(self, item: WriteItem) -> torch.Tensor | bytes:
-        """The data of an item: a plain tensor of any strides and device, or bytes."""
+        """Returns the data of an item: a plain tensor of any strides and device, or bytes.
+
+        Raises:
+            ShapeMismatchError: If a tensor has another shape than planned.
+            UnsupportedTensorError: If the tensor can't be stored, or the planner returned another
+                class.
+            UnsupportedValueError: If a value can't be pickled.
+        """
         planner, fqn = self._planner, item.index.fqn
         data, is_bytes = self._resolved(item), item.type == WriteItemType.BYTE_IO
         if not isinstance(data, io.BytesIO if is_bytes else torch.Tensor):
@@ -242,8 +253,8 @@ class StateLayout:
             return content
         tensor: torch.Tensor = settled(data).detach()
         check_supported(tensor, fqn)
-        # another element type than planned is fine: every reader converts it, and torch's cached
-        # plans ignore types
+        # another element type than planned is accepted: every reader converts it, and torch's
+        # cached plans ignore types
         if item.tensor_data is not None and tensor.shape != item.tensor_data.chunk.sizes:
             raise ShapeMismatchError(
                 f"{fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, but the "
@@ -258,7 +269,11 @@ class StateLayout:
         return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
     def _resolved(self, item: WriteItem) -> Any:
-        """The data of an item, from the planner."""
+        """Returns the data of an item from the planner.
+
+        Raises:
+            UnsupportedValueError: If a value can't be pickled.
+        """
         planner, fqn = self._planner, item.index.fqn
         try:
             return planner.resolve_data(item)
@@ -276,12 +291,12 @@ class StateLayout:
 
 
 def _way(nbytes: int) -> Way:
-    """How what lies in host memory is sent."""
+    """Returns how an item of ``nbytes`` in host memory is sent: packed if it is small."""
     return "packed" if nbytes < PACKED_BELOW else "direct"
 
 
 def _kind(planner: DefaultSavePlanner, item: WriteItem) -> type:
-    """The class of a value that is not a tensor."""
+    """Returns the class of a value that is not a tensor; ``object`` if it is unknown."""
     try:
         return type(planner.lookup_object(item.index))
     except Exception:  # noqa: BLE001 - of a planner that makes its values in resolve_data

@@ -61,24 +61,37 @@ logger = logging.getLogger("cloudckpt")
 
 
 class CommitHook:
-    """Called on the coordinator, around the one request that makes a checkpoint visible.
+    """Base class for code that runs on the coordinator around the commit of a save.
 
     An asynchronous save calls it on a thread of the trainer, even if another process uploads.
 
     Attributes:
-        claimed_by: The job that has claimed the checkpoint's run; empty if none has.
+        claimed_by: The job that has claimed the checkpoint's run; empty if no job has.
     """
 
     claimed_by = ""
 
     def check_claim(self) -> None:
-        """Called right before each try of that request; raising fails the save on all ranks."""
+        """Called right before each try of the commit request; an error fails the
+        save on all ranks.
+        """
 
     def before_commit(self, uri: str, metadata: Metadata) -> None:
-        """All data is in the store, nothing is visible yet; raising fails the save on all ranks."""
+        """Called when all data are in the store, and nothing is visible; an error fails the save on
+        all ranks.
+
+        Args:
+            uri: The checkpoint.
+            metadata: torch's metadata of the checkpoint.
+        """
 
     def after_commit(self, uri: str, metadata: Metadata) -> None:
-        """The checkpoint is committed; an exception here is logged and undoes nothing."""
+        """Called when the checkpoint is committed; an error is logged and undoes nothing.
+
+        Args:
+            uri: The checkpoint.
+            metadata: torch's metadata of the checkpoint.
+        """
 
 
 class OurWriter(StorageWriter):
@@ -94,9 +107,9 @@ class OurWriter(StorageWriter):
 
     @abc.abstractmethod
     def begin(self, *, commits: bool) -> None:
-        """Begins a save at the location, unless it has begun; returns at once.
+        """Begins a save at the location, unless it has begun; does not wait for the store.
 
-        What is there now is what the commit may replace; anything that comes later makes it fail.
+        The commit may replace only the checkpoint that exists now; a later one makes it fail.
 
         Args:
             commits: Whether this rank commits.
@@ -104,29 +117,31 @@ class OurWriter(StorageWriter):
 
     @abc.abstractmethod
     def discard(self) -> None:
-        """Deletes what this rank has uploaded in a save that has failed, if it may be deleted."""
+        """Deletes the objects that this rank has uploaded in a failed save, if
+        they may be deleted.
+        """
 
 
 class CloudStorageWriter(OurWriter):
-    """Writes a checkpoint to ``s3://``, ``file://`` or a local path.
+    """Writes a checkpoint to ``s3://``, ``gs://``, ``az://``, ``file://`` or a local path.
 
-    Works wherever torch takes a ``storage_writer``. Every rank streams its shards in parallel
+    It works wherever torch takes a ``storage_writer``. Every rank streams its shards in parallel
     multipart uploads out of tensor memory; the coordinator then commits with one conditional write
     of ``.metadata``. Until then nothing is visible, and an earlier checkpoint at the location stays
     loadable.
 
-    The object is picklable (only location, base, options, notes and hook travel). It can be reused
-    for consecutive saves, but not for two at once.
+    The object can be pickled (only location, base, options, notes and hook are kept). It can be
+    reused for consecutive saves, but not for two at once.
 
     Attributes:
-        transferred: What this rank sent in the last save.
+        transferred: The bytes and requests of this rank in the last save; None before.
         sender: Uploads the prepared objects, in this process or in a saving process.
         attempt: The random name of this save, on a rank that commits.
         noted: The notes to be stored with the checkpoint, as bytes.
         hold: The base of this save and the marks that keep it, on a rank that commits.
         commits: Whether this rank commits.
         committed: Whether the save is committed, as far as this rank alone knows; None during the
-            commit, after an uncertain commit, and where another rank commits.
+            commit, after an uncertain commit, and if another rank commits.
     """
 
     @suggesting
@@ -139,18 +154,21 @@ class CloudStorageWriter(OurWriter):
         notes: Notes | None = None,
         base: URILike | None = None,
     ) -> None:
-        """
+        """Makes a writer; sends no request.
+
         Args:
-            checkpoint_id: Where to save; :meth:`reset` may name another place later.
+            checkpoint_id: The location to save to; :meth:`reset` may change it later.
             config: Options; those not given are read from the environment.
             commit_hook: Called on the coordinator around the commit.
-            notes: Notes stored with the checkpoint; the coordinator's count.
+            notes: Notes stored with the checkpoint; those of the coordinator are used.
             base: An earlier checkpoint in the same folder; bytes that it already has are not sent
-                again. With ``Config(incremental=True)`` the default is the newest one. torch's own
-                ``save`` sends everything; :func:`cloudckpt.save` does not.
+                again.
+                With ``Config(incremental=True)`` the default is the newest one. torch's own
+                    ``save`` sends
+                everything; :func:`cloudckpt.save` does not.
 
         Raises:
-            ConfigError: If the notes can't be kept, or options or hook are something else.
+            ConfigError: If the notes can't be stored, or an argument has the wrong type.
             InvalidURIError: If ``checkpoint_id`` is not a valid checkpoint location.
         """
         super().__init__()
@@ -201,22 +219,29 @@ class CloudStorageWriter(OurWriter):
 
     @property
     def checksum(self) -> ChecksumAlgorithm:
-        """The store's checksum algorithm."""
+        """The checksum algorithm of the store."""
         return self._store().capabilities.checksum
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether the location can be parsed."""
+        """Whether ``checkpoint_id`` is a valid location; sends no request."""
         return CheckpointURI.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new attempt, at another location if one is given."""
+        """Begins a new save, at another location if one is given.
+
+        Args:
+            checkpoint_id: The new location; None keeps the old one.
+
+        Raises:
+            InvalidURIError: If ``checkpoint_id`` is not a valid checkpoint location.
+        """
         if checkpoint_id:
             self.uri = checkpoint_location(checkpoint_id)
         self._start_attempt()
 
     def storage_meta(self) -> StorageMeta:
-        """Information about this save for planners."""
+        """Returns the location and the random name of this save, for planners."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.attempt)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -236,7 +261,7 @@ class CloudStorageWriter(OurWriter):
         self.commits = is_coordinator
         self.committed = False if self.commits else None
         self.begin(commits=self.commits)
-        # of the state dict that torch's saver is saving, if it is
+        # the state dict that torch's saver is saving, if it is the caller
         state_dict, planner = state_dict_being_planned() or ({}, None)
         self._structure = lost_by_flattening(state_dict, planner, str(self.uri))
 
@@ -256,7 +281,7 @@ class CloudStorageWriter(OurWriter):
             self._baseline = Beginning(view, ask)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Waits until it is known which checkpoint exists already, before anything is sent.
+        """Waits for the baseline, before anything is sent; returns the plan unchanged.
 
         Raises:
             CheckpointExistsError: If a checkpoint exists and ``overwrite`` is off.
@@ -266,15 +291,15 @@ class CloudStorageWriter(OurWriter):
 
     @property
     def waits_before_sending(self) -> bool:
-        """Whether nothing may be sent before the store has said what is there.
+        """Whether nothing may be sent before the baseline is known.
 
-        Otherwise only the commit needs the answer: a saving process gets its work even in an
+        Otherwise only the commit needs the baseline: a saving process gets its work even in an
         outage of the store, in which the trainer may end.
         """
         return self.sender is send_here or not self.config.overwrite
 
     def wait_for_baseline(self) -> None:
-        """Waits until it is known which checkpoint exists already, on the rank that commits.
+        """Waits until the baseline is known, on the rank that commits.
 
         Raises:
             CheckpointExistsError: See :meth:`prepare_local_plan`.
@@ -303,7 +328,7 @@ class CloudStorageWriter(OurWriter):
         return self.hold
 
     def _held(self, base: CheckpointURI | None) -> Hold | None:
-        """Holds a base; by default, the newest checkpoint in the same folder."""
+        """Holds a base; by default, the newest checkpoint in the same folder. None if it can't."""
         try:
             store = self._store()
             base = base or newest_beside(store, self.uri, self.config, self.notes)
@@ -329,11 +354,13 @@ class CloudStorageWriter(OurWriter):
         return hold
 
     def note_structure(self, structure: Structure) -> None:
-        """Takes what flattening lost of the state dict, which torch does not pass to writers."""
+        """Sets the nesting that flattening has lost of the state dict, which torch does not pass to
+        writers.
+        """
         self._structure = structure
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # the planner may cache plans and reuse them in a later save: they must carry nothing of
+        # the planner may cache plans and reuse them in a later save: they must contain nothing of
         # this attempt
         return plans
 
@@ -368,19 +395,20 @@ class CloudStorageWriter(OurWriter):
         pending: Pending | None = None,
         contents: Contents | None = None,
     ) -> Record:
-        """Sends this rank's items; returns what was written once the store has all of it.
+        """Sends this rank's items; returns their record once the store has all of them.
 
         Args:
-            plan: What to send.
+            plan: The plan of this rank.
             planner: Provides the data.
-            expected: About how many bytes it will send, if that is known.
-            small: The items for whose data the planner need not be asked, if they are known.
-            pending: What to leave in the store if this trainer ends before the commit, but for
-                the locations of the items.
+            expected: About how many bytes will be sent; None if unknown.
+            small: The small tensors whose data need not come from the planner, if they are known.
+            pending: The object to leave in the store if this trainer ends before the commit,
+                without the
+                locations of the items.
             contents: Knows which items need not be sent.
         """
         uri, sending = str(self.uri), time.time()
-        planned = sending - self._began  # as far as a writer can see torch's planning
+        planned = sending - self._began  # torch's planning, as far as a writer sees it
         emit(Event(phase="plan", uri=uri, rank=self._rank, began=self._began, seconds=planned))
         expected = expected_size(plan.items) if expected is None else expected
         stats = TransferStats(uri, self._rank, expected)
@@ -407,7 +435,7 @@ class CloudStorageWriter(OurWriter):
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits.
+        """Commits the checkpoint, on the coordinator.
 
         Raises:
             IncompleteSaveError: If an item of the plan was not written.
@@ -430,11 +458,11 @@ class CloudStorageWriter(OurWriter):
         """Commits what the ranks have written; raises as :meth:`finish` does.
 
         Args:
-            planned: Makes what they were to write.
-            written: By rank, what it has written.
+            planned: Returns the plan of all ranks.
+            written: By rank, the record of what it has written.
 
         Returns:
-            What was committed.
+            The committed manifest.
         """
         uri, hook = str(self.uri), self.commit_hook or CommitHook()
         if self._baseline is None:
@@ -453,7 +481,8 @@ class CloudStorageWriter(OurWriter):
             with paused_gc():  # the collector would traverse the plans of all ranks
                 of_all = planned().written(written, attempt=self.attempt, uri=uri)
                 manifest = Manifest(of_all, uri)
-            if manifest.metadata.storage_meta is not None:  # what is stored may be copied elsewhere
+            # not stored: the checkpoint may be copied
+            if manifest.metadata.storage_meta is not None:
                 manifest.metadata.storage_meta.checkpoint_id = uri
             hook.before_commit(uri, manifest.metadata)
         self.committed, self._is_finished = None, True
@@ -484,7 +513,9 @@ class CloudStorageWriter(OurWriter):
         return manifest
 
     def discard(self) -> None:
-        """Deletes what this rank has written in an attempt that was certainly not committed."""
+        """Deletes the objects that this rank has written in a save that was certainly not
+        committed.
+        """
         self._let_go_of_base()
         if self._written:
             keys = [self.uri.key(name) for name in self._written]
@@ -499,10 +530,10 @@ class CloudStorageWriter(OurWriter):
             hold.let_go(needed)
 
     def look_whether_committed(self) -> bool | None:
-        """Whether this save is committed; None if this can't be determined or may still change.
+        """Returns whether this save is committed; None if this is unknown or may still change.
 
-        For a rank that has lost the others. If the commit object names what this rank has written,
-        it is this save's: no other attempt has drawn the same names.
+        It is for a rank that has lost the others. If the commit object names objects that this rank
+        has written, it is that of this save: no other save has drawn the same names.
         """
         if self.committed is None and self._written:
             store, key = self._store(), self.uri.key(METADATA)
@@ -525,13 +556,13 @@ class CloudStorageWriter(OurWriter):
 
 @contextlib.contextmanager
 def committing(writer: OurWriter) -> Iterator[None]:
-    """For the step in which a rank commits: what it raises tells all ranks what they may delete.
+    """Turns errors of the commit step into CommitUnknownError if the commit may have taken place.
 
-    Whatever is raised once the commit may have taken place, also by a writer derived from ours,
-    becomes an error after which no rank deletes anything; an interrupt is one already.
+    After that error no rank deletes anything. Errors of writers derived from ours are included; an
+    interrupt has the same effect already.
 
     Raises:
-        CommitUnknownError: In its place.
+        CommitUnknownError: Instead of an error that leaves the outcome open.
     """
     try:
         yield
@@ -554,7 +585,7 @@ def committing(writer: OurWriter) -> Iterator[None]:
 
 
 def run_after(hook: CommitHook, uri: str, metadata: Metadata) -> None:
-    """Calls a hook after the commit; it must not make the commit look like a failure."""
+    """Calls a hook after the commit, and logs its error: the save has succeeded."""
     try:
         hook.after_commit(uri, metadata)
     except Exception:
