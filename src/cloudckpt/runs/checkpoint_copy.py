@@ -294,8 +294,8 @@ class _Sending:
                     error,
                 )
                 left = {key: replace(task, found=None) for key, task in left.items()}
-            except MismatchError:
-                check(self.source.uri, self.source.config)  # which names what is damaged there
+            except MismatchError as error:
+                check(self.source.uri, self.source.config, only=str(error.uri))  # names its damages
                 tries += 1
                 if tries == 2:
                     raise

@@ -154,15 +154,21 @@ class _Content:
         return sorted(own, key=lambda one: (one.whole.key, one.whole.offset))
 
 
-def check(uri: CheckpointURI, config: Config) -> None:
-    """As :func:`verify`, by this process alone.
+def check(uri: CheckpointURI, config: Config, *, only: str) -> None:
+    """Verifies one object of a checkpoint, by this process alone.
+
+    Args:
+        uri: The checkpoint.
+        config: Options.
+        only: The URI of the object; of others only what the metadata say is checked.
 
     Raises:
-        CheckpointCorruptError: If something is damaged or missing.
+        CheckpointCorruptError: If it is damaged or missing, or the metadata are damaged.
         StoreError: If the store refuses or stays unreachable.
     """
-    content = _Content.of(uri, config)
-    found = _damages(uri, config, content.objects, lambda done, total: None)
+    content, store = _Content.of(uri, config), open_store(uri, config)
+    share = [one for one in content.objects if store.uri(one.whole.key) == only]
+    found = _damages(uri, config, share, lambda done, total: None)
     if damaged := [*content.damaged, *found]:
         raise one_error(damaged)
 
