@@ -1,7 +1,7 @@
-"""Arithmetic of bytes and of row-major tensors: alignment, strides, boxes. No I/O, no torch.
+"""Arithmetic of bytes and row-major tensors: alignment, strides, boxes. No I/O, no torch.
 
-All sizes are bytes unless stated as elements. Aligned positions, the strides of a shape, and the
-bytes of its regions are computed only here.
+All sizes are bytes unless stated as elements. Alignment, strides and the byte ranges of regions are
+computed only here.
 """
 
 from __future__ import annotations
@@ -26,24 +26,28 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""The alignment of items, in objects and in memory: that of torch.save, enough for any dtype."""
+"""The alignment of items in objects and in memory, in bytes: that of torch.save, enough for any
+dtype.
+"""
 
 Box = tuple[tuple[int, int], ...]
-"""``(start, length)`` for each dimension."""
+"""A region of a tensor: ``(start, length)`` for each dimension."""
 
 
 def aligned(position: int, to: int = ALIGNMENT) -> int:
-    """``position`` rounded up to a multiple of ``to``."""
+    """Returns `position` rounded up to a multiple of `to`."""
     return -(-position // to) * to
 
 
 def padding(position: int, to: int = ALIGNMENT) -> int:
-    """The bytes from ``position`` to the next multiple of ``to``."""
+    """Returns the number of bytes from `position` to the next multiple of `to`."""
     return -position % to
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a row-major tensor; as in torch, a size of 0 counts as 1."""
+    """Returns the strides, in elements, of a row-major tensor; as in torch, a size of 0 counts as
+    1.
+    """
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -52,7 +56,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements stand in row-major order without gaps."""
+    """Returns whether elements are in row-major order without gaps."""
     expected = row_major_strides(shape)
     return all(
         size == 1 or stride == step
@@ -61,7 +65,7 @@ def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to just after the last of a nonempty tensor."""
+    """Returns the elements from the first to just after the last of a nonempty tensor."""
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
 
 
@@ -71,8 +75,8 @@ class BoxBytes:
 
     Attributes:
         box: The box.
-        start: The first byte.
-        stop: The end, after the last byte.
+        start: The offset of the first byte.
+        stop: The offset after the last byte.
         contiguous: Whether the bytes are exactly the box in row-major order; otherwise the box's
             elements lie among others, at the tensor's strides.
     """
@@ -84,7 +88,7 @@ class BoxBytes:
 
 
 def row_major_slices(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[BoxBytes]:
-    """Cuts a tensor into consecutive contiguous boxes, each of at most ``limit`` bytes.
+    """Cuts a tensor into consecutive contiguous boxes, each of at most `limit` bytes.
 
     A single element may exceed the limit.
     """
@@ -116,28 +120,30 @@ def plan_boxes(
     limit: int,
     merge_gap: int,
 ) -> Iterator[BoxBytes]:
-    """Plans reading a region of a row-major tensor; the boxes are relative to the region.
+    """Plans reading a region of a row-major tensor; yields byte ranges with boxes of the region.
 
-    Consecutive rows are one range. A strided region is read the cheaper way at each level: with the
-    bytes in between if they are at most ``merge_gap``, or else range by range.
+    Consecutive rows form one range. At each dimension, the gaps of a strided region are read if
+    they have at most `merge_gap` bytes; otherwise each part is a range of its own. The boxes are
+    relative to the region.
 
     Args:
         shape: The shape of the stored tensor.
-        offsets: Where the wanted region begins in it.
-        lengths: The shape of the wanted region.
+        offsets: The start of the region in the stored tensor.
+        lengths: The shape of the region.
         itemsize: Bytes of an element.
-        limit: Most bytes of a range that is not contiguous, so that its detour through memory stays
-            small. Contiguous ranges have any size: they can be cut later.
-        merge_gap: Gaps of up to this many bytes are read, not skipped.
+        limit: Most bytes of a range that is not contiguous, to bound its scratch memory. Contiguous
+            ranges have any size: they can be cut later.
+        merge_gap: Gaps of up to this many bytes are read instead of skipped.
     """
     if 0 in lengths:
         return
     strides = row_major_strides(shape)
-    axis = len(shape)  # dimensions from here on are taken whole
+    axis = len(shape)  # dimensions from this one on are read whole
     while axis > 0 and lengths[axis - 1] == shape[axis - 1]:
         axis -= 1
-    run = max(axis - 1, 0)  # from here on the elements are contiguous
-    # extent[a]: elements from the region's first to behind its last, at a fixed index before a
+    run = max(axis - 1, 0)  # elements are contiguous from this dimension on
+    # extent[a]: elements from the region's first to after its last, with fixed indices before
+    # dimension a
     extent = [1] * (len(shape) + 1)
     for a in range(len(shape) - 1, -1, -1):
         extent[a] = extent[a + 1] + (lengths[a] - 1) * strides[a]
@@ -149,7 +155,7 @@ def plan_boxes(
         cover -= 1
 
     def walk(a: int, prefix: Box, first: int) -> Iterator[BoxBytes]:
-        """Boxes at the indices ``prefix`` of the dimensions before ``a``."""
+        """Yields the boxes at the indices `prefix` of the dimensions before `a`."""
         rest = tuple((0, length) for length in lengths[a:])
         contiguous = a >= run or all(length == 1 for length in lengths[a:run])
         if a >= cover and (contiguous or extent[a] * itemsize <= limit):
@@ -175,21 +181,22 @@ def plan_boxes(
 
 
 def are_apart(boxes: Sequence[Box]) -> bool:
-    """Whether no two boxes of a tensor have an element in common.
+    """Returns whether no two boxes of a tensor have an element in common.
 
-    They are separated dimension by dimension, grids of any number of dimensions completely. Only
-    what remains together is compared one by one.
+    The boxes are separated dimension by dimension, which separates grids of any number of
+    dimensions completely. Only the remaining groups are compared pairwise.
     """
     groups = [[box for box in boxes if all(length for _, length in box)]]
     dims = len(boxes[0]) if boxes else 0
-    for axis in (*range(dims), *range(dims)):  # a later dimension may divide for an earlier one
+    # a later dimension may allow separating by an earlier one
+    for axis in (*range(dims), *range(dims)):
         groups = [part for group in groups for part in _separated(group, axis)]
     pairs = itertools.chain.from_iterable(itertools.combinations(group, 2) for group in groups)
     return not any(_overlap(one, other) for one, other in pairs)
 
 
 def _separated(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
-    """Groups of boxes whose ranges in a dimension do not reach into those of other groups."""
+    """Groups boxes so that the ranges of different groups in a dimension don't overlap."""
     groups: list[list[Box]] = []
     end = 0
     for box in sorted(boxes, key=lambda box: box[axis][0]):

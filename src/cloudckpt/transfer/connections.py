@@ -1,7 +1,6 @@
-"""How many connections a transfer opens: as many as configured, or as many as increase speed.
+"""Chooses how many connections a transfer opens: the configured number, or a search's result.
 
-The next transfer in the same direction with the same bucket starts its search at a transfer's
-result.
+The next transfer in the same direction with the same bucket begins with that result.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Direction = Literal["out", "in"]
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The result of an earlier transfer's search: see :class:`LaneSearch`."""
+    """The result of an earlier transfer's search; see :class:`LaneSearch`."""
 
     lanes: int
     each: float | None
@@ -41,13 +40,13 @@ def transfer_group(
     name: str,
     most_waiting: float = 2,
 ) -> TaskGroup:
-    """The threads of a transfer, each with a connection.
+    """Returns the group of threads for a transfer, each with a connection.
 
     Args:
         store: The target or source.
-        config: Options; ``connections`` says how many. ``"auto"`` searches for the number if the
-            store counts what it moves, and otherwise uses that for small requests.
-        direction: Which way the bytes go.
+        config: Options; ``connections`` sets the number. ``"auto"`` searches for it if the store
+            counts the bytes moved, and otherwise uses the number for small requests.
+        direction: The direction of the transfer.
         name: The name of the threads.
         most_waiting: See :class:`TaskGroup`.
     """
@@ -65,7 +64,7 @@ def transfer_group(
 
 
 class _Paced:
-    """A search that is told what a store moves, and how busy the CPUs are."""
+    """Feeds a search with the bytes that a store has moved, and the CPU time used."""
 
     def __init__(
         self, search: LaneSearch, store: RangeReader, place: tuple[str, Direction]

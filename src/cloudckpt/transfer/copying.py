@@ -1,4 +1,4 @@
-"""Copies objects: by the store itself where it can, else through bounded memory."""
+"""Copies objects: within the store where it supports that, else through bounded memory."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ __all__ = [
 
 U = TypeVar("U", bound=ObjectUpload)
 
-_COPIED_PART = 256 * MIB  # a store copies some hundred MiB a second for each request
-_SENT_PART = 8 * MIB  # eight are under way in 64 MiB
+_COPIED_PART = 256 * MIB  # bytes; a store copies some hundred MiB/s per request
+_SENT_PART = 8 * MIB  # bytes; eight parts under way take 64 MiB
 _PARTS_AIMED_AT = 9_000
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTask:
-    """An object that is to be copied.
+    """An object to be copied.
 
     Attributes:
-        source: Its key.
-        target: The key that it will have, which nobody else writes to.
-        size: Its bytes.
-        checksum: That of its bytes; None if nobody knows it.
-        algorithm: Of the checksum.
-        found: What the source has, if the target is to copy it by itself.
+        source: The key of the source.
+        target: The key of the copy; no other writer may use it.
+        size: The size in bytes.
+        checksum: The checksum of the content; None if unknown.
+        algorithm: The algorithm of the checksum.
+        found: The source object as the store describes it, if the target store copies it by itself;
+            None to stream it.
     """
 
     source: str
@@ -62,7 +63,9 @@ class CopyTask:
 
 
 class MismatchError(CheckpointCorruptError):
-    """What was received of an object is not what was written: it, or the way, is damaged."""
+    """The received bytes of an object do not match its checksum: the object or the transfer is
+    damaged.
+    """
 
 
 def relay(
@@ -75,62 +78,61 @@ def relay(
     moved: Callable[[int], None],
     arrived: Callable[[CopyTask], None],
 ) -> None:
-    """Copies objects; at its return all of them are there, and as they were.
+    """Copies objects from one store to another; on return all copies are complete and verified.
 
-    Each part is received into memory, and sent from there, by one thread; several at a time, in
-    ``memory_budget`` bytes, or two parts if these are more. What was received is compared with the
-    checksum of the object before the object is complete. What the target copies by itself does not
-    pass through here, and is compared with what the store tells of it, if it does. What fails
-    leaves none of the objects that were under way.
+    Each part is received into memory and sent from there by one thread; several threads share
+    `memory_budget` bytes, or the size of two parts if that is more. The received bytes are compared
+    with the object's checksum before the copy is completed. Copies that the target store makes by
+    itself are compared with the checksum that it reports, if any. A failure removes the incomplete
+    copies.
 
     Args:
-        source: Where they are.
-        target: Where they are copied to.
+        source: The store of the sources.
+        target: The store of the copies.
         tasks: The objects.
         config: Options.
-        stats: Counts.
-        moved: Called with the bytes that were copied since the last call, by any thread.
-        arrived: Called with each object that is there, by any thread.
+        stats: Transfer counters.
+        moved: Called with the bytes copied since the last call, from any thread.
+        arrived: Called with the task of each completed copy.
 
     Raises:
-        CheckpointCorruptError: If an object is gone, or was replaced.
-        MismatchError: If what was received of it does not match its checksum.
-        StoreError: If a store refuses or stays unreachable.
+        CheckpointCorruptError: If an object is missing or was replaced.
+        MismatchError: If the received bytes of an object do not match its checksum.
+        StoreError: If a store refuses a request or stays unreachable.
     """
     _Copying(source, target, config, stats, moved, arrived).run(tasks)
 
 
 def copies_within(source: ObjectStore, target: ObjectStore, size: int) -> bool:
-    """Whether ``target`` can itself copy an object of ``size`` bytes from ``source``."""
+    """Returns whether `target` can itself copy an object of `size` bytes from `source`."""
     limits = target.capabilities
     return target.copies_from(source) and (size <= limits.max_copy_size or limits.copies_parts)
 
 
 def copy_part_size(size: int, limits: Capabilities) -> int:
-    """Bytes of the parts in which an object of ``size`` bytes is copied."""
+    """Returns the part size in bytes for a copy of `size` bytes within a store."""
     wanted = max(_COPIED_PART, -(-size // _PARTS_AIMED_AT), limits.min_part_size)
     return min(wanted, limits.max_part_size)
 
 
 class ObjectCopy(ObjectUpload):
-    """One object that the store copies from another bucket, or from another key.
+    """One object that the store copies from another bucket or key.
 
-    It is made like an :class:`~cloudckpt.transfer.upload.ObjectUpload`: by its group's threads,
-    with retries, whole or not at all; :meth:`start` replaces writing and closing. But the bytes are
-    not seen here: to verify that the copy equals the source, compare ``info.checksum``, if the
-    store reported it, with the source's. ``abandon`` removes the key, so only this copy may write
-    it.
+    It works like an :class:`~cloudckpt.transfer.upload.ObjectUpload`: on the group's threads, with
+    retries, whole or not at all; :meth:`start` replaces writing and closing. As the bytes do not
+    pass through this process, compare ``info.checksum``, if the store reported it, with the
+    source's to verify the copy. ``abandon`` deletes the key, so only this copy may write it.
     """
 
     def start(self, source: ObjectStore, found: ObjectInfo) -> None:
-        """Begins; ``found`` is the object in ``source``, at the version to copy.
+        """Begins the copy of `found`, the object in `source` at the version to copy.
 
         Raises:
-            StoreError: If an upload for its parts can't be begun.
+            StoreError: If a multipart upload for it can't be begun.
         """
         limits = self._store.capabilities
         self.position = found.size
-        # in parts also for their number: each of them is as fast as a whole copy
+        # parts are also used for speed: each is copied as fast as a whole object
         if not limits.copies_parts or found.size <= min(self._part_size, limits.max_copy_size):
             self._group.submit(lambda: self._copy(source, found))
             return
@@ -173,7 +175,7 @@ class ObjectCopy(ObjectUpload):
 
 
 class _Copying:
-    """Copies under way; see :func:`relay`."""
+    """The copies under way of one call of :func:`relay`."""
 
     def __init__(
         self,
@@ -205,7 +207,7 @@ class _Copying:
     def run(self, tasks: Sequence[CopyTask]) -> None:
         sizes = {one: self._part_size(one.size) for one in tasks if one.found is None}
         most = max((min(size, one.size) for one, size in sizes.items()), default=0)
-        # two parts at least: the first of an upload waits for the second
+        # two parts at least: the first part of an upload waits for the second
         budget = max(self._config.memory_budget, 2 * most)
         self._pool = ScratchPool(budget, self._group.cancellation)
         copied = _Counted(self._moved)
@@ -269,10 +271,10 @@ class _Copying:
         self._moved(view.nbytes)
 
     def _is_right(self, task: CopyTask, upload: ObjectUpload) -> bool:
-        """Whether the copy is complete and, if the store reports checksums, correct."""
+        """Returns whether the copy is complete and, if the store reports checksums, correct."""
         found, made = task.found, upload.info
         if found is None or made is None:
-            return made is not None  # streams were compared on the way
+            return made is not None  # streams were compared as they were received
         expected = found.checksum
         if task.algorithm == upload.algorithm and task.checksum is not None:
             expected = task.checksum
@@ -281,7 +283,7 @@ class _Copying:
 
 
 class _Counted(TransferStats):
-    """Tells of bytes that a store has copied by itself."""
+    """Reports the bytes that a store has copied by itself."""
 
     def __init__(self, moved: Callable[[int], None]) -> None:
         super().__init__()
@@ -292,7 +294,7 @@ class _Counted(TransferStats):
 
 
 class _Loan:
-    """Scratch memory of one part, which goes back when the part was sent."""
+    """The scratch memory of one part, returned when the part was sent."""
 
     def __init__(self, pool: ScratchPool, nbytes: int) -> None:
         self._stack = contextlib.ExitStack()
@@ -307,7 +309,7 @@ class _Loan:
 
 
 class _Comparison:
-    """Compares an object's bytes with its checksum, part by part, while they are in memory."""
+    """Compares an object's content with its checksum, part by part, while it is in memory."""
 
     def __init__(self, uri: str, task: CopyTask, algorithm: ChecksumAlgorithm) -> None:
         self._task = task
@@ -318,10 +320,10 @@ class _Comparison:
         self._left = task.size
 
     def add(self, start: int, view: memoryview) -> int:
-        """Takes the object's bytes from ``start``; returns the checksum that is sent with them.
+        """Takes the object's bytes from `start`; returns the checksum that is sent with them.
 
         Raises:
-            MismatchError: If they are the last, and the object is not as it should be.
+            MismatchError: If these are the last bytes, and the object's checksum does not match.
         """
         sent = self._sent.of(view)
         if self._task.checksum is None:

@@ -1,6 +1,6 @@
 """Deletes many objects, or uploads, in parallel; each is tried, whatever happens to the others.
 
-An object that can't be deleted, because of a hold or temporarily, must not keep the rest in the
+An object that can't be deleted, because of a hold or temporarily, must not keep the others in the
 store, where they are billed.
 """
 
@@ -28,16 +28,16 @@ K = TypeVar("K", bound=Hashable)
 def delete_each(
     store: ObjectStore, keys: Iterable[str], policy: RetryPolicy, *, threads: int
 ) -> dict[str, StoreError]:
-    """Deletes objects on up to ``threads`` threads, and returns which are left, and why.
+    """Deletes objects on up to `threads` threads; returns those left, each with its error.
 
-    Deletions that may succeed later are retried together, as often and as long as ``policy`` says:
-    it bounds the whole, not each key. Once the connection is lost, no further key is tried before
-    the next pause: each might wait just as long in vain.
+    Deletions that may succeed later are retried together, as often and as long as `policy` says: it
+    bounds the whole, not each key. Once the connection is lost, no further key is tried before the
+    next pause: each might wait just as long in vain.
 
     Args:
         store: The store.
         keys: The keys; a repeated key counts once, a missing object is not a failure.
-        policy: How often and how long to try.
+        policy: How often and how long to retry.
         threads: The most requests at a time.
     """
     return _each(store, keys, store.delete, policy, threads)
@@ -46,7 +46,7 @@ def delete_each(
 def abort_each(
     store: ObjectStore, uploads: Iterable[Upload], policy: RetryPolicy, *, threads: int
 ) -> dict[Upload, StoreError]:
-    """Discards uploads, as :func:`delete_each` deletes objects."""
+    """Aborts multipart uploads as :func:`delete_each` deletes objects; returns those left."""
     return _each(store, uploads, store.abort_upload, policy, threads)
 
 
@@ -70,7 +70,7 @@ def _each(
         if passing:
             raise passing[left[0]]
 
-    with contextlib.suppress(StoreError):  # it is told with its key
+    with contextlib.suppress(StoreError):  # returned with its key
         Retrier(policy).call(attempt)
     return refused | passing
 
@@ -78,17 +78,17 @@ def _each(
 def delete_all(
     store: ObjectStore, keys: Iterable[str], policy: RetryPolicy, *, threads: int, what: str
 ) -> None:
-    """Deletes objects; the arguments are those of :func:`delete_each`.
+    """Deletes objects as :func:`delete_each` does, but raises an error if any are left.
 
     Args:
         store: The store.
         keys: The keys.
-        policy: How often and how long to try.
+        policy: How often and how long to retry.
         threads: The most requests at a time.
-        what: What they are, for the message.
+        what: The kind of objects, for the message.
 
     Raises:
-        StoreError: The failure of one that is left; all others were tried.
+        StoreError: The error of the first object left; all others were tried.
     """
     if left := delete_each(store, keys, policy, threads=threads):
         reason = next(iter(left.values()))
@@ -99,7 +99,7 @@ def delete_all(
 def delete_quietly(
     store: ObjectStore, keys: Iterable[str], policy: RetryPolicy, *, threads: int
 ) -> None:
-    """Deletes unneeded objects, with a few tries; leftovers are logged.
+    """Deletes unneeded objects, with a few retries; objects left are logged, not raised.
 
     A failure loses nothing, and must not hide another error or undo a commit.
     """
@@ -116,7 +116,9 @@ def delete_quietly(
 def _try_each(
     store: ObjectStore, wanted: list[K], delete: Callable[[K], None], threads: int
 ) -> dict[K, StoreError]:
-    """Deletes each; returns what is left and why, beginning with those never tried."""
+    """Tries each deletion once; returns those left with their errors, beginning with those not
+    tried.
+    """
     group = TaskGroup(threads, name="cloudckpt-delete", interrupt=store.interrupt)
     failed: dict[K, StoreError] = {}
     lost: list[ConnectionLostError] = []

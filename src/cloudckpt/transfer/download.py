@@ -1,4 +1,4 @@
-"""Fetches ranges of many objects at once, verifies them, and delivers them to their sinks."""
+"""Downloads ranges of many objects in parallel, verifies them, and delivers them to their sinks."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ __all__ = [
 
 logger = logging.getLogger("cloudckpt")
 
-_GRAIN = MIB  # where unverified data may be cut
+_GRAIN = MIB  # bytes; unverified data may be cut at multiples of it
 
 MERGE_GAP = MIB
-"""Unneeded bytes that are rather read than skipped by another request. All ranks of a job have the
-same: they must cut shared reads alike."""
+"""Unneeded bytes that are read rather than skipped by another request. It is the same on all ranks
+of a job, as they must cut shared reads alike.
+"""
 
 
 _REASONS = {
@@ -57,7 +58,7 @@ _REASONS = {
 
 
 def raise_it(error: CheckpointCorruptError) -> None:
-    """The default handler for damage."""
+    """Raises the error; the default handler of damage."""
     raise error
 
 
@@ -71,22 +72,23 @@ def download(
     shared: Shared | None = None,
     request_size: int | None = None,
 ) -> None:
-    """Delivers everything wanted; when it returns, every byte has arrived and was verified.
+    """Downloads and delivers all wanted ranges; on return every byte has arrived and was verified.
 
     Args:
-        store: The store that holds it.
-        wanted: What is wanted.
+        store: The store of the objects.
+        wanted: The ranges, with their sinks.
         config: Options.
         stats: Transfer counters.
-        damaged: Called with each damage, from any thread. If it does not raise, the rest is still
-            read, but the damaged bytes, and others in the same request, are not delivered.
-        shared: Fetches what other ranks also want; it has the segments of ``wanted``.
-        request_size: Most bytes of a request; by default it follows from what is wanted.
+        damaged: Called with each damage, from any thread. If it does not raise, the other requests
+            are still read, but the request with the damaged bytes is not delivered.
+        shared: Fetches the ranges that other ranks need as well; it was created with the segments
+            of ``wanted``.
+        request_size: Most bytes of a request; by default it follows from ``wanted``.
 
     Raises:
-        CheckpointCorruptError: If bytes are missing, were replaced, or still do not match their
-            checksum when fetched a second time.
-        StoreError: If the store refuses or stays unreachable.
+        CheckpointCorruptError: If bytes are missing, were replaced, or do not match their checksum
+            even when fetched again.
+        StoreError: If the store refuses a request or stays unreachable.
     """
     work = Download(store, config, stats, damaged)
 
@@ -101,14 +103,16 @@ def download(
 
 
 class Shared(Protocol):
-    """Fetches bytes that other ranks also want."""
+    """Fetches the bytes that other ranks need as well."""
 
     def carry_out(self, download: Download) -> Sequence[Segment]:
-        """Delivers what other ranks also want; returns what is left to fetch."""
+        """Delivers the bytes that other ranks need too; returns the segments that are left to
+        fetch.
+        """
 
 
 def segments_for(wanted: Sequence[Wanted], config: Config) -> list[Segment]:
-    """The segments to request, for each nonempty ``Wanted``."""
+    """Returns the segments to request, one for each nonempty ``Wanted``."""
     with paused_gc():
         return [
             _whole_blocks(want, verify=config.verify) for want in wanted if want.stop > want.start
@@ -116,7 +120,7 @@ def segments_for(wanted: Sequence[Wanted], config: Config) -> list[Segment]:
 
 
 def _whole_blocks(want: Wanted, *, verify: bool) -> Segment:
-    """The bytes to request: whole rows, and whole blocks if they can be verified."""
+    """Returns the segment to request: whole rows, and whole blocks if they are verified."""
     source = want.source
     start = want.start // want.row * want.row
     stop, grain = min(aligned(want.stop, want.row), source.nbytes), _GRAIN
@@ -129,16 +133,18 @@ def _whole_blocks(want: Wanted, *, verify: bool) -> Segment:
 
 
 class Receiver:
-    """Fills memory with ranges of objects; all ranges of an object are of the same version of it.
+    """Fills memory with ranges of objects; all ranges of an object come from the same version of
+    it.
 
     Safe to use from many threads.
     """
 
     def __init__(self, store: RangeReader, retrier: Retrier, progress: Progress) -> None:
-        """
+        """Prepares a receiver.
+
         Args:
-            store: Where the objects are.
-            retrier: Tries a range again; it goes on where the connection broke.
+            store: The store of the objects.
+            retrier: Retries a range, which continues where the connection broke.
             progress: See :data:`~cloudckpt.stores.base.Progress`.
         """
         self._store = store
@@ -157,20 +163,20 @@ class Receiver:
         item: str,
         version: str | None = None,
     ) -> None:
-        """Fills ``views``, one after the other, with the object's bytes from ``start``.
+        """Fills `views`, view by view, with the object's bytes from `start`.
 
         Args:
-            key: The object.
-            start: The first byte.
+            key: The key of the object.
+            start: The offset of the first byte.
             views: Writable byte views, not empty in total.
-            size: What the object's size must be, or None if that is unknown.
-            item: What is read, for messages.
-            version: What the object's version must be, or None if that is unknown.
+            size: The expected size of the object; None if unknown.
+            item: The name of the item that is read, for messages.
+            version: The expected version of the object; None if unknown.
 
         Raises:
-            CheckpointCorruptError: If the object is gone, was replaced since its first range was
+            CheckpointCorruptError: If the object is missing, was replaced since its first range was
                 read, or has another size.
-            StoreError: If the store refuses or stays unreachable.
+            StoreError: If the store refuses a request or stays unreachable.
         """
         at, rest = start, list(views)
         with self._lock:
@@ -218,7 +224,8 @@ class Receiver:
 class Download:
     """Fetches requests on its threads, verifies and delivers them; the first failure stops all.
 
-    Mostly :func:`download` is enough; this is for callers that get some bytes by other means.
+    Most callers need only :func:`download`; this class is for those that get some bytes by other
+    means.
     """
 
     def __init__(
@@ -242,7 +249,8 @@ class Download:
         self._retrier = Retrier(config.retry, cancellation, on_retry=stats.add_retry)
         self._scratch = ScratchPool(config.memory_budget, cancellation)
 
-        def progress(count: int) -> None:  # no method: a cycle would keep the tensors alive
+        # not a method: a reference cycle would keep the tensors alive
+        def progress(count: int) -> None:
             cancellation.check()
             stats.add_bytes(count)
 
@@ -251,12 +259,14 @@ class Download:
     def requests(
         self, segments: Sequence[Segment], request_size: int | None = None
     ) -> list[list[Segment]]:
-        """Groups segments into requests; ``request_size`` as for :func:`download`."""
+        """Groups segments into requests; `request_size` as in :func:`download`."""
         limit = request_size or self._even_share(segments)
         return list(pack_requests(segments, limit=limit, merge_gap=MERGE_GAP))
 
     def _even_share(self, segments: Sequence[Segment]) -> int:
-        """The size of requests; small if they need scratch memory, which is scarce."""
+        """Returns the size of requests in bytes; small if they need scratch memory, which is
+        limited.
+        """
         wanted = [segment.want for segment in segments]
         if any(want.sink.memory is None for want in wanted):
             return even_share(0, self._config.most_connections)
@@ -264,15 +274,19 @@ class Download:
         return even_share(total, self._config.most_connections)
 
     def fetch(self, request: Sequence[Segment]) -> None:
-        """Fetches a request and delivers it."""
+        """Fetches the bytes of a request from the store, verifies and delivers them."""
         self._land(request, functools.partial(self._receive, request))
 
     def read(self, request: Sequence[Segment], into: memoryview) -> None:
-        """Only fetches the bytes of a request, from first to last."""
+        """Fetches the bytes of a request, from first to last, without verifying or
+        delivering them.
+        """
         self._receive(request, [into])
 
     def land(self, request: Sequence[Segment], data: memoryview) -> None:
-        """Delivers a request whose bytes have arrived; damaged ones are read from the store."""
+        """Verifies and delivers a request whose bytes are in `data`; fetches it if they are
+        damaged.
+        """
         self._land(request, functools.partial(_copy, data))
 
     def _land(
@@ -293,10 +307,10 @@ class Download:
     def _make_right(
         self, request: Sequence[Segment], landing: ScatterPlan, views: Sequence[memoryview]
     ) -> None:
-        """Fetches a request once more if a checksum is wrong.
+        """Fetches a request again if a checksum does not match.
 
         Raises:
-            CheckpointCorruptError: If it is wrong again, or the bytes are missing.
+            CheckpointCorruptError: If it does not match again, or bytes are missing.
         """
         if not (bad := self._bad(landing)):
             return
@@ -340,7 +354,7 @@ class Download:
 
 
 def _copy(data: memoryview, views: Sequence[memoryview]) -> None:
-    """Fills the views, one after the other."""
+    """Fills `views`, view by view, with `data`."""
     position = 0
     for view in views:
         view[:] = data[position : position + view.nbytes]
@@ -350,9 +364,9 @@ def _copy(data: memoryview, views: Sequence[memoryview]) -> None:
 def pack_requests(
     segments: Sequence[Segment], *, limit: int, merge_gap: int
 ) -> Iterator[list[Segment]]:
-    """Groups segments into requests, each of one object, in the order of their bytes.
+    """Groups segments into requests, each for one object, in the order of their bytes.
 
-    The objects follow each other as in ``segments``.
+    The objects have the order of their first segments.
     """
     by_key: dict[str, list[Segment]] = {}
     for segment in segments:
@@ -362,11 +376,11 @@ def pack_requests(
 
 
 def _pack(segments: Sequence[Segment], *, limit: int, merge_gap: int) -> Iterator[list[Segment]]:
-    """Groups the segments of one object.
+    """Groups the segments of one object into requests.
 
-    Neighbours at most ``merge_gap`` bytes apart share a request until it has ``limit`` bytes; a
-    segment that crosses the limit is cut there. Segments that overlap are read twice. A single one
-    that can't be cut may exceed the limit.
+    Neighbours at most `merge_gap` bytes apart share a request of up to `limit` bytes; a segment
+    that crosses the limit is cut there. Overlapping segments are read twice. A single segment that
+    can't be cut may exceed the limit.
     """
     request: list[Segment] = []
     waiting = sorted(segments, key=lambda segment: (segment.start, segment.stop), reverse=True)

@@ -1,4 +1,4 @@
-"""Where downloaded bytes go: straight into a tensor if possible, through memory if not."""
+"""The destinations of downloaded bytes: a tensor's own memory if possible, else scratch memory."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = [
     "copy_into",
 ]
 
-_DIRECT = 64 * 1024  # fewer bytes are cheaper to copy than to receive in a separate call
+_DIRECT = 64 * 1024  # bytes; less is cheaper to copy than to receive in a separate call
 
 
 _MAPPED = 1024 * 1024
 
 
 class Sink:
-    """Takes the bytes of one range.
+    """Receives the bytes of one range.
 
     Attributes:
-        memory: Where they belong, if they can be received there byte for byte; else None.
+        memory: The destination, if the bytes can be received there unchanged; else None.
         pinned: Whether pinned memory makes :meth:`deliver` faster.
     """
 
@@ -47,8 +47,8 @@ class Sink:
         self.pinned = pinned
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
-        """Takes bytes from ``start`` of the range on, as a tensor of uint8."""
-        assert self.memory is not None  # else this is overridden
+        """Stores bytes of the range, beginning at its byte `start`; `data` has dtype uint8."""
+        assert self.memory is not None  # subclasses without memory override this
         view = bytes_of(data)
         self.memory[start : start + view.nbytes] = view
 
@@ -56,8 +56,8 @@ class Sink:
 class BytesSink(Sink):
     """Keeps the bytes, for items that are not tensors.
 
-    For large items the system commits memory only as bytes arrive: damaged metadata may claim any
-    size for an item.
+    Large items are memory-mapped, so that the system commits memory only as bytes arrive: damaged
+    metadata may claim any size.
     """
 
     __slots__ = ("data",)
@@ -78,7 +78,7 @@ class BytesSink(Sink):
 
 
 class FlatSink(Sink):
-    """A target whose elements lie in the order of the range; the range may come in any cuts."""
+    """A tensor whose elements have the order of the range, which may be delivered in any pieces."""
 
     __slots__ = ("_dtype", "_flat")
 
@@ -99,7 +99,7 @@ class FlatSink(Sink):
 
 
 class BoxSink(Sink):
-    """A box of a target, taken out of a range that also holds other elements, or not in order."""
+    """A box of a tensor, filled from a range with other elements in between or in another order."""
 
     __slots__ = ("_dtype", "_strides", "_target")
 
@@ -110,7 +110,9 @@ class BoxSink(Sink):
         dtype: torch.dtype,
         source_shape: tuple[int, ...] | None,
     ) -> None:
-        """``source_shape``: that of the stored tensor; None if the range is the box itself."""
+        """Prepares the box; `source_shape` is the stored tensor's shape, None if the range is the
+        box itself.
+        """
         super().__init__(None, pinned=target.is_cuda)
         self._target = narrow(target, box)
         self._dtype = dtype
@@ -127,18 +129,20 @@ class BoxSink(Sink):
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies, in the mode in which ``target`` may be changed; autograd does not see it."""
+    """Copies `source` into `target` without autograd, in inference mode if `target`
+    requires that.
+    """
     with _mode_of(target):
         target.copy_(source)
 
 
 def _mode_of(target: torch.Tensor) -> AbstractContextManager[object]:
-    """The mode in which a tensor may be changed; each thread has its own."""
+    """Returns the mode in which a tensor may be changed; the mode is per thread."""
     return torch.inference_mode() if target.is_inference() else torch.no_grad()
 
 
 def _viewed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as elements; copied first if they do not lie at a multiple of the element size."""
+    """Returns bytes as elements of `dtype`; copies them first if they are misaligned."""
     if data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype)
@@ -146,17 +150,17 @@ def _viewed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """An item's raw data in an object.
+    """An item's raw data within an object.
 
     Attributes:
-        key: The object.
-        offset: The first byte of the raw data in the object.
-        nbytes: Its length.
-        blocks: Its expected blocks, or None if unknown.
-        object_size: The object's expected size, or None if unknown.
+        key: The key of the object.
+        offset: The offset of the raw data in the object, in bytes.
+        nbytes: The length of the raw data, in bytes.
+        blocks: The expected checksums of its blocks; None if unknown.
+        object_size: The object's expected size in bytes; None if unknown.
         item: The item's name, for messages.
-        version: The object's expected version, or None if unknown: then all of its ranges must be
-            of the same version.
+        version: The object's expected version; None if unknown: then all ranges read from the
+            object must be of the same version.
     """
 
     key: str
@@ -170,16 +174,16 @@ class StoredBytes:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Bytes ``start`` to ``stop`` of a source's raw data, and the sink that takes them.
+    """A byte range of a source's raw data, and the sink that receives it.
 
     Attributes:
         source: The raw data.
-        start: The first byte.
-        stop: The end, after the last byte.
-        sink: What takes them.
+        start: The offset of the first byte.
+        stop: The offset after the last byte.
+        sink: The receiver of the bytes.
         divisible: Whether the sink accepts the bytes in several deliveries.
-        row: Bytes of a row, of which only some columns are wanted. Whole rows are asked for: so
-            ranks that want different columns of them ask for the same, and can share it.
+        row: Bytes of a row, if only some columns of rows are needed. Whole rows are then requested,
+            so that ranks that need different columns request the same bytes and can share them.
     """
 
     source: StoredBytes
@@ -192,13 +196,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of an object that are requested for a ``Wanted``.
+    """A byte range of an object that is requested for a ``Wanted``.
 
     Attributes:
-        want: What is wanted; the segment may hold less of it, and more around it: whole blocks.
-        start: The first byte in the object.
-        stop: The end, after the last byte.
-        grain: It may be cut at multiples of this many bytes of the raw data; 0: not at all.
+        want: The range needed; the segment may be only a part of it, but is extended to whole
+            blocks.
+        start: The offset of the first byte in the object.
+        stop: The offset after the last byte.
+        grain: The segment may be cut at multiples of this many bytes of the raw data; 0: not at
+            all.
     """
 
     want: Wanted
@@ -207,7 +213,9 @@ class Segment:
     grain: int
 
     def cut(self, limit: int) -> tuple[Segment, Segment] | None:
-        """The longest head that ends by ``limit``, and the rest; None if there is none."""
+        """Splits the segment at the last allowed offset up to `limit`; None if there is none inside
+        it.
+        """
         if self.grain == 0:
             return None
         origin = self.want.source.offset
@@ -228,7 +236,7 @@ class Bad:
 
 
 class _Landed:
-    """A segment, and where its bytes land."""
+    """A segment, and the memory that its bytes are received into."""
 
     __slots__ = ("at", "before", "behind", "data", "first", "rest_at", "segment", "target", "views")
 
@@ -237,18 +245,22 @@ class _Landed:
         start = max(origin + want.start, segment.start)
         stop = min(origin + want.stop, segment.stop)
         self.segment = segment
-        self.before = start - segment.start  # bytes read for their block's sake
+        self.before = start - segment.start  # bytes requested only to complete the first block
         self.behind = segment.stop - stop
-        self.first = start - origin - want.start  # of the sink's bytes
-        self.target: memoryview | None = None  # where they are received, if not in scratch memory
+        self.first = start - origin - want.start  # offset in the sink's range
+        # receives the bytes directly; None: scratch memory does
+        self.target: memoryview | None = None
         if want.sink.memory is not None and stop - start >= _DIRECT:
             self.target = want.sink.memory[self.first : self.first + stop - start]
-        self.at = self.rest_at = 0  # in scratch memory: what goes there, and what is behind target
+        # offsets in scratch memory: of all or the leading bytes; of those after target
+        self.at = self.rest_at = 0
         self.views: list[memoryview] = []
-        self.data: torch.Tensor | None = None  # what is wanted, if it landed in scratch memory
+        self.data: torch.Tensor | None = None  # the needed bytes, if they are in scratch memory
 
     def place(self, scratch: torch.Tensor, memory: memoryview) -> None:
-        """Says which bytes of scratch memory are its own; ``memory`` shows the same."""
+        """Assigns the segment's bytes in scratch memory; `memory` shows the same bytes as
+        `scratch`.
+        """
         if self.target is None:
             stop = self.at + self.segment.stop - self.segment.start
             self.views = [memory[self.at : stop]]
@@ -259,7 +271,7 @@ class _Landed:
             self.views = [view for view in (before, self.target, behind) if view.nbytes]
 
     def deliver(self) -> None:
-        """Hands over what landed in scratch memory."""
+        """Passes the bytes that were received into scratch memory to the sink."""
         if self.data is not None:
             self.segment.want.sink.deliver(self.first, self.data)
 
@@ -267,9 +279,9 @@ class _Landed:
 class ScatterPlan:
     """The memory that one request is received into.
 
-    Large plain targets receive their bytes themselves. All else (small targets, targets that need
-    a copy, the rest of a block, gaps between segments) lies in one piece of scratch memory, at the
-    object's own alignment.
+    Large plain targets receive their bytes directly. Everything else (small targets, targets that
+    need a copy, the rest of a block, gaps between segments) is received into one scratch buffer, at
+    the object's own alignment.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -291,7 +303,9 @@ class ScatterPlan:
             position = segment.stop
 
     def _scratch(self, position: int, count: int) -> int:
-        """Where in scratch memory ``count`` bytes land that stand at ``position`` in the object."""
+        """Reserves scratch memory for `count` bytes at `position` of the object; returns the offset
+        there.
+        """
         if count == 0:
             return 0
         run = self._order[-1] if self._order else None
@@ -306,16 +320,16 @@ class ScatterPlan:
 
     @property
     def size(self) -> int:
-        """Bytes that are received for somebody."""
+        """The bytes of all segments, without the gaps between them."""
         return sum(landed.segment.stop - landed.segment.start for landed in self._landed)
 
     @property
     def pinned(self) -> bool:
-        """Whether page-locked memory helps to deliver."""
+        """Whether page-locked scratch memory makes delivery faster."""
         return any(landed.segment.want.sink.pinned for landed in self._landed)
 
     def place(self, scratch: torch.Tensor) -> list[memoryview]:
-        """The views to receive into, in the order of the object's bytes."""
+        """Returns the views to receive into, in the order of the object's bytes."""
         memory = bytes_of(scratch)
         for landed in self._landed:
             landed.place(scratch, memory)
@@ -324,7 +338,7 @@ class ScatterPlan:
         ]
 
     def bad(self) -> list[Bad]:
-        """The blocks that do not match their checksums."""
+        """Returns the blocks that do not match their checksums."""
         found: list[Bad] = []
         for landed in self._landed:
             source = landed.segment.want.source
@@ -339,6 +353,6 @@ class ScatterPlan:
         return found
 
     def deliver(self) -> None:
-        """Delivers what was not received directly into its target."""
+        """Passes the bytes that were received into scratch memory to their sinks."""
         for landed in self._landed:
             landed.deliver()

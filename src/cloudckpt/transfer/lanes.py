@@ -1,9 +1,10 @@
-"""How many lanes a transfer should use: decided from what moved, without I/O or a clock.
+"""Decides how many lanes a transfer should use, from the bytes moved. No I/O, no clock.
 
-A lane is a thread with a connection. Clouds limit each connection (S3 to about 90 MB/s, others to
-10), so more lanes are faster until the link, the store or the CPU is the limit; beyond that they
-only cost. That number is not known beforehand, so it is searched for: the lanes are multiplied as
-long as that moves more, and otherwise reduced to as many as made the difference.
+A lane is a thread with a connection. Clouds limit the rate of each connection (S3 to about 90 MB/s,
+others to 10), so more lanes are faster until the link, the store or the CPU is the limit; beyond
+that they only add cost. As that number is not known in advance, it is searched for: the lanes are
+multiplied as long as that moves more bytes, and otherwise reduced to as many as made the
+difference.
 """
 
 from __future__ import annotations
@@ -14,55 +15,58 @@ from dataclasses import dataclass
 __all__ = ["FIRST", "LaneSearch", "Tick"]
 
 FIRST = 8
-"""Lanes that a transfer begins with."""
+"""The number of lanes that a transfer begins with."""
 
 _ALL = 7 / 8
-"""The share of the lanes that must move bytes for all to be counted as under way."""
+"""The share of the lanes that must move bytes for all of them to count as started."""
 
 _LONGEST_START = 0.5
-"""Seconds in which new lanes must be under way: connections that are made, by TLS, far away."""
+"""Seconds after which new lanes count as started: connecting by TLS to a distant store
+takes time.
+"""
 
 _CLEAR = 0.05
-"""Seconds after which a gain is believed that is clear: most of what the lanes could add."""
+"""Seconds of measurement for a clear gain: most of what the additional lanes could contribute."""
 
 _LOOK = 0.3
-"""Seconds of a look at a gain that is not clear. TCP begins slowly: the second look decides."""
+"""Seconds of measurement for any other gain; the second one decides, as TCP starts slowly."""
 
 _GAIN = 1.08
-"""How many times as much must move for more lanes to stay."""
+"""The factor by which the rate must rise for additional lanes to be kept."""
 
 _SPARE = 1.1
-"""Lanes over as many as just reach the limit."""
+"""The factor of lanes to keep above the number that just reaches the limit."""
 
 _SLOWER = 0.6
-"""The share of what a lane has moved before, below which a limit has come nearer."""
+"""The share of a lane's earlier rate below which the transfer is limited by something else."""
 
 _NO_LOSS = 0.95
-"""The share that fewer lanes must go on moving to stay fewer."""
+"""The share of the earlier rate that fewer lanes must reach to be kept."""
 
 _FAST_LANE = 250e6
-"""Bytes a second of a lane that nobody limits: no cloud gives a connection that much."""
+"""Bytes per second of a lane without a limit: no cloud allows a connection that much."""
 
 _MOST_CPU = 0.5
-"""The share of the CPUs in use from which on no lanes are added: training needs them, too."""
+"""The share of the CPUs in use above which no lanes are added: training needs them too."""
 
 _PAUSES = (1.0, 30.0)
-"""Seconds until it is tried again whether more lanes pay: at first, and at most."""
+"""Seconds until more lanes are tried again: at first, and at most."""
 
-# seconds of a tick: while something is tried, as long as that is not clear, and else
+# seconds between ticks: at the beginning of a measurement; while it is unclear; otherwise
 _QUICK, _CALM, _SLOW = 0.025, 0.1, 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What happened in a moment.
+    """A measurement of the lanes over a short time.
 
     Attributes:
-        seconds: How long it was.
-        moved: Bytes of all lanes.
-        moving: How many lanes have moved any.
-        cpu: The share of the CPUs that this process has used.
-        is_full: Whether every lane had work; what moves otherwise says nothing of more lanes.
+        seconds: Its duration.
+        moved: Bytes moved by all lanes.
+        moving: The number of lanes that moved any.
+        cpu: The share of the CPUs that this process used.
+        is_full: Whether every lane had work; otherwise the rate does not show whether more lanes
+            help.
     """
 
     seconds: float
@@ -74,7 +78,7 @@ class Tick:
 
 @dataclass(slots=True)
 class _Window:
-    """Ticks in a row, seen as one."""
+    """The sum of consecutive ticks."""
 
     seconds: float = 0.0
     moved: int = 0
@@ -91,43 +95,45 @@ class _Window:
 
     @property
     def rate(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return self.moved / self.seconds
 
 
 class LaneSearch:
-    """Searches for the number of lanes of one transfer while it runs.
+    """Searches for the best number of lanes of one transfer while it runs.
 
     Attributes:
-        lanes: How many there should be now.
-        each: What a lane moves where nothing else is the limit, in bytes a second; None as long as
-            that is unknown.
+        lanes: The number of lanes that should be in use now.
+        each: The rate of a lane without another limit, in bytes per second; None as long as
+            unknown.
     """
 
     def __init__(self, first: int, most: int, each: float | None = None) -> None:
-        """
+        """Starts a search.
+
         Args:
-            first: Lanes to begin with.
-            most: Lanes there may be.
-            each: What a lane has moved in an earlier transfer.
+            first: The number of lanes to begin with.
+            most: The most lanes.
+            each: The rate of a lane in an earlier transfer, in bytes per second; None if unknown.
         """
         self.lanes = min(first, most)
         self.each = each
         self._most = most
-        self._before: tuple[int, float] | None = None  # lanes and rate that the present ones follow
+        # the lanes and rate before the present change
+        self._before: tuple[int, float] | None = None
         self._found: int | None = None
-        self._pause = 0.0  # 0: nothing was found yet
+        self._pause = 0.0  # seconds; 0: no result yet
         self._window: _Window | None = None
         self._started = 0.0
         self._looks = 0
-        self._factor = 2  # by which lanes are multiplied; more once that has clearly paid
+        self._factor = 2  # multiplies the lanes; 4 after a clear gain
 
     @property
     def found(self) -> int:
-        """The lanes that have proven to pay; those that are only being tried are not among them.
+        """The number of lanes that has proven useful, without those on trial.
 
-        But for those whose trial nothing speaks against, after one that has clearly paid: a short
-        transfer ends amid it.
+        Lanes on trial count if the previous trial was a clear gain and nothing speaks against them
+        yet: a short transfer ends in the middle of a trial.
         """
         if self._before is None:
             return self.lanes
@@ -137,19 +143,21 @@ class LaneSearch:
 
     @property
     def tick(self) -> float:
-        """Seconds after which the next tick is wanted."""
+        """Seconds until the next tick should be taken."""
         if self._pause and self._before is None:
             return _SLOW
         is_unclear = self._window is not None and self._window.seconds > _CLEAR
         return _CALM if is_unclear else _QUICK
 
     def add(self, tick: Tick) -> int:
-        """Takes what has happened since the last tick; returns how many lanes there should be."""
+        """Takes the measurement since the last tick; returns the number of lanes that should be in
+        use.
+        """
         if not tick.is_full or not tick.moved:
             self._started = max(self._started, 0.0) if self._window is None else 0.0
             self._window = None if self._window is None else _Window()
             return self.lanes
-        if self._window is None:  # buffers fill in the tick in which the last lane gets under way
+        if self._window is None:  # in the tick in which the last lane starts, buffers fill up
             self._started += tick.seconds
             if tick.moving >= _ALL * self.lanes or self._started >= _LONGEST_START:
                 self._window = _Window()
@@ -174,7 +182,9 @@ class LaneSearch:
         self._window = None
 
     def _measured(self, window: _Window) -> None:
-        """What the present lanes move is known: are there too many, or too few?"""
+        """Uses the measured rate of the present lanes: reduces them if they are too many, else
+        grows.
+        """
         rate = window.rate
         if self.each is not None and rate < _SLOWER * self.each * self.lanes:
             if window.seconds < _LOOK:
@@ -206,7 +216,7 @@ class LaneSearch:
         elif window.seconds >= _LOOK and self._looks == 0:
             self._looks, self._window = 1, _Window()
         elif window.seconds >= _LOOK:
-            # the look at fewer may have been too short: they are only tried
+            # the measurement of fewer lanes may have been too short, so fewer are only tried
             needed = math.ceil(before * gain * _SPARE) if gain >= _GAIN else before
             if needed < self.lanes:
                 self._change(needed, (self.lanes, window.rate))
@@ -218,12 +228,12 @@ class LaneSearch:
             return
         if window.rate >= _NO_LOSS * rate:
             self._settle(self.lanes)
-        else:  # the lanes themselves are slower than they were
+        else:  # each lane has become slower
             self.each = rate / before
             self._settle(before)
 
     def _settle(self, lanes: int) -> None:
-        """Stays with ``lanes`` for a while; twice as long as the last time."""
+        """Keeps `lanes` for a while, each time twice as long as before."""
         self._factor = 2
         first, most = _PAUSES
         self._pause = min(2 * self._pause, most) or first

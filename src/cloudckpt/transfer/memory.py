@@ -1,4 +1,4 @@
-"""Tensors as plain bytes, without a copy, and which of them share memory."""
+"""Accesses tensors as bytes without copying, and detects which tensors share memory."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = [
 
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
-"""The classes of tensors that are bytes in memory and nothing else."""
+"""The tensor classes whose values are just the bytes in their memory."""
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; if a collective is still filling it, waits and returns its memory."""
+    """Returns the tensor; if a collective is still filling it, waits and returns the result."""
     if type(tensor) is not AsyncCollectiveTensor:
         return tensor
     wait: Any = tensor.trigger_wait
@@ -43,37 +43,38 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in host memory, in row-major order, with their actual values."""
+    """Returns whether the values are in host memory, in row-major order, as they are."""
     return tensor.is_cpu and tensor.is_contiguous() and shows_its_memory(tensor)
 
 
 def shows_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether the values are those in memory, unlike in a conjugated or negated view."""
+    """Returns whether the values equal those in memory, unlike in conjugate or negated views."""
     return not tensor.is_neg() and not (tensor.is_complex() and tensor.is_conj())
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether all elements have memory: False if it was freed or shrunk, or is fake."""
+    """Returns whether all elements have memory: False if it was freed or shrunk, or is fake."""
     return tensor.numel() == 0 or memory_of(tensor) is not None
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
-    """The storage of a tensor that is not empty, and the bytes of it that it shows.
+    """Returns the storage of a nonempty tensor, and its bytes there: first, and after the last.
 
-    None if they were freed or shrunk, or only pretend to exist.
+    None if they were freed or shrunk, or the tensor is fake.
     """
     storage = tensor.untyped_storage()
     try:
-        if storage.device.type == "meta" or storage.data_ptr() == 0:  # a fake tensor's is meta
+        # a fake tensor's storage is on meta
+        if storage.device.type == "meta" or storage.data_ptr() == 0:
             return None
-    except RuntimeError:  # torch's zero tensors
+    except RuntimeError:  # raised for torch's zero tensors
         return None
     first, end = extent(tensor)
     return (storage, first, end) if storage.nbytes() >= end else None
 
 
 def why_not_filled(tensor: torch.Tensor) -> str:
-    """Why nothing can be loaded into a tensor, for messages; empty if it can."""
+    """Returns why nothing can be loaded into a tensor, for messages; empty if it is possible."""
     if tensor.layout != torch.strided:
         return (
             f"it has the layout {tensor.layout}: load into a dense tensor, and convert it "
@@ -89,7 +90,9 @@ def why_not_filled(tensor: torch.Tensor) -> str:
 
 
 def _may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements share memory, or might: no step is beyond all that smaller steps reach."""
+    """Returns whether elements may share memory: a stride is within the reach of smaller
+    strides.
+    """
     steps = sorted((s, size) for s, size in zip(strides, shape, strict=True) if size > 1)
     return any(
         step < reach([size for _, size in steps[:n]], [s for s, _ in steps[:n]])
@@ -98,16 +101,18 @@ def _may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a non-empty tensor shows: the first, and behind the last."""
+    """Returns the byte range in its storage that a nonempty tensor covers: first, and after the
+    last.
+    """
     itemsize = tensor.itemsize
     first = int(tensor.storage_offset()) * itemsize
-    if tensor.is_contiguous():  # nearly all are, and small ones may be many
+    if tensor.is_contiguous():  # the usual case, and small tensors may be many
         return first, first + tensor.numel() * itemsize
     return first, first + reach(tensor.shape, tensor.stride()) * itemsize
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of a box."""
+    """Returns the view of a box of a tensor."""
     for axis, (start, length) in enumerate(box):
         if length != tensor.shape[axis]:
             tensor = tensor.narrow(axis, start, length)
@@ -115,7 +120,7 @@ def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a plain tensor; it is only valid as long as the caller keeps the tensor."""
+    """Returns the memory of a plain tensor; valid only while the caller keeps the tensor."""
     size = tensor.numel() * tensor.itemsize
     if size == 0:
         return memoryview(b"")
@@ -126,12 +131,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """Allocates host memory that returns to the system as soon as it is unused.
 
-    It is a separate mapping, not malloc's, which keeps what one thread has freed from other threads
+    It is a mapping of its own, as malloc would keep memory freed by one thread from other threads
     and from the system.
 
     Args:
-        nbytes: How many; not 0.
-        pinned: Whether they are page-locked; torch keeps such memory for the next buffer.
+        nbytes: The size; not 0.
+        pinned: Whether the memory is page-locked; torch keeps such memory for later buffers.
     """
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -140,17 +145,17 @@ def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 class Claims:
-    """Ranges of memory, each of an owner, of which none overlaps another owner's.
+    """Memory ranges with an owner each; ranges of different owners do not overlap.
 
-    What lies in between the first and the last byte of a view counts as the view's. Views of one
-    owner, such as the boxes of one tensor, are the owner's to keep apart.
+    A range extends from the first to the last byte of a view, including gaps. Views of the same
+    owner, such as the boxes of one tensor, may overlap.
     """
 
     def __init__(self) -> None:
         self._taken: dict[torch.device, _Ranges] = {}
 
     def overlap(self, tensor: torch.Tensor, owner: Hashable) -> bool:
-        """Whether a tensor shares memory with one that was added for another owner."""
+        """Returns whether a tensor shares memory with one that was added for another owner."""
         ranges = self._taken.get(tensor.device)
         if ranges is None or not tensor.numel():
             return False
@@ -158,20 +163,20 @@ class Claims:
         return any(other != owner for other in ranges.owners[first:stop])
 
     def add(self, tensor: torch.Tensor, owner: Hashable) -> None:
-        """Adds a tensor, which overlaps none of another owner that was added before."""
+        """Adds a tensor, which must not overlap tensors of other owners."""
         if tensor.numel():
             self._taken.setdefault(tensor.device, _Ranges()).add(*_range_of(tensor), owner)
 
 
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first byte that a tensor shows, and behind the last."""
+    """Returns the addresses of a tensor's first byte, and of the byte after its last."""
     first, end = extent(tensor)
     start = tensor.data_ptr()
     return start, start + end - first
 
 
 class _Ranges:
-    """Ranges in order, which do not overlap."""
+    """Sorted ranges that do not overlap."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
@@ -179,11 +184,11 @@ class _Ranges:
         self.owners: list[Hashable] = []
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
-        """The first of the ranges that have bytes of a range, and behind the last."""
+        """Returns the indices of the ranges that overlap a range: the first, and after the last."""
         return bisect_right(self.stops, start), bisect_left(self.starts, stop)
 
     def add(self, start: int, stop: int, owner: Hashable) -> None:
-        """Adds a range; those that it overlaps, which are the owner's, become one with it."""
+        """Adds a range; merges it with the ranges of the same owner that it overlaps."""
         first, last = self.within(start, stop)
         joined = slice(first, last)
         self.starts[joined] = [min([start, *self.starts[joined]])]

@@ -1,6 +1,6 @@
-"""Small items, copied next to each other into slabs of memory: a call each would cost more.
+"""Copies small items next to each other into slabs of memory, as sending each would cost more.
 
-A saving process packs, too, so that nothing here is of torch.
+The saving process packs as well, so this module must not import torch.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ __all__ = [
 ]
 
 PACKED_BELOW = 64 * 1024
-"""Bytes from which on an item is sent from where it lies."""
+"""Items of fewer bytes are packed; larger ones are sent from their own memory."""
 
 _SLABS = 16
 _ZEROS = bytes(ALIGNMENT)
 
-# not a ctypes array: each size would be a class of its own, and a cycle for the garbage collector
+# a ctypes array would need a new class for each size, each a reference cycle
 memory_at: Any = ctypes.pythonapi.PyMemoryView_FromMemory
-"""The memory at an address, so many bytes of it, as the third argument says."""
+"""Returns a memoryview of the bytes at an address, given address, size and access flag."""
 memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 memory_at.restype = ctypes.py_object
 READABLE, WRITABLE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 
 
 class Slab:
-    """A piece of host memory and the number of those who use it."""
+    """A block of host memory with a count of its holders."""
 
     def __init__(self, pool: SlabPool, memory: Any, view: memoryview) -> None:
-        """``memory`` is what keeps ``view`` valid."""
+        """Wraps memory; `memory` is the object that keeps `view` valid."""
         self.memory = memory
         self.view = view
         self.used = 0
@@ -65,15 +65,15 @@ class Slab:
 
 
 def slab_of(budget: int) -> int:
-    """Bytes of a slab of a pool."""
+    """Returns the bytes of each slab of a pool with this budget."""
     return budget // _SLABS // ALIGNMENT * ALIGNMENT
 
 
 class SlabPool:
-    """Slabs of host memory, ``budget`` bytes in all, in use by one save, which closes it.
+    """A pool of slabs of host memory, `budget` bytes in total, used and closed by one save.
 
     Attributes:
-        slab_bytes: Bytes of each.
+        slab_bytes: Bytes of each slab.
     """
 
     def __init__(self, budget: int, cancellation: Cancellation) -> None:
@@ -86,19 +86,19 @@ class SlabPool:
         self._closed = False
 
     def memory(self) -> tuple[Any, memoryview]:
-        """The memory of a new slab: what keeps it, and its bytes."""
+        """Allocates the memory of a new slab; returns the object that keeps it, and its bytes."""
         mapped = mmap.mmap(-1, self.slab_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return mapped, memoryview(mapped)
 
     def close(self) -> None:
-        """Says that no more room is needed; slabs are freed as soon as nobody holds them."""
+        """Ends the reservations; each slab is freed as soon as it has no holder."""
         self._let_go()
         with self._changed:
             self._closed = True
             self._free.clear()
 
     def _let_go(self) -> None:
-        """Ends the producer's hold on the slab that it was filling."""
+        """Releases the slab that the producer was filling."""
         if self._current is not None:
             self._current.release()
             self._current = None
@@ -106,15 +106,15 @@ class SlabPool:
     def take_back(self, slab: Slab) -> None:
         with self._changed:
             slab.used = 0
-            if not self._closed:  # else it would hold its holder: a cycle
+            if not self._closed:  # a closed pool keeps no slab: that would be a reference cycle
                 self._free.append(slab)
             self._changed.notify_all()
 
     def reserve(self, nbytes: int) -> tuple[Slab, int]:
-        """Room for ``nbytes``: a slab, retained once, and the place in it.
+        """Reserves `nbytes`; returns a slab, retained once, and the offset of the bytes in it.
 
-        The place is a multiple of 64, and follows the previous one as long as a slab has room.
-        Waits until a slab is free. ``nbytes`` is at most a sixteenth of the budget.
+        The offset is a multiple of 64, and follows the previous one while the slab has enough room.
+        Waits until a slab is free. `nbytes` is at most a sixteenth of the budget.
         """
         slab = self._current
         if slab is None or slab.used + nbytes > self.slab_bytes:
@@ -138,7 +138,7 @@ class SlabPool:
 
 
 class Packer:
-    """Packs items in slabs of a pool; whoever writes to the object otherwise must flush first."""
+    """Packs items into the slabs of a pool; call `flush` before writing to the object otherwise."""
 
     def __init__(self, upload: PieceWriter, pool: SlabPool) -> None:
         self._upload = upload
@@ -153,11 +153,11 @@ class Packer:
         """Appends copies of items, each at the next multiple of 64 of the object.
 
         Args:
-            items: The bytes of each, between what stands before and after them.
-            checksum: Of a buffer.
+            items: For each item the bytes before it, its own bytes, and those after it.
+            checksum: Returns the checksum of a buffer.
 
         Returns:
-            The checksums of the copies of their bytes.
+            The checksums of the items' own bytes, as copied.
         """
         checksums: list[int] = []
         limit = self._pool.slab_bytes
@@ -181,10 +181,10 @@ class Packer:
         return checksums
 
     def _room(self, nbytes: int) -> int:
-        """The place in the slab for the next bytes."""
+        """Reserves room for the next bytes; returns their offset in the slab."""
         slab, place = self._pool.reserve(nbytes)
         if slab is self._slab and place == self._stop:
-            slab.release()  # one hold is enough for the growing piece
+            slab.release()  # the growing piece needs only one lease
         else:
             self.flush()
             if gap := padding(self._upload.position):

@@ -1,4 +1,4 @@
-"""The plan of an upload: how a stream of pieces is cut into parts. No I/O."""
+"""Plans an upload: cuts a stream of pieces into parts. No I/O."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ __all__ = [
 ]
 
 _PARTS_EACH = 2
-_REQUESTS = (16 * MIB, 64 * MIB)  # the bytes of a request: at least and at most
+_REQUESTS = (16 * MIB, 64 * MIB)  # the fewest and the most bytes of a request
 
-_PARTS_AIMED_AT = 9_000  # below the 10,000 of S3 and GCS, in case the size was underestimated
+# below the limit of 10,000 of S3 and GCS, in case the size was underestimated
+_PARTS_AIMED_AT = 9_000
 
 
 class Lease(Protocol):
-    """Memory on loan; it goes back when every holder has released it."""
+    """Lent memory, which is returned when every holder has released it."""
 
     def retain(self) -> None: ...
 
@@ -37,26 +38,26 @@ class Lease(Protocol):
 
 
 class Checks(Protocol):
-    """Looks at the bytes of a piece once, as ``checksum.BlockChecksums`` does."""
+    """Collects checksums of an item's bytes, as ``checksum.BlockChecksums`` does."""
 
     def add(self, start: int, view: memoryview, /) -> int:
-        """Takes the bytes that begin at ``start``; returns their checksum, which is sent along."""
+        """Takes the bytes that begin at `start`; returns their checksum, which is sent along."""
         ...
 
 
 @dataclass(slots=True)
 class Piece:
-    """Some bytes of an object, in memory that is not to be copied.
+    """Some bytes of an object, in memory that must not be copied.
 
     Attributes:
         view: The bytes.
-        checksums: Where the checksums of an item's raw data are collected, if it is such data.
-        start: Where the bytes lie in what is collected there.
-        lease: The loan that ``view`` lies in, if it is not the user's memory.
-        owner: What keeps ``view`` valid: the tensor whose memory it shows.
-        ready: Waits until the bytes are there (a device copies them), if that takes waiting.
-        item: The item whose data it is, for messages.
-        made: Makes the bytes, when the checksums of all that stands before them are known.
+        checksums: The collector of the checksums of an item's raw data; None for other bytes.
+        start: The offset of the bytes in that item's raw data.
+        lease: The lent memory that contains ``view``; None if it is the user's memory.
+        owner: The tensor whose memory ``view`` shows; keeps it alive.
+        ready: Waits until the bytes have arrived from a device; None if they are there.
+        item: The name of the item that the data belong to, for messages.
+        made: Fills in the bytes, once the checksums of all bytes before them are known.
     """
 
     view: memoryview
@@ -69,7 +70,7 @@ class Piece:
     made: Callable[[], None] | None = None
 
     def split(self, count: int) -> tuple[Piece, Piece]:
-        """The first ``count`` bytes, and the rest."""
+        """Splits the piece; returns its first `count` bytes, and the rest."""
         if self.lease is not None:
             self.lease.retain()
         first = dataclasses.replace(self, view=self.view[:count])
@@ -78,7 +79,7 @@ class Piece:
 
 
 class PieceWriter(Protocol):
-    """Takes the pieces of one object, as :class:`~cloudckpt.transfer.upload.ObjectUpload` does.
+    """Receives the pieces of one object, as :class:`~cloudckpt.transfer.upload.ObjectUpload` does.
 
     Attributes:
         position: Bytes written so far.
@@ -90,12 +91,14 @@ class PieceWriter(Protocol):
         """Appends a piece."""
 
     def close(self, end: Piece) -> None:
-        """Appends the last one, whose bytes are made when all others have their checksums."""
+        """Appends the last piece, whose bytes are filled in when all others have their
+        checksums.
+        """
 
 
 @dataclass(slots=True)
 class PartPlan:
-    """A part to be sent: its number from 1, its pieces in order, its bytes."""
+    """A part to be sent: its number (from 1), its pieces in order, its size in bytes."""
 
     number: int
     pieces: list[Piece] = field(default_factory=list)
@@ -103,15 +106,15 @@ class PartPlan:
     sums: list[int] = field(default_factory=list)
 
     def await_bytes(self) -> None:
-        """Returns when all bytes are there."""
+        """Waits until the bytes of all pieces are there."""
         for piece in self.pieces:
             if piece.ready is not None:
                 piece.ready()
 
     def checksum(self, algorithm: ChecksumAlgorithm) -> int:
-        """That of the part; collects those of the items in it, which are of the same kind.
+        """Returns the part's checksum, and passes the items' bytes to their collectors.
 
-        To be asked for once, when all bytes are there; ``sums`` keeps those of the pieces.
+        Call it once, when all bytes are there; ``sums`` keeps the checksums of the pieces.
         """
         found: list[tuple[int, int]] = []
         for piece in self.pieces:
@@ -125,9 +128,10 @@ class PartPlan:
         return algorithm.combine(found)
 
     def changed(self, algorithm: ChecksumAlgorithm) -> Piece | None:
-        """A piece whose bytes are others than when their checksum was made, if there is one.
+        """Returns a piece whose bytes have changed since their checksum was computed; None if none
+        has.
 
-        Only the user's memory is looked at: nobody else can write to what is on loan.
+        Only the user's memory is checked: nothing else writes to lent memory.
         """
         for piece, checksum in zip(self.pieces, self.sums, strict=True):
             is_users = piece.lease is None and not piece.view.readonly
@@ -136,7 +140,7 @@ class PartPlan:
         return None
 
     def release(self) -> None:
-        """Gives back what the pieces have on loan."""
+        """Releases the leases of all pieces."""
         for piece in self.pieces:
             if piece.lease is not None:
                 piece.lease.release()
@@ -145,9 +149,9 @@ class PartPlan:
 
 
 class PartCutter:
-    """Cuts pieces into parts of exactly ``part_size`` bytes; only the last is shorter.
+    """Cuts pieces into parts of exactly `part_size` bytes; only the last may be shorter.
 
-    Equal parts are what Cloudflare R2 demands and what lets a local file be written in any order.
+    Cloudflare R2 demands equal parts, and they allow writing a local file in any order.
     """
 
     def __init__(self, part_size: int) -> None:
@@ -155,7 +159,7 @@ class PartCutter:
         self._part = PartPlan(1)
 
     def push(self, piece: Piece) -> list[PartPlan]:
-        """Adds a piece; returns the parts that it completes."""
+        """Adds a piece; returns the parts that are complete now."""
         done: list[PartPlan] = []
         rest = piece
         while rest.view.nbytes:
@@ -175,15 +179,17 @@ class PartCutter:
         return done
 
     def finish(self) -> PartPlan | None:
-        """The last part, if anything is left for it; nothing may be pushed after this."""
+        """Returns the last part, if there are bytes left for it; nothing may be pushed
+        afterwards.
+        """
         return self._part if self._part.size else None
 
 
 def even_share(nbytes: int, connections: int, *, each: int = 4) -> int:
-    """Bytes of a request when each of ``connections`` gets ``each`` of them: 16 MiB to 64 MiB.
+    """Returns the request size at which each connection sends `each` requests: 16 MiB to 64 MiB.
 
-    A request costs about half a millisecond of Python, so it should be large; but each connection
-    should get more than one, so that a fast one can take over from a slow one.
+    A request costs about half a millisecond of Python, so it should be large; but a connection
+    should send several, so that a fast connection can take over work from a slow one.
     """
     share = nbytes // (connections * each)
     least, most = _REQUESTS
@@ -198,15 +204,17 @@ def choose_part_size(
     connections: int,
     copied: int | None = None,
 ) -> int:
-    """Bytes of a part for an object of about ``nbytes``.
+    """Returns the part size in bytes for an object of about `nbytes` bytes.
 
     Args:
-        nbytes: The size that is planned for.
-        wanted: The user's choice, which wins where the store allows it.
+        nbytes: The expected size.
+        wanted: The user's choice, which takes precedence where the store allows it; None:
+            automatic.
         capabilities: The limits of the store.
-        connections: How many parts are sent at a time.
-        copied: The memory budget, if parts will hold copies. A part may then take a sixth of it:
-            two parts are held back at a time and the pool loses up to half to fragments.
+        connections: The number of parts sent at a time.
+        copied: The memory budget in bytes, if parts hold copies; None if not. A part may then take
+            a sixth of it: two parts are held back at a time, and fragmentation wastes up to half of
+            the pool.
     """
     size = wanted or max(
         nbytes // _PARTS_AIMED_AT,

@@ -1,4 +1,4 @@
-"""When a failed request is tried again, and when a whole load: the one place that decides it."""
+"""Decides when a failed request is retried, and when a whole load."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ logger = logging.getLogger("cloudckpt")
 
 _CLEANUP_TRIES = 3
 _RESTARTS = 5
-_LONGEST_ASKED = 60.0  # seconds that a store can have us wait: a gateway may name any time
-_FIRST_PAUSE = 0.1  # seconds before a load begins anew; each further pause is twice as long
+_LONGEST_ASKED = 60.0  # seconds; bounds Retry-After, as a gateway may send any value
+_FIRST_PAUSE = 0.1  # seconds before a load is restarted; doubled each time
 
 
 class Retrier:
-    """Tries an operation until it succeeds, fails for good, or runs out of time.
+    """Retries an operation until it succeeds, fails permanently, or its deadline passes.
 
-    What may pass by itself is tried until the deadline, however often: a store that is started
-    anew refuses connections for a minute, and clouds need minutes to spread a load. Pauses are
-    drawn between ``base`` and three times the one before, up to ``cap`` (decorrelated jitter), or
-    are what the store asks for if that is longer, up to a minute. What takes long is said in the
-    log (:mod:`cloudckpt.waiting`). A cancelled group ends the wait at once.
+    Transient failures are retried until the deadline, however often: a store that restarts refuses
+    connections for a minute, and clouds need minutes to scale up. The pauses are drawn between
+    ``base`` and three times the previous one, up to ``cap`` (decorrelated jitter); a longer pause
+    that the store asks for is observed, up to a minute. Long waits are logged
+    (:mod:`cloudckpt.waiting`). A cancelled group ends the wait at once.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class Retrier:
 
     @classmethod
     def for_cleanup(cls, policy: RetryPolicy) -> Retrier:
-        """For what is done after a failure: a few tries, so that the error is soon told."""
+        """Returns a retrier for cleaning up after a failure: with few retries, to report the error
+        soon.
+        """
         attempts = min(policy.attempts or _CLEANUP_TRIES, _CLEANUP_TRIES)
         deadline = min(policy.deadline, 10.0)
         return cls(dataclasses.replace(policy, attempts=attempts, deadline=deadline))
@@ -70,18 +72,19 @@ class Retrier:
     def call(
         self, operation: Callable[[], T], *, made: Callable[[StoreError], T | None] | None = None
     ) -> T:
-        """The result of ``operation``.
+        """Returns the result of `operation`, retrying transient failures.
 
         Args:
-            operation: What to try.
-            made: Asked before a failure is raised, if the store has perhaps carried out a try: what
-                came of it, or None. A request whose answer was lost is refused when it is repeated
-                (the object exists, is locked, the upload is gone) although all is well.
+            operation: The operation.
+            made: Called with the final failure, if a try may have been carried out; returns the
+                result of that try, or None. A request whose response was lost is refused when it is
+                repeated (the object exists, is locked, the upload is gone), although it has
+                succeeded.
 
         Raises:
-            StoreError: The last failure, when it is not worth another try. A transient one then
-                says in its message how often and how long it was tried. It is certain only if
-                all tries were, for operations with ``made``.
+            StoreError: The last failure, if it is permanent or the retries are used up. The message
+                of a transient failure then says how often and how long it was retried. With
+                ``made``, the error is certain only if those of all tries were.
         """
         pauses = self._pauses()
         doubtful = False
@@ -99,13 +102,13 @@ class Retrier:
                         if doubtful and made is not None:
                             if (result := made(error)) is not None:
                                 return result
-                            error.certain = False  # of the tries before, nothing is known
+                            error.certain = False  # earlier tries may have been carried out
                         raise
                     self._on_retry(error)
                     self._cancellation.wait(pause)
 
     def wait_for(self, look: Callable[[], T | None]) -> T | None:
-        """What ``look`` finds, as soon as it finds anything; None after the deadline."""
+        """Calls `look` until it returns something; returns that, or None after the deadline."""
         pauses = self._pauses()
         looks = 0
         with pauses.waiting:
@@ -122,15 +125,15 @@ class Retrier:
 
 
 def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
-    """The store that the registry opens, tried as ``config.retry`` says.
+    """Opens the store of a URI, with the retries of ``config.retry``.
 
-    Its credentials come from services, of an instance or of an identity platform, which may fail
-    for a moment: that would end a save before its first request.
+    Credentials may come from services (of an instance or an identity provider) that fail for a
+    moment, which would end a save before its first request.
 
     Raises:
-        StoreError: If there are no credentials for it, none that can be used, or none in time.
-        ConfigError: If it can't be reached with these options.
-        MissingDependencyError: If its packages are not installed.
+        StoreError: If there are no usable credentials, or none are available in time.
+        ConfigError: If the store can't be reached with these options.
+        MissingDependencyError: If the store's packages are not installed.
     """
     return Retrier(config.retry).call(lambda: registry.open_store(uri, config))
 
@@ -139,7 +142,7 @@ class Pauses:
     """The pauses between the tries of one operation.
 
     Attributes:
-        waiting: Says what takes long; to be entered around the operation.
+        waiting: Logs long waits; enter it around the operation.
     """
 
     def __init__(
@@ -157,7 +160,9 @@ class Pauses:
         self._last = policy.base or policy.cap / 100  # a base of 0 would never grow
 
     def after(self, error: TransientStoreError) -> float | None:
-        """The seconds until the next try, or None if there is to be none."""
+        """Returns the seconds until the next try after a failure; None if there is no
+        further try.
+        """
         self._failures += 1
         spent = self._spent()
         is_last = self._failures == self._policy.attempts
@@ -169,23 +174,23 @@ class Pauses:
         return pause
 
     def next(self, why: object, least: float = 0.0) -> float | None:
-        """A pause in seconds; None if the time is over.
+        """Returns the next pause in seconds; None after the deadline.
 
         Args:
-            why: What the failure was, for the log.
-            least: Seconds that the store asks for: a hint, which can't end what would succeed.
+            why: The failure, for the log.
+            least: The pause that the store asks for, in seconds. It never ends the retries.
         """
         policy, left = self._policy, self._policy.deadline - self._spent()
         if left <= 0:
             return None
-        # never all at the cap: many ranks fail together, and would come back together
+        # jitter, also at the cap: many ranks fail together, and would otherwise return together
         self._last = self._draw(policy.base, min(policy.cap, 3 * self._last))
         pause = min(max(self._last, min(least, _LONGEST_ASKED)), left)
         self.waiting.failed(why, left=left, pause=pause)
         return pause
 
     def _spent(self) -> float:
-        """Seconds since this was asked for the first time."""
+        """Returns the seconds since the first call."""
         now = self._clock()
         self._began = now if self._began is None else self._began
         return now - self._began
@@ -200,24 +205,24 @@ def check_unchanged(
     *,
     told: str | None = None,
 ) -> None:
-    """Finds out whether the failure of a load comes from a replacement.
+    """Raises an error if a load failed because the checkpoint was replaced meanwhile.
 
-    A writer that overwrites a checkpoint commits first, and then deletes the older objects. Whoever
-    still reads these finds them gone, though nothing is damaged. The object that was read first,
-    and that names all others, tells the two apart.
+    A writer that overwrites a checkpoint commits first, and then deletes the old objects. A load of
+    the old checkpoint then misses them, though nothing is damaged. The object that was read first,
+    and that names all others, tells whether this is so.
 
     Args:
         store: The store.
         read: The object that was read first.
-        uri: What is loaded, for the message.
-        policy: For the question to the store.
+        uri: The checkpoint, for the message.
+        policy: The retries of the request to the store.
         error: The failure.
-        told: Which save it is, if another rank has read that object: here, there may be another
-            one, because this is another store.
+        told: The version of that object that another rank has read, if this rank has not read it
+            itself: its store may be a different one.
 
     Raises:
         CheckpointReplacedError: If the object has been replaced or deleted since.
-        StoreError: If the store does not answer.
+        StoreError: If the store does not respond.
     """
     try:
         version = Retrier(policy).call(lambda: store.head(read.key)).version
@@ -233,11 +238,14 @@ def check_unchanged(
 
 
 def retry_if_replaced(load: Callable[[], T]) -> T:
-    """What ``load`` returns, which is called again when what it loads was replaced meanwhile.
+    """Returns the result of `load`, restarting it up to 4 times if the checkpoint was replaced
+    meanwhile.
 
     Raises:
-        CheckpointReplacedError: If that happened too often, or ``load`` has given up a part of it.
-        DifferentCheckpointsError: If two ranks read the same two saves again: nobody replaces them.
+        CheckpointReplacedError: If that happened five times, or ``load`` has raised it for repeated
+            replacements.
+        DifferentCheckpointsError: If the ranks read the same two saves again: they use different
+            stores.
     """
     overtaken = 0
     saves: tuple[str | None, str | None] | None = None

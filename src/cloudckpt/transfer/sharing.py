@@ -1,14 +1,14 @@
-"""Bytes that several ranks want are fetched by one of them, and handed on to the others.
+"""Shares reads between ranks: one rank fetches bytes that several need, and passes them on.
 
-The ranks that want the same requests stand in a ring. In each round every one of them has fetched
-one request from the store; then each hands to the next rank what it has, receives what the rank
-before it hands on, and hands that on in turn, until all have seen all. So a rank reads its share
-of the bytes from the store, sends and receives each byte once, and holds a few requests in memory,
-however many ranks there are.
+The ranks that need the same requests form a ring. In each round, every rank has fetched one request
+from the store; then each sends the bytes that it holds to the next rank, receives those of the
+previous rank, and passes these on in turn, until every rank has received all. So a rank reads its
+share of the bytes from the store, sends and receives each byte once, and holds a few requests in
+memory, however many ranks there are.
 
-A rank that fails goes on receiving, so that nobody waits for it in vain, and sends one message
-more, which says so: the next rank fails by it, and so on around the ring. It has the memory for
-that from the beginning.
+A rank that fails continues to receive, so that no other rank waits for it in vain, and sends one
+more message, which reports the failure: the next rank fails by it, and so on around the ring. The
+memory for this is allocated at the beginning.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ __all__ = ["Ring", "Share", "digests", "ring_allgather", "plan_shares", "shared_
 
 _LARGEST = 8 * 1024**2
 _SMALLEST = 256 * 1024
-"""Bytes of a request that is handed on: few enough that a rank holds several, and many enough that
-a request to a store is worth its while."""
+"""The fewest and (above) the most bytes of a shared request: small enough that a rank holds
+several, large enough that a request to a store is worth its cost.
+"""
 
 _WORTH = 64 * 1024
-"""Bytes for each of the ranks, below which they rather all ask the store."""
+"""Bytes per rank below which all ranks rather request everything from the store."""
 
-_STATUS = 8  # bytes behind the payload of a message, of which the first is 1 if all is well
+_STATUS = 8  # bytes after a message's payload; the first is 1 unless the sender has failed
 
 
 def digests(segments: Sequence[Segment]) -> torch.Tensor:
-    """A number for each segment, which two ranks share if and only if they want the same bytes.
+    """Returns a hash per segment, equal on two ranks exactly if their segments are the same bytes.
 
     Returns:
-        Of 64 bits each, int64.
+        A tensor of 64-bit hashes, int64, one per segment.
     """
     found = bytearray()
     for segment in segments:
@@ -59,12 +60,11 @@ def digests(segments: Sequence[Segment]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Share:
-    """Segments that the same ranks want.
+    """Segments that the same ranks need.
 
     Attributes:
-        ranks: Who wants them, at least two, in order.
-        segments: Which of this rank's they are, by their numbers; one that it wants a second time
-            is not among them.
+        ranks: The ranks, at least two, in ascending order.
+        segments: The indices of these segments on this rank; a repeated segment counts once.
     """
 
     ranks: tuple[int, ...]
@@ -72,22 +72,22 @@ class Share:
 
 
 def plan_shares(of_ranks: Sequence[torch.Tensor], rank: int, hosts: Sequence[int]) -> list[Share]:
-    """What a rank wants that others want, too.
+    """Returns the segments of a rank that other ranks need too, grouped by the set of ranks.
 
-    All ranks that take part in a share find it, and find their shares in the same order, so that
-    they can carry them out one after the other.
+    All ranks of a share compute the same share, and find their shares in the same order, so that
+    they can process them one by one.
 
     Args:
-        of_ranks: :func:`digests` of what each rank wants.
-        rank: This one.
-        hosts: Of each rank a number; only ranks with the same one share.
+        of_ranks: The :func:`digests` of each rank's segments.
+        rank: This rank.
+        hosts: The host number of each rank; only ranks on the same host share.
     """
     near = [number for number, host in enumerate(hosts) if host == hosts[rank]]
     found = [torch.unique(of_ranks[number]) for number in near]
     rows = torch.cat(found)
     who = torch.cat([torch.full_like(of, number) for of, number in zip(found, near, strict=True)])
     wanted, inverse, count = torch.unique(rows, return_inverse=True, return_counts=True)
-    # a number for each set of ranks: the sum of one drawn at random for each of its ranks
+    # identifies a set of ranks: the sum of a random number per rank
     drawn = torch.randint(
         -(1 << 62),
         1 << 62,
@@ -97,7 +97,7 @@ def plan_shares(of_ranks: Sequence[torch.Tensor], rank: int, hosts: Sequence[int
     )
     sets = torch.zeros_like(wanted).scatter_add_(0, inverse, drawn[who])
     sets[count < 2] = 0
-    own: dict[int, int] = {}  # where each number of this rank stands first
+    own: dict[int, int] = {}  # by hash: the first index on this rank
     for at, number in enumerate(of_ranks[rank].tolist()):
         own.setdefault(number, at)
     numbers, places = _numbers(own), _numbers(own.values())
@@ -110,15 +110,17 @@ def plan_shares(of_ranks: Sequence[torch.Tensor], rank: int, hosts: Sequence[int
 
 
 def _numbers(numbers: Iterable[int]) -> torch.Tensor:
-    """In host memory, whatever the default device; also if there are none."""
+    """Returns an int64 tensor in host memory, whatever the default device; `numbers` may be
+    empty.
+    """
     return torch.tensor([*numbers], dtype=torch.int64, device="cpu")
 
 
 def shared_requests(segments: Sequence[Segment], ranks: int) -> list[list[Segment]] | None:
-    """The requests for segments that so many ranks want, the same on all of them.
+    """Groups segments that `ranks` ranks need into requests; the result is the same on all of them.
 
     Returns:
-        None if they are so few bytes that all ranks had better ask the store.
+        The requests, or None if the bytes are so few that all ranks should rather read the store.
     """
     total = sum(segment.stop - segment.start for segment in segments)
     if total < _WORTH * ranks:
@@ -131,29 +133,29 @@ def shared_requests(segments: Sequence[Segment], ranks: int) -> list[list[Segmen
 
 
 class Ring(ABC):
-    """The ranks of a share, seen from one of them."""
+    """The ranks of a share, from the view of one of them."""
 
     size: int
-    """How many they are."""
+    """The number of ranks."""
 
     position: int
-    """Which of them this is, from 0."""
+    """The index of this rank in the ring, from 0."""
 
     @abstractmethod
     def exchange(
         self, out: torch.Tensor | None, into: torch.Tensor | None
     ) -> tuple[RuntimeError | None, RuntimeError | None]:
-        """Sends to the next rank, and fills ``into`` with what the one before sends.
+        """Sends `out` to the next rank, and fills `into` with the previous rank's message.
 
-        Both are of uint8; None if there is nothing to send or to receive.
+        Both are of dtype uint8; None if there is nothing to send or to receive.
 
         Returns:
-            Why the one and the other failed, if the ranks lost each other.
+            The errors of sending and of receiving, if the ranks lost each other; else None each.
         """
 
 
 class _Message:
-    """The bytes of a request, and what the rank that sends it says of itself."""
+    """A message around the ring: the bytes of a request, and whether its sender has failed."""
 
     def __init__(self, request: Sequence[Segment], memory: torch.Tensor | None = None) -> None:
         self.nbytes = _size(request)
@@ -189,21 +191,21 @@ def _allocated(size: int) -> torch.Tensor:
 def ring_allgather(
     download: Download, ring: Ring, requests: Sequence[Sequence[Segment]], *, budget: int
 ) -> None:
-    """Fetches this rank's requests, and hands all of them around; those of all ranks are delivered.
+    """Fetches this rank's requests and passes all ranks' requests around; delivers all of them.
 
-    To be called within ``download``, on all ranks of the ring, whatever happened before on some.
+    Call it within ``download``, on all ranks of the ring, even those that have failed before.
 
     Args:
         download: Fetches and delivers.
         ring: The ranks.
-        requests: Those of all ranks, the same on each.
-        budget: Bytes that requests may have in memory at a time, on this rank.
+        requests: The requests of all ranks, the same on each.
+        budget: The bytes of requests that this rank may hold in memory at a time.
 
     Raises:
-        TransferCancelledError: If this or another rank has failed; if this one, ``download`` fails
-            with the reason.
+        TransferCancelledError: If this or another rank has failed; if this rank, ``download``
+            raises the reason.
         RuntimeError: If the ranks lost each other.
-        MemoryError: If there is no memory to begin with; the other ranks don't know.
+        MemoryError: If there is no memory to begin with; the other ranks do not learn of it.
     """
     _HandOn(download, ring, requests, budget).run()
 
@@ -221,15 +223,15 @@ class _HandOn:
         self._requests = requests
         largest = max(map(_size, requests))
         room = max(2, budget // largest)
-        self._ahead = max(1, room // 2)  # requests that are fetched before it is their turn
+        self._ahead = max(1, room // 2)  # requests fetched in advance
         self._room = _Room(max(2, room - self._ahead), download.cancellation)
-        # to send and to receive in, once this rank has failed
+        # buffers to send from and receive into after this rank has failed
         self._spare = _allocated(largest + _STATUS), _allocated(largest + _STATUS)
         self._waiting: deque[_Fetched] = deque()
         self._own = iter(range(ring.position, len(requests), ring.size))
         self._failed = False  # this rank
-        self._ended = False  # what the rank before sends
-        self._silent = False  # this rank has said that it failed, or can't say anything any more
+        self._ended = False  # the previous rank has announced that it sends nothing more
+        self._silent = False  # this rank has announced its failure, or can't send any more
         self._lost: RuntimeError | None = None
 
     def run(self) -> None:
@@ -253,10 +255,12 @@ class _HandOn:
         self._submit(fetched.fetch)
 
     def _submit(self, task: Callable[[], None]) -> bool:
-        """Whether there is a thread for the task; if not, this rank has failed."""
+        """Runs a task on a thread of the download; returns False, and fails, if that is
+        impossible.
+        """
         try:
             self._download.submit(task)
-        except Exception as error:  # noqa: BLE001 - raised by the download, if it is the first
+        except Exception as error:  # the download raises it, if it is the first
             self._fail(error)
             return False
         return True
@@ -270,7 +274,9 @@ class _HandOn:
         return self._failed
 
     def _round(self, requests: Sequence[Sequence[Segment]]) -> None:
-        """One request of each rank goes around; in the last round some have none."""
+        """Passes one request of each rank around the ring; the last round may have fewer
+        requests.
+        """
         size, at = self._ring.size, self._ring.position
         held: _Message | None = None
         if at < len(requests):
@@ -296,7 +302,7 @@ class _HandOn:
         self._fetch_next()
 
     def _own_message(self) -> _Message | None:
-        """What this rank has fetched; None if it has failed."""
+        """Returns the message with this rank's fetched request; None if the rank has failed."""
         if not self._waiting:
             return None
         message = self._waiting.popleft().result()
@@ -339,7 +345,7 @@ def _deliver(
 
 
 class _Fetched:
-    """A request of this rank's own, which a thread fetches and delivers."""
+    """One of this rank's own requests, fetched and delivered by a thread."""
 
     def __init__(self, request: Sequence[Segment], download: Download) -> None:
         self._request = request
@@ -355,7 +361,7 @@ class _Fetched:
         self._download.land(self._request, message.payload)
 
     def result(self) -> _Message | None:
-        """The bytes; None if the download has failed meanwhile."""
+        """Waits for the fetched bytes; None if the download has failed meanwhile."""
         while not self._done.wait(0.2):
             if self._download.cancellation.is_set:
                 return None
@@ -363,14 +369,14 @@ class _Fetched:
 
 
 class _Room:
-    """Room for so many messages of other ranks."""
+    """Limits how many messages of other ranks are in memory."""
 
     def __init__(self, count: int, cancellation: Cancellation) -> None:
         self._free = threading.Semaphore(count)
         self._cancellation = cancellation
 
     def enter(self) -> None:
-        """Waits for room; not any more once the download has failed, as nothing is kept then."""
+        """Waits until another message may be held; returns at once if the download has failed."""
         while not self._free.acquire(timeout=0.2):
             if self._cancellation.is_set:
                 return

@@ -1,8 +1,8 @@
-"""Host memory on loan, bounded, for bytes that can't be sent or received where they lie.
+"""Bounded pools of host memory, for bytes that can't be sent or received where they are.
 
-An upload copies tensors of accelerators and strided ones into slabs of a :class:`StagingPool`,
-slice after slice, so that the memory in use does not depend on the size of a tensor. A download
-borrows from a :class:`ScratchPool`.
+An upload copies strided tensors and those of accelerators into the slabs of a :class:`StagingPool`,
+slice by slice, so that the memory in use does not depend on the size of a tensor. A download
+borrows buffers from a :class:`ScratchPool`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ScratchPool", "StagingPool"]
 
 
 class StagingPool(SlabPool):
-    """Slabs that tensors of any device and strides are copied into."""
+    """Slabs into which tensors of any device and strides are copied."""
 
     def __init__(self, budget: int, cancellation: Cancellation) -> None:
         super().__init__(budget, cancellation)
@@ -37,16 +37,17 @@ class StagingPool(SlabPool):
         return memory, bytes_of(memory)
 
     def pieces(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[Piece]:
-        """The row-major bytes of any strided tensor, slice after slice, each in a slab.
+        """Copies a strided tensor into slabs, slice by slice; yields its row-major bytes as pieces.
 
-        The last use of a piece must release its lease.
+        The last user of a piece must release its lease.
 
         Args:
             tensor: The tensor.
-            dtype: What its elements are converted to, if that is another type.
+            dtype: The type that the elements are converted to; None for no conversion.
         """
         dtype = dtype or tensor.dtype
-        # not before: pinning starts CUDA, which a process may do without, and must after a fork
+        # not earlier: pinning initializes CUDA, which a process may never need, and can't use after
+        # a fork
         self._pinned = self._pinned or tensor.is_cuda
         stream = self._side_stream(tensor.device)
         for part in row_major_slices(tensor.shape, dtype.itemsize, self.slab_bytes):
@@ -64,26 +65,28 @@ class StagingPool(SlabPool):
                 slab.view[first : first + nbytes],
                 start=part.start,
                 lease=slab,
-                owner=tensor,  # its memory must not be reused before the copy has been made
+                # keeps the tensor's memory from being reused before the copy has been made
+                owner=tensor,
                 ready=ready,
             )
 
     def _side_stream(self, device: torch.device) -> torch.Stream | None:
-        """The stream of an accelerator that copies beside what it computes."""
+        """Returns the stream on which an accelerator copies while it computes; None for the CPU."""
         if device.type == "cpu":
             return None
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
-        stream.wait_stream(torch.accelerator.current_stream(device))  # what makes the tensor
+        # waits for the kernels that compute the tensor
+        stream.wait_stream(torch.accelerator.current_stream(device))
         return stream
 
 
 class ScratchPool:
-    """Lends buffers of ``limit`` bytes in total; whoever wants more waits.
+    """Lends buffers of at most `limit` bytes in total; borrowers wait for free memory.
 
-    A single loan above the limit is granted when nothing else is out: one item that is larger than
-    the limit must still move.
+    A single buffer larger than the limit is lent when no other is: an item of any size must be
+    transferable.
     """
 
     def __init__(self, limit: int, cancellation: Cancellation) -> None:
@@ -95,11 +98,11 @@ class ScratchPool:
 
     @contextmanager
     def borrowed(self, nbytes: int, *, pinned: bool) -> Iterator[torch.Tensor]:
-        """A buffer of at least ``nbytes`` bytes for the time of the block.
+        """Lends a buffer of at least `nbytes` bytes for the duration of the block.
 
         Args:
             nbytes: The size.
-            pinned: Whether page-locked memory makes it faster; the pool is then all pinned.
+            pinned: Whether a newly allocated buffer is page-locked; a reused one stays as it is.
         """
         if nbytes == 0:
             yield torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -117,7 +120,9 @@ class ScratchPool:
                 self._changed.notify_all()
 
     def _take(self, size: int) -> torch.Tensor | None:
-        """Waits for room; returns a free buffer that is large enough, or None to make one."""
+        """Waits for free memory; returns a free buffer that is large enough, or None to allocate
+        one.
+        """
         with self._changed:
             while self._lent and self._lent + size > self._limit:
                 self._changed.wait(0.2)

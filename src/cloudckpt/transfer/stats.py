@@ -1,4 +1,4 @@
-"""What a save or a load has moved."""
+"""Counts the bytes, requests and retries of a save or a load."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _BETWEEN_EVENTS = 0.2  # seconds
 
 
 class TransferStats:
-    """Counts while the transfer runs, and tells of it; threads may add at the same time.
+    """Thread-safe counters of a running transfer; emits events about its progress.
 
     Args:
-        uri: What is transferred, for the events.
-        rank: Who does it.
-        total: Bytes that there will be, as far as that is known.
+        uri: The location that is transferred, for the events.
+        rank: The rank that transfers it.
+        total: Total bytes of the transfer, as far as known.
     """
 
     def __init__(self, uri: str = "", rank: int = 0, total: int = 0) -> None:
@@ -47,13 +47,13 @@ class TransferStats:
         self._emit("progress", seconds=now - self._began, nbytes=moved, total=self._total)
 
     def add_verified(self, count: int, seconds: float) -> None:
-        """Counts bytes whose checksum was compared, and the time of the thread that did it."""
+        """Counts bytes whose checksum was compared, and the seconds that the thread spent on it."""
         with self._lock:
             self._verified += count
             self._verifying += seconds
 
     def tell_verified(self) -> None:
-        """Emits the event of all verification up to now."""
+        """Emits a ``verify`` event for all verification so far."""
         if self._verified:
             self._emit("verify", seconds=self._verifying, nbytes=self._verified)
 
@@ -72,14 +72,14 @@ class TransferStats:
         emit(Event(phase=phase, uri=self._uri, rank=self._rank, began=began, **measured))
 
     def include(self, others: Transferred) -> None:
-        """Adds what another process has sent and told of."""
+        """Adds the counters that another process has reported."""
         with self._lock:
             self._bytes += others.nbytes
             self._requests += others.requests
             self._retries += others.retries
 
     def snapshot(self) -> Transferred:
-        """The sums up to now."""
+        """Returns the counters as they are now."""
         seconds = time.monotonic() - self._began
         with self._lock:
             return Transferred(self._bytes, self._requests, self._retries, seconds)

@@ -1,4 +1,4 @@
-"""Sends objects that are written piece by piece: in parallel parts, whole or not at all."""
+"""Uploads objects that are written piece by piece: in parallel parts, whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ logger = logging.getLogger("cloudckpt")
 
 
 class ObjectUpload:
-    """One object on its way.
+    """An upload of one object.
 
-    Its parts run on the threads of ``group`` while the producer goes on writing; the thread that
-    finishes the last part completes the object. A small object is one PUT. Leaving the group's
-    block without an error means that the object is complete.
+    Its parts are sent by the threads of ``group`` while the producer continues to write; the thread
+    that finishes the last part completes the object. A small object is sent by one PUT. If the
+    group's ``run`` returns without an error, the object is complete.
 
     Attributes:
-        key: Its key.
+        key: The key of the object.
         position: Bytes written so far.
-        info: What the store holds, once the object is complete.
-        is_doubtful: Whether the store may have completed it, or may yet, though it does not say so.
-        algorithm: Of the checksums that go along.
+        info: The object in the store, once it is complete; None before.
+        is_doubtful: Whether the store may have completed the object, or may do so later, without
+            having confirmed it.
+        algorithm: The algorithm of the checksums that are sent.
     """
 
     def __init__(
@@ -61,12 +62,23 @@ class ObjectUpload:
         *,
         create_only: bool = False,
     ) -> None:
-        """``create_only``: never replace an object, as what is replaced may be kept and billed."""
+        """Prepares an upload; nothing is sent yet.
+
+        Args:
+            store: The store.
+            key: The key of the object.
+            part_size: Bytes of every part but the last.
+            group: The threads that send the parts.
+            retrier: Retries the requests.
+            stats: Transfer counters.
+            create_only: Whether to send If-None-Match, so that no object is replaced: a replaced
+                version may be kept and billed.
+        """
         self.key = key
         self.position = 0
         self.info: ObjectInfo | None = None
         self.is_doubtful = False
-        self._whole: int | None = 0  # the checksum of all; only of a copy it may stay unknown
+        self._whole: int | None = 0  # the object's checksum; may stay unknown only for a copy
         self._store = store
         self.algorithm = store.capabilities.checksum
         self._group = group
@@ -74,7 +86,8 @@ class ObjectUpload:
         self._stats = stats
         self._part_size = part_size
         self._cutter = PartCutter(part_size)
-        self._first: PartPlan | None = None  # kept back until it is known to have a successor
+        # held back until a second part shows that one PUT is not enough
+        self._first: PartPlan | None = None
         self._upload: Upload | None = None
         self._create_only = create_only
         self._may_have_twin = False
@@ -86,22 +99,24 @@ class ObjectUpload:
 
     @property
     def checksum(self) -> int:
-        """Of the whole object, once it is complete, as the store wants it."""
+        """The checksum of the whole object, by the store's algorithm; available once it is
+        complete.
+        """
         assert self._whole is not None
         return self._whole
 
     def write(self, piece: Piece) -> None:
-        """Appends a piece; blocks while the network is behind."""
+        """Appends a piece; blocks while the network is slower than the producer."""
         self.position += piece.view.nbytes
         for part in self._cutter.push(piece):
             self._send(part)
 
     def close(self, end: Piece | None = None) -> None:
-        """Says that nothing follows; but for ``end``, if it is given.
+        """Ends the object, with `end` as its last piece if given.
 
-        Its bytes are those of checksums of all that stands before it. So the parts that it is in
-        wait until all others have their checksums. No thread waits with them: the one that makes
-        the last checksum queues them.
+        The bytes of `end` consist of checksums of everything before it. So the parts that contain
+        it wait until all others have their checksums. They occupy no thread meanwhile: the thread
+        that computes the last checksum queues them.
         """
         parts: list[PartPlan] = []
         if end is not None:
@@ -127,7 +142,9 @@ class ObjectUpload:
         self._send_waiting()
 
     def abandon(self) -> None:
-        """Removes whatever of the object reached the store; errors are logged, not raised."""
+        """Removes everything of the object that reached the store; errors are logged, not
+        raised.
+        """
         if self._upload is not None and self.info is None:
             self._abort(self._upload)
         if self._may_have_twin:
@@ -139,7 +156,7 @@ class ObjectUpload:
             try:
                 return self._store.create_upload(self.key, self._part_size)
             except BaseException as error:
-                # begun, perhaps, by a request whose answer was lost or not waited for
+                # a request without a response, or interrupted, may have begun an upload
                 if isinstance(error, TransientStoreError) or not isinstance(error, Exception):
                     self._may_have_twin = True
                 raise
@@ -162,7 +179,7 @@ class ObjectUpload:
         self._group.submit(lambda: self._put_part(part))
 
     def _begin(self) -> None:
-        """Begins the upload, as one request will not do, with the part that was kept back."""
+        """Begins a multipart upload, as one PUT is not enough, and sends the part held back."""
         if self._upload is None:
             self._upload = self._create()
         if self._first is not None:
@@ -170,7 +187,7 @@ class ObjectUpload:
             self._group.submit(lambda: self._put_part(first))
 
     def _send_waiting(self) -> None:
-        """Sends what waits for checksums, if those are known: the first part makes its bytes."""
+        """Sends the next waiting part, once all parts before it have their checksums."""
         with self._lock:
             if not self._waiting or self._summed < self._waiting[0].number - 1:
                 return
@@ -187,13 +204,13 @@ class ObjectUpload:
         send: Callable[[], T],
         made: Callable[[StoreError], T | None] | None = None,
     ) -> T:
-        """Sends a part, from memory that must be what it was when its checksum was made.
+        """Sends a part, whose memory must not have changed since its checksum was computed.
 
-        A store that verifies checksums rejects what has changed, and would do so at every try.
-        What others have taken is compared here: nobody could load it.
+        A store that verifies checksums rejects changed bytes, at every retry. For other stores they
+        are compared here: such an object could not be loaded.
 
         Raises:
-            TensorChangedError: If it has changed.
+            TensorChangedError: If the memory has changed.
         """
 
         def attempt() -> T:
@@ -217,7 +234,7 @@ class ObjectUpload:
 
     def _checksum(self, part: PartPlan) -> int:
         part.await_bytes()
-        with self._group.few:  # the call for each block gives the GIL away
+        with self._group.few:  # the call for each block releases the GIL
             return part.checksum(self.algorithm)
 
     def _put(self, part: PartPlan) -> None:
@@ -257,7 +274,7 @@ class ObjectUpload:
         self._took(sent)
 
     def _took(self, part: Part) -> None:
-        """Notes a part that the store has; completes the object if it was the last one."""
+        """Records a part that the store has received; completes the object after the last one."""
         self._stats.add_requests(1)
         with self._lock:
             self._sent.append(part)
@@ -275,11 +292,11 @@ class ObjectUpload:
             return self._look(upload.attempt, checksum)
 
         def made(error: StoreError) -> ObjectInfo | None:
-            # of an upload that is gone, the store may still be putting the parts together
+            # the store may still be assembling the object of an upload that no longer exists
             is_gone = isinstance(error, ObjectNotFoundError)
             info = self._retrier.wait_for(look) if is_gone else look()
             if info is not None:
-                self._abort(upload)  # what may be left of it
+                self._abort(upload)  # discards leftovers of the upload
             self.is_doubtful = info is None
             return info
 
@@ -293,7 +310,7 @@ class ObjectUpload:
             self._abort_twins()
 
     def _look(self, attempt: str, checksum: int | None) -> ObjectInfo | None:
-        """The object, if that attempt has made it, and has not made it wrongly."""
+        """Returns the object if that attempt has made it with the right checksum; else None."""
         info = written(self._store, self.key, attempt, self._retrier.policy)
         known = None if info is None else info.checksum
         return info if checksum is None or known in (None, checksum) else None
@@ -313,7 +330,7 @@ def _abort(store: ObjectStore, upload: Upload, policy: RetryPolicy) -> None:
 def _abort_all(
     store: ObjectStore, key: str, policy: RetryPolicy, *, apart_from: Sequence[str] = ()
 ) -> None:
-    """Ends the uploads of a key that nobody else can have begun, as it is random."""
+    """Aborts all uploads of a key; the key is random, so no other process has begun any."""
     try:
         for upload in store.list_uploads(key, Retrier.for_cleanup(policy).call):
             if upload.key == key and upload.id not in apart_from:
@@ -327,14 +344,13 @@ def _abort_all(
 
 
 def clear_away(store: ObjectStore, keys: Sequence[str], policy: RetryPolicy) -> None:
-    """Removes what a process that has died has left of objects, complete or not.
-
-    Errors are logged, not raised.
+    """Removes what a dead process has left of objects, complete or not; errors are logged, not
+    raised.
 
     Args:
         store: The store.
-        keys: Of the objects; random ones, which nobody else has written to.
-        policy: How often to try.
+        keys: The keys; random ones, which no other process has written to.
+        policy: How often and how long to retry.
     """
     for key in keys:
         _abort_all(store, key, policy)
@@ -342,7 +358,7 @@ def clear_away(store: ObjectStore, keys: Sequence[str], policy: RetryPolicy) -> 
 
 
 def creates_only(store: ObjectStore, config: Config) -> bool:
-    """Whether objects with random keys are written on the condition that there is none."""
+    """Returns whether objects with random keys are written with If-None-Match."""
     return store.capabilities.create_only and config.conditional_writes != "off"
 
 
@@ -355,10 +371,10 @@ def put_whole(
     if_absent: bool = False,
     if_version: str | None = None,
 ) -> ObjectInfo:
-    """Writes an object in one request, tried again; conditions as of :meth:`ObjectStore.put`.
+    """Writes an object in one request, with retries; conditions as in :meth:`ObjectStore.put`.
 
-    A try whose answer was lost may have changed what the condition is about: an object that names
-    this write afterwards is the one that was sent. Another writer's is not, even of the same bytes.
+    A try whose response was lost may itself have invalidated the condition. So an object with this
+    write's name counts as success; one of another writer, even of the same bytes, does not.
     """
     checksum, attempt = store.capabilities.checksum.of(data), random_suffix()
     return retrier.call(
@@ -375,7 +391,7 @@ def put_whole(
 
 
 def written(store: ObjectStore, key: str, attempt: str, policy: RetryPolicy) -> ObjectInfo | None:
-    """As :meth:`ObjectStore.written`, tried a few times; a look that fails has seen nothing."""
+    """Returns :meth:`ObjectStore.written`, with a few retries; None if the store can't be asked."""
     try:
         return Retrier.for_cleanup(policy).call(lambda: store.written(key, attempt))
     except StoreError as error:

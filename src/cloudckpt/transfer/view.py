@@ -1,4 +1,4 @@
-"""The questions that the functions about runs ask of a store."""
+"""The requests to a store that the operations on runs need."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from cloudckpt.uri import CheckpointURI
 __all__ = ["AT_FIRST", "View"]
 
 AT_FIRST = 1000
-"""How many names of a level are requested at first: one page, in every store."""
+"""Number of entries of a level that are requested at first: one page, in every store."""
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 class View:
-    """One bucket, which is opened by the first question; each request is retried as options say.
+    """One bucket, opened by the first request; requests are retried as the options say.
 
-    All questions raise :class:`~cloudckpt.errors.StoreError` or one of its children, and
-    :class:`~cloudckpt.errors.TransferCancelledError` after :meth:`cancel`. One view serves one
-    caller, who may ask from several threads; it does not outlive a fork.
+    All methods raise :class:`~cloudckpt.errors.StoreError` or a subclass, and
+    :class:`~cloudckpt.errors.TransferCancelledError` after :meth:`cancel`. A view serves one
+    caller, who may use several threads; it can't be used after a fork.
 
     Attributes:
-        retrier: For questions of another kind: it gives up when the view ends.
+        retrier: The retrier for requests made outside of the view; it stops when the view ends.
     """
 
     def __init__(self, location: CheckpointURI, config: Config) -> None:
-        """``location`` is anything in the bucket."""
+        """Prepares a view; `location` is any location in the bucket."""
         self.location = location
         self.config = config
         self._cancellation = Cancellation()
@@ -50,44 +50,46 @@ class View:
         return self.retrier.call(lambda: registry.open_store(self.location, self.config))
 
     def look(self, key: str) -> ObjectInfo:
-        """Size and version of an object; see :meth:`~cloudckpt.stores.base.ObjectStore.look`."""
+        """Returns size and version of an object; see
+        :meth:`~cloudckpt.stores.base.ObjectStore.look`.
+        """
         with self.asking() as store:
             return self.retrier.call(lambda: store.look(key))
 
     def read(self, key: str, *, limit: int) -> bytearray:
-        """The bytes of an object of at most ``limit`` bytes."""
+        """Returns the content of an object of at most `limit` bytes."""
         with self.asking() as store:
             return self.retrier.call(lambda: store.get_latest(key, limit=limit))[0]
 
     def objects(self, prefix: str) -> list[ObjectInfo]:
-        """The objects whose key begins with ``prefix``, in the order of keys."""
+        """Returns the objects whose key begins with `prefix`, ordered by key."""
         with self.asking() as store:
             return [*store.list(prefix, self.retrier.call)]
 
     def level(self, prefix: str, *, is_patient: bool = True) -> list[ObjectInfo | str]:
-        """The first :data:`AT_FIRST` entries directly beneath ``prefix``, or all if fewer.
+        """Returns the first :data:`AT_FIRST` entries directly beneath `prefix`, or all if fewer.
 
-        It takes one request, however much is there or beneath the folders.
+        It takes one request, however many keys are there or beneath the folders.
 
         Args:
-            prefix: Where.
-            is_patient: Whether it is retried as options say, or a few times only.
+            prefix: The folder; empty, or ends in a slash.
+            is_patient: Whether to retry as the options say; if False, only a few times.
         """
         retrier = self.retrier if is_patient else Retrier.for_cleanup(self.config.retry)
         with self.asking() as store:
             return [*itertools.islice(store.list_level(prefix, retrier.call), AT_FIRST)]
 
     def folders(self, prefix: str) -> list[str]:
-        """The names beneath ``prefix`` that have keys beneath them, in order."""
+        """Returns the names of the folders directly beneath `prefix`, in order."""
         with self.asking() as store:
             found = store.list_level(prefix, self.retrier.call)
             return [one for one in found if isinstance(one, str)]
 
     def each(self, look: Callable[[S], T], wanted: Iterable[S]) -> list[T]:
-        """What ``look`` returns for each of ``wanted``, in its order.
+        """Returns the results of `look` for each of `wanted`, in the same order.
 
-        As many are looked at at a time as ``config.requests_at_once`` says. The first failure is
-        raised, and ends the view, as Ctrl-C does: who still asks is not to try again for minutes.
+        It calls ``config.requests_at_once`` of them at a time. The first failure is raised and ends
+        the view, as Ctrl-C does: requests still running must not be retried for minutes.
         """
         found: dict[int, T] = {}
 
@@ -96,7 +98,7 @@ class View:
 
         def stop(threads: Collection[int]) -> None:
             self._cancellation.cancel()
-            registry.open_store(self.location, self.config).interrupt(threads)  # it is open
+            registry.open_store(self.location, self.config).interrupt(threads)  # opened before
 
         group = TaskGroup(self.config.requests_at_once, name="cloudckpt-list", interrupt=stop)
 
@@ -108,15 +110,15 @@ class View:
         return [found[index] for index in sorted(found)]
 
     def cancel(self) -> None:
-        """Ends the questions under way, whichever threads ask them, and refuses others."""
+        """Interrupts the requests of all threads, and refuses further ones."""
         self._cancellation.cancel()
         if (store := vars(self).get("_store")) is not None:
-            with self._leaving:  # none of them may ask for another caller yet
+            with self._leaving:  # no thread may leave and begin another caller's request meanwhile
                 store.interrupt([*self._asking])
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[ObjectStore]:
-        """The store, for questions of another kind; :meth:`cancel` ends those under way."""
+        """Yields the store, for other requests; :meth:`cancel` interrupts these as well."""
         thread = threading.get_ident()
         self._asking.add(thread)
         try:
