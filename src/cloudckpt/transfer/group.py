@@ -1,4 +1,4 @@
-"""Parallel tasks; the first failure stops the rest."""
+"""Runs tasks on threads in parallel; the first failure stops the rest."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ __all__ = ["Cancellation", "Pace", "TaskGroup"]
 
 
 _PATIENCE = 0.2
-"""Seconds for what was broken off to end. No wait is longer: a signal that comes between the last
-look and the wait would else be handled only when the wait ends."""
+"""Seconds of a single wait. Longer waits are repeated, as a signal that arrives just before a wait
+would be handled only after it.
+"""
 
 
 class Cancellation:
-    """A flag that running transfers check; see :meth:`check`."""
+    """A flag that asks running transfers to stop; see :meth:`check`."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -30,7 +31,7 @@ class Cancellation:
 
     @property
     def is_set(self) -> bool:
-        """Whether it was cancelled."""
+        """Whether the flag was set."""
         return self._event.is_set()
 
     def check(self) -> None:
@@ -39,40 +40,40 @@ class Cancellation:
             raise TransferCancelledError("cancelled, because another transfer failed")
 
     def wait(self, seconds: float) -> None:
-        """Sleeps, at most until cancelled."""
+        """Sleeps for `seconds`; raises TransferCancelledError as soon as cancelled."""
         if seconds > 0 and self._event.wait(seconds):
             self.check()
 
 
 class Pace(Protocol):
-    """Says how many threads a group should have while it runs."""
+    """Determines how many threads a group should have while it runs."""
 
     @property
     def tick(self) -> float:
-        """Seconds until it wants to be asked again."""
+        """Seconds until `width` should be called again."""
 
     def width(self, threads: Sequence[int], *, is_full: bool) -> int:
-        """How many there should be from now on.
+        """Returns the number of threads that the group should have from now on.
 
         Args:
-            threads: The identifiers of those there are.
+            threads: The identifiers of the present threads.
             is_full: Whether each of them has a task.
         """
 
     def ended(self) -> None:
-        """Called when all tasks have ended."""
+        """Called after all tasks have ended without an error."""
 
 
 class TaskGroup:
-    """Runs tasks on up to ``width`` threads; see :meth:`run`.
+    """Runs tasks on up to `width` threads; see :meth:`run`.
 
-    ``submit`` blocks while two tasks wait, so that a producer can't run ahead of the network: what
-    waits keeps memory alive.
+    `submit` blocks while two tasks are queued, so that a producer can't run ahead of the network:
+    queued tasks keep memory alive.
 
     Attributes:
-        cancellation: What running tasks look at.
-        few: Lets two of the threads in at a time, for what gives the GIL away often and for short:
-            more of them would mostly queue for it.
+        cancellation: The flag that running tasks should check.
+        few: A semaphore that admits two threads at a time, for work that releases the GIL often and
+            briefly: more threads would mostly wait for it.
     """
 
     def __init__(
@@ -84,15 +85,16 @@ class TaskGroup:
         interrupt: Callable[[Collection[int]], None] = lambda threads: None,
         pace: Pace | None = None,
     ) -> None:
-        """
+        """Prepares a group; threads start when tasks are submitted.
+
         Args:
             width: The most threads.
-            name: How they are called.
-            most_waiting: How many tasks may wait for a thread before ``submit`` blocks; infinite
-                for tasks that keep no memory alive, as the producer has to be woken for each one.
-            interrupt: Breaks off what threads, given by their identifiers, are waiting for.
-            pace: Says how many threads there should be once ``width`` of them are busy; by default
-                these are the most.
+            name: The beginning of the threads' names.
+            most_waiting: How many tasks may be queued before ``submit`` blocks; infinite for tasks
+                that keep no memory alive, as otherwise the producer is woken for each.
+            interrupt: Interrupts the network waits of threads, given their identifiers.
+            pace: Determines the number of threads once ``width`` of them are busy; by default it
+                stays.
         """
         self.cancellation = Cancellation()
         self.few = threading.Semaphore(2)
@@ -105,7 +107,7 @@ class TaskGroup:
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._working = 0  # of these threads, those that carry out tasks
+        self._working = 0  # threads that run tasks
         self._ended = 0
         self._idle = 0
         self._closed = False
@@ -114,11 +116,11 @@ class TaskGroup:
         self._error: BaseException | None = None
 
     def run(self, produce: Callable[[], None]) -> None:
-        """Calls ``produce``, which submits tasks, and waits until all have ended.
+        """Calls `produce`, which submits tasks, and waits until all tasks have ended.
 
-        The first error, of a task or of ``produce``, cancels the rest and is raised when every
-        thread has stopped. So does Ctrl-C whenever it strikes, except that a second one, while
-        threads are stopped for the first, may leave some behind.
+        The first error, of a task or of `produce`, cancels the rest and is raised when every thread
+        has stopped. The same holds for Ctrl-C at any time, except that a second one, while threads
+        are being stopped, may leave some running.
         """
         try:
             try:
@@ -136,7 +138,7 @@ class TaskGroup:
             self._pace.ended()
 
     def fail(self, error: BaseException) -> None:
-        """Stops all, as if a task had raised this: :meth:`run` raises it, if it is the first."""
+        """Stops all tasks, as if a task had raised `error`; :meth:`run` raises the first error."""
         self._fail(error)
 
     def submit(self, task: Callable[[], None], *, patient: bool = True) -> None:
@@ -144,8 +146,8 @@ class TaskGroup:
 
         Args:
             task: The task.
-            patient: Whether to wait while many are queued. A task that submits another must not:
-                if all did, nobody would be left to carry any out.
+            patient: Whether to wait while many tasks are queued. A task that submits another must
+                not: if all waited, no thread would be left to run any.
 
         Raises:
             TransferCancelledError: If an earlier task has failed.
@@ -175,7 +177,7 @@ class TaskGroup:
         self._threads.append(thread)
         try:
             thread.start()
-        except BaseException:  # Ctrl-C: the thread begins within moments, or never
+        except BaseException:  # Ctrl-C: the thread starts within moments, or never
             patience = time.monotonic() + _PATIENCE
             while thread.ident is None and time.monotonic() < patience:
                 time.sleep(0.001)
@@ -194,7 +196,7 @@ class TaskGroup:
         self._work_off()
 
     def _keep_pace(self) -> None:
-        """Adds threads, and has others end, as the pace says, until the last of them has ended."""
+        """Adds threads, and lets others end, as `pace` determines, until all have ended."""
         pace = self._pace
         assert pace is not None
         while not self._over.wait(pace.tick):
@@ -225,9 +227,9 @@ class TaskGroup:
                 self._changed.notify_all()
             try:
                 task()
-            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            except BaseException as error:  # noqa: BLE001 - run() raises it
                 self._fail(error)
-            del task  # its buffers must not live on while this thread waits for the next
+            del task  # releases the task's buffers while this thread waits for the next
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -245,8 +247,10 @@ class TaskGroup:
         self._interrupt([thread.ident for thread in alive if thread.ident is not None])
 
     def _started(self) -> list[threading.Thread]:
-        """Those that can be waited for: an interrupt may have prevented a start, and the garbage
-        collector may end a forgotten upload in one of its own threads.
+        """Returns the threads that can be joined: those started, except the current one.
+
+        An interrupt may have prevented a start, and the garbage collector may end a forgotten
+        upload in one of its own threads.
         """
         here = threading.current_thread()
         return [one for one in self._threads if one.ident is not None and one is not here]
@@ -257,14 +261,16 @@ class TaskGroup:
             if not self._working:
                 self._over.set()
             self._changed.notify_all()
-        # not Thread.join first: interrupted, it takes a running thread for a finished one
+        # not Thread.join at first: if interrupted, it takes a running thread for a finished one
         while not self._has_ended():
-            self._break_off()  # again: a wait may have begun since the last time
+            self._break_off()  # repeated, as a wait may have begun since
         for thread in self._started():
             thread.join()
 
     def _has_ended(self) -> bool:
-        """Waits for the threads; after a failure, not for long."""
+        """Waits for the threads to end; after a failure, only briefly. Returns whether all have
+        ended.
+        """
         with self._changed:
             while self._ended < len(self._started()):
                 if not self._changed.wait(_PATIENCE) and self._error is not None:

@@ -217,7 +217,7 @@ def check_unchanged(
         uri: The checkpoint, for the message.
         policy: The retries of the request to the store.
         error: The failure.
-        told: The version of that object that another rank has read, if this rank has not read it
+        told: The id of the save whose metadata another rank has sent, if this rank has not read it
             itself: its store may be a different one.
 
     Raises:

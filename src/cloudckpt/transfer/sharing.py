@@ -260,7 +260,7 @@ class _HandOn:
         """
         try:
             self._download.submit(task)
-        except Exception as error:  # the download raises it, if it is the first
+        except Exception as error:  # noqa: BLE001 - the download raises it, if it is the first
             self._fail(error)
             return False
         return True
