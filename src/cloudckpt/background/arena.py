@@ -1,4 +1,4 @@
-"""Memory for staged copies that another process can map, and how much memory is available.
+"""Shared memory for staged copies that another process can map, within the available memory.
 
 Staged copies count against the machine and against the cgroups of this process: shared memory of a
 memfd is charged to the cgroup of the process that touches it first, and exceeding a cgroup's limit
@@ -31,22 +31,23 @@ _ADDITION = "the part that a save adds to its staged copy"
 class Arena:
     """Anonymous shared memory of a fixed size.
 
-    It has no name, so nothing is left however its processes end, and no limit but the machine's
-    memory: containers often have a tiny ``/dev/shm``. All of it is allocated at once where the
-    system supports that: a lack of memory is an error here, not a signal later.
+    It has no name, so it never outlives its processes, and is limited only by the machine's memory:
+    containers often have a tiny ``/dev/shm``. All of it is allocated at once if the system supports
+    that: a lack of memory is an error here, not a signal later.
 
     Attributes:
-        size: Bytes.
-        fd: The file descriptor that another process may map.
+        size: Its size in bytes.
+        fd: The file descriptor that another process may map; -1 once closed.
         pinned: Whether an accelerator can copy to it directly.
     """
 
     fd = -1
 
     def __init__(self, size: int, *, pin: bool = False) -> None:
-        """
+        """Allocates the memory.
+
         Args:
-            size: Bytes, at least 1.
+            size: Its size in bytes, at least 1.
             pin: Whether to lock the pages for an accelerator.
 
         Raises:
@@ -82,15 +83,16 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Where it begins in this process's memory."""
+        """The address of its first byte in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def memory(self, on_unused: Callable[[], None] = lambda: None) -> Memory:
-        """Its memory, for tensors.
+        """Returns the arena's memory, in which storages of tensors can be made.
 
         Args:
             on_unused: Called, in any thread and perhaps by the garbage collector, when neither the
-                result nor any tensor in it exists any more.
+                result
+                nor any tensor in it exists any more.
         """
         owner = (ctypes.c_char * self.size).from_buffer(self._map)
         weakref.finalize(owner, on_unused).atexit = False
@@ -110,18 +112,20 @@ class Arena:
 
 
 class Memory:
-    """The memory of an arena in use; storages made from it keep it in use."""
+    """The memory of an arena that is in use; storages made from it keep it in use."""
 
     def __init__(self, owner: ctypes.Array[ctypes.c_char]) -> None:
         self._owner = owner
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """The address of its first byte."""
         return ctypes.addressof(self._owner)
 
     def storage(self, start: int, size: int) -> torch.UntypedStorage:
-        """A storage of ``size`` bytes, at least 1, from byte ``start`` on."""
+        """Returns a storage of ``size`` bytes (at least 1) that begins at byte ``start`` of the
+        memory.
+        """
         view = torch.frombuffer(self._owner, dtype=torch.uint8, count=size, offset=start)
         return view.untyped_storage()
 
@@ -132,8 +136,8 @@ class Annex:
     Another process may map it once everything is written, until it is closed.
 
     Attributes:
-        size: Bytes appended.
-        fd: The file descriptor; it holds all of them after :meth:`flush`.
+        size: Bytes appended so far.
+        fd: The file descriptor; the file has all appended bytes after :meth:`flush`.
     """
 
     def __init__(self) -> None:
@@ -152,7 +156,7 @@ class Annex:
         self._small = bytearray()  # the last bytes: writing a few at a time would be slow
 
     def append(self, view: memoryview) -> int:
-        """Copies bytes; returns where they begin.
+        """Appends bytes; returns the offset of the first.
 
         Raises:
             StagingMemoryError: If there is no memory for them.
@@ -225,7 +229,7 @@ _NOT_ALLOCATED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Sets a file's size, and allocates its memory now where possible."""
+    """Sets a file's size, and allocates its memory now if possible."""
     if hasattr(os, "posix_fallocate"):  # not on macOS
         try:
             os.posix_fallocate(fd, 0, size)
@@ -237,7 +241,11 @@ def _allocate(fd: int, size: int) -> None:
 
 
 def _check_available(size: int, what: str = "the staged copy") -> None:
-    """Checks that the kernel would grant this much memory; it might kill us otherwise."""
+    """Checks that this many bytes are available, as the kernel might kill the process otherwise.
+
+    Raises:
+        StagingMemoryError: If they are not.
+    """
     available = available_memory()
     if available is not None and size > available:
         raise StagingMemoryError(
@@ -272,12 +280,12 @@ _V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def available_memory(root: str = "/") -> int | None:
-    """Bytes available without swapping, or None if unknown.
+    """Returns how many bytes are available without swapping; None if unknown.
 
     A file that is unreadable or has unexpected contents limits nothing.
 
     Args:
-        root: The folder of ``proc`` and ``sys``.
+        root: The folder that contains ``proc`` and ``sys``.
     """
     known = [_of_machine(_read(root, "proc/meminfo"))]
     for folder, names in _cgroups(_read(root, "proc/self/cgroup")):
@@ -287,10 +295,10 @@ def available_memory(root: str = "/") -> int | None:
 
 
 def _cgroups(memberships: str) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """The folders of this process's cgroups, and the names of their files.
+    """Yields the folders of this process's cgroups, and the names of their memory files.
 
     In a container, a cgroup's folder may be mounted as the root, so that its own path does not
-    exist; its ancestors' paths end at that root.
+    exist; the paths of its ancestors end at that root.
     """
     for line in memberships.splitlines():
         _, _, rest = line.partition(":")
@@ -309,7 +317,7 @@ def _of_machine(meminfo: str) -> int | None:
 
 
 def _of_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | None:
-    """Bytes left of a limit; file pages not used recently count as free."""
+    """Returns the free bytes of a cgroup's limit; file pages not used recently count as free."""
     files = _numbers(stat).get(reclaimable)
     if files is None or not (limit.strip().isdigit() and used.strip().isdigit()):
         return None  # "max" is no limit
@@ -317,13 +325,13 @@ def _of_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | None
 
 
 def _numbers(text: str) -> dict[str, int]:
-    """Maps the first word of each line to the second, where that is a number."""
+    """Maps the first word of each line to the second, if that is a number."""
     words = (line.split() for line in text.splitlines())
     return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdigit()}
 
 
 def _read(*parts: str) -> str:
-    """A file's text, or an empty string if it can't be read."""
+    """Returns a file's text, or an empty string if it can't be read."""
     try:
         with open(os.path.join(*parts), encoding="ascii", errors="replace") as file:
             return file.read()

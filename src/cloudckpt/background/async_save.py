@@ -28,7 +28,7 @@ __all__ = ["async_save", "close_async_savers"]
 
 _lock = module_lock()
 _Known = tuple[AsyncCheckpointerType, BackgroundOptions, AsyncSaver]
-# by process and group: by the group itself, to keep it alive, since addresses may be reused
+# by process and group: the group itself keeps it alive, since ids may be reused
 _savers: dict[tuple[int, dist.ProcessGroup | None], _Known] = {}
 _closing: list[AsyncSaver] = []
 
@@ -51,19 +51,19 @@ def async_save(
 ) -> SaveFuture | AsyncSaveResponse:
     """Copies the state dict and saves the copy in the background, like torch's ``async_save``.
 
-    The memory of the copy, and the saving process if there is one, are kept for the next call with
-    the same group, kind and options, until :func:`close_async_savers` or the end of the
-    interpreter, which waits for saves under way. They are released by a call for the same group
-    with another kind or options, and those of a group that was destroyed by the first call with
-    another group; if a save is under way with them, by a call after it. The first call for a group,
-    kind and options is collective.
+    The memory of the copy, and the saving process if one is used, are kept for the next call with
+    the same group, type of checkpointer and options, until :func:`close_async_savers` or the end of
+    the interpreter, which waits for saves in progress. They are released by a call for the same
+    group with another type or options; those of a destroyed group are released by the first call
+    with another group. If a save in progress uses them, a later call releases them. The first call
+    for a group, type and options is collective.
 
     The future reports background failures, on every rank. A staged copy that is still being read is
     never overwritten by the next save: see :class:`~cloudckpt.config.BackgroundOptions` for what
     the next save does instead.
 
     Args:
-        state_dict: The state dict; ``Stateful`` values are asked for theirs.
+        state_dict: The state dict; the ``state_dict()`` of each ``Stateful`` value is saved.
         checkpoint_id: ``s3://bucket/path`` or another location.
         storage_writer: A writer of this package instead of one for ``checkpoint_id``.
         planner: As in torch.
@@ -77,10 +77,12 @@ def async_save(
 
     Returns:
         A future of the metadata, with the guarantees and errors of :func:`cloudckpt.save`; or
-        torch's ``AsyncSaveResponse`` if the stager itself is asynchronous.
+            torch's
+        ``AsyncSaveResponse`` if the stager itself is asynchronous.
 
     Raises:
-        SaveInProgressError: If the previous save does not end within ``patience`` on some rank.
+        SaveInProgressError: If the previous save does not end within ``patience`` seconds on some
+            rank.
         ConfigError: If the arguments do not fit together, or differ between ranks.
         CloudCheckpointError: If a rank can't begin for another reason; on all ranks.
         SaveProcessError: If the saving process can't be started.
@@ -90,11 +92,11 @@ def async_save(
         check_together(use_collectives)
         if storage_writer is None or config is not None or base is not None:
             writer = writer_for(checkpoint_id, storage_writer, config, base)
-        else:  # a save under way may use it: it is redirected when that has ended
+        else:  # a save in progress may use it: it is redirected once that has ended
             writer = our_writer(storage_writer)
         return writer, _options_of(writer)
 
-    # the saver of these ranks is found by the options, which a rank that fails here may not know
+    # the options select the saver of these ranks, and a rank that fails here may not know them
     meeting = Meeting.of(process_group, no_dist)
     writer, options = meeting.begin(prepare, lambda made: alike(async_checkpointer_type, made[1]))
     saver = _saver_for(process_group, no_dist, async_checkpointer_type, options)
@@ -128,7 +130,7 @@ def close_async_savers() -> None:
 
 
 def _retire(is_meant: Callable[[dist.ProcessGroup | None], bool]) -> None:
-    """Takes savers, by their groups, out of those that are used; they have to be closed."""
+    """Moves the savers of selected groups to ``_closing``, so that no later call uses them."""
     with _lock:
         own = [key for key in _savers if key[0] == os.getpid()]  # not a forking parent's
         _closing.extend(_savers.pop(key)[-1] for key in own if is_meant(key[1]))
@@ -154,7 +156,7 @@ def _saver_for(
     with _lock:
         known = _savers.get(place)
         is_fitting = known is not None and known[:2] == (kind, options)
-    if not is_fitting:  # alike on all ranks, even where the former one still saves
+    if not is_fitting:  # equal on all ranks, even if the former saver is still busy
         _retire(lambda of: of is together or (of is not None and not exists(of)))
     with _lock:
         unused = [saver for saver in _closing if saver.is_idle]

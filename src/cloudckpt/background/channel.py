@@ -2,9 +2,9 @@
 
 The trainer sends ``Settings`` once and a ``Job`` for each save, followed by the descriptors of the
 memory that holds its bytes. ``SETTLED`` says that the trainer knows the outcome of that save;
-closing the channel ends the process. The process answers with pairs of a kind and its content:
-``ready``, an ``outcome`` for each job, and between them ``alive``, ``stuck`` (a bool), ``log`` and
-``event``.
+closing the channel ends the process. The process answers with pairs of a message type and its
+content: ``ready``, an ``outcome`` for each job, and between them ``alive``, ``stuck`` (a bool),
+``log`` and ``event``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Settings:
     Attributes:
         trainer: The process ID of the trainer that started it.
         nice: The niceness to add.
-        heartbeat_timeout: Seconds within which it must give a sign of life while it sends.
+        heartbeat_timeout: Seconds within which it must send a heartbeat while it has a job.
         outlive: Seconds it has to finish a save whose trainer has ended.
-        log_levels: By logger, the level from which records are sent to the trainer.
+        log_levels: The level from which records are sent to the trainer, by logger name.
     """
 
     trainer: int
@@ -59,14 +59,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank sends in one save.
+    """The objects that a rank sends in one save.
 
     Attributes:
-        destination: Where to write.
-        plans: What to write, in this order.
+        destination: The checkpoint, the rank, and options.
+        plans: The plans to carry out, in this order.
         sizes: Bytes of the arena and of the annex; a descriptor follows for each nonempty one.
         variables: The credential variables of the trainer's environment now.
-        pending: What to record in the store if the trainer ends; None for nothing.
+        pending: The pending object to write if the trainer ends; None for none.
     """
 
     destination: Destination
@@ -81,9 +81,9 @@ class Outcome:
     """The outcome of a job.
 
     Attributes:
-        objects: The objects written, if it succeeded.
-        error: Why it failed.
-        transferred: What was sent.
+        objects: The objects written; empty if the job failed.
+        error: The error if the job failed; else None.
+        transferred: The bytes and requests of the job.
     """
 
     objects: tuple[WrittenObject, ...]
@@ -93,7 +93,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def as_socket(channel: Connection) -> Iterator[socket.socket]:
-    """The channel as a socket, for what a ``Connection`` can't do.
+    """Yields the channel as a socket, for operations that a ``Connection`` does not have.
 
     If the program has called ``socket.setdefaulttimeout()``, a new socket object briefly makes the
     channel itself nonblocking: no other thread may use it meanwhile.
@@ -104,7 +104,9 @@ def as_socket(channel: Connection) -> Iterator[socket.socket]:
 
 
 def set_timeout(channel: Connection, seconds: float) -> None:
-    """Makes slower reads and writes fail: the other side may stop in the middle of a message."""
+    """Sets the timeout of single reads and writes: the other side may stop in the middle of a
+    message.
+    """
     whole = int(seconds)
     value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
     with as_socket(channel) as end:
@@ -113,7 +115,7 @@ def set_timeout(channel: Connection, seconds: float) -> None:
 
 
 def send_descriptor(channel: Connection, fd: int) -> None:
-    """Sends a file descriptor after what was already sent."""
+    """Sends a file descriptor, after everything that was already sent."""
     with as_socket(channel) as end:
         socket.send_fds(end, [b"\0"], [fd])
 
@@ -122,7 +124,7 @@ def receive_descriptors(end: socket.socket, count: int) -> list[int]:
     """Receives file descriptors, which the caller then owns.
 
     Raises:
-        EOFError: If the other side is gone.
+        EOFError: If the other side has closed the channel.
         SaveProcessError: If this process may not open as many files; they are received, and lost.
     """
     found: list[int] = []

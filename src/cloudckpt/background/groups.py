@@ -1,10 +1,8 @@
-"""The process groups of ranks that save together.
+"""Opens process groups for savers, and keeps the groups of closed savers for reuse.
 
-Savers' groups are made on demand and reused by later savers.
-
-A closed saver's group is kept, not destroyed. torch names a new group by the number of groups:
-once one is destroyed, the next may get its name, find the addresses that it left in the store, and
-wait for connections that nobody accepts (torch 2.13). The groups end with the default group.
+A closed saver's group is kept, not destroyed. torch names a new group by the number of groups: once
+one is destroyed, the next may get its name, read the addresses that it left in the store, and wait
+for connections that nobody accepts (torch 2.13). The groups end with the default group.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _CONNECT, _CONNECT_EACH = 30.0, 0.1
 """Seconds, and extra seconds per rank, for ranks that have all arrived to connect."""
 
 _LONGEST_PAUSE = 1.0
-"""Seconds between two looks into the store for ranks that are late."""
+"""Maximum seconds between two checks of the store for ranks that are late."""
 
 
 @dataclass
@@ -61,8 +59,8 @@ def open_group(
 ) -> dist.ProcessGroup:
     """Opens a gloo group of the same ranks that nothing else uses; a collective call.
 
-    The ranks find each other through a store, which does not notice that one has died. So the long
-    timeout covers only their arrival; once all have arrived, they connect within seconds or never.
+    The ranks meet through a store, which does not notice that one has died. So the long timeout
+    covers only their arrival; once all have arrived, they connect within seconds or never.
 
     Args:
         parent: The ranks; None for all.
@@ -94,7 +92,8 @@ def open_group(
         patience = soon
         made = free[chosen] if chosen else _new(ranks, most, timedelta(seconds=soon))
         set_group_timeout(timedelta(seconds=collective_timeout), made)
-    except (RuntimeError, TimeoutError) as exc:  # gloo and the stores have no other in common
+    # gloo and the stores share no other class of errors
+    except (RuntimeError, TimeoutError) as exc:
         raise ProcessGroupError(
             f"the ranks {list(ranks)} did not all make a group for their saves within "
             f"{patience:g} s. Check whether one of them has ended; all of them must make this "
@@ -124,11 +123,11 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 def _new(ranks: tuple[int, ...], most: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A new group.
+    """Makes a new group.
 
-    Without local synchronization all ranks of the job must take part. With it torch names the
-    group by the number of groups that a rank is in: one that is in fewer than ``most`` joins more,
-    each of itself alone.
+    Without local synchronization all ranks of the job must take part. With it torch names the group
+    by the number of groups that a rank is in: a rank that is in fewer than ``most`` first joins
+    more groups, each of itself alone.
     """
     is_part = len(ranks) < dist.get_world_size()
     make = functools.partial(
@@ -142,7 +141,7 @@ def _new(ranks: tuple[int, ...], most: int, timeout: timedelta) -> dist.ProcessG
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """The ranks of a group; empty if it no longer exists."""
+    """Returns the ranks of a group; empty if it no longer exists."""
     try:
         return tuple(sorted(dist.get_process_group_ranks(group)))
     except KeyError:
@@ -152,10 +151,14 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 def _agree(
     group: dist.ProcessGroup, number: int, free: list[str], timeout: float
 ) -> tuple[str, int]:
-    """The name of a group that is free on all ranks, empty if there is none; and how many groups
-    one of them is in at most.
+    """Agrees with the other ranks on a group to reuse.
 
     A saver may be closed on one rank while another still uses it, or believes it broken.
+
+    Returns:
+        The name of a group that is free on all ranks, empty if there is none; and the maximum
+            number
+        of groups that a rank is in.
     """
     rank, size, store = group.rank(), group.size(), group.get_group_store()
     place = f"cloudckpt/open/{number}"
@@ -175,11 +178,11 @@ def _agree(
 def _await(store: Store, keys: list[str], timeout: float) -> None:
     """Waits until all keys are in the store.
 
-    The store's own ``wait`` would keep others from the client meanwhile: the watcher could not say
-    which ranks are missing, and would be inside it when the interpreter ends.
+    The store's own ``wait`` would keep other threads from the client meanwhile: the watcher could
+    not report which ranks are missing, and would be inside it when the interpreter ends.
 
     Raises:
-        TimeoutError: If they are not there after ``timeout`` seconds.
+        TimeoutError: If keys are missing after ``timeout`` seconds.
     """
     began = time.monotonic()
     while not store.check(keys):

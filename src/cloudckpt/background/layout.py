@@ -1,4 +1,4 @@
-"""Where a state dict's bytes go in an arena, and the state dict rebuilt on top of them."""
+"""Plans the bytes of a staged copy in an arena, and rebuilds the state dict on top of them."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Region:
 
     Attributes:
         storage: The storage, kept alive.
-        first: The first byte needed.
-        end: The first byte after them.
+        first: The offset of the first byte needed.
+        end: The offset just after the last byte needed.
         grain: Bytes of the largest element; ``first`` is a multiple of it.
-        place: Where the bytes begin in the arena.
-        copy: The storage of the copy.
+        place: The offset of the bytes in the arena.
+        copy: The storage of the copy; None until :meth:`Layout.place`.
     """
 
     storage: torch.UntypedStorage
@@ -55,7 +55,7 @@ class Region:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The number of bytes."""
         return self.end - self.first
 
 
@@ -67,27 +67,27 @@ class Layout:
     tensor uses are copied: a view of a few rows does not copy the whole storage.
 
     Attributes:
-        regions: What to copy.
+        regions: The regions to copy.
         size: Bytes of the arena that the copy takes.
     """
 
     regions: list[Region] = field(default_factory=list)
     size: int = 0
     _by_storage: dict[int, Region] = field(default_factory=dict)
-    # by the id of a value, which is kept alive: otherwise a later value might get the same id
+    # by id; the value is kept alive: otherwise a later value might get the same id
     _seen: dict[int, Any] = field(default_factory=dict)
     _planned: dict[int, torch.Tensor] = field(default_factory=dict)
     _others: list[tuple[torch.Tensor, _Path]] = field(default_factory=list)
     _parts: dict[int, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # of wrappers
-    _factories: list[Any] = field(default_factory=list)  # of dicts, which are not saved
-    _copies_itself: bool = False  # whether a container does, by a method of its own
+    _factories: list[Any] = field(default_factory=list)  # of dicts; they are not saved
+    _copies_itself: bool = False  # whether a container has its own __deepcopy__
 
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> Layout:
         """Plans the copy of a state dict.
 
         Raises:
-            StagingError: If a tensor has nothing that can be copied.
+            StagingError: If a tensor has no memory that can be copied.
         """
         layout = cls()
         layout._walk(state_dict, ())
@@ -100,7 +100,7 @@ class Layout:
         return layout
 
     def _walk(self, value: Any, path: _Path, *, is_pickled: bool = False) -> None:
-        """Finds the tensors in dicts, lists and tuples, of which the latter are pickled whole."""
+        """Plans the tensors in dicts, lists and tuples; tuples are pickled as one value."""
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -117,7 +117,11 @@ class Layout:
                     self._walk(entry, (*path, key), is_pickled=is_pickled)
 
     def _add_other(self, tensor: Any, path: _Path) -> None:
-        """Notes a tensor that is no plain memory, and plans the copy of its parts if it has any."""
+        """Records a tensor that is not plain memory, and plans the copy of its inner tensors.
+
+        Raises:
+            StagingError: If it can't be copied.
+        """
         self._others.append((tensor, path))
         traceable: bool = is_traceable_wrapper_subclass(tensor)
         if not traceable:
@@ -129,12 +133,12 @@ class Layout:
         parts = {name: getattr(tensor, name) for name in names}
         self._parts[id(tensor)] = parts, context
         for part in parts.values():
-            if isinstance(part, torch.Tensor):  # DTensor's mesh is not
+            if isinstance(part, torch.Tensor):  # a DTensor's mesh is not
                 self._walk(part, path)
 
     def _add(self, tensor: torch.Tensor) -> bool:
         """Plans the copy of a tensor; returns whether it has memory to copy."""
-        if tensor.numel() == 0:  # its storage may be freed, and its offset lie anywhere
+        if tensor.numel() == 0:  # its storage may be freed, and its offset be anything
             self._planned[id(tensor)] = tensor
             return True
         memory, shown = memory_of(tensor), tensor
@@ -155,12 +159,12 @@ class Layout:
         return True
 
     def place(self, memory: Memory) -> None:
-        """Gives each region its place in the arena's memory."""
+        """Makes the storage of each region's copy in the arena's memory."""
         for region in self.regions:
             region.copy = memory.storage(region.place, region.size)
 
     def rebuild(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies the state dict deeply, with tensors on the copied regions.
+        """Returns a deep copy of the state dict, with tensors on the copied regions.
 
         Args:
             state_dict: The original.
@@ -172,32 +176,32 @@ class Layout:
             key: _of_kind(self._staged(shown), self._seen[key])
             for key, shown in self._planned.items()
         }
-        # a copy of a method would be one of its object, such as a whole model
+        # a copy of a method would copy its object, such as a whole model
         memo.update((id(factory), factory) for factory in self._factories if callable(factory))
         for tensor, path in self._others:
             self._copy_other(tensor, memo, path)
         live: set[int] = set()
-        if self._copies_itself:  # and may keep what is in it, as immutable mappings do
+        if self._copies_itself:  # it may keep its values, as immutable mappings do
             live.update(id(tensor) for tensor, _ in self._others)
             live.update(key for key, shown in self._planned.items() if shown.numel())
         return cast(dict[str, Any], _copied(state_dict, memo, (), live))
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of a planned tensor."""
+        """Returns the copy of a planned tensor, on the copied region."""
         if tensor.numel() == 0:
             return torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
         region = self._by_storage[tensor.untyped_storage()._cdata]
-        # each region has its own storage: torch can't pickle a DTensor whose local tensor
-        # begins after the start of its storage
+        # each region has its own storage: torch can't pickle a DTensor whose local tensor begins
+        # after the start of its storage
         offset = tensor.storage_offset() - region.first // tensor.itemsize
         made = torch.empty(0, dtype=tensor.dtype, device="cpu")
         assert region.copy is not None
         return made.set_(region.copy, offset, tensor.size(), tensor.stride())
 
     def _copy_other(self, tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.Tensor:
-        """The copy of a tensor that is no plain memory; it is added to ``memo``."""
+        """Copies a tensor that is not plain memory, and adds the copy to ``memo``."""
         made: torch.Tensor | None = memo.get(id(tensor))
         if made is not None:
             return made
@@ -207,7 +211,8 @@ class Layout:
                 name: self._copy_other(part, memo, path) if isinstance(part, torch.Tensor) else part
                 for name, part in parts.items()
             }
-            kind: Any = type(tensor)  # mypy knows no class that is a tensor and a wrapper
+            # mypy does not know that a class can be both tensor and wrapper
+            kind: Any = type(tensor)
             made = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
         else:
             made = _own_copy(tensor, memo, path)
@@ -218,7 +223,9 @@ class Layout:
 
 
 def _of_kind(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """What a pickle or a plan notes of a tensor besides its elements."""
+    """Returns the copy with everything besides elements that a pickle or a plan records of a
+    tensor.
+    """
     if isinstance(original, torch.nn.Parameter):
         made = torch.nn.Parameter(made, original.requires_grad)
     else:
@@ -228,7 +235,7 @@ def _of_kind(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has bytes in memory; others are copied separately, or refused."""
+    """Whether a tensor is plain memory; others are copied separately, or refused."""
     return (
         type(tensor) in PLAIN
         and tensor.layout == torch.strided
@@ -239,13 +246,13 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _why_not_copied(tensor: torch.Tensor) -> str:
-    """Why a copy would not be what the tensor is; empty if it can be copied."""
+    """Returns why a copy of the tensor would differ from it; empty if it can be copied."""
     if not PLANS_ITSELF.isdisjoint(vars(tensor)):
         return (
             "a tensor has functions as attributes that plan its items, and in a copy these "
             "would still belong to the original; save it with cloudckpt.save"
         )
-    with contextlib.suppress(RuntimeError):  # of a subclass without a storage
+    with contextlib.suppress(RuntimeError):  # a subclass without a storage
         if tensor.layout == torch.strided and not tensor.is_meta and not has_memory(tensor):
             return (
                 "the memory of a tensor was freed or shrunk, so that there is nothing to copy; "
@@ -255,7 +262,9 @@ def _why_not_copied(tensor: torch.Tensor) -> str:
 
 
 def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.Tensor:
-    """A copy beside the arena; torch itself copies no subclass that lacks a ``new_empty``."""
+    """Copies a tensor outside of the arena, also a subclass that torch can't copy for lack of
+    ``new_empty``.
+    """
     alone = tensor if tensor.is_leaf else tensor.detach()
     try:
         made: torch.Tensor = _copied(alone, memo, path)
@@ -269,10 +278,11 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
 def _copied(
     value: Any, memo: dict[int, Any], path: _Path, live: Collection[int] = frozenset()
 ) -> Any:
-    """A deep copy that contains the tensors of ``memo``, and none whose id is in ``live``.
+    """Returns a deep copy that contains the tensors of ``memo``, and no object with an id in
+    ``live``.
 
-    What ``copy.deepcopy`` can't copy, such as a mapping proxy or a tensor amid a graph within an
-    object, is copied entry by entry or by a pickle.
+    Values that ``copy.deepcopy`` can't copy, such as a mapping proxy or a tensor amid a graph
+    within an object, are copied entry by entry or by a pickle.
 
     Raises:
         StagingError: If neither works.
@@ -284,10 +294,10 @@ def _copied(
             _refuse_live(made, live, set())
         return made
     except Exception as exc:
-        for key in list(memo)[known:]:  # half of what has failed
+        for key in list(memo)[known:]:  # partial results of the failed copy
             del memo[key]
         if isinstance(value, dict):
-            made = memo[id(value)] = _shallow(value)  # before its entries: it may be in itself
+            made = memo[id(value)] = _shallow(value)  # before its entries: it may contain itself
             for key, entry in value.items():
                 made[key] = _copied(entry, memo, (*path, key), live)
             return made
@@ -312,10 +322,10 @@ def _copied(
 
 
 def _refuse_live(value: Any, live: Collection[int], seen: set[int]) -> None:
-    """Raises if a copy still has an original tensor, which training goes on to change.
+    """Checks that a copy contains no original tensor, which training would go on to change.
 
     Raises:
-        TypeError: If it has.
+        TypeError: If it does.
     """
     if id(value) in live:
         raise TypeError("a container in the value does not copy its tensors")
@@ -326,10 +336,10 @@ def _refuse_live(value: Any, live: Collection[int], seen: set[int]) -> None:
 
 
 def _shallow(value: dict[Any, Any]) -> dict[Any, Any]:
-    """A copy with the same entries, of the same class where that can be copied."""
-    with contextlib.suppress(Exception):  # of classes whose keys are attributes, too
+    """Returns a shallow copy, of the same class if that can be copied, else an empty dict."""
+    with contextlib.suppress(Exception):  # also for classes whose keys are attributes
         made = copy.copy(value)
-        if made is not value:  # what is immutable is its own copy
+        if made is not value:  # an immutable value is its own copy
             return made
     return {}
 

@@ -1,11 +1,11 @@
-"""The trainer's side of the saving process, which sends what the trainer's saves lay out.
+"""The trainer's side of the saving process, which sends the objects of the trainer's saves.
 
 The process is a separate interpreter, started by exec, without torch, a process group or the
 trainer's script. The trainer's saving thread meets the other ranks, plans, lays out and commits;
-only the sending is handed over. So if the process dies or gives no sign of life, this rank's send
-has failed: the ranks exchange that like any failure, nothing is committed, and this rank's next
-save starts another process. The trainer deletes what the process left in the store under that
-attempt's names.
+only the sending is handed over. So if the process dies or sends no heartbeat, this rank's send has
+failed: the ranks exchange that like any failure, nothing is committed, and this rank's next save
+starts another process. The trainer deletes the objects that the process left in the store under
+that attempt's names.
 
 The process reads the staged copy, and the next save overwrites it. So no save releases the copy
 before its process has answered or ended.
@@ -60,18 +60,18 @@ from cloudckpt.transfer.upload import clear_away
 
 __all__ = ["ProcessSender", "SaveProcess", "log_levels"]
 
-_ANNEX = 1  # the number of its buffer
-_NICE = 5  # by how much it yields the CPU to the trainer
-_SIGN_OF_LIFE = 120.0  # seconds without one after which a process with a save is ended
+_ANNEX = 1  # the number of the annex as a buffer of plans
+_NICE = 5  # niceness of the process relative to the trainer
+_SIGN_OF_LIFE = 120.0  # seconds without a heartbeat after which a process with a save is ended
 _LOOK = 1.0  # seconds between checks that the process is alive
 _SHUTDOWN_TIMEOUT = 5.0  # seconds for it to end on its own, or after being killed
 
 _BEGIN = (
-    "import sys; sys.path[:] = filter(None, sys.path); "  # not what lies in the current folder
+    "import sys; sys.path[:] = filter(None, sys.path); "  # without the current folder
     "from multiprocessing.connection import Connection; channel = Connection({}); "
     "sys.path[:] = channel.recv(); from cloudckpt.background.sender import main; main(channel)"
 )
-"""What the interpreter runs, given the descriptor of its end of the channel."""
+"""The code that the interpreter runs, given the descriptor of its end of the channel."""
 
 
 class SaveProcess:
@@ -81,9 +81,10 @@ class SaveProcess:
     """
 
     def __init__(self, options: BackgroundOptions) -> None:
-        """
+        """Starts the process; does not wait until it is ready.
+
         Args:
-            options: See there.
+            options: The options of background saves.
 
         Raises:
             SaveProcessError: If it can't be started.
@@ -96,7 +97,7 @@ class SaveProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process ID, if there is a process."""
+        """The process ID; None without a process."""
         worker = self._worker
         return None if worker is None else worker.pid
 
@@ -108,12 +109,12 @@ class SaveProcess:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it has a job that makes no progress, since its store fails or is silent."""
+        """Whether it has a job that makes no progress, since its store fails or does not answer."""
         worker = self._worker
         return worker is not None and worker.is_busy and worker.is_stuck
 
     def sender(self, arena: Arena | None) -> ProcessSender:
-        """A sender that makes the process send one save.
+        """Returns a sender that makes the process send one save.
 
         Args:
             arena: The memory of the staged copy, if it is in an arena.
@@ -121,16 +122,16 @@ class SaveProcess:
         return ProcessSender(self, arena, self._options.outlive > 0)
 
     def close(self, timeout: float) -> None:
-        """Ends the process, by force if it does not end in time."""
+        """Ends the process, by force if it does not end within ``timeout`` seconds."""
         with self._lock:
             self._closed = True
             worker = self._worker
         if worker is not None:
             worker.end(timeout, "the saver was closed")
-            self._worker = None  # not before: an interrupt leaves it for the next call
+            self._worker = None  # not before: after an interrupt, the next call ends it
 
     def worker(self) -> _Worker:
-        """The process, started if there is none.
+        """Returns the running process, started if necessary.
 
         Raises:
             SaveProcessError: If it can't be started, or the saver was closed.
@@ -145,7 +146,9 @@ class SaveProcess:
 
 
 class _Shared:
-    """What the process maps: the arena of the staged copy, and the annex for all else."""
+    """The memory that the process maps: the arena of the staged copy, and the annex for other
+    bytes.
+    """
 
     is_private = True
 
@@ -178,7 +181,7 @@ class _Shared:
 
 @dataclass
 class ProcessSender:
-    """Makes the process send one save; see :class:`~cloudckpt.checkpoint.object_plan.Sender`."""
+    """Makes the process send one save; see :class:`~cloudckpt.checkpoint.shard.Sender`."""
 
     process: SaveProcess
     arena: Arena | None
@@ -193,10 +196,11 @@ class ProcessSender:
         stats: TransferStats,
         pending: Pending | None,
     ) -> tuple[WrittenObject, ...]:
-        """
+        """Sends the objects by the process; returns them once the store has all of them.
+
         Raises:
-            SaveProcessError: If the process can't be started, dies, or gives no sign of life.
-            StagingMemoryError: If there is no memory for what lies outside the arena.
+            SaveProcessError: If the process can't be started, dies, or sends no heartbeat.
+            StagingMemoryError: If there is no memory for bytes outside the arena.
         """
         arena = self.arena
         with contextlib.closing(Annex()) as annex:
@@ -225,13 +229,15 @@ class ProcessSender:
         return outcome.objects
 
     def settle(self) -> None:
-        """Tells the process that the outcome of this save is known, if it was given the save."""
+        """Tells the process that the outcome of this save is known, if the process was given the
+        save.
+        """
         if self._sent_by is not None:
             self._sent_by.settle()
 
 
 def log_levels() -> dict[str, int]:
-    """The explicitly set levels of loggers, by name; the root logger's name is empty."""
+    """Returns the explicitly set levels of loggers, by name; the root logger's name is empty."""
     named = list(logging.Logger.manager.loggerDict.items())
     levels = {name: known.level for name, known in named if isinstance(known, logging.Logger)}
     return {
@@ -258,7 +264,7 @@ class _Worker:
             )
         self.is_busy = self.is_stuck = self._is_ready = False
         self.unsettled = threading.Event()
-        self._ended_for = ""  # why this trainer has ended it
+        self._ended_for = ""  # why this trainer has ended it; empty if it has not
         self._ending = threading.Lock()
         undo = contextlib.ExitStack()
         try:
@@ -299,7 +305,7 @@ class _Worker:
         return not self._ended_for and self._process.poll() is None
 
     def wait_until_ready(self) -> None:
-        """Waits until it can take jobs.
+        """Waits until the process can take jobs.
 
         Raises:
             SaveProcessError: If it ends first, or is not ready in time.
@@ -312,7 +318,7 @@ class _Worker:
         """Sends a job; from then on it is carried out even if this trainer ends.
 
         Args:
-            job: What to send.
+            job: The job.
             descriptors: Descriptors of the memory that holds its bytes.
 
         Raises:
@@ -320,7 +326,7 @@ class _Worker:
         """
         if self._ended_for:
             raise self._death(None)
-        self.is_busy, self.is_stuck = True, False  # whatever the job before was
+        self.is_busy, self.is_stuck = True, False  # values of the previous job
         self.unsettled.set()
         try:
             self._channel.send(job)
@@ -333,14 +339,16 @@ class _Worker:
         """Waits for the outcome of the job.
 
         Raises:
-            SaveProcessError: If the process ends first, or gives no sign of life.
+            SaveProcessError: If the process ends first, or sends no heartbeat.
         """
         outcome: Outcome = self._receive("outcome")
         self.is_busy = False
         return outcome
 
     def _receive(self, wanted: str, deadline: float | None = None) -> Any:
-        """The next message of a kind; handles log records and events that come before it."""
+        """Returns the next message of a type; handles log records and events that
+        come before it.
+        """
         silent = 0.0
         while True:
             try:
@@ -386,7 +394,7 @@ class _Worker:
             )
         if code is not None:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        elif isinstance(cause, BlockingIOError):  # what the channel's time limit raises
+        elif isinstance(cause, BlockingIOError):  # the channel's timeout raises it
             how = f"did not read or write for {_SIGN_OF_LIFE:g} s"
         else:
             how = "can't be reached"
@@ -405,12 +413,12 @@ class _Worker:
             self._channel.send(SETTLED)
 
     def forget(self) -> None:
-        """Drops the process in a child forked from the trainer: it is not the child's.
+        """Drops the process in a child forked from the trainer, as it belongs to the trainer.
 
         The channel must close when the trainer ends; any other holder would keep it open.
         """
         self._channel.close()
-        self._process.returncode = 0  # otherwise Popen would complain when this object goes
+        self._process.returncode = 0  # otherwise Popen would warn when this object is deleted
 
     def end(self, timeout: float, why: str) -> None:
         """Ends the process: by request within ``timeout`` seconds, else by force.
@@ -448,14 +456,14 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
         [sys.executable, *flags, "-c", _BEGIN.format(fd)],
         stdin=subprocess.DEVNULL,
         pass_fds=[fd],
-        start_new_session=True,  # signals to the trainer's process group are the trainer's
+        start_new_session=True,  # the trainer alone handles signals to its process group
     )
 
 
 def _paths() -> list[str]:
-    """The trainer's module search path, always including this package.
+    """Returns the trainer's module search path, always including this package.
 
-    The folder in which the trainer found the package may no longer be the current one.
+    The current folder may have changed since the trainer imported the package relative to it.
     """
     own = os.path.abspath(__file__)
     for _ in __name__.split("."):
@@ -485,6 +493,6 @@ def _leave(
 ) -> None:
     if os.getpid() == owner:
         channel.close()
-        if not unsettled.is_set():  # otherwise it has something to finish
+        if not unsettled.is_set():  # otherwise it has a save to finish
             _wait(process, _SHUTDOWN_TIMEOUT)
             _kill(process)

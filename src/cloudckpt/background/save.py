@@ -1,4 +1,4 @@
-"""One background save: what it needs, and how it reports its outcome."""
+"""One background save: its inputs, and how it reports its outcome."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ logger = logging.getLogger("cloudckpt")
 
 
 class SaveFuture(Future[Metadata | None]):
-    """The outcome of an asynchronous save.
+    """The future of an asynchronous save.
 
-    ``result()`` is the committed metadata, with the guarantees of :func:`cloudckpt.save`; or None
-    if the save was skipped. A save can't be cancelled once requested, since other ranks take part
-    in it: ``cancel()`` returns False.
+    ``result()`` returns the committed metadata, with the guarantees of :func:`cloudckpt.save`; or
+    None if the save was skipped. A save can't be cancelled once requested, since other ranks take
+    part in it: ``cancel()`` returns False.
 
     Attributes:
-        skipped: Whether there was no save, since the previous one was still under way.
-        number: This save's number among its saver's, the same on all ranks.
-        transferred: What this rank sent, once it is done and has succeeded.
+        skipped: Whether nothing was saved, since the previous save was still in progress.
+        number: This save's number among those of its saver, the same on all ranks; -1 if skipped.
+        transferred: The bytes and requests of this rank, once the save has succeeded; else None.
         timeline: The events of this save on this rank.
     """
 
@@ -61,16 +61,16 @@ class Save:
     Attributes:
         number: This save's number in its saver.
         where: The destination, as events and errors name it.
-        writer: Writes to it.
-        redirect: Where to redirect the writer first, if not None.
+        writer: The writer of the checkpoint.
         planner: As in torch.
-        written: The save's outcome.
+        redirect: The location to which the writer is redirected first; None to keep its own.
+        written: The future of the save's outcome.
         staged: Done when the trainer may change its tensors; its result is None.
         is_staged_in_background: Whether ``staged`` may not be done when the call returns.
         state: The copy, if a custom stager made it.
-        copy: The copy, if our stager made it.
-        copying: The copy, if a custom stager is still making it.
-        failure: Why this rank can't take part.
+        copy: The copy, if cloudckpt's stager made it.
+        copying: The future of the copy, if a custom stager is still making it.
+        failure: The error because of which this rank can't take part.
     """
 
     number: int
@@ -90,17 +90,17 @@ class Save:
     def __post_init__(self) -> None:
         self.written.number = self.number
         self.written.set_running_or_notify_cancel()
-        self.staged.set_running_or_notify_cancel()  # waits on a cancelled one would not end
+        self.staged.set_running_or_notify_cancel()  # waiting on a cancelled future would not end
 
     @property
     def content(self) -> dict[str, Any]:
-        """The copy."""
+        """The copied state dict."""
         if self.copy is not None:
             return self.copy.state_dict
         return self.state or {}
 
     def prepared(self) -> ToSave:
-        """Where to save.
+        """Returns the writer and the planner of the save.
 
         Raises:
             CloudCheckpointError: If this rank can't take part.
@@ -113,7 +113,7 @@ class Save:
         """Takes the copy that a custom stager has made, or is making.
 
         Raises:
-            StagingError: If it has made something else.
+            StagingError: If the stager returned anything but a mapping.
         """
         if not isinstance(made, Future):
             self.state = _checked(made)
@@ -132,17 +132,17 @@ class Save:
         made.add_done_callback(pass_on)
 
     def begin(self, *, commits: bool) -> None:
-        """Has the writer begin, once: what is at the location from now on counts as there."""
+        """Lets the writer begin, once: the commit may replace only what is at the location now."""
         if not self._has_begun_writing:
             self.writer.reset(self.redirect)
             self.writer.begin(commits=commits)
             self._has_begun_writing = True
 
     def skip(self, *, is_stuck: bool) -> None:
-        """Ends it before it has begun.
+        """Ends the save before it has begun, as skipped.
 
         Args:
-            is_stuck: Whether the reason is that the save before it makes no progress.
+            is_stuck: Whether the reason is that the previous save makes no progress.
         """
         if is_stuck:
             logger.warning(
@@ -156,7 +156,7 @@ class Save:
         self.written.set_result(None)
 
     def run(self, carry_out: Callable[[Save], Any]) -> None:
-        """Saves the copy once it is made, and sets the future's outcome."""
+        """Waits for the copy, saves it, and sets the future's outcome."""
         if self.written.done():  # the thread has started after all, late
             return
         told = self.failure
@@ -171,15 +171,15 @@ class Save:
         if isinstance(error, CloudCheckpointError) and error.action is None:
             error.action = f"save to {self.where}"
         self.written.set_exception(error)
-        if not isinstance(error, SaveInProgressError):  # that is raised by save itself
-            # nobody may ever read the future, as when the trainer ends
+        if not isinstance(error, SaveInProgressError):  # save itself raises that
+            # the future may never be read, as when the trainer ends
             ours = isinstance(error, CloudCheckpointError)
             logger.error("%s", error if ours else f"save to {self.where} failed: {error}")
 
     def _result_of(
         self, carry_out: Callable[[Save], Any]
     ) -> tuple[Any, None] | tuple[None, BaseException]:
-        """The result, or the error; in a separate frame, which the error keeps alive."""
+        """Returns the result, or the error; in a separate frame, which the error keeps alive."""
         try:
             concurrent.futures.wait([self.staged])
             if self.copying is not None:
@@ -192,7 +192,12 @@ class Save:
             return None, error
 
     def refuse(self, cause: RuntimeError, *, closed: bool) -> None:
-        """Drops the copy because there is no thread: :meth:`run` will only report the failure."""
+        """Drops the copy because no thread can run: :meth:`run` will only report the failure.
+
+        Args:
+            cause: The error of the thread pool.
+            closed: Whether the saver was closed.
+        """
         made: AsyncSaveError
         if closed:
             made = ClosedError(
@@ -228,7 +233,11 @@ class Save:
 
 
 def _checked(made: object) -> dict[str, Any]:
-    """What a custom stager has made, if it is a state dict: without one, nothing would be saved."""
+    """Returns a custom stager's copy, if it is a mapping: without one, nothing would be saved.
+
+    Raises:
+        StagingError: If it is not a mapping.
+    """
     if not isinstance(made, Mapping):
         raise StagingError(
             f"the stager's stage() returned a {type(made).__name__}: return a copy of the state "
@@ -238,7 +247,7 @@ def _checked(made: object) -> dict[str, Any]:
 
 
 def as_ours(error: BaseException, where: str) -> CloudCheckpointError:
-    """The error, or one of ours that wraps it."""
+    """Returns the error, or a StagingError that wraps it if it is not one of cloudckpt."""
     if isinstance(error, CloudCheckpointError):
         if error.uri is None and where:
             error.uri = where

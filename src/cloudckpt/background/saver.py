@@ -50,7 +50,7 @@ __all__ = ["AsyncSaver", "alike"]
 class AsyncSaver:
     """Saves one state dict after another in the background, in the order of the calls.
 
-    The ranks that save together get their own process group (gloo): the saver's collectives never
+    The ranks that save together get their own process groups (gloo): the saver's collectives never
     mix with the trainer's, whatever backend those use. Constructing a saver is therefore a
     collective call.
     """
@@ -68,19 +68,24 @@ class AsyncSaver:
         when_busy: Literal["wait", "auto"] = "wait",
         have_met: bool = False,
     ) -> None:
-        """
+        """Makes a saver; a collective call.
+
         Args:
             process_group: The ranks that save together; default: all.
             no_dist: Whether this process saves alone.
             kind: Whether a thread of the trainer or a separate process saves.
             stager: A custom stager, which the saver does not close.
-            options: See there.
+            options: The options of background saves; default: ``BackgroundOptions()``.
             tells_failures: Whether a save's failure is also raised by the next call of
-                :meth:`save`, on all ranks, besides being set on its future.
-            on_failure: Called with such a failure, and the numbers of the saves that it concerns,
-                instead of raising it; also where this rank alone has no memory for a copy. Called
-                alike on all ranks; if it raises, it does so on all.
-            when_busy: The policy, unless the options name another.
+                :meth:`save`, on all
+                ranks, besides being set on its future.
+            on_failure: Called with the numbers of the failed saves and the error, instead of
+                raising it;
+                also if this rank alone has no memory for a copy. Called with the same on all ranks;
+                    if it
+                raises, it must do so on all.
+            when_busy: The policy for a save while another is in progress, unless the options set
+                one.
             have_met: Whether the ranks come straight from a meeting.
 
         Raises:
@@ -104,7 +109,7 @@ class AsyncSaver:
         try:
             if not self._no_dist:
                 self._group = self._new_group(process_group, have_met)
-                # the thread that saves has that one, and both may be in use at once
+                # the saving thread uses the other group, and both may be in use at once
                 self._meeting = Meeting(self._new_group(process_group, have_met=True))
             self._meeting.begin(lambda: self._make(kind), lambda _: alike(kind, self._options))
         except BaseException:
@@ -114,12 +119,12 @@ class AsyncSaver:
         self._number = 0
         # the save that all ranks begin, and that this rank has not given to its thread
         self._agreed: Save | None = None
-        self._is_broken = False  # whether a collective of a save may still be under way on a rank
-        self._last: Save | None = None  # the one given to the thread last
-        self._unreported: dict[int, Save] = {}  # by number, with an unreported outcome
+        self._is_broken = False  # whether a collective of a save may still be in progress on a rank
+        self._last: Save | None = None  # the last one given to the thread
+        self._unreported: dict[int, Save] = {}  # saves with an unreported outcome, by number
         self._lock = threading.Lock()
         self._closed = False
-        self._ended = threading.Event()  # closing is complete
+        self._ended = threading.Event()  # set when closing is complete
 
     def _make(self, kind: AsyncCheckpointerType) -> None:
         if self._stager is None:
@@ -130,7 +135,7 @@ class AsyncSaver:
             self._process = SaveProcess(self._options)
 
     def _abandon(self) -> None:
-        """Releases what was made before the ranks learned that they can't have a saver."""
+        """Releases everything made so far, if the ranks can't have a saver."""
         if self._process is not None:
             self._process.close(0)
         if self._own_stager is not None:
@@ -162,20 +167,26 @@ class AsyncSaver:
         report later failures, on all ranks.
 
         Args:
-            state_dict: What to save; ``Stateful`` values are asked for their state.
+            state_dict: The state dict; the ``state_dict()`` of each ``Stateful`` value is saved.
             writer: The writer; or its factory, which is called when it is this save's turn.
-            checkpoint_id: Where to redirect the writer, once no earlier save uses it.
+            checkpoint_id: The location to which the writer is redirected, once no earlier save uses
+                it.
             planner: As in torch.
             stager: A custom stager for this save only.
+
+        Returns:
+            The save, with its futures; skipped if the policy says so.
 
         Raises:
             AsyncSaveError: If the interpreter is ending, or no thread can be started.
             ClosedError: If the saver was closed, or this process was forked from the saver's.
             ConfigError: If the saver was made before this rank's process group.
             DifferentCheckpointsError: If the locations differ between ranks.
-            SaveInProgressError: If the previous save does not end within ``patience`` on some rank.
+            SaveInProgressError: If the previous save does not end within ``patience`` seconds on
+                some rank.
             CloudCheckpointError: The failure of an earlier save, if this saver raises failures; or
-                of ``writer``, on some rank.
+                of
+                ``writer``, on some rank.
         """
         if not self.belongs_here:
             raise ClosedError(
@@ -198,7 +209,7 @@ class AsyncSaver:
             return save
         except BaseException as error:
             owed = self._agreed
-            if owed is not None:  # the others would wait, or pair their save with the next
+            if owed is not None:  # the other ranks would wait, or pair their save with the next
                 owed.failure = as_ours(error, owed.where)
                 if not owed.staged.done():
                     owed.staged.set_exception(owed.failure)
@@ -211,7 +222,7 @@ class AsyncSaver:
         save: Save,
         stager: AsyncStager | None,
     ) -> None:
-        """Makes the copy and gives it, or the reason why there is none, to the thread."""
+        """Makes the copy and gives it, or the error because of which it failed, to the thread."""
         raised: BaseException | None = None
         unsubscribe = subscribe(save.listen, progress=False)
         try:
@@ -241,13 +252,13 @@ class AsyncSaver:
     def _submit(self, save: Save) -> BaseException | None:
         """Gives a save that all ranks have begun to the thread.
 
-        If no thread can be started, the save is ended here: this rank takes part as far as to tell
+        If no thread can be started, the save is ended here: this rank only reports its failure to
         the others, which would otherwise wait for it.
 
         Returns:
-            Why it has failed, if there was no thread.
+            The save's error if no thread could be started; else None.
         """
-        here = contextvars.copy_context()  # with the span of the caller, for those of the save
+        here = contextvars.copy_context()  # with the caller's span, the parent of the save's spans
         ended: BaseException | None = None
         try:
             with self._lock:
@@ -255,7 +266,7 @@ class AsyncSaver:
                 self._last = save
         except RuntimeError as exc:
             save.refuse(exc, closed=self._closed)
-            # a saver that is closed may have given back its groups
+            # a closed saver may have given back its groups
             save.run(Save.prepared if self._closed else self._carry_out)
             ended = save.written.exception()
         self._agreed = None
@@ -300,10 +311,13 @@ class AsyncSaver:
         return save
 
     def _meet(self, status: RankStatus, save: Save | None) -> Consensus:
-        """The meeting of all ranks in which it is the save's turn, or it is skipped.
+        """Meets the other ranks until the save before has ended, or this one is to be skipped.
 
-        While a save under way makes progress the ranks meet again and again: one that has sent all
-        of it can't see that another is stuck.
+        With the policy "auto", the ranks meet again and again while a save in progress makes
+        progress: a rank that has sent all of it can't see that another is stuck.
+
+        Returns:
+            The result of the last meeting.
         """
         deadline = time.monotonic() + self._options.patience
         pause = math.inf if self._policy == "wait" else 0.0
@@ -325,10 +339,10 @@ class AsyncSaver:
             pause = _BETWEEN_MEETINGS
 
     def _has_ended(self, pause: float, deadline: float) -> bool:
-        """Whether the save before has ended, perhaps within ``pause`` seconds.
+        """Waits up to ``pause`` seconds for the previous save; returns whether it has ended.
 
         Raises:
-            SaveInProgressError: If it has not when the deadline has passed.
+            SaveInProgressError: If it has not ended at the deadline.
         """
         last = self._last
         if last is None:
@@ -349,7 +363,7 @@ class AsyncSaver:
         return is_stuck() or (self._process is not None and self._process.is_stuck)
 
     def _with_failure(self, status: RankStatus) -> RankStatus:
-        """This rank's status, with the unreported failure of an earlier save."""
+        """Returns this rank's status, with the unreported failure of an earlier save."""
         if status.failure is None and (failed := self._next_failed()) is not None:
             return status._replace(earlier=failed.number, failure=failed.written.exception())
         return status
@@ -357,10 +371,10 @@ class AsyncSaver:
     def _aimed(
         self, writer: OurWriter | Callable[[], OurWriter], checkpoint_id: URILike | None
     ) -> tuple[OurWriter, str]:
-        """The writer, and its destination as events and errors name it.
+        """Returns the writer, and its destination as events and errors name it.
 
         Raises:
-            ConfigError: If there is a saving process that can't do its work.
+            ConfigError: If a saving process is used, and can't work with this writer.
         """
         made = writer if isinstance(writer, OurWriter) else writer()
         if isinstance(made, CloudStorageWriter):
@@ -375,7 +389,7 @@ class AsyncSaver:
         return made, f"writer {id(made)}"
 
     def _next_failed(self) -> Save | None:
-        """The first save with an unreported failure."""
+        """Returns the first save with an unreported failure; None if all were reported."""
         for number, save in list(self._unreported.items()):
             if save.written.done():
                 if save.written.exception() is not None:
@@ -384,7 +398,7 @@ class AsyncSaver:
         return None
 
     def _stage(self, state: dict[str, Any], save: Save, stager: AsyncStager | None) -> None:
-        """Copies a state, or begins to."""
+        """Copies a state dict, or begins to."""
         if stager is None:
             assert self._own_stager is not None
             save.copy = self._own_stager.begin(state, self._options.patience)
@@ -393,7 +407,7 @@ class AsyncSaver:
         save.stage(stager.stage(state))
 
     def _carry_out(self, save: Save) -> Metadata:
-        """Saves a copy; runs in the thread."""
+        """Saves a copy; runs in the saving thread."""
         writer = save.writer if isinstance(save.writer, CloudStorageWriter) else None
         sender: ProcessSender | None = None
         if writer is not None and self._process is not None:
@@ -433,11 +447,12 @@ class AsyncSaver:
         return metadata
 
     def close(self) -> None:
-        """Waits for the saves under way, up to ``patience`` seconds.
+        """Waits for the saves in progress, up to ``patience`` seconds, and releases memory and
+        groups.
 
-        A saving process is then ended, which fails what it has not saved; a thread continues.
-        Failures are reported by the futures only. Closing again does nothing, or finishes an
-        interrupted close. In a process forked from the saver's, it does nothing.
+        A saving process is then ended, which fails unfinished saves; a thread continues. Failures
+        are reported by the futures only. Closing again does nothing, or finishes an interrupted
+        close. In a process forked from the saver's, it does nothing.
         """
         if not self.belongs_here:
             return
@@ -450,7 +465,8 @@ class AsyncSaver:
         idle = all(future.done() for future in futures)
         if self._process is not None:
             self._process.close(_SHUTDOWN_TIMEOUT if idle else 0)
-            concurrent.futures.wait(futures, _SHUTDOWN_TIMEOUT)  # those that this fails learn why
+            # saves that fail by this learn the reason
+            concurrent.futures.wait(futures, _SHUTDOWN_TIMEOUT)
         self._thread.shutdown(wait=idle)
         if self._own_stager is not None:
             self._own_stager.close()
@@ -483,7 +499,7 @@ class AsyncSaver:
             )
 
     def wait(self) -> None:
-        """Waits for the saves under way, if this saver raises failures.
+        """Waits for the saves in progress, if this saver raises failures.
 
         Raises:
             CloudCheckpointError: The first failure that no call has raised yet.
@@ -503,12 +519,12 @@ class AsyncSaver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no save is under way."""
+        """Whether no save is in progress."""
         return self._last is None or self._last.written.done()
 
     @property
     def belongs_here(self) -> bool:
-        """Whether this process made it, rather than a process that this one was forked from."""
+        """Whether this process made the saver, and was not forked from the process that did."""
         return self._pid == os.getpid()
 
     def __enter__(self) -> AsyncSaver:
@@ -528,10 +544,10 @@ def _has_ranks() -> bool:
 
 
 def alike(kind: AsyncCheckpointerType, options: BackgroundOptions) -> RankStatus:
-    """What ranks must agree on to share a saver.
+    """Returns a status with the settings on which ranks must agree to share a saver.
 
     Raises:
-        ConfigError: If ``kind`` is not a kind of torch's.
+        ConfigError: If ``kind`` is not an ``AsyncCheckpointerType``.
     """
     given: object = kind
     if not isinstance(given, AsyncCheckpointerType):

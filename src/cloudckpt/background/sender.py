@@ -1,13 +1,13 @@
-"""The saving process's side: sends what its trainer has laid out, and reports what it wrote.
+"""The saving process's side: sends the objects that its trainer has planned, and reports them.
 
 It is a separate interpreter, which the trainer starts by exec. It imports only what stores and
 transfers need: no torch, and no user code. One thread takes jobs, as many as the options say send,
-and one gives signs of life and checks that the trainer is alive.
+and one sends heartbeats and checks that the trainer is alive.
 
-If its trainer ends before the commit, it keeps sending what it was given, from memory that it holds
-itself, and records its progress in the store: at once that it is sending, again every two seconds,
-and finally what a commit needs (:mod:`cloudckpt.checkpoint.pending`). It never commits: the next
-job decides whether that step is still wanted.
+If its trainer ends before the commit, it keeps sending the save that it was given, from memory that
+it holds itself, and records its progress in the store: at once that it is sending, again every two
+seconds, and finally what a commit needs (:mod:`cloudckpt.checkpoint.pending`). It never commits:
+the next job decides whether that step is still wanted.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ _BETWEEN = 2.0  # seconds between two progress records
 
 
 class CurrentSave:
-    """The current save, and what to record in the store if the trainer ends now.
+    """The current save, and the pending object to write if the trainer ends now.
 
-    One thread sends; another watches the trainer, and does what is left to do.
+    One thread sends; another watches the trainer, and writes the pending object.
     """
 
     def __init__(self) -> None:
@@ -76,31 +76,31 @@ class CurrentSave:
         self._is_orphaned = False
 
     def begin(self, job: Job, stats: TransferStats) -> None:
-        """Notes that a save begins."""
+        """Records that a save begins."""
         with self._changed:
             self._job, self._stats, self._objects = job, stats, None
             self._changed.notify_all()
 
     def sent(self, objects: Sequence[WrittenObject]) -> None:
-        """Notes that the store has everything; the trainers decide whether to commit it."""
+        """Records that the store has all objects; the trainers decide whether to commit."""
         with self._changed:
             self._objects = tuple(objects)
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Notes that the save is over: it failed here, or the trainer knows its outcome."""
+        """Records that the save is over: it failed here, or the trainer knows its outcome."""
         with self._changed:
             self._job = self._stats = self._objects = None
             self._changed.notify_all()
 
     def orphaned(self) -> None:
-        """Notes that the trainer is gone."""
+        """Records that the trainer has ended."""
         with self._changed:
             self._is_orphaned = True
             self._changed.notify_all()
 
     def wait_until_orphaned(self, timeout: float) -> bool:
-        """Waits up to ``timeout`` seconds for the trainer to be gone; returns whether it is."""
+        """Waits up to ``timeout`` seconds for the trainer to end; returns whether it has."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_orphaned, timeout)
 
@@ -111,14 +111,15 @@ class CurrentSave:
 
     @property
     def job(self) -> Job | None:
-        """The current save."""
+        """The job of the current save; None between saves."""
         with self._changed:
             return self._job
 
     def pending(self, wait: float) -> Pending | None:
-        """What to record about the save, once it has been sent or ``wait`` seconds have passed.
+        """Returns the pending object to write, after the save was sent or ``wait`` seconds have
+        passed.
 
-        None if there is nothing (more) to record.
+        None if there is nothing (more) to write.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._job is None or self._objects is not None, wait)
@@ -129,7 +130,8 @@ class CurrentSave:
 
 
 def finish(current: CurrentSave, limit: float) -> None:
-    """Records the progress of the current save until it is sent; returns when nothing is left.
+    """Writes the pending object of the current save until the save is sent, after the trainer's
+    end.
 
     Args:
         current: The save.
@@ -166,7 +168,7 @@ def finish(current: CurrentSave, limit: float) -> None:
             if pending.objects is not None:
                 return
         if version is not None:
-            delete_quietly(store, [key], policy, threads=1)  # it could not be sent
+            delete_quietly(store, [key], policy, threads=1)  # the save could not be sent
     except CloudCheckpointError as error:
         logger.debug(
             "the file with the state of an unfinished save could not be written, so the next "
@@ -184,15 +186,18 @@ def _let_go_of_output() -> None:
 
 _LOOK = 0.5  # seconds between checks that the trainer is alive
 _LAST_WORDS = 2.0  # seconds for reading a trainer's last messages
-_BEATS = 5  # signs of life per heartbeat timeout
+_BEATS = 5  # heartbeats per heartbeat timeout
 
 _OF_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that schedulers send to all processes of a job, for the trainer to handle: it decides
-what is still saved, and once it has ended, this process finishes its work and ends."""
+what is still saved, and once it has ended, this process finishes its work and ends.
+"""
 
 
 def main(channel: Connection) -> None:
-    """Serves until the trainer closes the channel or is gone."""
+    """Carries out jobs until the trainer closes the channel or ends; then finishes
+    its last save.
+    """
     for number in _OF_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     settings: Settings = channel.recv()
@@ -204,7 +209,7 @@ def main(channel: Connection) -> None:
     with as_socket(channel) as end:  # now, while no other thread uses the channel
         watch = threading.Thread(target=_watch, args=(settings, speaker, current), daemon=True)
         watch.start()
-        with contextlib.suppress(OSError):  # the trainer is gone
+        with contextlib.suppress(OSError):  # the trainer has ended
             speaker.tell("ready", None)
         while (job := _next(channel, current)) is not None:
             _carry_out(job, end, speaker, current)
@@ -213,7 +218,7 @@ def main(channel: Connection) -> None:
 
 
 def _next(channel: Connection, current: CurrentSave) -> Job | None:
-    """The next job; None if there will be none."""
+    """Returns the next job; None if the trainer has closed the channel."""
     while True:
         try:
             said = channel.recv()
@@ -226,7 +231,7 @@ def _next(channel: Connection, current: CurrentSave) -> Job | None:
 
 
 def _watch(settings: Settings, speaker: Speaker, current: CurrentSave) -> NoReturn:
-    """Gives signs of life; when the trainer is gone, finishes its save and ends this process.
+    """Sends heartbeats; when the trainer has ended, finishes its save and ends this process.
 
     The channel's end does not show that: children forked from the trainer may hold it open.
     """
@@ -235,7 +240,7 @@ def _watch(settings: Settings, speaker: Speaker, current: CurrentSave) -> NoRetu
     while os.getppid() == settings.trainer and not current.wait_until_orphaned(pause):
         if speaker.is_awaited and time.monotonic() - told >= interval:
             told = time.monotonic()
-            with contextlib.suppress(OSError):  # the trainer is gone
+            with contextlib.suppress(OSError):  # the trainer has ended
                 speaker.tell("alive", None)
         if speaker.is_awaited and (stuck := is_stuck()) != speaker.is_stuck:
             speaker.is_stuck = stuck
@@ -259,7 +264,7 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentS
     with contextlib.ExitStack() as held:
         try:
             if (memory := _taken_over(end, job.sizes, held)) is None:
-                return  # the trainer has ended just then
+                return  # the trainer has just ended
             take_over(job.variables)
             current.begin(job, stats)
             store = open_store(uri, job.destination.config)
@@ -272,12 +277,12 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentS
             current.end()
         else:
             current.sent(objects)
-    with contextlib.suppress(OSError):  # the trainer is gone
+    with contextlib.suppress(OSError):  # the trainer has ended
         speaker.tell("outcome", Outcome(objects, error, stats.snapshot()))
-    speaker.is_awaited = False  # nobody would read it
+    speaker.is_awaited = False  # the trainer would not read a further heartbeat
     if error is not None:
         del error, memory, buffers
-        gc.collect()  # its frames hold on to the memory
+        gc.collect()  # the error's frames hold on to the memory
 
 
 @dataclass(frozen=True)
@@ -299,15 +304,15 @@ class _Mapped:
 def _taken_over(
     end: socket.socket, sizes: Sequence[int], held: contextlib.ExitStack
 ) -> list[memoryview] | None:
-    """The trainer's memory, of which each part that has bytes has sent its descriptor.
+    """Receives and maps the trainer's memory: one descriptor for each part that has bytes.
 
     Args:
-        end: Where they come from.
+        end: The socket that receives the descriptors.
         sizes: Bytes of each part.
-        held: Keeps the memory mapped.
+        held: Keeps the memory mapped until it is closed.
 
     Returns:
-        A view of each part; None if the trainer is gone.
+        A view of each part; None if the trainer has ended.
 
     Raises:
         SaveProcessError: If this process can't map it.
@@ -328,7 +333,7 @@ def _taken_over(
 
 @contextlib.contextmanager
 def _mapped(fd: int, size: int) -> Iterator[memoryview]:
-    """The first bytes of a file in memory."""
+    """Maps the first ``size`` bytes of a file, read-only."""
     try:
         mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as exc:
@@ -342,7 +347,7 @@ def _mapped(fd: int, size: int) -> Iterator[memoryview]:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error, or one that describes it if it can't be pickled."""
+    """Returns the error, or one that describes it if it can't be pickled."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - made in the line itself
     except Exception:  # noqa: BLE001 - anything may be raised by somebody's __reduce__
@@ -359,8 +364,8 @@ class Speaker:
 
     Attributes:
         is_awaited: Whether the trainer is waiting for an outcome, and so reading.
-        is_stuck: What the trainer was told of this job: whether it makes no progress.
-        is_heard: Whether there is a trainer.
+        is_stuck: Whether the last ``stuck`` message of this job said that it makes no progress.
+        is_heard: Whether the trainer exists; messages are dropped otherwise.
     """
 
     def __init__(self, channel: Connection) -> None:
@@ -370,10 +375,10 @@ class Speaker:
         self._lock = threading.Lock()
 
     def tell(self, kind: str, content: object) -> None:
-        """Sends a message.
+        """Sends a message of a type.
 
         Raises:
-            OSError: If the trainer is gone.
+            OSError: If the trainer has ended.
         """
         with self._lock:
             if self.is_heard:
@@ -381,10 +386,10 @@ class Speaker:
 
 
 def forward_logs(speaker: Speaker, levels: dict[str, int]) -> None:
-    """Sends log records to the trainer.
+    """Redirects log records of this process to the trainer.
 
     Args:
-        speaker: Sends them.
+        speaker: Sends the records.
         levels: Levels of loggers by name; the root logger's name is empty.
     """
 

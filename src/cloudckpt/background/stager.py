@@ -28,18 +28,18 @@ __all__ = ["StagedState", "Stager"]
 _CHUNK = 16 * 1024 * 1024
 """Bytes that one call copies."""
 _WORTH_THREADS = 32 * 1024 * 1024
-"""Bytes from which the copy is spread over threads."""
+"""Bytes from which on a copy is divided between threads."""
 _SHRINK = 2
-"""An arena this many times too large is replaced."""
+"""An arena that is more than this many times too large is replaced."""
 
 
 @dataclass
 class StagedState:
-    """A staged copy, and the right to its memory.
+    """A staged copy, which holds its memory until it is released.
 
     Attributes:
-        state_dict: The copy.
-        arena: Where its tensors are.
+        state_dict: The copied state dict.
+        arena: The arena that holds its tensors.
         size: Bytes copied.
     """
 
@@ -47,7 +47,7 @@ class StagedState:
     arena: Arena
     size: int
     _lease: _Lease = field(repr=False)
-    _memory: Memory | None = field(repr=False)  # in use, whether or not a tensor is in it
+    _memory: Memory | None = field(repr=False)  # in use, even if no tensor is in it
 
     def release(self) -> None:
         """Ends the use of the copy; the next copy may reuse its memory."""
@@ -56,10 +56,10 @@ class StagedState:
 
 
 class _Lease:
-    """The use of the arena. It ends once: when it is released, or when its last tensor is gone.
+    """The use of the arena, which ends once: when it is released, or when its last tensor is gone.
 
     A token is moved from the queue to the lease, or back, by one call into C, which an interrupt
-    can't come in the middle of: it is always at one of the two places.
+    can't come in the middle of: the token is always in one of the two.
     """
 
     def __init__(self, free: queue.SimpleQueue[None]) -> None:
@@ -70,7 +70,7 @@ class _Lease:
         """Takes the token.
 
         Raises:
-            queue.Empty: If it is not free in that time.
+            queue.Empty: If it is not free within ``seconds``.
         """
         self._held.extend(map(self._free.get, (seconds > 0,), (seconds,)))
 
@@ -87,8 +87,8 @@ class Stager(AsyncStager):
     until the save has ended). :meth:`stage` waits for that, so a checkpoint can't mix two steps,
     which torch's own persistent stager does not prevent.
 
-    Memory: one copy of what is staged, and nothing else. It is allocated anew when the state dict
-    outgrows it or shrinks below half of it. With CUDA it is pinned, and filled on a separate
+    Memory: one copy of the staged state dict, and nothing else. It is allocated anew when the state
+    dict outgrows it or shrinks below half of it. With CUDA it is pinned, and filled on a separate
     stream, for which :meth:`stage` waits.
     """
 
@@ -101,17 +101,19 @@ class Stager(AsyncStager):
         pin_memory: bool | None = None,
         patience: float = 3600.0,
     ) -> None:
-        """
+        """Makes a stager; allocates no memory yet.
+
         Args:
             threads: Threads that copy on the CPU; default: as many as torch uses, at most 8.
             pin_memory: Whether to pin the memory; default: if CUDA is available.
-            patience: Seconds to wait until the copy before is no longer used.
+            patience: Seconds to wait until the previous copy is no longer used.
         """
         self._threads = threads if threads is not None else min(8, torch.get_num_threads())
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._patience = patience
         self._arena: Arena | None = None
-        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()  # has a token if it is free
+        # has a token if the arena is free
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._free.put(None)
         self._streams: dict[torch.device, torch.Stream] = {}
         self._process = os.getpid()
@@ -121,19 +123,19 @@ class Stager(AsyncStager):
         """Returns a copy of the state dict that later changes don't affect.
 
         Raises:
-            SaveInProgressError: If the copy before is still used after ``patience``.
+            SaveInProgressError: If the previous copy is still used after ``patience`` seconds.
             StagingMemoryError: If there is no memory for the copy.
             StagingError: If a value can't be copied.
-            ClosedError: If the stager was closed.
+            ClosedError: If the stager was closed, or made before this process was forked.
         """
         return self.begin(state_dict, self._patience).state_dict
 
     def begin(self, state_dict: dict[str, Any], patience: float) -> StagedState:
-        """Makes a copy, whose memory is kept until it is released.
+        """Makes a copy, whose memory is kept until it is released; raises as :meth:`stage` does.
 
         Args:
-            state_dict: What to copy.
-            patience: Seconds to wait for the end of the copy before; 0 for not at all.
+            state_dict: The state dict to copy.
+            patience: Seconds to wait for the end of the previous copy; 0 for not at all.
         """
         if self._closed:
             raise ClosedError(
@@ -179,7 +181,9 @@ class Stager(AsyncStager):
         return StagedState(content, arena, layout.size, lease, memory)
 
     def _fitting(self, layout: Layout) -> Arena:
-        """The arena; one that is too small, or far too large, is freed first and replaced."""
+        """Returns an arena for the layout; one that is too small, or far too large, is freed and
+        replaced.
+        """
         size, held = layout.size, self._arena
         if held is not None and (held.size < size or held.size > max(size * _SHRINK, _CHUNK)):
             self._free_arena()
@@ -194,13 +198,13 @@ class Stager(AsyncStager):
             self._arena = None
 
     def _take(self, lease: _Lease, patience: float) -> None:
-        """Takes the arena; the garbage collector frees one held only by reference cycles.
+        """Takes the arena; the garbage collector frees one that only reference cycles hold.
 
-        torch 2.9's planners, and what torch 2.15 keeps of a save, leave such cycles. The collector
-        runs after 0, 1, 3, 7, … seconds of waiting.
+        torch 2.9's planners, and objects that torch 2.15 keeps of a save, leave such cycles. The
+        collector runs after 0, 1, 3, 7, … seconds of waiting.
 
         Raises:
-            queue.Empty: If it is not free in time.
+            queue.Empty: If it is not free within ``patience`` seconds.
         """
         end, pause = time.monotonic() + patience, 1.0
         while True:
@@ -252,7 +256,9 @@ class Stager(AsyncStager):
 
     @contextlib.contextmanager
     def _beside_compute(self, device: torch.device) -> Iterator[None]:
-        """A stream for copies, ordered after the work queued on the compute stream so far."""
+        """Enters a stream for copies, ordered after the work queued on the compute
+        stream so far.
+        """
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
@@ -261,7 +267,7 @@ class Stager(AsyncStager):
             yield
 
     def synchronize_staging(self) -> None:
-        """Does nothing: the futures say when copies are done."""
+        """Does nothing: the futures report when copies are done."""
 
     def close(self) -> None:
         """Frees the memory; a copy still being read keeps its memory until it is released."""
