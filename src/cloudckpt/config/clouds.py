@@ -1,4 +1,4 @@
-"""The options of each cloud."""
+"""The options specific to each cloud."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["AzureOptions", "GCSOptions", "S3Options"]
 _AZURE_TAGS = r"[A-Za-z0-9 +\-./:=_]"
 _S3_TAGS = r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]"
 # https://cloud.google.com/storage/quotas#objects: bytes of an object's custom metadata
-_MOST_METADATA = 8 * 1024 - 64  # the name of each write stands in there, too
-# a token of RFC 9110, and a header's value that nothing is cut off
+_MOST_METADATA = 8 * 1024 - 64  # the write's name takes some of them
+# a token of RFC 9110, and a header value without outer white space, which would be cut off
 _NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _VALUE = r"(?:[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?)?"
 
@@ -97,7 +97,8 @@ class GCSOptions(Options):
 
     def _check(self) -> None:
         check_endpoint(self.endpoint_url)
-        # it must be read back as written, but headers ignore case in names and outer white space
+        # the metadata must be read back as written, but headers ignore case in names and outer
+        # white space
         form = "write plain ASCII, without white space in names and around values"
         _check_pairs("metadata", self.metadata, _NAME, _VALUE, form, same=str.lower)
         size = sum(len(name) + len(value) for name, value in self.metadata)
@@ -141,7 +142,7 @@ class AzureOptions(Options):
 
 
 def _check_tags(tags: Pairs, allowed: str) -> None:
-    """Checks tags, made of ``allowed`` characters, which a store would refuse after the data."""
+    """Raises an error for tags that a store would refuse, but only after the data was sent."""
     require(len(tags) <= 10, f"tags: {len(tags)} tags are too many; the limit is 10")
     form = (
         "write names of 1 to 128 and values of up to 256 characters, of those that the store allows"
@@ -152,7 +153,7 @@ def _check_tags(tags: Pairs, allowed: str) -> None:
 def _check_pairs(
     option: str, pairs: Pairs, key: str, value: str, form: str, same: Callable[[str], str] = str
 ) -> None:
-    """Checks names and values by patterns; a repeated name is refused, as stores do."""
+    """Checks names and values against patterns, and refuses repeated names, as stores do."""
     seen = set()
     for name, content in pairs:
         fits = re.fullmatch(key, name) and re.fullmatch(value, content)

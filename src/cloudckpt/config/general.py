@@ -1,4 +1,4 @@
-"""The options that every store shares."""
+"""The options that apply to every store."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from cloudckpt.config.options import (
 __all__ = ["MOST_ON_A_MACHINE", "BackgroundOptions", "Config", "RetryPolicy", "config_or_default"]
 
 MOST_ON_A_MACHINE = 64
-"""Connections that the ranks of a machine open together by default. At the 90 MB/s of a connection
-to S3 they fill 45 Gb/s."""
+"""The default number of connections that the ranks of a machine open in total. At the 90 MB/s of a
+connection to S3 they fill 45 Gb/s.
+"""
 
 NATIVE_TLS = "CLOUDCKPT_NATIVE_TLS"
-"""The variable that, if it is ``0``, has https answers received by Python's own calls; for whoever
-suspects the calls of OpenSSL."""
+"""The environment variable that disables native TLS reads if it is ``0``: https responses are then
+received by Python's own calls, to rule out a fault in the calls of OpenSSL.
+"""
 
 _SMALL_REQUESTS = 16
 
@@ -38,15 +40,15 @@ logger = logging.getLogger("cloudckpt")
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy(Options):
-    """How long a failed request is tried again, with growing random pauses.
+    """How long a failed request is retried, and with which pauses.
 
-    Only failures that may pass are retried: a store that can't be reached, fails internally or asks
-    to slow down.
+    Only transient failures are retried: a store that can't be reached, fails internally or
+    throttles. Pauses are random and grow.
 
     Attributes:
         attempts: The most tries; None: as many as the deadline allows.
         base: The shortest pause, in seconds.
-        cap: The longest one, unless the store asks for more.
+        cap: The longest pause, in seconds, unless the store asks for a longer one.
     """
 
     variables: ClassVar[str] = "CLOUDCKPT_RETRY_"
@@ -163,22 +165,22 @@ class Config(Options):
 
     @property
     def most_connections(self) -> int:
-        """How many connections a transfer of this rank may open."""
+        """The most connections that a transfer of this rank may open."""
         shared = max(1, MOST_ON_A_MACHINE // _ranks_here())
         return shared if self.connections == "auto" else self.connections
 
     @property
     def requests_at_once(self) -> int:
-        """How many requests without much data, such as deletions, are sent at a time."""
+        """The most small requests, such as deletions, that are sent at the same time."""
         most = self.most_connections
         return min(_SMALL_REQUESTS, most) if self.connections == "auto" else most
 
 
 def config_or_default(config: Config | None) -> Config:
-    """The options that the caller has given, else those of the environment.
+    """Returns the caller's options, or those of the environment if `config` is None.
 
     Raises:
-        ConfigError: If they are something else, such as a dict.
+        ConfigError: If `config` is not a Config, such as a dict.
     """
     if config is None:
         return Config()
@@ -188,7 +190,9 @@ def config_or_default(config: Config | None) -> Config:
 
 
 def _ranks_here() -> int:
-    """The number of ranks on this machine, as reported by their launcher: torchrun, or MPI."""
+    """Returns the number of ranks on this machine, as reported by their launcher: torchrun,
+    or MPI.
+    """
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         text = os.environ.get(name, "")
         if text.isdigit() and int(text):
@@ -198,7 +202,7 @@ def _ranks_here() -> int:
 
 @cache
 def _variables() -> frozenset[str]:
-    """The names of all variables that options come from."""
+    """Returns the names of the environment variables of all options."""
     classes = Config, RetryPolicy, S3Options, GCSOptions, AzureOptions, BackgroundOptions
     options = (variable for cls in classes for _, variable, _, _ in documented_options(cls))
     return frozenset(options) | {NATIVE_TLS}
@@ -206,9 +210,11 @@ def _variables() -> frozenset[str]:
 
 @cache
 def _tell(strangers: frozenset[str]) -> None:
-    """Warns, once in a process, of variables that no option comes from; misspelt, as a rule."""
+    """Warns, once per process, of ``CLOUDCKPT_*`` variables of no option, which are usually
+    misspelt.
+    """
     for name in sorted(strangers):
-        if not name.startswith("CLOUDCKPT_TEST_"):  # which say where tests find a store
+        if not name.startswith("CLOUDCKPT_TEST_"):  # tests read these to find a store
             near = difflib.get_close_matches(name, _variables(), n=1)
             logger.warning(
                 "the environment variable %s is not an option of cloudckpt and has no effect%s",

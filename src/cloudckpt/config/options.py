@@ -1,8 +1,8 @@
-"""Declares options: a dataclass field with a type, a default and a text is all that is needed.
+"""Declares options: a dataclass field needs only a type, a default and a description.
 
-The environment variable follows from class and name; the check, and the parsing of the variable's
-text, from the annotation. The meaning is an argument of :func:`option`, since Python discards a
-string that merely follows a field.
+The name of the environment variable follows from class and field; the validation, and the parsing
+of the variable's text, from the annotation. The description is an argument of :func:`option`, since
+Python discards a string literal after a field.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 Switch = Literal["auto", "on", "off"]
 Pairs = tuple[tuple[str, str], ...]
 Bytes = Annotated[int, "bytes"]
-"""A number of bytes; its variable also accepts ``64MiB``."""
+"""A number of bytes; its environment variable also accepts ``64MiB``."""
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
@@ -53,18 +53,20 @@ _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off"
 
 
 def option(default: T, doc: str, least: float = -math.inf, most: float = math.inf) -> T:
-    """Declares a field of :class:`Options`: its default, its meaning, and the valid numbers."""
+    """Declares a field of :class:`Options`: its default, description, and valid range of
+    numbers.
+    """
     return cast(T, _Option(default, doc, least, most))
 
 
 def timeout(default: float, doc: str) -> float:
-    """Declares a field of seconds: above 0, and at most a day, so that every wait ends."""
+    """Declares a field in seconds: above 0, and at most a day, so that every wait ends."""
     return option(default, doc, least=math.ulp(0), most=_LONGEST_WAIT)
 
 
 @dataclass(eq=False)
 class _Option:
-    """The default of a field, which knows the valid values."""
+    """The default of an option's field; parses the option's variable and validates its values."""
 
     default: Any
     doc: str
@@ -79,7 +81,9 @@ class _Option:
         return f"{self.variable} or {self.default!r}"
 
     def kind_and_words(self) -> tuple[Any, tuple[Any, ...]]:
-        """Its type, None if words are all it takes, and the words (or None) taken instead."""
+        """Returns the option's type (None if it accepts words only), and the words accepted
+        besides.
+        """
         hint = _hints_of(self.owner)[self.name]
         is_one = get_origin(hint) in (None, Annotated, Literal, tuple)
         kinds = [hint] if is_one else get_args(hint)
@@ -89,7 +93,7 @@ class _Option:
         return types[0] if types else None, (*words, *[None] * (none in kinds))
 
     def from_environment(self) -> Any:
-        """The value of its variable, else the default."""
+        """Returns the value of the option's environment variable, or the default if it is unset."""
         text = os.environ.get(self.variable)
         if not text:
             return self.default
@@ -103,7 +107,7 @@ class _Option:
             raise ConfigError(f"{self.variable}={text!r} is not valid: write {form}") from None
 
     def checked(self, value: Any) -> Any:
-        """The value, normalised.
+        """Returns a value, normalized, if it is valid.
 
         Raises:
             ConfigError: If it is not valid.
@@ -132,20 +136,22 @@ class _Option:
 
 
 def whole_number(value: object) -> int | None:
-    """A whole number of Python, numpy or torch (zero-dimensional); None for anything else.
+    """Converts an integer of Python, numpy or torch (zero-dimensional) to int; None for anything
+    else.
 
-    True does not count, although Python's bool is an int, and neither does 5.0.
+    True is not an integer here, although Python's bool is an int, and neither is 5.0.
     """
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]  # it refuses anything else
-    except (TypeError, ValueError, RuntimeError):  # also a tensor of many, or without a value
+    # also for tensors with several elements, or without a value
+    except (TypeError, ValueError, RuntimeError):
         return None
 
 
 def _as_number(kind: type, value: Any) -> Any:
-    """The same number as a Python number, if it is a number."""
+    """Converts a number to a Python number; returns other values unchanged."""
     if (whole := whole_number(value)) is not None:
         return whole
     is_real = kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -154,12 +160,13 @@ def _as_number(kind: type, value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Values that are validated on construction; the base of classes of options.
+    """The base class of options, which are validated on construction.
 
-    An option that is not given comes from the environment at that moment, else it has its default.
+    An option that is not given is read from its environment variable at that moment; if that is
+    unset, it has its default.
 
     Attributes:
-        variables: The prefix of its variables.
+        variables: The prefix of the environment variables.
     """
 
     variables: ClassVar[str]
@@ -181,7 +188,7 @@ class Options:
         self._check()
 
     def _check(self) -> None:
-        """Raises ConfigError if values that are valid alone don't go together."""
+        """Raises ConfigError if values that are valid alone can't be combined."""
 
 
 @cache
@@ -190,19 +197,19 @@ def _hints_of(cls: Any) -> dict[str, Any]:
 
 
 def documented_options(cls: type[Any]) -> list[tuple[str, str, Any, str]]:
-    """``(name, variable, default, meaning)`` of each option of a class, for the documentation."""
+    """Returns ``(name, variable, default, description)`` of each option, for the documentation."""
     options = [field.default for field in fields(cls) if isinstance(field.default, _Option)]
     return [(each.name, each.variable, each.default, each.doc) for each in options]
 
 
 def require(ok: bool, message: str) -> None:
-    """Raises ConfigError with ``message`` unless ``ok``."""
+    """Raises ConfigError with `message` unless `ok`."""
     if not ok:
         raise ConfigError(message)
 
 
 def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
-    """Checks that an endpoint is a plain URL; possible passwords and signatures are not shown.
+    """Raises an error unless an endpoint is a plain URL; messages show no password or signature.
 
     Raises:
         ConfigError: If it is not.
@@ -217,7 +224,7 @@ def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
     try:
         parts = urlsplit(url)
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # for wrong brackets, or a port that is not a number
+    except ValueError:  # wrong brackets, or an invalid port
         is_one = False
     require(is_one, f"{name}={url!r} must begin with http:// or https://, and name a host")
 
@@ -234,7 +241,8 @@ def _read_pairs(text: str) -> Pairs:
     return tuple((key.strip(), value.strip()) for key, _, value in pairs)
 
 
-_READERS: dict[Any, Any] = {  # how a variable is read, and what to write there
+# for each type: the parser of a variable's text, and a description of the format
+_READERS: dict[Any, Any] = {
     str: (str, "a text"),
     bool: (lambda text: _FLAGS[text.lower()], "1 or 0"),
     int: (int, "a whole number"),
@@ -245,7 +253,7 @@ _READERS: dict[Any, Any] = {  # how a variable is read, and what to write there
 
 
 def _as_pairs(shown: str, value: Any) -> Pairs:
-    """A mapping, or pairs of strings, in a hashable form."""
+    """Converts a mapping or pairs to a hashable tuple of pairs of strings."""
     try:
         pairs = value.items() if isinstance(value, Mapping) else value
         return tuple((str(key), str(content)) for key, content in pairs)
@@ -254,7 +262,7 @@ def _as_pairs(shown: str, value: Any) -> Pairs:
 
 
 def _choices(form: str, words: tuple[Any, ...]) -> str:
-    """``a number, 'auto' or None``."""
+    """Returns the accepted values in words, such as ``a number, 'auto' or None``."""
     texts = [*filter(None, [form]), *map(repr, words)]
     return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
 

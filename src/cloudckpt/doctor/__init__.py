@@ -1,4 +1,4 @@
-"""Diagnoses why a save fails in a new environment: tries each thing that it needs in turn."""
+"""Diagnoses why saving or loading fails in an environment, by trying each required step in turn."""
 
 from cloudckpt.doctor.examination import examine
 from cloudckpt.doctor.findings import Finding

@@ -1,4 +1,4 @@
-"""All checks of a location, in order."""
+"""Runs all checks of a location, in order."""
 
 from __future__ import annotations
 
@@ -30,22 +30,25 @@ def examine(
     patience: float = 60.0,
     tell: Callable[[Finding], None] = lambda finding: None,
 ) -> list[Finding]:
-    """Tries everything that saving to and loading from a location needs, and reports the findings.
+    """Checks everything that saving to and loading from a location needs, and returns the findings.
 
-    A failed check is a finding, not an error; checks that are still possible are made. Objects
-    written have names beginning with ``.cloudckpt-doctor.`` and are deleted again, also after an
-    interrupt; any that can't be deleted are reported. No finding shows credentials.
+    A failed check is a finding, not an error; the checks that are still possible continue. Test
+    objects have names beginning with ``.cloudckpt-doctor.`` and are deleted at the end, also after
+    an interrupt; those that can't be deleted are reported. No finding shows credentials.
 
     Args:
         location: Where checkpoints will be, for example ``s3://bucket/run``.
-        config: Options.
-        size: Bytes of the part used to measure speed, up to 1 GiB.
-        read_only: Write nothing: for users that may only load.
+        config: Options; by default those of the environment.
+        size: Bytes of the object that measures the speed, up to 1 GiB.
+        read_only: Whether to write nothing, for users that may only load.
         patience: Seconds after which a check is interrupted and counts as failed.
-        tell: Called with each finding at once.
+        tell: Called with each finding as soon as there is one.
+
+    Returns:
+        The findings, in the order of the checks.
 
     Raises:
-        ConfigError: If ``size`` or ``patience`` makes no sense.
+        ConfigError: If ``size`` or ``patience`` is out of range.
     """
     if not 1 <= size <= _LARGEST:
         raise ConfigError(f"size={size}: write a number of bytes from 1 to 1 GiB")
@@ -70,7 +73,7 @@ def examine(
 
 
 def _reached(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore | None:
-    """Checks the route to the store; returns the store if it can be opened."""
+    """Checks credentials and connection; returns the store, or None if it can't be opened."""
     opened: list[ObjectStore] = []
 
     def log_in(retrier: Retrier) -> Finding:

@@ -1,4 +1,4 @@
-"""Findings of checks, and how checks run: each in limited time, and all of them."""
+"""Findings of checks, and the runner that limits the time of each check."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ __all__ = [
 Outcome = Literal["ok", "warning", "failed", "skipped"]
 Values = Mapping[str, str | float | None]
 
-# a hiccup is no finding, nor is a limit of one write a second: five pauses take that at least
+# Brief failures are retried and not reported, nor is a limit of one write a second: the five pauses
+# take at least a second.
 _POLICY = RetryPolicy(attempts=6, base=0.2, cap=1.0, deadline=10.0)
-_GRACE = 2.0  # seconds for what was broken off to end
+_GRACE = 2.0  # seconds for an interrupted check to end
 _HOPELESS = (BucketNotFoundError, CredentialsError, TLSError)
 
 _ADVICE: tuple[tuple[type[CloudCheckpointError], str], ...] = (
@@ -68,12 +69,12 @@ class Finding:
     """The result of a check; it shows no credentials.
 
     Attributes:
-        check: What was checked.
-        outcome: ``failed`` keeps cloudckpt from working; ``warning`` is something to know.
+        check: The name of the check.
+        outcome: ``failed``: cloudckpt can't work; ``warning``: it works, with a caveat.
         found: The result in words.
-        advice: What to do about it, if anything.
-        seconds: How long it took.
-        values: The same for programs: numbers and names.
+        advice: What to do about it; empty if nothing.
+        seconds: The duration of the check.
+        values: The result for programs: numbers and names.
     """
 
     check: str = ""
@@ -85,22 +86,24 @@ class Finding:
 
 
 def ok(found: str, values: Values | None = None) -> Finding:
-    """A finding that all is well."""
+    """Returns a finding of success."""
     return Finding(outcome="ok", found=found, values=values or {})
 
 
 def warning(found: str, advice: str, values: Values | None = None) -> Finding:
-    """A finding that it works, with a caveat, and what to do about that."""
+    """Returns a finding of success with a caveat, and what to do about it."""
     return Finding(outcome="warning", found=found, advice=advice, values=values or {})
 
 
 def failed(found: str, advice: str, values: Values | None = None) -> Finding:
-    """A finding that it does not work, and what to do."""
+    """Returns a finding of failure, and what to do about it."""
     return Finding(outcome="failed", found=found, advice=advice, values=values or {})
 
 
 def failed_by(error: CloudCheckpointError, needs: str = "") -> Finding:
-    """The finding that an error is; ``needs`` is the permission that what has failed takes."""
+    """Returns the finding for an error; `needs` is the permission that the failed check
+    requires.
+    """
     if needs and isinstance(error, AccessDeniedError):
         return failed(str(error), f"grant {needs}")
     advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), _REPORTED)
@@ -108,24 +111,30 @@ def failed_by(error: CloudCheckpointError, needs: str = "") -> Finding:
 
 
 def skipped(found: str) -> Finding:
-    """A finding that it can't be determined."""
+    """Returns a finding that the check could not be made."""
     return Finding(outcome="skipped", found=found)
 
 
 Look = Callable[[Retrier], Finding]
-"""Checks one thing; an error that it raises becomes a finding."""
+"""A check: returns its finding; an error that it raises becomes a finding."""
 
 
 class Checks:
-    """Runs checks one after another and keeps their findings.
+    """Runs checks one after another and collects their findings.
 
     Attributes:
         findings: The findings so far.
-        hopeless: Whether the store can't be reached or denies access: checks of it are skipped.
+        hopeless: Whether the store can't be reached or denies access: its further checks are
+            skipped.
     """
 
     def __init__(self, tell: Callable[[Finding], None], patience: float) -> None:
-        """``patience``: seconds after which a check is interrupted."""
+        """Starts without findings.
+
+        Args:
+            tell: Called with each finding.
+            patience: Seconds after which a check is interrupted.
+        """
         self.findings: list[Finding] = []
         self.hopeless = False
         self._tell = tell
@@ -140,14 +149,14 @@ class Checks:
         is_vital: bool = False,
         interrupt: Callable[[Collection[int]], None] = lambda threads: None,
     ) -> Finding:
-        """Runs one check.
+        """Runs one check in a thread; returns and reports its finding.
 
         Args:
-            check: Its name.
-            look: What it does.
-            needs: The permission that it needs.
-            is_vital: Whether later checks of the store are pointless if nothing answers here.
-            interrupt: Interrupts what threads, given by their identifiers, are waiting for.
+            check: The name of the check.
+            look: The check.
+            needs: The permission that it requires.
+            is_vital: Whether a lost connection makes later checks of the store pointless.
+            interrupt: Interrupts the network waits of threads, given their identifiers.
         """
         began = time.monotonic()
         found: list[Finding] = []
@@ -163,7 +172,7 @@ class Checks:
             except Exception as exc:  # noqa: BLE001 - one defect must not hide the other findings
                 found.append(failed(reason(exc), "this is a bug in cloudckpt: please report it"))
 
-        # join of a thread, other than a call in this one, ends in time and at Ctrl-C
+        # joining a thread, unlike a call in this one, can time out and be ended by Ctrl-C
         thread = threading.Thread(target=work, name=f"cloudckpt-doctor-{check}", daemon=True)
         thread.start()
         is_late = True
@@ -185,7 +194,7 @@ class Checks:
         return self.add(check, finding, seconds=time.monotonic() - began)
 
     def add(self, check: str, finding: Finding, *, seconds: float = 0.0) -> Finding:
-        """Keeps and reports a check's finding."""
+        """Redacts, keeps and reports the finding of a check."""
         finding = dataclasses.replace(
             finding,
             check=check,

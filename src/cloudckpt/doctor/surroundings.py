@@ -1,4 +1,4 @@
-"""Checks outside the bucket: credentials, the route to the store, the clock."""
+"""Checks outside of the bucket: credentials, endpoint, connection and clock."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cloudckpt.stores.http.options import Route
 __all__ = ["Connection", "credentials", "endpoint"]
 
 _SOON = 3600.0  # seconds
-# clouds refuse requests that were signed 15 minutes ago, or will be:
+# clouds refuse requests whose signature differs from their clock by more than 15 minutes:
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html (RequestTimeTooSkewed)
 _MOST_SKEW = 900.0
 _USUAL_SKEW = 60.0
 
 
 def credentials(origin: Origin) -> Finding:
-    """Where credentials come from, and how long they last."""
+    """Reports where credentials come from, and when they expire."""
     whose = f"{origin.source}, {origin.identity}" if origin.identity else origin.source
     values: Values = {"source": origin.source, "identity": origin.identity, "ends": origin.ends}
     if origin.ends is None:
@@ -31,13 +31,13 @@ def credentials(origin: Origin) -> Finding:
     if left <= 0:
         return failed(f"{whose}; expired {_duration(-left)} ago", "renew them", values=values)
     whose = f"{whose}; valid for {_duration(left)}"
-    if left < _SOON and "signature" in origin.source:  # all others are renewed
+    if left < _SOON and "signature" in origin.source:  # all other credentials are renewed
         return warning(whose, "a long job needs credentials that last longer", values=values)
     return ok(whose, values=values)
 
 
 def endpoint(route: Route) -> Finding:
-    """Where requests go, and which setting says so."""
+    """Reports the endpoint, and the setting that supplied it; warns of unencrypted http."""
     parts = urlsplit(route.url)
     found = f"{parts.scheme}://{parts.netloc}, by {route.endpoint_from}"
     if route.region:
@@ -54,7 +54,7 @@ def endpoint(route: Route) -> Finding:
 
 
 class Connection:
-    """One request without credentials: any answer shows how the server is reached, and its time."""
+    """Sends one request without credentials; any response shows that the server is reachable."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -63,10 +63,10 @@ class Connection:
         self.interrupt = self._http.interrupt
 
     def look(self) -> Finding:
-        """Connects and sends the request.
+        """Connects, sends the request and reports the response time; notes the server's clock.
 
         Raises:
-            StoreError: If no answer comes.
+            StoreError: If no response comes.
         """
         began, clock = time.monotonic(), time.time()
         with self._http.send("HEAD", self._route.url, {}) as reply:
@@ -82,7 +82,7 @@ class Connection:
         return ok(found, values={"seconds": took, "protocol": protocol})
 
     def clock(self) -> Finding:
-        """How far this machine's clock is from the server's."""
+        """Reports how far this machine's clock is from the server's."""
         if self._skew is None:
             return skipped("the server's answer has no date to compare with")
         skew = round(self._skew)
@@ -97,7 +97,7 @@ class Connection:
         return ok(found, values=values)
 
     def close(self) -> None:
-        """Releases the connection."""
+        """Closes the connection."""
         self._http.close()
 
 
@@ -109,5 +109,5 @@ def _duration(seconds: float) -> str:
 
 
 def _is_near(host: str) -> bool:
-    """Whether a host's name is that of this machine or in a private network."""
+    """Returns whether a host name is this machine's or an address in a private network."""
     return host in ("localhost", "::1") or host.startswith(("127.", "10.", "192.168."))

@@ -1,4 +1,4 @@
-"""Trials in the bucket itself, under separate names, which are all deleted in the end."""
+"""Checks in the bucket itself, with test objects, which are all deleted at the end."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from cloudckpt.uri import CheckpointURI
 
 __all__ = ["NEEDS", "Trials"]
 
-_BYTES = 4096  # of a small object
+_BYTES = 4096  # size of a small test object
 _MIB = 1024 * 1024
 _CLEANUP = RetryPolicy(attempts=8, base=0.2, cap=2.0, deadline=30.0)
 
 _WRONG = "do not save there: look at proxies on the way, or use another store or version of it"
-_NO_WORD = (AccessDeniedError, ConnectionLostError)  # says nothing about what was sent
+# these do not show whether the checksum was verified
+_NO_WORD = (AccessDeniedError, ConnectionLostError)
 
 _BLOBS = "Microsoft.Storage/storageAccounts/blobServices/containers/blobs"
 NEEDS = {
@@ -41,7 +42,7 @@ NEEDS = {
     "read": {"s3": "s3:GetObject", "gs": "storage.objects.get", "az": f"{_BLOBS}/read"},
     "conditions": {
         "s3": "s3:PutObject and s3:GetObject",
-        "gs": "storage.objects.create and storage.objects.delete",  # to replace one is both
+        "gs": "storage.objects.create and storage.objects.delete",  # replacing an object needs both
         "az": f"{_BLOBS}/write",
     },
     "multipart": {
@@ -56,42 +57,45 @@ NEEDS = {
     },
     "delete": {"s3": "s3:DeleteObject", "gs": "storage.objects.delete", "az": f"{_BLOBS}/delete"},
 }
-"""The permission that each trial needs, by scheme."""
+"""The permission that each check needs, by URI scheme."""
 
 
 class Trials:
-    """Tries what saving and loading do in one bucket.
+    """Checks in one bucket that do what saves and loads do.
 
-    Each trial writes its own objects, so that a failed trial does not affect the others.
+    Each check writes its own objects, so that a failed check does not affect the others.
     """
 
     def __init__(self, store: ObjectStore, uri: CheckpointURI, config: Config, size: int) -> None:
-        """``size``: bytes of the part used to measure speed."""
+        """Prepares the checks; `size` is the number of bytes that measure the speed."""
         self._store = store
         self._uri = uri
         self._config = config
         self._size = size
-        self._start = uri.key(probe_name("doctor", random_suffix()))  # which sweeping knows
+        # a name that `sweep` recognizes
+        self._start = uri.key(probe_name("doctor", random_suffix()))
         self._content = os.urandom(_BYTES)
-        self._written: str | None = None  # what can be read
+        self._written: str | None = None  # the key of an object to read
         self._keys: list[str] = []
         self._uploads: list[Upload] = []
         self._folders = _missing_folders(uri)
 
     def list(self, retrier: Retrier) -> Finding:
-        """Lists one page."""
+        """Checks that the location can be listed."""
         found = retrier.call(self._first)
         return ok("the location can be listed" + ("" if found else "; it is empty"))
 
     def write(self, retrier: Retrier) -> Finding:
-        """Writes one object in one request."""
+        """Checks that an object can be written in one request."""
         key = self._key("object")
         self._put(retrier, key)
         self._written = key
         return ok("an object was written")
 
     def read(self, retrier: Retrier) -> Finding:
-        """Reads an object whole, and a range of it; if none was written, a range of another."""
+        """Checks that an object can be read, whole and by range; without a test object, a range of
+        another.
+        """
         store, start = self._store, _BYTES // 4
         if self._written is None:
             found = retrier.call(self._first)
@@ -116,7 +120,7 @@ class Trials:
         return ok("an object was read, as a whole and by a range")
 
     def conditions(self, retrier: Retrier) -> Finding:
-        """Whether writes and deletions are refused if their condition does not hold."""
+        """Checks that writes and deletions are refused if their condition does not hold."""
         store, key = self._store, self._key("conditions")
         self._put(retrier, key)
         if not honours_conditions(store, key, self._content, retrier):
@@ -138,7 +142,7 @@ class Trials:
         )
 
     def checksums(self, retrier: Retrier) -> Finding:
-        """Whether the store refuses a write with a wrong checksum."""
+        """Checks that the store refuses a write with a wrong checksum."""
         store, kind = self._store, self._store.capabilities.checksum.name
         if not store.capabilities.verifies:
             return skipped("none are sent; blocks are verified when they are read")
@@ -163,7 +167,7 @@ class Trials:
         )
 
     def multipart(self, retrier: Retrier) -> Finding:
-        """Makes an object from two parts."""
+        """Checks that an object can be written in two parts."""
         store, key = self._store, self._key("parts")
         first = bytes(
             max(store.capabilities.min_part_size, _BYTES)
@@ -179,7 +183,7 @@ class Trials:
             lambda: store.complete_upload(
                 upload, parts, if_absent=creates_only(store, self._config)
             ),
-            # a try whose answer was lost is refused when it is repeated
+            # a try whose response was lost is refused when it is repeated
             made=lambda error: written(store, key, upload.attempt, retrier.policy),
         )
         seam = bytearray(2 * 16)
@@ -189,7 +193,7 @@ class Trials:
         return ok("an object was written in parts")
 
     def abort(self, retrier: Retrier) -> Finding:
-        """Begins an upload, lists it and discards it."""
+        """Checks that an upload can be begun, listed and aborted."""
         store, key = self._store, self._key("aborted")
         upload = self._began(retrier.call(lambda: store.create_upload(key, _BYTES)))
         checksum = store.capabilities.checksum.of(self._content)
@@ -211,7 +215,7 @@ class Trials:
         return ok("an unfinished upload was listed and aborted")
 
     def speed(self, retrier: Retrier) -> Finding:
-        """The speed of one connection, up and down."""
+        """Measures the speed of one connection, up and down."""
         store, sums = self._store, self._store.capabilities.checksum
         block = os.urandom(min(self._size, _MIB))
         body = [memoryview(block)] * (self._size // len(block))
@@ -219,14 +223,14 @@ class Trials:
         alone, nbytes = creates_only(store, self._config), len(body) * len(block)
 
         def send() -> tuple[str, float]:
-            key = self._key(f"speed{random_suffix()}")  # another one at each try
+            key = self._key(f"speed{random_suffix()}")  # a new key for each try
             return key, _seconds(lambda: store.put(key, body, checksum=checksum, if_absent=alone))
 
         key, up = retrier.call(send)
         return self._told(nbytes, up, self._read_speed(retrier, key, nbytes))
 
     def download_speed(self, retrier: Retrier) -> Finding:
-        """The download speed only, from an existing object."""
+        """Measures the download speed only, from an existing object."""
         found = retrier.call(self._first)
         if found is None or found.size < _MIB:
             return skipped("the first object here is too small to measure the speed")
@@ -246,16 +250,16 @@ class Trials:
 
     @property
     def start(self) -> str:
-        """The prefix of the URIs of everything written."""
+        """The prefix of the URIs of all test objects."""
         return self._store.uri(self._start)
 
     @property
     def has_written(self) -> bool:
-        """Whether there may be something to delete."""
+        """Whether test objects may need to be deleted."""
         return bool(self._keys)
 
     def clean(self) -> Finding:
-        """Deletes everything written."""
+        """Deletes all test objects and uploads; reports those that are left."""
         store, left = self._store, dict[str, StoreError]()
         retrier = Retrier(_CLEANUP)
         for upload in self._uploads:
@@ -266,7 +270,8 @@ class Trials:
             except StoreError as error:
                 left[f"{upload.key} (an unfinished upload)"] = error
         left |= delete_each(store, self._keys, _CLEANUP, threads=4)
-        with contextlib.suppress(Exception):  # what came late, or was begun without an answer
+        # objects that arrived late, and uploads whose id was lost
+        with contextlib.suppress(Exception):
             for found in store.list(self._start):
                 if found.key not in left:
                     store.delete(found.key)
@@ -284,11 +289,11 @@ class Trials:
         )
 
     def _first(self) -> ObjectInfo | None:
-        """The first object of a listing."""
+        """Returns the first object of a listing; None if the location is empty."""
         return next(iter(self._store.list(self._uri.key(""))), None)
 
     def _key(self, name: str) -> str:
-        """A key that will be deleted in the end."""
+        """Returns the key of a new test object, and notes it for deletion."""
         key = f"{self._start}.{name}"
         self._keys.append(key)
         return key
@@ -298,20 +303,20 @@ class Trials:
         return upload
 
     def _put(self, retrier: Retrier, key: str) -> None:
-        """Writes an object as saves do: some policies demand a condition of all that is written."""
+        """Writes a test object as saves do: some policies demand a condition on every write."""
         alone = creates_only(self._store, self._config)
         put_whole(self._store, key, memoryview(self._content), retrier, if_absent=alone)
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Returns the duration of a call in seconds."""
     began = time.perf_counter()
     call()
     return max(time.perf_counter() - began, 1e-9)
 
 
 def _missing_folders(uri: CheckpointURI) -> tuple[str, ...]:
-    """The folders that a local store will make for the objects, innermost first."""
+    """Returns the folders that a local store will create, innermost first."""
     folders = []
     path = uri.prefix
     while uri.scheme == "file" and not os.path.isdir(path):
