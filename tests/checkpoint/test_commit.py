@@ -291,6 +291,8 @@ def test_whatever_befalls_a_commit_its_outcome_is_true(before, conditional, look
             assert store.tries == 4 or not isinstance(error, ThrottledError), case
         if look == "answered" and is_ours:
             assert error is None, case
+        if isinstance(error, CheckpointConflictError):
+            assert isinstance(error.__cause__, PreconditionFailedError), case
         if isinstance(getattr(error, "__cause__", None), PreconditionFailedError) and conditional:
             is_named = there is None or there.attempt
             if not store.is_uncertain or (look == "answered" and has_moved and is_named):

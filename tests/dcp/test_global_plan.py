@@ -182,7 +182,7 @@ def test_different_things_of_ranks_under_one_name_are_refused():
     for second in (other, value_item("a"), tensor_item("a", chunk([2], [2]), [5])):
         items = [tensor_item("a", chunk([0], [2]), [4]), second]
         plans = [SavePlan([item], planner_data={"a": ("a",)}) for item in items]
-        with pytest.raises(KeyCollisionError, match=r"on rank 0 and .* on rank 1") as caught:
+        with pytest.raises(KeyCollisionError) as caught:
             plan_together(records_of(plans), to_lowest_rank=False, uri=URI)
         assert (caught.value.item, caught.value.uri) == ("a", URI)
 
