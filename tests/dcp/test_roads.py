@@ -199,7 +199,7 @@ class _DerivedReader(FileSystemReader):
 @pytest.mark.parametrize("kind", [_Derived, _DerivedReader])
 @pytest.mark.parametrize("uri", _WHOLE)
 def test_what_is_derived_from_torchs_classes_for_files_is_refused_for_a_store(uri, kind, bare):
-    with pytest.raises(InstallError, match="local paths only"):
+    with pytest.raises(InstallError):
         kind(uri)
 
 

@@ -72,7 +72,7 @@ def test_ranks_that_write_to_different_stores_commit_nothing(s3, twin, ranks, wo
     assert [type(error) for error in told] == [DifferentCheckpointsError] * world
     for error in told:
         assert error.uri == s3.uri
-        assert any(f"rank {rank} has written __{rank}_" in str(error) for rank in range(1, world))
+        assert any(f"__{rank}_" in str(error) for rank in range(1, world))
         assert "AWS_ENDPOINT_URL" in str(error)
     for place in (s3, twin):
         assert place.names() == []
@@ -102,8 +102,7 @@ def _save_on_own_disk(folder: str) -> None:
 def test_ranks_that_write_to_disks_of_their_own_commit_nothing(tmp_path, ranks):
     told = ranks.errors(2, _save_on_own_disk, str(tmp_path))
     assert [type(error) for error in told] == [DifferentCheckpointsError] * 2
-    assert all("rank 1 has written __1_" in str(error) for error in told)
-    assert all("mounted" in str(error) for error in told)
+    assert all("__1_" in str(error) for error in told)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import re
 from collections import OrderedDict, UserDict
 from pathlib import Path
 from typing import NamedTuple
@@ -225,8 +224,7 @@ def _save_in_places(place: Place, save) -> None:
 def test_two_places_of_one_name_on_two_ranks_are_refused(ranks, local):
     errors = ranks.errors(2, _save_in_places, local, by_save)
     assert [type(error) for error in errors] == [KeyCollisionError] * 2
-    named = r"state_dict\['a'\]\['b'\] on rank 0 and state_dict\['a.b'\] on rank 1"
-    assert all(re.search(named, str(error)) for error in errors)
+    assert [error.item for error in errors] == ["a.b"] * 2
     assert ".metadata" not in local.names()
 
 
@@ -375,7 +373,7 @@ def test_tensors_beneath_a_container_that_is_loaded_as_a_value_are_told(tmp_path
     state = {"model": {"w": torch.zeros(2)}}
     cloudckpt.load(state, checkpoint_id=tmp_path)
     assert_same(state, {"model": {"w": torch.ones(2)}})
-    assert "1, the first of them model.w" in caplog.text
+    assert "model.w" in caplog.text
 
 
 def test_dicts_with_entries_as_attributes_are_saved_like_dicts(tmp_path):

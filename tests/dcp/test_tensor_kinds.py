@@ -422,7 +422,7 @@ def test_a_target_with_many_elements_in_one_place_is_refused(layout, load, local
     """The last of the rows would be in the place of all."""
     ranks(LAYOUTS[layout].world, _save_numbered, LAYOUTS[layout], local)
     row = torch.zeros(1, 3)
-    with pytest.raises((UnsupportedTensorError, CheckpointException), match=r"t can't be .* place"):
+    with pytest.raises((UnsupportedTensorError, CheckpointException)):
         load({"t": row.expand(4, 3)}, storage_reader=local.reader(), no_dist=True)
     assert not row.any()
 
@@ -432,8 +432,9 @@ def test_a_target_whose_rows_overlap_is_refused(strides, local):
     """Each row would be overwritten by the next one."""
     cloudckpt.save({"t": numbered(4, 3, first=1)}, checkpoint_id=local.uri)
     memory = torch.zeros(20)
-    with pytest.raises(UnsupportedTensorError, match=r"t can't be .* place"):
+    with pytest.raises(UnsupportedTensorError) as caught:
         cloudckpt.load({"t": memory.as_strided((4, 3), strides)}, checkpoint_id=local.uri)
+    assert caught.value.item == "t"
     assert not memory.any()
 
 
