@@ -195,7 +195,7 @@ def test_a_check_that_hangs_is_broken_off_and_the_rest_goes_on(end, bucket, s3_c
     end.inject(Stall("answer"), operation="CreateMultipartUpload", path="*.aborted*")
     found = examined(f"s3://{bucket}/run", config_of(end.url), patience=8)
     assert outcomes(found, "failed") == ["abort"]
-    assert "not done within 8 s" in found["abort"].found
+    assert "not finished within 8 s" in found["abort"].found
     assert found["speed"].outcome == "ok"
     assert everything(s3_client, bucket) == []  # also the uploads whose answers did not come
 
@@ -285,7 +285,7 @@ def test_a_defect_hides_no_other_finding(monkeypatch) -> None:
 
     monkeypatch.setattr(MemoryStore, "list_uploads", defect)
     found = examined("memory://defect/run")
-    assert "defect" in found["abort"].advice
+    assert "bug" in found["abort"].advice
     assert found["speed"].outcome == "ok"
 
 

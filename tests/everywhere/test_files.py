@@ -127,7 +127,7 @@ def test_what_can_be_no_file_is_refused(place, tmp_path) -> None:
     with pytest.raises(ConfigError):
         save_file(f"{place.uri}/x", b"", if_absent=True, if_version="1", config=place.config)
     off = dataclasses.replace(place.config, conditional_writes="off")
-    with pytest.raises(ConfigError, match="are off"):
+    with pytest.raises(ConfigError, match="turned off"):
         save_file(f"{place.uri}/x", b"", if_absent=True, config=off)
 
 

@@ -144,7 +144,7 @@ def test_what_is_in_the_way_stays_and_so_does_what_was_to_be_renamed(store) -> N
     writer = folders(store)
     save(writer, "run/step-7", 7)
     write(writer, "run/tmp_step-7", 8)
-    with pytest.raises(FileExistsError, match="remove that"):
+    with pytest.raises(FileExistsError, match="remove it"):
         writer.rename_folder("run/tmp_step-7", "run/step-7")
     assert state_of(store, "run/step-7") == 7
     assert writer.read("run/tmp_step-7/metadata.pkl") == b"metadata of step 8"
@@ -301,7 +301,9 @@ def test_what_a_rank_has_written_elsewhere_is_not_committed(store) -> None:
     write(writer, "run/tmp_step-7", 7)
     lost = next(info.key for info in store.list("run/step-7/rank_1/"))
     store.delete(lost)
-    with pytest.raises(CheckpointCorruptError, match=r"rank_1/model\.pt was written, but is not"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"rank_1/model\.pt was written, but the store"
+    ):
         writer.rename_folder("run/tmp_step-7", "run/step-7")
     assert state_of(store, "run/step-7") is None
 

@@ -139,7 +139,7 @@ def test_a_denied_deletion_damages_nothing_and_training_goes_on(
         config = at(proxy, s3_config)
         proxy.inject(DENIED, operation="DeleteObject")
         fill(run, 1, 2, 3, config=config, max_to_keep=1)
-        assert "step 1 could not be deleted and stays" in caplog.text
+        assert "step 1 could not be deleted, and stays" in caplog.text
         assert [step for step, whole in listed(run, config) if whole] == [
             "step-1", "step-2", "step-3",
         ]  # fmt: skip

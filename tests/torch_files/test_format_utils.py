@@ -281,7 +281,7 @@ BROKEN = {
     "cut in half": (_GOOD[: len(_GOOD) // 2], CheckpointCorruptError, "truncated"),
     "a few bytes": (_GOOD[:7], CheckpointCorruptError, "truncated"),
     "another zip": (_zip_of(readme="hi"), CheckpointCorruptError, "can't read"),
-    "no dict": (bytes_of_file(numbered(3)), CheckpointError, "holds a Tensor"),
+    "no dict": (bytes_of_file(numbered(3)), CheckpointError, "contains a Tensor"),
     "damaged pickle": (_zip_of(data_pkl=b"garbage"), CheckpointError, "can't"),
 }
 
