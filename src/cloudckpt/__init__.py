@@ -6,26 +6,26 @@
 
 Public are the names in ``__all__`` of this package, and those in ``__all__`` of these modules:
 
-- :mod:`cloudckpt.errors`: what is raised
+- :mod:`cloudckpt.errors`: all exceptions
 - :mod:`cloudckpt.checkpointer`: checkpointers, futures, stagers and hooks around the commit
-- :mod:`cloudckpt.runs`: what the functions that look at checkpoints return; preemption
+- :mod:`cloudckpt.runs`: results of the functions that examine checkpoints; preemption
 - :mod:`cloudckpt.hf`: models in safetensors files
 - :mod:`cloudckpt.files`: single files of any kind
 - :mod:`cloudckpt.format_utils`: conversion from and to files of ``torch.save``
 - :mod:`cloudckpt.experimental`: torch's experimental checkpointers on URIs
-- :mod:`cloudckpt.doctor`: what may keep a location from being saved to
-- :mod:`cloudckpt.events`: what is told while something is saved or loaded
+- :mod:`cloudckpt.doctor`: checks of whether a location can be saved to and loaded from
+- :mod:`cloudckpt.events`: events reported during saves and loads
 - :mod:`cloudckpt.aio`: coroutines
-- :mod:`cloudckpt.uri`: locations, parsed
-- :mod:`cloudckpt.integrations`: frameworks, a module for each that the documentation names
+- :mod:`cloudckpt.uri`: parsed locations
+- :mod:`cloudckpt.integrations`: a module for each framework that the documentation names
 
 and so are ``import cloudckpt.auto``, ``python -m cloudckpt.run`` and the command ``cloudckpt``.
 Everything else is private, whether or not its name begins with an underscore: other modules, and
-names of these modules that their ``__all__`` does not list. It may change in any version.
+names of these modules that are not in their ``__all__``. It may change in any version.
 
-What needs torch is imported when it is first asked for: a command that only lists a run starts in a
-fraction of the time that torch takes to be imported. Where torch has been imported before, what
-saves is imported at once.
+Modules that need torch are imported on first use: a command that only lists a run starts in a
+fraction of the time that importing torch takes. If torch was imported before, the modules for
+saving are imported at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from cloudckpt.config import (
 )
 from cloudckpt.fork import late_imports
 
-if TYPE_CHECKING:  # for who reads the code; imported later
+if TYPE_CHECKING:  # for readers and type checkers; at run time, names are imported on first use
     from cloudckpt import aio, format_utils, hf, integrations
     from cloudckpt.api import exists, load, save
     from cloudckpt.background.async_save import async_save
@@ -102,7 +102,7 @@ __all__ = [
     "watch",
 ]
 
-if not TYPE_CHECKING:  # which would take any name for one of ours
+if not TYPE_CHECKING:  # type checkers would otherwise accept any name
     __getattr__, __dir__ = imported_later(
         __name__,
         {
@@ -141,7 +141,9 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
 
 
 def _tell_torchs_logger(event: events.Event) -> None:
-    """That logger has a handler only where torch's part was imported, whoever did it."""
+    """Passes an event on to torch's own logger, which exists once torch's checkpoint code is
+    imported.
+    """
     if "torch.distributed.checkpoint" in sys.modules:
         with late_imports:
             from cloudckpt.checkpoint.torch_private import tell_torchs_logger

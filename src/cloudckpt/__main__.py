@@ -1,10 +1,10 @@
-"""The command ``cloudckpt``, also as ``python -m cloudckpt``."""
+"""The entry point of the command ``cloudckpt``, and of ``python -m cloudckpt``."""
 
 import sys
 
 
 def main() -> None:
-    """Runs the command line; without the packages of its extra, says how to install them."""
+    """Runs the command line; if packages of its extra are missing, says how to install them."""
     try:
         from cloudckpt.cli import main as run
     except KeyboardInterrupt:  # the import takes a moment

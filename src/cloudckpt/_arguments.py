@@ -1,4 +1,4 @@
-"""Keyword arguments that do not exist, with the ones that may have been meant."""
+"""Raises TypeErrors for unknown keyword arguments, with a suggestion of what was meant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["refuse_unknown", "suggesting"]
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
-# arguments of torch's and other writers, and what they are here
+# arguments of torch's and other writers, and their equivalents in cloudckpt
 _ELSEWHERE = {
     "thread_count": "write config=Config(connections=…)",
     "per_thread_copy_ahead": "write config=Config(memory_budget=…)",
@@ -22,7 +22,7 @@ _ELSEWHERE = {
 
 
 def refuse_unknown(function: str, known: Collection[str], given: Collection[str]) -> None:
-    """Raises TypeError for the first given name that is not known, with a suggestion."""
+    """Raises TypeError for the first of `given` that is not in `known`, with a suggestion."""
     for name in given:
         if name in known:
             continue
@@ -35,7 +35,9 @@ def refuse_unknown(function: str, known: Collection[str], given: Collection[str]
 
 
 def suggesting(function: _Callable) -> _Callable:
-    """A public function whose TypeError for an unknown keyword argument names the right one."""
+    """Decorates a function so that its TypeError for an unknown keyword argument suggests the right
+    one.
+    """
     known = list(inspect.signature(function).parameters)
     name = function.__qualname__.removesuffix(".__init__")
 

@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use, since importing them imports torch."""
+"""Imports names of a package on first use, as importing them at once would import torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ __all__ = ["imported_later"]
 def imported_later(
     package: str, names: Mapping[str, str], modules: Iterable[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The functions ``__getattr__`` and ``__dir__`` of a package, which lists public names only.
+    """Returns the functions ``__getattr__`` and ``__dir__`` of a package with names imported on
+    first use.
+
+    ``__dir__`` lists the package's ``__all__`` and `modules` only.
 
     Args:
-        package: Its name.
-        names: For each module, its names, separated by spaces.
-        modules: The modules that are attributes of the package before anything has imported them.
+        package: The package's name.
+        names: The names by their module, separated by spaces.
+        modules: Submodules that are attributes of the package even before they are imported.
     """
     homes = {name: module for module, those in names.items() for name in those.split()}
     known = frozenset(modules)

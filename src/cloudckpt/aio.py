@@ -1,8 +1,8 @@
-"""Checkpoints of runs, read from an event loop.
+"""The functions that read runs and checkpoints, as coroutines.
 
-The read-only functions of :mod:`cloudckpt` as coroutines, with the same arguments, results and
-errors; and :func:`watch`, for services that evaluate or serve what a training job writes. Threads
-do the work: the caller's event loop only waits. Nothing has to be closed.
+They have the same arguments, results and errors as those of :mod:`cloudckpt`. With :func:`watch`,
+they serve programs that evaluate or deploy what a training job writes. The work is done in threads,
+so that the caller's event loop never blocks. There is nothing to close.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ __all__ = ["exists", "inspect", "latest", "list_checkpoints", "load_file", "veri
 T = TypeVar("T")
 
 _AT_ONCE = 8
-"""Questions to a bucket at a time. Each takes a millisecond or more of the GIL, for which the loop
-queues behind all threads: with 16, its longest wait was twice as long and answers hardly faster."""
+"""The most requests of an event loop to a bucket at a time. Each takes a millisecond or more of the
+GIL, for which the loop competes with all threads: with 16, its longest delay was twice as long, and
+the responses came hardly sooner.
+"""
 
 
 async def exists(uri: URILike, *, config: Config | None = None) -> bool:
-    """As :func:`cloudckpt.exists`."""
+    """Returns whether there is a committed checkpoint at `uri`; see :func:`cloudckpt.exists`."""
     location = CheckpointURI.parse(uri)
     view = View(location, config_or_default(config))
     return await _asked(view, lambda view: find_commit(view.look, location)) is not None
@@ -47,7 +49,7 @@ async def exists(uri: URILike, *, config: Config | None = None) -> bool:
 async def latest(
     run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
 ) -> str | None:
-    """As :func:`cloudckpt.latest`."""
+    """Returns the URI of a run's newest committed step, or None; see :func:`cloudckpt.latest`."""
     found = Run(run, step_name=step_name, config=config)
     step = await _asked(found.view, lambda view: newest_step(view, found))
     return None if step is None else str(found.uri(step))
@@ -56,7 +58,7 @@ async def latest(
 async def list_checkpoints(
     run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
 ) -> list[CheckpointSummary]:
-    """As :func:`cloudckpt.list_checkpoints`."""
+    """Returns the committed checkpoints of a run; see :func:`cloudckpt.list_checkpoints`."""
     found = Run(run, step_name=step_name, config=config)
     return await _asked(found.view, lambda view: summaries(view, found), is_wide=True)
 
@@ -69,15 +71,15 @@ def watch(
     step_name: str = DEFAULT_PATTERN,
     config: Config | None = None,
 ) -> AsyncIterator[CheckpointSummary]:
-    """As :func:`cloudckpt.watch`, whose arguments and errors it has.
+    """Yields each new checkpoint of a run; arguments and errors as in :func:`cloudckpt.watch`.
 
     ::
 
         async for checkpoint in aio.watch("s3://bucket/run", start=last_evaluated + 1):
             await evaluate(checkpoint.uri)
 
-    Between polls, and while the caller is busy with a checkpoint, no thread waits. Leaving the
-    loop, or being cancelled, ends the watch.
+    Between polls, and while the caller processes a checkpoint, no thread waits. Leaving the loop,
+    or cancelling it, ends the watch.
     """
     return _found(Watch(Run(run, step_name=step_name, config=config), interval, start))
 
@@ -92,12 +94,18 @@ async def _found(watch: Watch) -> AsyncIterator[CheckpointSummary]:
 
 
 async def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents:
-    """As :func:`cloudckpt.inspect`, in a thread, which runs to its end if this is cancelled."""
+    """Returns the contents of a checkpoint; see :func:`cloudckpt.inspect`.
+
+    It runs in a thread, which continues to its end if the coroutine is cancelled.
+    """
     return await _in_thread(lambda: contents.inspect(uri, config=config))
 
 
 async def verify(uri: URILike, *, config: Config | None = None) -> Verified:
-    """As :func:`cloudckpt.verify`, in threads, which stop at the next block if it is cancelled."""
+    """Verifies a checkpoint; see :func:`cloudckpt.verify`.
+
+    It runs in threads, which stop at the next block if the coroutine is cancelled.
+    """
     cancelled = threading.Event()
 
     def look(done: int, total: int) -> None:
@@ -112,7 +120,10 @@ async def verify(uri: URILike, *, config: Config | None = None) -> Verified:
 async def load_file(
     uri: URILike, *, if_version: str | None = None, config: Config | None = None
 ) -> files.FileContent:
-    """As :func:`cloudckpt.files.load_file`, in threads, which run to their end if cancelled."""
+    """Returns the content of a file; see :func:`cloudckpt.files.load_file`.
+
+    It runs in threads, which continue to their end if the coroutine is cancelled.
+    """
     return await _in_thread(lambda: files.load_file(uri, if_version=if_version, config=config))
 
 
@@ -121,10 +132,11 @@ _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Gates] = weakref.W
 
 
 async def _asked(view: View, question: Callable[[View], T], *, is_wide: bool = False) -> T:
-    """What a thread learns by asking a store. If the caller is cancelled, it stops at once.
+    """Runs requests to a store in a thread, and returns their result; cancelling interrupts them.
 
-    An event loop asks a bucket up to eight questions at a time, or fewer if ``config.connections``
-    says so; beside them one that ``is_wide``, which sends several requests at a time itself.
+    An event loop runs up to eight such calls per bucket at a time, or fewer if
+    ``config.connections`` says so, and one ``is_wide`` call in addition, which sends several
+    requests at a time itself.
     """
     config = view.config
     most = 1 if is_wide else min(_AT_ONCE, config.requests_at_once)
@@ -134,10 +146,10 @@ async def _asked(view: View, question: Callable[[View], T], *, is_wide: bool = F
 
 
 async def _in_thread(call: Callable[[], T], cancel: Callable[[], Any] = lambda: None) -> T:
-    """What ``call`` returns in a daemon thread of its own; ``cancel`` is called if nobody waits.
+    """Returns the result of `call`, run in a new daemon thread; calls `cancel` if it is cancelled.
 
-    The interpreter's end does not wait for it, as it would for the threads of an executor: for
-    minutes, if a network is silent.
+    The interpreter does not wait for a daemon thread when it exits, as it would for the threads of
+    an executor: for minutes, if a network does not respond.
     """
     future: Future[T] = Future()
 

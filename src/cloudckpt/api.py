@@ -1,4 +1,6 @@
-"""``save`` and ``load``: torch's own functions, on a URI."""
+"""``save``, ``load`` and ``exists``: checkpoints at a URI, with the interface of torch's
+functions.
+"""
 
 from __future__ import annotations
 
@@ -94,35 +96,35 @@ def save(
     """Saves a distributed state dict to a URI, as ``torch.distributed.checkpoint.save`` does.
 
     When this returns, the checkpoint is committed and complete. If it raises, it raises on every
-    rank: nothing new is visible, what was there is untouched, and what the attempt sent is deleted.
+    rank: no new checkpoint is visible, an existing one is unchanged, and the data sent are deleted.
 
     Args:
-        state_dict: The state dict; the ``state_dict()`` of ``Stateful`` values is saved.
+        state_dict: The state dict; of ``Stateful`` values, their ``state_dict()`` is saved.
         checkpoint_id: ``s3://bucket/path`` or another location.
-        storage_writer: A writer of this package instead of one for ``checkpoint_id``.
+        storage_writer: A writer of this package, instead of a new one for ``checkpoint_id``.
         planner: As in torch.
         process_group: As in torch.
         no_dist: As in torch.
-        use_collectives: Must be on: all ranks commit together.
-        config: Options, if no writer is given.
-        base: An earlier checkpoint in the same folder, if no writer is given: unchanged data is not
-            sent but referenced there. Both saves need ``Config(incremental=True)``, which uses the
-            newest step as the base if none is given.
+        use_collectives: Must be True: all ranks commit together.
+        config: Options, unless a writer is given.
+        base: An earlier checkpoint in the same folder, unless a writer is given: data that it has
+            already is referenced and not sent again. Both saves need ``Config(incremental=True)``,
+            which uses the newest step as the base if none is given.
 
     Returns:
         The committed metadata. On ranks other than the one that committed, it is read on first
-        access; printing or comparing it (two are equal if they are of the same save) reads nothing.
+        access; printing or comparing it reads nothing (two are equal if they are of the same save).
 
     Raises:
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
-        ConfigError: If the arguments contradict each other, or the writer is not ours; or if the
-            location is the folder of a run, which is never a checkpoint, too.
+        ConfigError: If the arguments contradict each other, if the writer is another package's, or
+            if the location is the folder of a run, which can't be a checkpoint as well.
         CheckpointConflictError: If another writer committed first.
-        CommitUnknownError: If the store itself did not say whether it carried out the commit;
-            nothing is deleted then.
+        CommitUnknownError: If the store did not report whether it carried out the commit; nothing
+            is deleted then.
         CloudCheckpointError: The cause, if all ranks that failed did so for the same reason.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
-        ProcessGroupError: If a rank died or the ranks lost each other; ``committed`` says what is
+        ProcessGroupError: If a rank died or the ranks lost each other; ``committed`` is what is
             known of the commit, and nothing that may be needed is deleted.
     """
 
@@ -155,33 +157,34 @@ def load(
     """Loads a checkpoint into a state dict in place, as ``torch.distributed.checkpoint.load`` does.
 
     When this returns, every byte has been verified. If it raises, it raises on every rank, and the
-    tensors of ``state_dict`` may hold part of the new values; only what a ``load_state_dict`` of
-    yours raises, which is called once all ranks have loaded, is raised on that rank alone. If a
-    writer replaces the checkpoint meanwhile, all ranks start again with the newer one, a few times:
-    everything loaded is from one save.
+    tensors of ``state_dict`` may hold some of the new values; only errors of the caller's own
+    ``load_state_dict`` methods, which are called once all ranks have loaded, are raised on their
+    rank alone. If a writer replaces the checkpoint meanwhile, all ranks start again with the newer
+    one, a few times: everything loaded comes from one save.
 
     Args:
-        state_dict: What to load: its keys say what, its tensors say where and how sharded.
+        state_dict: The entries to load: its keys select them, its tensors receive them and
+            determine how they are sharded.
         checkpoint_id: ``s3://bucket/path`` or another location.
-        storage_reader: A reader of this package instead of one for ``checkpoint_id``.
+        storage_reader: A reader of this package, instead of a new one for ``checkpoint_id``.
         planner: As in torch.
         process_group: As in torch.
         no_dist: As in torch.
-        config: Options, if no reader is given.
+        config: Options, unless a reader is given.
         trust_pickle: Whether pickles in the checkpoint may run arbitrary code.
-        strict: Whether all keys of ``state_dict`` must be in the checkpoint and fit; otherwise what
-            fits is loaded, the rest keeps its values, and the report names it.
+        strict: Whether all keys of ``state_dict`` must be in the checkpoint and fit. If False, the
+            entries that fit are loaded, the others keep their values, and the report names them.
 
     Returns:
-        What was loaded on this rank, and what was not. If there is more to it than what was loaded,
-        the first rank logs it.
+        A report of what was loaded on this rank, and what was not. The first rank logs it if it
+        contains more than loaded entries.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
         MissingKeyError: If ``strict`` and the checkpoint lacks a key (with the default planner).
         ShapeMismatchError: If ``strict`` and a shape differs (with the default planner).
         CheckpointCorruptError: If bytes are missing or damaged.
-        CheckpointReplacedError: If writers replaced it again and again meanwhile.
+        CheckpointReplacedError: If the checkpoint was replaced repeatedly meanwhile.
         UntrustedPickleError: If a pickle would run code that is not on the allow-list.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
@@ -209,7 +212,7 @@ def load(
 
 @contextlib.contextmanager
 def _naming(action: str, target: object) -> Iterator[None]:
-    """Errors raised within begin with the action and its location, if that is valid."""
+    """Adds the action and its location to errors raised in the block, if the location is valid."""
     try:
         yield
     except CloudCheckpointError as error:
@@ -221,7 +224,7 @@ def _naming(action: str, target: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ToSave:
-    """Where a rank saves to, and with which planner."""
+    """The writer and planner with which a rank saves."""
 
     writer: OurWriter
     planner: SavePlanner | None = None
@@ -229,7 +232,7 @@ class ToSave:
 
 @dataclass(frozen=True)
 class ToLoad:
-    """Where a rank loads from, and with which planner."""
+    """The reader and planner with which a rank loads."""
 
     reader: OurReader
     planner: LoadPlanner | None = None
@@ -244,16 +247,16 @@ def save_prepared(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Metadata:
-    """Saves to what ``prepare`` returns; if it raises on one rank, no rank begins.
+    """Saves with the writer that ``prepare`` returns; if it raises on one rank, no rank begins.
 
-    Other arguments, result and errors are those of :func:`save`.
+    Arguments, result and errors not described here are those of :func:`save`.
 
     Args:
-        state_dict: See there.
-        prepare: Makes the writer.
-        target: The location, or what has it as ``checkpoint_id``, for messages.
-        process_group: See there.
-        no_dist: See there.
+        state_dict: As in :func:`save`.
+        prepare: Creates the writer and planner.
+        target: The location, or an object with a ``checkpoint_id``, for messages.
+        process_group: As in :func:`save`.
+        no_dist: As in :func:`save`.
     """
     with _naming("save to", target):
         return _save_prepared(state_dict, prepare, Meeting.of(process_group, no_dist))
@@ -300,16 +303,16 @@ def load_prepared(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> LoadReport:
-    """Loads from what ``prepare`` returns; if it raises on one rank, no rank begins.
+    """Loads with the reader that ``prepare`` returns; if it raises on one rank, no rank begins.
 
-    Other arguments, result and errors are those of :func:`load`.
+    Arguments, result and errors not described here are those of :func:`load`.
 
     Args:
-        state_dict: See there.
-        prepare: Makes the reader.
-        target: The location, or what has it as ``checkpoint_id``, for messages.
-        process_group: See there.
-        no_dist: See there.
+        state_dict: As in :func:`load`.
+        prepare: Creates the reader and planner.
+        target: The location, or an object with a ``checkpoint_id``, for messages.
+        process_group: As in :func:`load`.
+        no_dist: As in :func:`load`.
     """
     with _naming("load from", target):
         return _load_prepared(state_dict, prepare, Meeting.of(process_group, no_dist))
@@ -345,10 +348,10 @@ def _load_prepared(
 
 
 def _prepare_with_content(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
-    """The results of both; the second is called even if the first raises.
+    """Returns the results of both functions; calls the second even if the first raises.
 
-    ``state_dict()`` of a sharded model may be a collective call, in which the other ranks would
-    wait for a rank that has already left to report its bad location.
+    ``state_dict()`` of a sharded model may be a collective call: the other ranks would wait for a
+    rank that has left it out because of an invalid location.
     """
     try:
         made = prepare()
@@ -360,22 +363,22 @@ def _prepare_with_content(prepare: Callable[[], T], content: Callable[[], S]) ->
 
 
 def exists(uri: URILike, *, config: Config | None = None) -> bool:
-    """Whether there is a committed checkpoint at a location, with one small request.
+    """Returns whether there is a committed checkpoint at a location, with one small request.
 
-    For scripts that resume if they can. It returns False only if the store itself says that there
-    is none: a script that mistook an outage for that would start over and overwrite a good
-    checkpoint. During a save, ranks that ask separately may get different answers; ask on one rank
-    and broadcast the answer. A model in safetensors files can be loaded too, but is not a
-    checkpoint and does not count.
+    For scripts that resume if they can. The result is False only if the store itself reports that
+    there is no checkpoint: a script that mistook an outage for that would start over and overwrite
+    a good checkpoint. During a save, ranks that ask separately may get different answers; ask on
+    one rank and broadcast the result. A model in safetensors files can be loaded too, but does not
+    count as a checkpoint.
 
     Args:
         uri: ``s3://bucket/path`` or another location.
-        config: Options.
+        config: Options; by default those of the environment.
 
     Raises:
-        InvalidURIError: If it is not a valid location.
-        BucketNotFoundError: If there is no such bucket.
-        StoreError: If the store refuses or stays unreachable.
+        InvalidURIError: If `uri` is not a valid location.
+        BucketNotFoundError: If the bucket does not exist.
+        StoreError: If the store refuses the request or stays unreachable.
     """
     location = CheckpointURI.parse(uri)
     config = config_or_default(config)
@@ -383,14 +386,15 @@ def exists(uri: URILike, *, config: Config | None = None) -> bool:
 
 
 def content_of(state_dict: dict[str, Any], rank: int) -> Content:
-    """What is saved of a state dict; each ``Stateful`` in it is asked for its state, one by one.
+    """Returns the content to save of a state dict; calls ``state_dict()`` of each ``Stateful`` in
+    it.
 
     Args:
         state_dict: The state dict.
         rank: This rank, in the group that saves.
 
     Raises:
-        ConfigError: If it is not a dict.
+        ConfigError: If `state_dict` is not a dict.
         UnsupportedValueError: If a container contains itself, or a tuple holds a ``Stateful``.
     """
     _check_dict(state_dict)
@@ -413,12 +417,11 @@ def writer_for(
     config: Config | None,
     base: URILike | None = None,
 ) -> OurWriter:
-    """The caller's writer, set to a location, or a new one.
+    """Returns the caller's writer, set to the location if one is given, or a new writer.
 
     Raises:
         InvalidURIError: If there is neither a location nor a writer.
-        ConfigError: If the writer is another package's, or options are given for a writer that has
-            its own.
+        ConfigError: If the writer is another package's, or if options are given besides a writer.
     """
     if writer is None:
         if checkpoint_id is None:
@@ -437,10 +440,10 @@ def writer_for(
 
 
 def our_writer(writer: StorageWriter) -> OurWriter:
-    """The writer, if it is one of this package.
+    """Returns the writer, if it is one of this package.
 
     Raises:
-        ConfigError: If it is another package's, for which none of the guarantees here would hold.
+        ConfigError: If it is another package's, which would give none of cloudckpt's guarantees.
     """
     if not isinstance(writer, OurWriter):
         raise _foreign(writer, "save", "writer")
@@ -480,18 +483,18 @@ def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
 
 
 def _clean_up_after(exc: BaseException, writer: OurWriter) -> bool | None:
-    """Deletes what this rank has written in a failed save, if there was certainly no commit.
+    """Deletes the objects that this rank has written in a failed save, unless it may be committed.
 
-    The committing rank knows; for another rank this is certain if every rank's failure says so.
-    After an interrupt or an uncertain commit the checkpoint may be or become visible.
+    The committing rank knows; another rank can be certain only if the failures of all ranks show
+    it. After an interrupt or an uncertain commit the checkpoint may be visible, or become so.
 
     Args:
-        exc: What the save raised.
-        writer: Its writer.
+        exc: The exception of the save.
+        writer: The writer of the save.
 
     Returns:
-        Whether the save is committed nevertheless, if the ranks have lost each other; None if
-        unknown, or if they have not.
+        Whether the save is committed nevertheless, if the ranks have lost each other; None if that
+        is unknown, or if they have not.
     """
     if not isinstance(writer, CloudStorageWriter):
         writer.discard()
@@ -511,7 +514,7 @@ def _clean_up_after(exc: BaseException, writer: OurWriter) -> bool | None:
 def _clean_up_and_translate(
     exc: CheckpointException | RuntimeError | ValueError, writer: OurWriter, rank: int
 ) -> BaseException:
-    """Cleans up after a failed save; returns the error that a user can act on."""
+    """Cleans up after a failed save; returns the error to raise."""
     committed, uri = _clean_up_after(exc, writer), writer.checkpoint_id
     if is_of_group(exc):
         lost = _DESTROYED if isinstance(exc, ValueError) else _LOST
@@ -524,9 +527,9 @@ def _clean_up_and_translate(
 
 
 def _status_of_save(writer: OurWriter, planner: SavePlanner) -> RankStatus:
-    """What ranks must have in common to save together.
+    """Returns the properties that all ranks must share to save together.
 
-    Everything else may differ: the coordinator's options decide what is committed and on which
+    Everything else may differ: the coordinator's options determine what is committed and on which
     condition, each rank's options how it sends its own objects.
     """
     keeps_plans = isinstance(planner, DefaultSavePlanner) and bool(planner._enable_plan_caching)

@@ -1,6 +1,7 @@
-"""``import cloudckpt.auto`` installs: for tools that can import a module but not make a call.
+"""Installs cloudckpt on import, for tools that can import a module but not make a call.
 
-It is ``cloudckpt.install()`` with the options of the environment; see docs/configuration.md.
+``import cloudckpt.auto`` is ``cloudckpt.install()`` with the options of the environment; see
+docs/configuration.md.
 """
 
 from cloudckpt.integrations.install import install

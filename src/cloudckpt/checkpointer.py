@@ -1,4 +1,6 @@
-"""One object for a job: it saves and loads checkpoints, at once or in the background."""
+"""Checkpointers: objects that save and load the checkpoints of a job, at once or in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -54,16 +56,16 @@ logger = logging.getLogger("cloudckpt")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointerConfig:
-    """How a checkpointer saves and loads.
+    """The configuration of a checkpointer.
 
     Attributes:
         config: Options for saving and loading.
         process_group: The ranks that save and load together; None for all.
         no_dist: Whether this process saves and loads alone.
-        kind: Whether an asynchronous checkpointer sends its saves from a process beside the
-            trainer, or from a thread of the trainer.
+        kind: Whether an asynchronous checkpointer sends its saves from a separate process, or from
+            a thread of the trainer.
         stager: Copies the state for an asynchronous save; None for cloudckpt's own.
-        planner: Makes the planner, once for all saves.
+        planner: Creates the planner, once for all saves.
         commit_hook: Called on the coordinator around each commit.
         trust_pickle: Whether pickles in checkpoints may run arbitrary code.
     """
@@ -79,10 +81,10 @@ class CheckpointerConfig:
 
 
 def checked(given: object) -> CheckpointerConfig:
-    """The configuration of a checkpointer.
+    """Returns a checkpointer's configuration, after checking its type.
 
     Raises:
-        ConfigError: If it is something else, or if its options are.
+        ConfigError: If it is not a CheckpointerConfig, or its ``config`` is not a Config.
     """
     if not isinstance(given, CheckpointerConfig):
         raise ConfigError(
@@ -94,11 +96,11 @@ def checked(given: object) -> CheckpointerConfig:
 
 
 class ClosedAtExit(ABC):
-    """A context manager that is closed on exit; a failure to close hides no other error."""
+    """A context manager that closes on exit; a failure to close does not hide another error."""
 
     @abstractmethod
     def close(self) -> None:
-        """Closes it."""
+        """Closes the object."""
 
     def __enter__(self) -> Self:
         return self
@@ -124,7 +126,7 @@ class Checkpointer(ClosedAtExit):
     order.
 
     Attributes:
-        load_report: What the last load did; None before the first.
+        load_report: The report of the last load; None before the first.
     """
 
     def __init__(self, config: CheckpointerConfig) -> None:
@@ -146,21 +148,21 @@ class Checkpointer(ClosedAtExit):
         """Saves a state dict to a URI.
 
         Args:
-            uri: Where to save: ``s3://bucket/run/step-1000`` or another location.
-            state_dict: What to save; the ``state_dict()`` of ``Stateful`` values is saved.
-            **kwargs: ``planner``, to use instead of the configured one; ``notes``, or a function
-                that returns them, to keep with the checkpoint; ``base``, as of the writer;
-                ``keep_existing``, whether a checkpoint at the location must not be replaced,
-                whatever the options say; ``is_first``, whether values that will not load are
-                refused unless ``unloadable`` says otherwise.
+            uri: The location of the checkpoint: ``s3://bucket/run/step-1000`` or another.
+            state_dict: The state dict; of ``Stateful`` values, their ``state_dict()`` is saved.
+            **kwargs: ``planner``: used instead of the configured planner; ``notes``: kept with the
+                checkpoint, or a function that returns them; ``base``: the earlier checkpoint of an
+                incremental save, as in the writer; ``keep_existing``: whether a checkpoint at the
+                location must not be replaced, whatever the options say; ``is_first``: whether
+                values that will not load are refused unless ``unloadable`` says otherwise.
 
         Returns:
-            None if the checkpoint is committed; otherwise two futures: one is done when the trainer
-            may change its tensors, the other when the save is.
+            None if the checkpoint is committed; otherwise two futures: the first is done when the
+            trainer may change its tensors, the second when the save is.
 
         Raises:
             ClosedError: If the checkpointer was closed.
-            CloudCheckpointError: As :func:`cloudckpt.save`; an asynchronous checkpointer also
+            CloudCheckpointError: As in :func:`cloudckpt.save`; an asynchronous checkpointer also
                 raises the failure of the previous save.
         """
 
@@ -177,16 +179,15 @@ class Checkpointer(ClosedAtExit):
         """Loads a checkpoint, on all ranks; sharded tensors are resharded.
 
         Args:
-            uri: Where to load from.
-            state_dict: What to load, in place: only the bytes that its tensors need are read. None
-                loads everything in the checkpoint, as whole tensors on every rank.
-            default_map_location: The device of tensors that are created here, without
-                ``state_dict``.
-            strict: Whether each key of ``state_dict`` must be in the checkpoint; if not,
-                :attr:`load_report` names those that are missing, which keep their values.
-            leave_misfits: Without ``strict``, whether a tensor that has another shape than in the
-                checkpoint keeps its values and is reported, too; as in torch, it is an error
-                otherwise.
+            uri: The location of the checkpoint.
+            state_dict: The entries to load, in place: only the bytes that its tensors need are
+                read. None loads the whole checkpoint, as whole tensors on every rank.
+            default_map_location: The device of the tensors created if there is no ``state_dict``.
+            strict: Whether each key of ``state_dict`` must be in the checkpoint. If False, missing
+                keys keep their values and are named in :attr:`load_report`.
+            leave_misfits: Whether, without ``strict``, a tensor whose shape differs from the
+                checkpoint's keeps its values and is reported too; if False, it is an error, as in
+                torch.
 
         Returns:
             The state dict.
@@ -195,7 +196,7 @@ class Checkpointer(ClosedAtExit):
             MissingKeyError: If ``strict`` and keys are missing; the message names them.
             ShapeMismatchError: If a tensor has another shape than in the checkpoint.
             CheckpointNotFoundError: If there is no committed checkpoint.
-            CloudCheckpointError: As :func:`cloudckpt.load`.
+            CloudCheckpointError: As in :func:`cloudckpt.load`.
         """
         self._check_open()
         everything: list[tuple[CloudStorageReader, EverythingPlanner]] = []
@@ -243,7 +244,7 @@ class Checkpointer(ClosedAtExit):
         self._check_open()
 
     def close(self) -> None:
-        """Waits for work in progress, and releases memory and processes."""
+        """Waits for saves in progress, and releases memory and processes."""
         self._closed = True
 
     def _check_open(self) -> None:
@@ -295,8 +296,8 @@ class SyncCheckpointer(Checkpointer):
 class AsyncCheckpointer(Checkpointer):
     """Saves in the background: in a process beside the trainer, or in a thread of the trainer.
 
-    The copy's memory and the process are kept from one save to the next; the process starts with
-    the checkpointer, during the first training steps.
+    The process and the memory of the copy are kept from one save to the next; the process starts
+    with the checkpointer, during the first training steps.
     """
 
     @collective("AsyncCheckpointer()")
@@ -307,13 +308,14 @@ class AsyncCheckpointer(Checkpointer):
         on_failure: Callable[[Collection[int], CloudCheckpointError], None] | None = None,
         when_busy: Literal["wait", "auto"] = "wait",
     ) -> None:
-        """
+        """Creates a checkpointer, on all ranks, and starts its saving process.
+
         Args:
-            config: How to save and load.
+            config: The configuration.
             on_failure: Called instead of raising the failure of an earlier save, on all ranks
                 alike, with the numbers of the saves that failed (:attr:`SaveFuture.number`) and the
-                error. What it raises is raised.
-            when_busy: The policy, unless ``BackgroundOptions(when_busy=...)`` names another.
+                error. An exception that it raises is raised by the checkpointer.
+            when_busy: The policy, unless ``BackgroundOptions(when_busy=...)`` sets another.
         """
         super().__init__(config)
         self._saver = AsyncSaver(
@@ -350,11 +352,11 @@ class AsyncCheckpointer(Checkpointer):
         yet.
 
         A second call does nothing, or finishes a close that was interrupted. In a process forked
-        from the checkpointer's, nothing is done.
+        from the checkpointer's, it does nothing.
 
         Raises:
             CloudCheckpointError: If a save failed and no call has raised its error.
-            SaveInProgressError: If a save has not ended within ``patience``; its future
+            SaveInProgressError: If a save has not ended within ``patience`` seconds; its future
                 reports how it ends.
         """
         super().close()
@@ -366,10 +368,10 @@ class AsyncCheckpointer(Checkpointer):
 
 
 def make_sync_checkpointer(config: CheckpointerConfig | None = None) -> SyncCheckpointer:
-    """A checkpointer that saves synchronously."""
+    """Returns a checkpointer that saves synchronously."""
     return SyncCheckpointer(config if config is not None else CheckpointerConfig())
 
 
 def make_async_checkpointer(config: CheckpointerConfig | None = None) -> AsyncCheckpointer:
-    """A checkpointer that saves in the background; creating it is a collective call."""
+    """Returns a checkpointer that saves in the background; creating it is a collective call."""
     return AsyncCheckpointer(config if config is not None else CheckpointerConfig())

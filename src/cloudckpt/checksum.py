@@ -1,9 +1,9 @@
-"""Checksums of buffers, and arithmetic on them.
+"""Checksums of buffers, and their combination.
 
-The blocks of a checkpoint carry the checksum that its store verifies, too: CRC32C on S3 and Google
-Cloud Storage, CRC64 on Azure. So every byte is processed once: the checksum of a part or an object
-follows from those of its blocks. awscrt computes either at memory speed, without a copy and without
-the GIL.
+The blocks of a checkpoint have the checksum that its store verifies as well: CRC32C on S3 and
+Google Cloud Storage, CRC64 on Azure. So every byte is processed once: the checksum of a part or an
+object is computed from those of its blocks. awscrt computes both at memory speed, without copying
+and without the GIL.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _BLOCKS_PER_ITEM = 64
 
 @dataclass(frozen=True, slots=True)
 class ChecksumAlgorithm:
-    """A checksum that can be combined with those of neighbours.
+    """A checksum algorithm whose checksums of adjacent pieces can be combined.
 
     Attributes:
-        name: Its usual name.
-        of: The checksum of a buffer; a second argument continues an earlier one.
-        joined: The checksum of two neighbours, given both checksums and the bytes of the second.
-        code: The format character of :mod:`struct` for a checksum.
+        name: The usual name of the algorithm.
+        of: Returns the checksum of a buffer; a second argument continues an earlier checksum.
+        joined: Returns the checksum of two adjacent pieces, given both checksums and the length of
+            the second in bytes.
+        code: The format character of a checksum in :mod:`struct`.
     """
 
     name: str
@@ -52,51 +53,53 @@ class ChecksumAlgorithm:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a checksum."""
+        """The size of a checksum in bytes."""
         return struct.calcsize(self.code)
 
     def combine(self, pieces: Iterable[tuple[int, int]]) -> int:
-        """The checksum of neighbours, given ``(checksum, length in bytes)`` of each, in order."""
+        """Returns the checksum of adjacent pieces, given ``(checksum, length in bytes)`` of each in
+        order.
+        """
         total = 0
         for checksum, length in pieces:
             total = self.joined(total, checksum, length)
         return total
 
     def pack(self, values: Sequence[int]) -> bytes:
-        """Checksums as they are stored: little-endian, one after another."""
+        """Returns checksums in their stored form: little-endian, one after another."""
         return struct.pack(f"<{len(values)}{self.code}", *values)
 
     def unpack(self, packed: bytes) -> tuple[int, ...]:
-        """The reverse of :meth:`pack`."""
+        """Returns the checksums that :meth:`pack` has packed."""
         return struct.unpack(f"<{len(packed) // self.nbytes}{self.code}", packed)
 
 
 CRC32C = ChecksumAlgorithm("crc32c", checksums.crc32c, checksums.combine_crc32c, "I")
-"""Castagnoli's: polynomial 0x1EDC6F41, reflected."""
+"""The Castagnoli CRC: polynomial 0x1EDC6F41, reflected."""
 
 CRC64NVME = ChecksumAlgorithm("crc64nvme", checksums.crc64nvme, checksums.combine_crc64nvme, "Q")
-"""That of NVM Express and Azure Storage: polynomial 0xAD93D23594C93659, reflected."""
+"""The CRC of NVM Express and Azure Storage: polynomial 0xAD93D23594C93659, reflected."""
 
 ALGORITHMS = {algorithm.name: algorithm for algorithm in (CRC32C, CRC64NVME)}
-"""By name."""
+"""The algorithms by their names."""
 
 
 def to_base64(crc32c: int) -> str:
-    """The four big-endian bytes of a CRC32C in base64, as S3 and Google write it."""
+    """Returns the four big-endian bytes of a CRC32C in base64, as S3 and Google write it."""
     return base64.b64encode(struct.pack(">I", crc32c)).decode("ascii")
 
 
 def from_base64(text: str) -> int:
-    """The CRC32C that `to_base64` writes so."""
+    """Parses a CRC32C written by `to_base64`."""
     return int.from_bytes(base64.b64decode(text), "big")
 
 
 def block_size_for(nbytes: int) -> int:
-    """Bytes that share one checksum in an item of ``nbytes``: a power of two, 64 KiB to 1 MiB.
+    """Returns the bytes per checksum in an item of `nbytes`: a power of two, 64 KiB to 1 MiB.
 
-    A reader that wants part of an item must fetch whole blocks to verify them. Sixty-four blocks
-    per item keep that surplus at a few percent, while 1 MiB keeps the checksums of a terabyte at 8
-    MiB.
+    A reader of part of an item must fetch whole blocks to verify them. With sixty-four blocks per
+    item this surplus is a few percent, while with blocks of 1 MiB the checksums of a terabyte take
+    8 MiB.
     """
     wanted = max(1, nbytes // _BLOCKS_PER_ITEM)
     power = 1 << (wanted.bit_length() - 1)
@@ -104,16 +107,16 @@ def block_size_for(nbytes: int) -> int:
 
 
 class BlockChecksums:
-    """Collects the checksums of an item's blocks from pieces that come in any order.
+    """Collects the checksums of an item's blocks from pieces that are added in any order.
 
-    Pieces may end anywhere; one writer thread handles one piece, several threads may add to the
-    same item. The checksum of a piece is computed on the way, so that nothing is read twice.
+    Pieces may end anywhere, and several threads may add pieces of the same item. The checksum of a
+    piece is computed along the way, so that no byte is read twice.
 
     Args:
-        algorithm: Of the checksums.
+        algorithm: The algorithm of the checksums.
         block_size: Bytes of a block.
-        expected: The checksums of the same blocks when they were computed before, if they were.
-        reuse: Whether to use these for blocks that lie in one piece, without reading the bytes
+        expected: The checksums of the same blocks, if they were computed before.
+        reuse: Whether to use these for blocks that lie within one piece, without reading the bytes
             again.
         item: The item, for messages.
     """
@@ -137,7 +140,7 @@ class BlockChecksums:
         self._found: list[tuple[int, int, int]] = []  # append is atomic
 
     def add(self, start: int, view: memoryview) -> int:
-        """Adds the item's bytes that begin at ``start``; returns the checksum of ``view``."""
+        """Adds the item's bytes that begin at `start`; returns the checksum of `view`."""
         of, joined = self._algorithm.of, self._algorithm.joined
         size, block = view.nbytes, self.block_size
         if start // block == (start + size - 1) // block and not self._reuse:
@@ -157,11 +160,11 @@ class BlockChecksums:
         return total
 
     def finish(self, nbytes: int) -> tuple[int, ...]:
-        """The checksum of each block of the item of ``nbytes``.
+        """Returns the checksum of each block of the item, which has `nbytes` bytes.
 
         Raises:
             ValueError: If the pieces do not cover the item exactly once.
-            TensorChangedError: If the checksums are not the expected ones.
+            TensorChangedError: If the checksums differ from the expected ones.
         """
         blocks: list[int] = []
         expected = 0
@@ -187,9 +190,9 @@ class Blocks:
     """The expected checksums of an item's blocks.
 
     Attributes:
-        algorithm: Of their checksums.
+        algorithm: The algorithm of the checksums.
         size: Bytes of a block; the last one may be shorter.
-        checksums: Of each block.
+        checksums: The checksum of each block.
     """
 
     algorithm: ChecksumAlgorithm
@@ -197,14 +200,14 @@ class Blocks:
     checksums: Sequence[int]
 
     def bad(self, first: int, views: Sequence[memoryview]) -> list[int]:
-        """Checks the whole blocks, from block ``first``, that lie in ``views`` in order.
+        """Verifies the blocks from number `first` on, whose bytes are in `views` in order.
 
         Each view is processed in one call, since each call releases the GIL and may have to wait
-        for it. The expected checksum of the whole follows from those of the blocks; only if it
-        differs are the wrong blocks searched for.
+        for it. The combined checksum of all blocks is compared first; only if it differs are the
+        single blocks checked.
 
         Returns:
-            The numbers of the wrong blocks; empty if all are right.
+            The numbers of the damaged blocks; empty if there are none.
         """
         total, size = 0, 0
         for view in views:

@@ -115,15 +115,16 @@ __all__ = [
 
 
 class CloudCheckpointError(Exception):
-    """The root of the tree.
+    """The base class of all errors of cloudckpt.
 
     Attributes:
         message: What failed, why, and what to do.
-        uri: The object or checkpoint it is about, without secrets, if there is one.
-        item: The state-dict entry it is about, if there is one.
+        uri: The object or checkpoint concerned, without secrets; None if there is none.
+        item: The state-dict entry concerned; None if there is none.
         cause: The text of the underlying error, kept because ``__cause__`` does not survive
             pickling.
-        action: What was called, such as ``save to s3://bucket/run/step-1``, if it is known.
+        action: The operation that failed, such as ``save to s3://bucket/run/step-1``; None if
+            unknown.
     """
 
     def __init__(
@@ -159,11 +160,11 @@ def _text(cause: BaseException | str | None) -> str | None:
 
 
 class InvalidURIError(CloudCheckpointError, ValueError):
-    """The string is not a valid checkpoint location; the message says what to write instead."""
+    """A string is not a valid checkpoint location; the message says what to write instead."""
 
 
 class ConfigError(CloudCheckpointError, ValueError):
-    """An option, or its environment variable, has a value that can't work."""
+    """An option, or its environment variable, has an unusable value."""
 
 
 class MissingDependencyError(CloudCheckpointError, ImportError):
@@ -171,20 +172,20 @@ class MissingDependencyError(CloudCheckpointError, ImportError):
 
 
 class InstallError(CloudCheckpointError):
-    """torch differs from what ``cloudckpt.install()`` supports, or a class derived from torch's
-    writer or reader for local files was given a URI.
+    """``cloudckpt.install()`` does not support this version of torch, or a URI was given to a class
+    derived from torch's writer or reader for local files.
     """
 
 
 class StoreError(CloudCheckpointError):
-    """The object store refused, failed, or could not be reached.
+    """The object store refused a request, failed, or could not be reached.
 
     Attributes:
         certain: Whether the request was certainly not carried out: the store itself said so, with
-            an error code of its own in its own format, or the request never left this machine. An
-            answer of a gateway, a lost connection and a store's own timeout or internal error are
-            not certain: such a request may have been carried out, or may yet be.
-        status: The HTTP status of the answer, if there was one.
+            an error code in its own format, or the request never left this machine. A gateway's
+            response, a lost connection, and a store's timeout or internal error are not certain:
+            such a request may have been carried out, or may be later.
+        status: The HTTP status of the response; None if there was no response.
     """
 
     def __init__(self, message: str, *, certain: bool = False, **context: Any) -> None:
@@ -198,7 +199,7 @@ class ObjectNotFoundError(StoreError, FileNotFoundError):
 
 
 class BucketNotFoundError(StoreError):
-    """There is no such bucket or container, or it is invisible to these credentials.
+    """The bucket or container does not exist, or is invisible to these credentials.
 
     It is not a FileNotFoundError, so that a script that starts a new run on FileNotFoundError does
     not do so because of a mistyped bucket name.
@@ -206,33 +207,35 @@ class BucketNotFoundError(StoreError):
 
 
 class AccessDeniedError(StoreError, PermissionError):
-    """The credentials are valid but may not do this."""
+    """The credentials are valid but lack the permission for this operation."""
 
 
 class CredentialsError(StoreError):
-    """No credentials were found, or the store does not accept them any more."""
+    """No credentials were found, or the store does not accept them."""
 
 
 class ClockError(CredentialsError):
     """The store does not accept the time at which a request was signed.
 
     Attributes:
-        ahead: Seconds that this machine's clock is ahead of the store's, if its answer told that.
-            If they agree, the request was held back, as by a process that was suspended.
+        ahead: Seconds by which this machine's clock is ahead of the store's; None if unknown. If it
+            is about 0, the request was delayed, as in a process that was suspended.
     """
 
     ahead: float | None = None
 
 
 class TLSError(StoreError):
-    """The server (or a proxy) and the client do not trust each other, or share no TLS version."""
+    """The client and the server (or a proxy) can't agree on TLS: a certificate is not trusted, or
+    they share no version or cipher.
+    """
 
 
 class WrongRegionError(StoreError):
     """The bucket is in another region than the client was configured for.
 
     Attributes:
-        region: The right one, if the store has named it.
+        region: The bucket's region, if the store has named it; else None.
     """
 
     def __init__(self, message: str, *, region: str | None = None, **context: Any) -> None:
@@ -241,7 +244,9 @@ class WrongRegionError(StoreError):
 
 
 class PreconditionFailedError(StoreError):
-    """A conditional request found the object in another state than its condition names."""
+    """The object does not exist, exists already, or has another version than the condition
+    demands.
+    """
 
 
 class StorageFullError(StoreError):
@@ -249,22 +254,22 @@ class StorageFullError(StoreError):
 
 
 class InvalidRequestError(StoreError):
-    """The store rejects the request as such: sending it again can't help."""
+    """The store rejects the request itself: sending it again can't help."""
 
 
 class RangeNotSatisfiableError(InvalidRequestError):
-    """The object ends before the requested range."""
+    """The object ends before the requested range does."""
 
 
 class ObjectTooLargeError(InvalidRequestError):
-    """The object is larger than what its reader takes into memory; none of it was read."""
+    """The object is larger than its reader allows; none of it was read."""
 
 
 class TransientStoreError(StoreError):
-    """A failure that often goes away; raised to the user only after the last retry.
+    """A failure that is often temporary; raised to the user only after the last retry.
 
     Attributes:
-        retry_after: Seconds that the store asked us to wait, if it did.
+        retry_after: Seconds that the store asks to wait; None if it does not.
     """
 
     def __init__(self, message: str, *, retry_after: float | None = None, **context: Any) -> None:
@@ -273,19 +278,19 @@ class TransientStoreError(StoreError):
 
 
 class ExpiredCredentialsError(CredentialsError, TransientStoreError):
-    """The store accepted these credentials, and does not any more.
+    """The store accepted these credentials before, and does not any more.
 
-    Who gives out others (a file, a variable, a role, a process) may be seconds late: they are
-    looked for until the deadline of the retries.
+    New credentials (from a file, a variable, a role, a process) may arrive seconds later: they are
+    looked up again until the deadline of the retries.
     """
 
 
 class ThrottledError(TransientStoreError):
-    """The store asks to slow down (429, 503 SlowDown)."""
+    """The store throttles requests (429, 503 SlowDown)."""
 
 
 class ServerError(TransientStoreError):
-    """The store failed internally (5xx), or answered 200 with an error in its body."""
+    """The store failed internally (5xx), or sent an error in the body of a 200 response."""
 
 
 class ConnectionLostError(TransientStoreError):
@@ -293,7 +298,7 @@ class ConnectionLostError(TransientStoreError):
 
     Attributes:
         received: Bytes of a download that had arrived; the retry continues after them.
-        version: The object version that they are of, if the answer said so.
+        version: The object version of these bytes; None if the response did not name it.
     """
 
     def __init__(
@@ -309,7 +314,7 @@ class TransferCancelledError(CloudCheckpointError):
 
 
 class CheckpointError(CloudCheckpointError):
-    """A checkpoint can't be saved or loaded."""
+    """A checkpoint can't be saved or loaded; the base class of such errors."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -325,12 +330,12 @@ class CheckpointConflictError(CheckpointError):
 
 
 class CommitUnknownError(CheckpointError):
-    """The store itself never said whether the commit took place, and it may take place yet.
+    """It is unknown whether the commit took place; it may still take place.
 
-    A gateway answered in the store's place, or the connection broke, and the checkpoint was not
-    there when the store was asked. Nothing is deleted in this state: the request may still arrive.
-    It is raised, too, if something fails behind the commit, as in a writer derived from ours; it
-    says so then.
+    A gateway responded in the store's place, or the connection broke, and when the store was asked
+    the checkpoint did not exist. Nothing is deleted, as the request may still arrive. This is also
+    raised if something fails after the commit, such as in a subclass of cloudckpt's writer; the
+    message says so then.
     """
 
 
@@ -344,14 +349,14 @@ class IncompleteSaveError(CheckpointError):
 
 @dataclass(frozen=True)
 class Damage:
-    """A place in a checkpoint that differs from what was written.
+    """Bytes of a checkpoint that differ from those written.
 
     Attributes:
         object: The URI of the object.
         item: The state-dict entry.
-        what: What is wrong.
-        start: The first damaged byte of the object; None if all of it is damaged.
-        stop: One past the last damaged byte.
+        what: The kind of damage, in words.
+        start: The offset of the first damaged byte in the object; None if all of it is damaged.
+        stop: The offset after the last damaged byte; None if all of the object is damaged.
     """
 
     object: str
@@ -365,8 +370,8 @@ class CheckpointCorruptError(CheckpointError):
     """Bytes of the checkpoint are missing, were replaced, or do not match their checksum.
 
     Attributes:
-        damages: The places known to be damaged: one for a load, all for a verification. If none is
-            given, the object that the error is about.
+        damages: The known damages: one for a load, all for a verification. By default, the object
+            that the error is about.
     """
 
     def __init__(self, message: str, *, damages: Sequence[Damage] = (), **context: Any) -> None:
@@ -379,11 +384,12 @@ class CheckpointCorruptError(CheckpointError):
 class CheckpointReplacedError(CheckpointError):
     """A writer overwrote or deleted the checkpoint while it was loaded; nothing is damaged.
 
-    :func:`cloudckpt.load` starts again with the newer one, and raises this after a few times.
+    :func:`cloudckpt.load` starts again with the newer checkpoint, and raises this after a few
+    times.
 
     Attributes:
-        times: How often this load noticed that; above 1, it has given up.
-        saves: Which saves two ranks have read, if that is how it was noticed.
+        times: How often this load has noticed a replacement; above 1, it has given up.
+        saves: The ids of the saves that two ranks have read, if the ranks differ; else None.
     """
 
     def __init__(
@@ -400,39 +406,41 @@ class CheckpointReplacedError(CheckpointError):
 
 
 class UntrustedPickleError(CheckpointError):
-    """The checkpoint holds a pickle that names code outside the allow-list."""
+    """The checkpoint contains a pickle that would run code outside the allow-list."""
 
 
 class KeyCollisionError(CheckpointError, ValueError):
-    """Two entries of a state dict would have the same name, since names are made of strings; or
-    ranks have different things under one name.
+    """Two entries of a state dict would have the same name, as keys become strings; or ranks have
+    different content under one name.
     """
 
 
 class MissingKeyError(CheckpointError, KeyError):
-    """The state dict asks for a key that the checkpoint does not have."""
+    """The state dict has a key that the checkpoint lacks."""
 
 
 class ShapeMismatchError(CheckpointError, ValueError):
-    """A tensor's shape differs from that of its target, or from what a save has planned; or the
-    target is not a tensor.
+    """A tensor's shape differs from that of its target, or from the shape that a save has planned;
+    or the target is not a tensor.
     """
 
 
 class UnsupportedTensorError(CheckpointError, TypeError):
-    """A kind of tensor whose bytes can't be stored faithfully (quantized, sparse, meta)."""
+    """A tensor is of a kind whose bytes can't be stored faithfully (quantized, sparse, meta)."""
 
 
 class UnsupportedValueError(CheckpointError, TypeError):
-    """A value of the state dict that can't be pickled, such as a lambda or an open file."""
+    """A value of the state dict can't be pickled, such as a lambda or an open file."""
 
 
 class TensorChangedError(CheckpointError):
-    """A tensor was written to while it was saved; what was sent does not match its checksum."""
+    """A tensor was modified while it was saved; the bytes sent do not match its checksum."""
 
     @classmethod
     def of(cls, item: str | None, **context: Any) -> TensorChangedError:
-        """Adds the advice on what to do; ``context`` is that of :class:`CloudCheckpointError`."""
+        """Returns the error for an item, with advice; `context` as in
+        :class:`CloudCheckpointError`.
+        """
         return cls(
             f"{item or 'a tensor'} changed while it was saved, so that its checksum does not "
             "match the uploaded bytes: do not write to it before the save has returned (no "
@@ -457,10 +465,10 @@ class ProcessGroupError(CheckpointError):
 
 
 class RanksFailedError(CheckpointError):
-    """Ranks failed, for different reasons or outside of cloudckpt; the message lists them.
+    """Ranks failed for different reasons, or outside of cloudckpt; the message lists them.
 
     Attributes:
-        failures: The text of each failure by rank.
+        failures: The text of each failure, by rank.
     """
 
     def __init__(
@@ -471,7 +479,7 @@ class RanksFailedError(CheckpointError):
 
 
 class AsyncSaveError(CheckpointError):
-    """Saving in the background failed for a reason of its own; training can go on."""
+    """A save in the background failed for a reason of its own; training can continue."""
 
 
 class StagingError(AsyncSaveError):
@@ -479,7 +487,7 @@ class StagingError(AsyncSaveError):
 
 
 class StagingMemoryError(AsyncSaveError, MemoryError):
-    """There is no memory for the staged copy; the message says how much is needed."""
+    """There is not enough memory for the staged copy; the message says how much is needed."""
 
 
 class SaveInProgressError(AsyncSaveError):
@@ -487,7 +495,7 @@ class SaveInProgressError(AsyncSaveError):
 
 
 class SaveProcessError(AsyncSaveError):
-    """The process that sends a save died, could not be started, or stopped answering."""
+    """The process that sends a save died, could not be started, or stopped responding."""
 
 
 class ClosedError(AsyncSaveError):

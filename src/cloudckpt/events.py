@@ -1,4 +1,4 @@
-"""Progress of saves and loads, reported to functions, the log and OpenTelemetry."""
+"""Events about saves and loads, reported to listeners, the log and OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ Phase = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that a rank has done or is doing.
+    """A step of a save or load that a rank has completed, or its progress.
 
     Attributes:
         phase: ``plan``: from the start of a save to its first byte; ``stage``: the copy of an
             asynchronous save; ``upload``: the data of this rank; ``commit``: the metadata, on the
-            coordinator; ``load``: the data of this rank, including the time of ``verify``, which is
-            summed over its threads; ``retry`` and ``throttle``: a request is tried again, because
-            it failed or because the store asks to slow down; ``progress``: bytes so far, several
-            times a second; ``failure``: a step of a run was not saved, and training continues.
+            coordinator; ``load``: the data of this rank, including ``verify``, whose time is summed
+            over threads; ``retry`` and ``throttle``: a request is retried, because it failed or
+            because the store throttles; ``progress``: bytes so far, several times a second;
+            ``failure``: a step of a run was not saved, and training continues.
         uri: The checkpoint, without secrets.
         rank: The rank in the group that saves or loads.
-        began: Seconds since the epoch.
-        seconds: How long it took; 0 for events that are only counted.
+        began: The start, in seconds since the epoch.
+        seconds: The duration; 0 for events without one.
         nbytes: Bytes moved.
         total: For ``progress``: the expected bytes, as far as known.
         detail: For ``retry``, ``throttle`` and failures: the class of the error.
-        failed: Whether it ended with an error.
+        failed: Whether the phase ended with an error.
         step: For ``failure``: the step.
         newest_step: For ``failure``: the newest committed step, as far as known here.
         newest_age: For ``failure``: seconds since that step was committed; None if another job
@@ -85,10 +85,10 @@ class Transferred:
     """The totals of one save or load on one rank.
 
     Attributes:
-        nbytes: Payload bytes sent or received, including those of repeated tries.
+        nbytes: Payload bytes sent or received, including those of retried requests.
         requests: Data requests that succeeded.
-        retries: Requests that had to be tried again.
-        seconds: From the first to the last byte.
+        retries: Retried requests.
+        seconds: The time from the first to the last byte.
     """
 
     nbytes: int
@@ -106,7 +106,7 @@ class _Subscription:
     progress: bool
 
 
-_lock = module_lock()  # the threads that save subscribe and unsubscribe
+_lock = module_lock()  # several saving threads subscribe and unsubscribe
 _subscriptions: tuple[_Subscription, ...] = ()
 _relay: Listener | None = None
 
@@ -114,11 +114,12 @@ _relay: Listener | None = None
 def subscribe(listener: Listener, *, progress: bool = True) -> Callable[[], None]:
     """Calls a function with each event of this process and of its saving processes.
 
-    It is called on the threads that save and load, and should be quick; what it raises is logged.
+    The function is called on the threads that save and load, and should be quick; exceptions that
+    it raises are logged.
 
     Args:
         listener: The function.
-        progress: Whether to report ``progress``, too; it costs nothing if no listener wants it.
+        progress: Whether to report ``progress`` as well; it costs nothing if no listener wants it.
 
     Returns:
         A function that ends the subscription.
@@ -137,24 +138,24 @@ def subscribe(listener: Listener, *, progress: bool = True) -> Callable[[], None
 
 
 def relay(listener: Listener) -> None:
-    """Calls a function with each event, and no other listener.
+    """Passes all further events of this process to one function, in place of all other listeners.
 
-    For a process whose events another process reports: otherwise a listener to both, such as a log
-    or a collector of spans, would get each event twice.
+    For a process whose events another process reports: a listener in both, such as a log or a span
+    collector, would otherwise get each event twice.
     """
     global _relay
     _relay = listener
 
 
 def has_listeners() -> bool:
-    """Whether any listener wants progress."""
+    """Returns whether any listener wants ``progress`` events."""
     return _relay is not None or any(held.progress for held in _subscriptions)
 
 
 def emit(event: Event) -> None:
-    """Reports to all listeners, the log (at level DEBUG), and OpenTelemetry if it is installed.
+    """Reports an event to all listeners, the log (at level DEBUG), and OpenTelemetry if installed.
 
-    It never raises what they raise: no listener may fail a save.
+    Exceptions of listeners are logged, not raised: no listener may make a save fail.
     """
     if _relay is not None:
         _tell(_relay, event)
@@ -200,12 +201,14 @@ def _tracer() -> Any:
 
 
 def _report_span(event: Event) -> None:
-    """Reports a finished phase as a child of this thread's current span, if any."""
+    """Reports a completed phase as a child of this thread's current span, if OpenTelemetry is in
+    use.
+    """
     tracer = _tracer() if event.seconds > 0 else None
     if tracer is None:
         return
     start = int(event.began * 1e9)
-    # the span of verify would end in the future: its time is a sum over parallel threads
+    # a span of verify would end in the future, as its time is summed over parallel threads
     end = min(start + int(event.seconds * 1e9), max(start, time.time_ns()))
     attributes: dict[str, str | int | float | bool] = {
         "cloudckpt.uri": event.uri,
@@ -225,7 +228,7 @@ def _report_span(event: Event) -> None:
 
 
 class Span:
-    """Measures a phase; emits its event at the end of the ``with`` block, failed or not.
+    """Measures a phase; emits its event at the end of the ``with`` block, even if it fails.
 
     Attributes:
         nbytes: Bytes moved; set it within the block.
@@ -257,22 +260,24 @@ class Span:
 
 
 class Timeline:
-    """Events in the order in which they ended.
+    """A list of events, in the order in which they ended.
 
     Attributes:
-        events: All but ``progress``.
+        events: The events, without ``progress``.
     """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
 
     def add(self, event: Event) -> None:
-        """Appends an event."""
+        """Appends an event, unless it is ``progress``."""
         if event.phase != "progress":
             self.events.append(event)
 
     def table(self) -> str:
-        """A line for each event: phase, start and duration in seconds, MiB, rank, URI."""
+        """Returns a text table of the events: phase, start and duration in seconds, MiB,
+        rank, URI.
+        """
         if not self.events:
             return "no events were recorded"
         first = min(event.began for event in self.events)
@@ -292,7 +297,7 @@ def record(uri: str | None = None) -> Iterator[Timeline]:
     """Collects the events of a ``with`` block, of one checkpoint if its URI is given.
 
     Args:
-        uri: As in events: ``s3://bucket/run/step-1000``, or ``file:///path``. None for all.
+        uri: The URI as in events: ``s3://bucket/run/step-1000``, or ``file:///path``. None for all.
     """
     timeline = Timeline()
 
@@ -334,7 +339,7 @@ def progress_bar() -> Iterator[None]:
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         tasks: dict[tuple[str, int], TaskID] = {}
-        lock = threading.Lock()  # progress comes from all threads that move bytes
+        lock = threading.Lock()  # events come from all threads that move bytes
 
         def listen(event: Event) -> None:
             if event.phase not in ("progress", "upload", "load"):

@@ -45,13 +45,13 @@ logger = logging.getLogger("cloudckpt")
 class CloudCheckpointWriter(CheckpointWriter):
     """Writes the state of one rank to a URI, completely or not at all.
 
-    It can be given to torch's checkpointers as it is: as ``writer=`` of ``SyncCheckpointer``, and
-    as ``checkpoint_writer_init_fn=`` of ``make_async_checkpointer`` or ``CheckpointProcess``. As in
-    torch's writer, only the barrier ties the ranks' objects together: a rank that fails leaves the
-    objects of the others in place, and they wait for it as long as the barrier does.
+    Give it to torch's checkpointers: as ``writer=`` of ``SyncCheckpointer``, or as
+    ``checkpoint_writer_init_fn=`` of ``make_async_checkpointer`` or ``CheckpointProcess``. As with
+    torch's writer, only the barrier connects the ranks: if a rank fails, the objects of the others
+    stay, and the other ranks wait for it until the barrier times out.
 
     Attributes:
-        transferred: What was sent by the last ``write``.
+        transferred: The totals of the last ``write``; None before the first.
     """
 
     def __init__(
@@ -63,16 +63,17 @@ class CloudCheckpointWriter(CheckpointWriter):
         *,
         options: Config | None = None,
     ) -> None:
-        """
+        """Creates a writer.
+
         Args:
             config: torch's configuration of writers.
-            rank_info: The rank; that of the default process group if it is not given.
+            rank_info: The rank; by default that of the default process group.
             barrier: As in torch.
             commit_hook: As in torch.
-            options: Options of cloudckpt.
+            options: Options of cloudckpt; by default those of the environment.
 
         Raises:
-            ConfigError: If the options are something else.
+            ConfigError: If `options` is not a Config.
         """
         super().__init__(
             config if config is not None else CheckpointWriterConfig(),
@@ -84,9 +85,10 @@ class CloudCheckpointWriter(CheckpointWriter):
         self.transferred: Transferred | None = None
 
     def write(self, path: str, state_dict: dict[str, Any], **kwargs: Any) -> Future[None] | None:
-        """Sends the state, then calls ``pre_commit``, waits at the barrier, calls ``post_commit``.
+        """Sends the state, then calls ``pre_commit``, waits at the barrier, and calls
+        ``post_commit``.
 
-        Besides the state it takes ``memory_budget`` (64 MiB by default).
+        Besides the state it takes ``memory_budget`` bytes (64 MiB by default).
 
         Raises:
             InvalidURIError: If ``path`` is not a valid location.
@@ -111,7 +113,7 @@ class CloudCheckpointReader(CheckpointReader):
     """Reads the state of one rank from a URI.
 
     Attributes:
-        transferred: What was received by the last ``read``.
+        transferred: The totals of the last ``read``; None before the first.
     """
 
     def __init__(
@@ -121,14 +123,15 @@ class CloudCheckpointReader(CheckpointReader):
         options: Config | None = None,
         trust_pickle: bool = False,
     ) -> None:
-        """
+        """Creates a reader.
+
         Args:
-            rank_info: The rank; that of the default process group if it is not given.
-            options: Options of cloudckpt.
+            rank_info: The rank; by default that of the default process group.
+            options: Options of cloudckpt; by default those of the environment.
             trust_pickle: Whether the file's pickle may run any code.
 
         Raises:
-            ConfigError: If the options are something else.
+            ConfigError: If `options` is not a Config.
         """
         super().__init__(rank_info if rank_info is not None else _rank_info())
         self.options = config_or_default(options)
@@ -143,28 +146,28 @@ class CloudCheckpointReader(CheckpointReader):
         map_location: Any = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], list[str]]:
-        """Reads everything, or the keys of ``state_dict``, into its tensors where it has them.
+        """Reads the whole state, or the keys of ``state_dict``, in place where they are tensors.
 
-        The whole file is read, which takes one copy of the state and ``memory_budget`` (64 MiB by
-        default).
+        The whole file is read, which takes memory for one copy of the state, and ``memory_budget``
+        bytes (64 MiB by default).
 
         Args:
             path: The location.
-            state_dict: What to read: tensors are filled in place; None stands for whatever the file
-                has.
-            map_location: As in ``torch.load``; for a part, "cpu" by default.
-            **kwargs: Not used, as in torch.
+            state_dict: The entries to read: tensors are filled in place, and an entry that is None
+                becomes the file's value. If the argument is None, everything is read.
+            map_location: As in ``torch.load``; with a ``state_dict``, "cpu" by default.
+            **kwargs: Ignored, as in torch.
 
         Returns:
-            The state, and the keys of ``state_dict`` that the file does not have.
+            The state, and the keys of ``state_dict`` that the file lacks.
 
         Raises:
             CheckpointNotFoundError: If there is no such file.
-            CheckpointCorruptError: If it can't be read.
+            CheckpointCorruptError: If the file can't be read.
             CheckpointReplacedError: If it was replaced while it was read.
             UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
             ShapeMismatchError: If a tensor of ``state_dict`` has another shape or type.
-            UnsupportedTensorError: If it has another layout, such as sparse, or no memory.
+            UnsupportedTensorError: If a tensor has another layout, such as sparse, or no memory.
             CheckpointError: If the file has another kind of value than ``state_dict`` at some key.
         """
         uri = _object_of(path, self._rank_info)
@@ -198,17 +201,17 @@ class CloudCheckpointReader(CheckpointReader):
 
 
 _Path = tuple[Any, ...]
-"""Keys and indices that lead to an entry."""
+"""The keys and indices that lead to an entry."""
 
 
 class _Merging:
-    """Puts what a file has for a state dict into that.
+    """Copies a file's values into a state dict.
 
     Args:
         uri: The file, for messages.
 
     Attributes:
-        missing: What the file does not have.
+        missing: The keys of the state dict that the file lacks.
     """
 
     def __init__(self, uri: str) -> None:
@@ -216,7 +219,9 @@ class _Merging:
         self._uri = uri
 
     def merged(self, target: Any, source: Any, path: _Path = ()) -> Any:
-        """``target`` with what the file has for it."""
+        """Returns ``target`` filled with the file's values at its keys; of None, the file's
+        value.
+        """
         if target is None and not isinstance(source, (Mapping, list, tuple)):
             return source
         if target is not None and not _is_like(target, source):
@@ -271,7 +276,7 @@ class _Merging:
 
 
 def _text(path: _Path) -> str:
-    """A path, as torch's reader writes it."""
+    """Returns a path as text, in the form that torch's reader uses."""
     text = ""
     for key in path:
         text += f"[{key}]" if type(key) is int else f".{key}" if text else str(key)

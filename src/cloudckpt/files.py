@@ -40,14 +40,15 @@ __all__ = ["FileContent", "FileData", "load_file", "save_file"]
 logger = logging.getLogger("cloudckpt")
 
 FileData = bytes | bytearray | memoryview | os.PathLike[str] | BinaryIO
-"""What a file is written from: bytes; the path of a local file, as a ``pathlib.Path``; or a file
-open for reading in binary mode. A string is not accepted: it may be text or a path."""
+"""The content of a file to write: bytes; the path of a local file, as a ``pathlib.Path``; or a file
+open for reading in binary mode. A string is not accepted, as it may be text or a path.
+"""
 
 _PIECE = 4 * MIB
 
 
 class FileContent(bytes):
-    """The bytes of a file.
+    """The bytes of a file, with the version that they are from.
 
     Attributes:
         version: The version of the file that was read; for ``if_version``.
@@ -69,7 +70,7 @@ def save_file(
     The object appears, or replaces the existing one, once all of it is in the store, which verifies
     its checksum where it can. If this raises, nothing has changed; only after a :class:`StoreError`
     that is not ``certain`` may the new object exist, complete. Large files are sent in parallel
-    parts, using at most ``memory_budget`` of memory.
+    parts, using at most ``memory_budget`` bytes of memory.
 
     The store itself evaluates a condition, so that one of several writers wins. A conditional write
     is one request, sent from memory::
@@ -84,9 +85,10 @@ def save_file(
         data: Bytes, the path of a local file (a ``pathlib.Path``), or a file open for reading in
             binary mode. For text, write ``text.encode()``.
         if_absent: Write only if there is no object here.
-        if_version: Write only if the object here is still this version, as ``save_file`` returned
-            it or ``load_file(uri).version`` says.
-        config: Options. With ``overwrite=False`` existing objects are never replaced.
+        if_version: Write only if the object here still has this version, as returned by
+            ``save_file`` or in ``load_file(uri).version``.
+        config: Options; by default those of the environment. With ``overwrite=False`` existing
+            objects are never replaced.
 
     Returns:
         The version of the object.
@@ -97,7 +99,7 @@ def save_file(
         CheckpointExistsError: If there is an object and ``overwrite`` is off.
         ConfigError: If a condition is given, and the store is known or configured not to honour it.
         TypeError: If ``data`` is a string, or anything else not listed above.
-        StoreError: If the store refuses or stays unreachable.
+        StoreError: If the store refuses the request or stays unreachable.
     """
     location, config = CheckpointURI.parse(uri), config_or_default(config)
     if if_absent and if_version is not None:
@@ -141,14 +143,14 @@ def load_file(
     """Reads one object of any kind, all from one version, and verifies it.
 
     The object is compared with the checksum that the store keeps. If the store keeps none for it
-    (Azure, disks, many servers other than the clouds' own), it is read twice and must give the same
-    bytes. ``Config(verify=False)`` skips this. Large files are fetched over parallel connections;
+    (Azure, disks, many servers other than the clouds' own), it is read twice and both reads must
+    agree. ``Config(verify=False)`` skips this. Large files are fetched over parallel connections;
     peak memory is twice the object's size.
 
     Args:
         uri: ``s3://bucket/path`` or another location, of the object itself.
-        if_version: Fail unless the object is this version.
-        config: Options.
+        if_version: Fail unless the object has this version.
+        config: Options; by default those of the environment.
 
     Returns:
         The bytes; their attribute ``version`` is the version of the object that was read.
@@ -156,10 +158,10 @@ def load_file(
     Raises:
         InvalidURIError: If ``uri`` does not name a file.
         ObjectNotFoundError: If there is no such object; also a FileNotFoundError.
-        PreconditionFailedError: If the object is not the version ``if_version``.
+        PreconditionFailedError: If the object does not have the version ``if_version``.
         CheckpointCorruptError: If the bytes do not match the store's checksum, twice.
         CheckpointReplacedError: If the object was replaced during each of several tries.
-        StoreError: If the store refuses or stays unreachable.
+        StoreError: If the store refuses the request or stays unreachable.
     """
     location, config = CheckpointURI.parse(uri), config_or_default(config)
     store, key = object_at(location, config)
@@ -193,7 +195,7 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
 
 
 def _is_as_stored(store: ObjectStore, info: ObjectInfo, data: bytearray, config: Config) -> bool:
-    """Whether the store confirms that these are the bytes of this version of the object."""
+    """Returns whether the bytes match the checksum of this version of the object."""
     try:
         kept = Retrier(config.retry).call(lambda: store.checksum_of(info))
     except (ObjectNotFoundError, PreconditionFailedError) as error:
@@ -207,7 +209,7 @@ def _is_as_stored(store: ObjectStore, info: ObjectInfo, data: bytearray, config:
 
 @contextlib.contextmanager
 def _opened(data: FileData) -> Iterator[tuple[BinaryIO, int]]:
-    """A stream of the file's data, to be read from the start, and its approximate size in bytes."""
+    """Yields a stream of the data to write, and its approximate size in bytes (0 if unknown)."""
     given: object = data
     if isinstance(data, (bytes, bytearray, memoryview)):
         yield io.BytesIO(data), memoryview(data).nbytes
@@ -231,7 +233,7 @@ def _put_on_condition(
     if_version: str | None,
     config: Config,
 ) -> ObjectInfo:
-    """Writes in one request: some stores ignore conditions when a multipart upload completes."""
+    """Writes in one request, as some stores ignore conditions when a multipart upload completes."""
     if len(content) > store.capabilities.max_put_size:
         raise InvalidRequestError(
             f"{len(content)} bytes are too many for a single request, which a condition needs; "
@@ -247,10 +249,11 @@ def _put_on_condition(
 
 
 def _check_conditions(store: ObjectStore, key: str, config: Config, retrier: Retrier) -> None:
-    """Checks that conditions can be relied on, by a trial on an object beside it, once per store.
+    """Raises an error unless the store honours conditions; tests unknown stores once, on a trial
+    object.
 
     Raises:
-        ConfigError: If they can't.
+        ConfigError: If conditional writes are turned off, or the store does not honour them.
     """
     if config.conditional_writes == "off":
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Module locks, which are released in a forked child, and imports, which a fork waits for.
+"""Locks and imports that are safe to use when the process forks.
 
-A child has only the thread that forked. A lock that another thread of its parent held at that
-moment would stay locked in the child for good, and with it whatever the module guards. So would the
-lock of a module that another thread was importing.
+A forked child has only the thread that forked. A lock that another thread of its parent held at
+that moment would stay locked in the child forever, and so would the lock of a module that another
+thread was importing. So module locks are reset in the child, and a fork waits for imports.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["late_imports", "module_lock"]
 
 
 def module_lock() -> threading.Lock:
-    """A lock that is unlocked in a forked child; for blocks that do not fork themselves.
+    """Returns a lock that is unlocked in a forked child; its blocks must not fork.
 
-    It is Python's own: an interrupt (Ctrl-C) can arrive between a lock's acquisition and the block
-    of a ``with`` if either is Python code, and then nobody would release it.
+    It is one of Python's own locks: with a lock implemented in Python code, an interrupt (Ctrl-C)
+    could arrive between its acquisition and the ``with`` block, and it would never be released.
     """
     lock = threading.Lock()
     _all.add(lock)
@@ -36,7 +36,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 late_imports = threading.RLock()
-"""Held while the packages of a store are imported, on whichever thread first needs them."""
+"""Held while packages are imported on first use, on any thread; a fork waits for it."""
 
 os.register_at_fork(
     before=late_imports.acquire,

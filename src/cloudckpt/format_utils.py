@@ -1,7 +1,7 @@
 """torch's format utilities on URIs: convert between DCP checkpoints and ``torch.save`` files.
 
-As ``torch.distributed.checkpoint.format_utils``; sources and destinations may be ``s3://``,
-``gs://``, ``az://``, ``file://`` or plain paths.
+They correspond to ``torch.distributed.checkpoint.format_utils``; sources and targets may be
+``s3://``, ``gs://``, ``az://``, ``file://`` or plain paths.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ __all__ = [
 ]
 
 Kind = Literal["dcp", "torch"]
-"""A DCP checkpoint, or a ``torch.save`` file."""
+"""The kind of a location: a DCP checkpoint, or a ``torch.save`` file."""
 
 
 def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:
-    """What is at a location, judged by its content and not its name.
+    """Returns the kind of content at a location, judged by the objects there and not by its name.
 
-    Any file that is not a checkpoint counts as a ``torch.save`` file; whether it really is one
-    shows when it is read.
+    Any file that is not a checkpoint counts as a ``torch.save`` file; reading it shows whether it
+    is.
 
     Raises:
         CheckpointNotFoundError: If there is neither a committed checkpoint nor a file.
-        InvalidURIError: If it is not a valid location.
-        StoreError: If the store refuses or stays unreachable.
+        InvalidURIError: If `uri` is not a valid location.
+        StoreError: If the store refuses the request or stays unreachable.
     """
     config = config_or_default(config)
     location, retrier = CheckpointURI.parse(uri), Retrier(config.retry)
@@ -79,28 +79,28 @@ def dcp_to_torch_save(
 ) -> Transferred:
     """Converts a DCP checkpoint into one file of ``torch.save``.
 
-    The file appears, or replaces the one that is there, when it is complete; if the conversion
-    fails, nothing changes at ``target``. It takes one copy of the state in host memory and
-    ``memory_budget`` (64 MiB by default; for files above 100 GiB in a cloud store, 1/1500 of the
-    file if that is more). Call it on one rank: it takes no part in collectives.
+    The file appears, or replaces an existing one, when it is complete; if the conversion fails,
+    nothing changes at ``target``. This takes memory for one copy of the state, and
+    ``memory_budget`` bytes (64 MiB by default; for files above 100 GiB in a cloud store, 1/1500 of
+    the file if that is more). Call it on one rank: it takes no part in collectives.
 
     Args:
         source: The checkpoint, of cloudckpt or of torch.
         target: The file to write, for example ``s3://bucket/run/model.pt``.
-        config: Options, for both sides.
+        config: Options, for both locations.
         trust_pickle: Whether pickles in the checkpoint may run any code.
 
     Returns:
-        What was sent.
+        The totals of the upload.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
         CheckpointCorruptError: If bytes of it are missing or damaged.
-        CheckpointReplacedError: If writers replaced it again and again meanwhile.
+        CheckpointReplacedError: If the checkpoint was replaced repeatedly meanwhile.
         UntrustedPickleError: If a pickle in it would run code that is not on the allow-list.
         CheckpointExistsError: If there is a file and ``overwrite`` is off.
-        InvalidURIError: If a location can't be what it is given for.
-        StoreError: If a store refuses or stays unreachable, or the disk is full.
+        InvalidURIError: If a location can't be used for its purpose.
+        StoreError: If a store refuses a request or stays unreachable, or the disk is full.
     """
     config = config_or_default(config)
     file = CheckpointURI.parse(target)
@@ -122,15 +122,15 @@ def dcp_to_dcp(
 ) -> Metadata:
     """Saves a DCP checkpoint again, as cloudckpt saves it from one rank.
 
-    This gives a checkpoint of torch's own writers checksums, and packs a checkpoint of many ranks
-    into few objects. Notes are kept. The new checkpoint is committed when it is complete; this
-    takes one copy of the state in host memory and ``memory_budget`` (64 MiB by default). Call it on
-    one rank: it takes no part in collectives.
+    This adds checksums to a checkpoint of torch's own writers, and packs a checkpoint of many ranks
+    into few objects. Notes are kept. The new checkpoint is committed when it is complete. This
+    takes memory for one copy of the state, and ``memory_budget`` bytes (64 MiB by default). Call it
+    on one rank: it takes no part in collectives.
 
     Args:
         source: The checkpoint, of cloudckpt or of torch.
-        target: Where to save.
-        config: Options, for both sides.
+        target: The location of the new checkpoint.
+        config: Options, for both locations.
         trust_pickle: Whether pickles in the checkpoint may run any code.
 
     Returns:
@@ -139,18 +139,18 @@ def dcp_to_dcp(
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
         CheckpointCorruptError: If bytes of it are missing or damaged.
-        CheckpointReplacedError: If writers replaced it again and again meanwhile.
+        CheckpointReplacedError: If the checkpoint was replaced repeatedly meanwhile.
         UntrustedPickleError: If a pickle in it would run code that is not on the allow-list.
         CheckpointExistsError: If there is a checkpoint at ``target`` and ``overwrite`` is off.
-        InvalidURIError: If a location can't be what it is given for.
-        StoreError: If a store refuses or stays unreachable, or the disk is full.
+        InvalidURIError: If a location can't be used for its purpose.
+        StoreError: If a store refuses a request or stays unreachable, or the disk is full.
     """
     config = config_or_default(config)
     uri, to = _both_ends(source, target, config)
     reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
     state = _content_of(reader)
-    assert reader.commit is not None  # it was read
-    notes = Notes.from_json(reader.commit.notes, str(uri))  # of the same save
+    assert reader.commit is not None  # the load above has read it
+    notes = Notes.from_json(reader.commit.notes, str(uri))  # of the same save as the data
     writer = CloudStorageWriter(to, config=config, notes=notes)
     return save(state, storage_writer=writer, no_dist=True)
 
@@ -164,9 +164,10 @@ def _content_of(reader: CloudStorageReader) -> dict[Any, Any]:
 def _both_ends(
     source: URILike, target: URILike, config: Config
 ) -> tuple[CheckpointURI, CheckpointURI]:
-    """The locations of what is read and of the checkpoint that is written.
+    """Parses source and target of a conversion to a checkpoint, and checks that the target may be
+    written.
 
-    Raises before all of the source is read; the commit checks again.
+    It raises before the whole source is read; the commit checks again.
     """
     uri, to = CheckpointURI.parse(source), CheckpointURI.parse(target)
     if uri == to:
@@ -189,14 +190,14 @@ def torch_save_to_dcp(
 ) -> Metadata:
     """Converts a file of ``torch.save`` into a DCP checkpoint.
 
-    The checkpoint is committed when it is complete, as by ``cloudckpt.save``. It takes one copy of
-    the state in host memory and ``memory_budget`` (64 MiB by default). Call it on one rank: it
+    The checkpoint is committed when it is complete, as by ``cloudckpt.save``. This takes memory for
+    one copy of the state, and ``memory_budget`` bytes (64 MiB by default). Call it on one rank: it
     takes no part in collectives.
 
     Args:
-        source: The file; it must hold a dict.
-        target: Where to save.
-        config: Options, for both sides.
+        source: The file; it must contain a dict.
+        target: The location of the new checkpoint.
+        config: Options, for both locations.
         trust_pickle: Whether the file's pickle may run any code.
 
     Returns:
@@ -205,12 +206,12 @@ def torch_save_to_dcp(
     Raises:
         CheckpointNotFoundError: If there is no such file.
         CheckpointCorruptError: If the file is truncated, damaged, or not one of ``torch.save``.
-        CheckpointReplacedError: If writers replaced it again and again meanwhile.
-        CheckpointError: If it holds no dict.
+        CheckpointReplacedError: If the file was replaced repeatedly meanwhile.
+        CheckpointError: If the file does not contain a dict.
         UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
-        InvalidURIError: If a location can't be what it is given for.
-        StoreError: If a store refuses or stays unreachable, or the disk is full.
+        InvalidURIError: If a location can't be used for its purpose.
+        StoreError: If a store refuses a request or stays unreachable, or the disk is full.
     """
     config = config_or_default(config)
     uri, location = _both_ends(source, target, config)

@@ -1,8 +1,8 @@
 """Pauses Python's cyclic garbage collector while many objects are created that all stay alive.
 
 Plans and metadata of a large model are hundreds of thousands of small objects. Their number alone
-makes CPython scan the trainer's whole heap again and again, holding the GIL, and find nothing: it
-took half of the time of saving 20,000 tensors.
+makes CPython scan the trainer's whole heap again and again, holding the GIL, without collecting
+anything: it took half of the time of saving 20,000 tensors.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ class _Pause:
                 _paused_here = False
 
 
-# weak: a pause whose exit an interrupt prevented disappears, and the next exit enables the
-# collector
+# weak references: a pause whose exit was prevented by an interrupt disappears, and the next exit
+# enables the collector
 _pauses: weakref.WeakSet[_Pause] = weakref.WeakSet()
 
 
 def paused_gc() -> _Pause:
-    """No automatic collection in the block, in any thread; for computation, never across I/O.
+    """Returns a context manager that pauses automatic collection in all threads; not for use across
+    I/O.
 
-    Blocks may nest and overlap. A collector that the program has disabled stays disabled.
+    Blocks may be nested and overlap. A collector that the program has disabled stays disabled.
     """
     return _Pause()
 
 
 def _after_fork() -> None:
-    """A child has none of the threads that were in a block when its parent forked."""
+    """Ends all pauses in a forked child, which lacks the threads that made them."""
     global _pauses, _paused_here
     _pauses = weakref.WeakSet()
     if _paused_here:

@@ -1,11 +1,12 @@
 """``python -m cloudckpt.run train.py …`` runs an unchanged script with cloudckpt installed.
 
-Under torchrun it replaces the script, which each rank then runs as torchrun would have::
+With torchrun, it takes the place of the script, which each rank runs as torchrun would have::
 
     torchrun --nproc-per-node 8 -m cloudckpt.run train.py --folder s3://bucket/run
     torchrun --nproc-per-node 8 -m cloudckpt.run -m torchtitan.train --checkpoint.folder s3://…
 
-Processes that the script forks have it, too; those that it spawns must import ``cloudckpt.auto``.
+Processes that the script forks inherit the installation; those that it spawns must import
+``cloudckpt.auto``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a checkpoint lives: parsing, checking and joining of checkpoint URIs."""
+"""Parses, checks and joins the URIs of checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
 _SWALLOWED_SLASH = re.compile(r"^(https|file):/(?!/)", re.IGNORECASE)
 _SERVICE = "write s3://bucket/path, and set AWS_ENDPOINT_URL_S3 to "
 _MOUNTED = "mount it, by NFS or FUSE, and write the path of the folder"
-_FOREIGN = {  # schemes of other tools, and what to write here
+_FOREIGN = {  # schemes of other tools, and what to write instead
     "gcs": "write gs://bucket/path",
     "s3a": "write s3://bucket/path",
     "s3n": "write s3://bucket/path",
@@ -51,14 +51,16 @@ _AZURE_HOST = re.compile(  # of the public cloud, China, US Government, and acco
     r"\.(?:blob|dfs)\."
     r"(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)"
 )
-_FOLDED = re.compile(  # a folder named like a scheme of the three clouds, or other tools' schemes
+# a folder named like a URI scheme of the three clouds, or like other tools' schemes
+_FOLDED = re.compile(
     r"(?:^|/)((?:s3[an]?|gs|gcs|az|abfss?|wasbs?|adl):|https:(?=/+"
     + _AZURE_HOST.pattern
     + r"(?:/|$))|hf:(?=/+buckets/))"
     r"(?:/+(?P<rest>.*))?$",
     re.IGNORECASE | re.DOTALL,
 )
-_NEARLY = re.compile(  # text before the scheme, or no slashes after it, makes a URI a local folder
+# text before the scheme, or no slashes after it, turns a URI into a local folder
+_NEARLY = re.compile(
     r"[\s'\"<\ufeff]+[a-z][a-z0-9+.\-]*:/|(?:s3[an]?|gs|gcs|az|abfss?):[^/]", re.IGNORECASE
 )
 _STORAGE_BUCKET = re.compile(r"(buckets/[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/|$)", re.ASCII)
@@ -67,7 +69,7 @@ _HALVES = re.compile(r"[\ud800-\udfff]")
 _ACCESS_POINT = re.compile(
     r"(arn:aws[a-z-]*:s3:[a-z0-9-]+:\d{12}:accesspoint)[:/]([A-Za-z0-9-]+)(?:/|$)"
 )
-_NO_BUCKETS = tuple(  # names and ARNs that AWS reserves for other things than S3 buckets
+_NO_BUCKETS = tuple(  # names and ARNs that AWS reserves for resources other than S3 buckets
     (re.compile(pattern), meaning)
     for pattern, meaning in (
         (
@@ -110,7 +112,7 @@ URILike = Union[str, "os.PathLike[str]", "CheckpointURI"]
 class CheckpointURI:
     """A parsed location: ``scheme://bucket/prefix``.
 
-    It is never a ``pathlib.Path``: a path would collapse ``s3://`` into ``s3:/``.
+    It is not a ``pathlib.Path``: a path would collapse ``s3://`` into ``s3:/``.
 
     Attributes:
         scheme: ``s3``, ``gs``, ``az``, ``hf`` or ``file``.
@@ -127,7 +129,7 @@ class CheckpointURI:
 
     @classmethod
     def accepts(cls, location: URILike) -> bool:
-        """Whether :meth:`parse` accepts it."""
+        """Returns whether :meth:`parse` accepts a location."""
         try:
             cls.parse(location)
         except InvalidURIError:
@@ -165,7 +167,7 @@ class CheckpointURI:
                 f"unknown scheme {scheme!r} in {_shown(text)!r}: {_FOREIGN[scheme]}"
             )
         if (lost := unfolded(text)) is not None:
-            whole = lost if cls.accepts(lost) else _shown(lost)  # a container@account is no secret
+            whole = lost if cls.accepts(lost) else _shown(lost)  # container@account is not a secret
             raise InvalidURIError(
                 f"{_shown(text)!r} lost a slash (pathlib.Path and os.path collapse // to /), and "
                 f'would be a local folder; pass the string "{whole}" instead'
@@ -197,7 +199,7 @@ class CheckpointURI:
         try:
             parts = urlsplit(text)
             is_one = parts.netloc in ("", "localhost") and parts.path.startswith("/")
-        except ValueError:  # for brackets and other characters that no host has
+        except ValueError:  # for brackets and other characters that no host contains
             is_one = False
         if not is_one:
             raise InvalidURIError(
@@ -207,14 +209,17 @@ class CheckpointURI:
             raise InvalidURIError(
                 f"{_shown(text)!r}: write %3F for '?' and %23 for '#' in a file URI"
             )
-        path = os.fsdecode(unquote_to_bytes(os.fsencode(parts.path)))  # names may not be UTF-8
+        # file names need not be UTF-8
+        path = os.fsdecode(unquote_to_bytes(os.fsencode(parts.path)))
         if _CONTROL.search(path):
             raise InvalidURIError(f"{_shown(text)!r} contains a control character: remove it")
         return cls("file", "", os.path.abspath(path))
 
     @classmethod
     def _azure(cls, scheme: str, rest: str, text: str) -> CheckpointURI:
-        """The forms used by Hadoop and the portal: ``abfss`` with the account, and ``https``."""
+        """Parses the forms used by Hadoop and the portal: ``abfss`` with the account, and
+        ``https``.
+        """
         authority, slash, path = rest.partition("/")
         if scheme == "https":
             container, host = "", authority.lower()
@@ -238,7 +243,7 @@ class CheckpointURI:
                 f"{_shown(text)!r} contains a shared access signature: remove it, and set "
                 "AZURE_STORAGE_SAS_TOKEN instead"
             )
-        if scheme == "https":  # a URL, which is percent-encoded; the others are taken literally
+        if scheme == "https":  # https URLs are percent-encoded; the other forms are taken literally
             if re.search(r"%(?![0-9A-Fa-f]{2})", path):
                 raise InvalidURIError(f"{_shown(text)!r}: write %25 for '%' in an https URI")
             try:
@@ -305,19 +310,20 @@ class CheckpointURI:
 
     @property
     def is_cloud(self) -> bool:
-        """Whether it names a cloud object store."""
+        """Whether the location is in a cloud object store."""
         return self.scheme in CLOUD_SCHEMES or self.scheme == "hf"
 
     def key(self, name: str) -> str:
-        """The store's key of the object ``name`` under this prefix.
+        """Returns the store's key of the object `name` under this prefix.
 
-        Names that begin with ``../`` and a folder are objects in another location beside it.
+        A name of the form ``../folder/name`` refers to an object of the location `folder` in the
+        same parent folder.
         """
         at, name = self._of(name)
         return f"{at.prefix}/{name}" if at.prefix else name
 
     def join(self, *names: str) -> CheckpointURI:
-        """The location beneath this one, for example ``run.join("step-1000")``."""
+        """Returns the location beneath this one, for example ``run.join("step-1000")``."""
         below = "/".join(name.strip("/") for name in names)
         if self.scheme == "file":
             return CheckpointURI("file", "", os.path.abspath(f"{self.prefix}/{below}"))
@@ -329,25 +335,25 @@ class CheckpointURI:
         return replace(self, prefix=self.prefix.rstrip("/").rpartition("/")[0])
 
     def object(self, name: str) -> str:
-        """The URI of the object ``name``, for messages; see :meth:`key`."""
+        """Returns the URI of the object `name`, for messages; see :meth:`key`."""
         at, name = self._of(name)
         return f"{at}/{name}"
 
     def _of(self, name: str) -> tuple[CheckpointURI, str]:
-        """The location that holds an object, and the object's name there."""
+        """Returns the location that contains an object, and the object's name there."""
         if not name.startswith("../"):
             return self, name
         folder, _, name = name[3:].partition("/")
         return self.beside(folder), name
 
     def beside(self, folder: str) -> CheckpointURI:
-        """The location named ``folder`` in the same parent folder."""
+        """Returns the location named `folder` in the same parent folder."""
         prefix = self.prefix.rstrip("/")
         return replace(self, prefix=prefix[: len(prefix) - len(self.folder)] + folder)
 
     @property
     def folder(self) -> str:
-        """Its name in the parent folder; empty for the root of a bucket."""
+        """The name of the location in its parent folder; empty for the root of a bucket."""
         return self.prefix.rstrip("/").rpartition("/")[2]
 
     def __str__(self) -> str:
@@ -357,17 +363,18 @@ class CheckpointURI:
 
     @property
     def root(self) -> str:
-        """``scheme://bucket``, with the account if known: the unit in which stores are opened."""
+        """``scheme://bucket``, with the account if known; each root has a store of its own."""
         if self.account:
             return f"abfss://{self.bucket}@{self.account.replace('.blob.', '.dfs.', 1)}"
         return f"{self.scheme}://{self.bucket}"
 
 
 def _absolute(path: str) -> str:
-    """The absolute form of a local path."""
+    """Returns the absolute form of a local path."""
     try:
         return os.path.abspath(path)
-    except FileNotFoundError as exc:  # on which some begin a new run
+    # not raised as FileNotFoundError, on which some scripts begin a new run
+    except FileNotFoundError as exc:
         raise InvalidURIError(
             f"{_shown(path)!r} is relative to the working directory, which no longer exists: "
             "change to another one, or write an absolute path",
@@ -376,13 +383,14 @@ def _absolute(path: str) -> str:
 
 
 def text_of(location: object) -> str | None:
-    """The text of a location; None if it is neither a string nor a path, and its text is not a URI.
+    """Returns the text of a location; None if it is neither a string nor a path nor prints as a
+    URI.
 
-    For path objects of other libraries, their text comes first: their file-system path may be that
-    of a local copy, where a checkpoint would never be found again.
+    For path objects of other libraries, their text takes precedence: their file-system path may be
+    that of a local copy, where a checkpoint would never be looked for.
     """
     if isinstance(location, str):
-        return str.__str__(location)  # for a member of a string enum, its value
+        return str.__str__(location)  # the value of a member of a string enum
     said = str(location)
     if _SCHEME.match(said):
         return said
@@ -391,10 +399,10 @@ def text_of(location: object) -> str | None:
 
 
 def unfolded(path: str) -> str | None:
-    """The URI that a local path was before ``pathlib`` or ``os.path`` collapsed it; else None.
+    """Returns the URI that ``pathlib`` or ``os.path`` has collapsed to a local path; None if none.
 
-    ``s3:/bucket/run`` was ``s3://bucket/run``, and so was ``/home/me/s3:/bucket/run``. Nobody wants
-    a folder of such a name, and what is saved there is lost with the machine.
+    ``s3:/bucket/run`` was ``s3://bucket/run``, and so was ``/home/me/s3:/bucket/run``. A folder of
+    such a name is never intended, and data saved there would be lost with the machine.
     """
     if scheme := _SCHEME.match(path):
         if scheme.group(1).lower() != "file":
@@ -407,6 +415,6 @@ def unfolded(path: str) -> str | None:
 
 
 def _shown(text: str) -> str:
-    """The text without possible secrets: user information and the query."""
+    """Returns the text without possible secrets: user information and the query."""
     text = re.sub(r":(/+).*@", r":\1***@", text, flags=re.DOTALL)
     return re.sub(r"\?.*", "?***", text, flags=re.DOTALL)

@@ -1,7 +1,7 @@
-"""Says in the log what a save or a load waits for, while a store fails or does not answer.
+"""Logs what a save or a load is waiting for, while a store fails or does not respond.
 
-A request is tried for minutes, since a store that fails often recovers by itself. Whoever watches a
-job that stands still needs to know why, and for how long it may last.
+A request is retried for minutes, since a failing store often recovers by itself. Meanwhile, users
+see a job that stands still, and need to know why, and for how long it may last.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ __all__ = ["FIRST_LINE", "LONGEST_SILENCE", "Waiting", "current", "is_stuck"]
 logger = logging.getLogger("cloudckpt")
 
 FIRST_LINE = 10.0
-"""Seconds without success after which the first line is written."""
+"""Seconds without success before the first line is logged."""
 LONGEST_SILENCE = 60.0
-"""Seconds between two lines, at most; the first such pause is as long as the wait for the first
-line, and each further one twice as long."""
+"""The most seconds between two lines. The first pause is as long as the wait for the first line,
+and each further one twice as long.
+"""
 
 
-_NO_SUCCESS = 1.0  # seconds
+_NO_SUCCESS = 1.0  # seconds without any success, after which operations count as stuck
 
 
 class Waiting:
-    """One operation on a store that is tried until it succeeds; a context manager around it.
+    """An operation on a store that is retried until it succeeds; a context manager around it.
 
-    Inside the block it is the :func:`current` one, so that those who send its requests can report
-    on them.
+    Within the block it is the :func:`current` operation, so that the code that sends its requests
+    can report on them.
 
     Attributes:
         is_over: Whether the block was left.
     """
 
     def __init__(self, deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """
+        """Prepares an operation.
+
         Args:
-            deadline: Seconds behind its first failure in which it is tried again.
-            clock: Seconds of a clock that only goes forward.
+            deadline: Seconds after its first failure during which it is retried.
+            clock: Returns the seconds of a monotonic clock.
         """
         self._deadline = deadline
         self._clock = clock
@@ -62,33 +64,33 @@ class Waiting:
     def __exit__(self, kind: object = None, *_: object) -> None:
         if self._token is not None:
             _current.reset(self._token)
-        self.is_over = True  # before the question: another thread may be about to tell
+        self.is_over = True  # before `ended`: another thread may be about to log
         _lines.ended(self, self._clock() if kind is None else None)
         if self._is_told:
             _lines.end(self)
 
     def sends(self, request: str) -> None:
-        """Notes which request is on its way, for messages: its method and URI, without secrets."""
+        """Notes the request under way, for messages: its method and URI, without secrets."""
         self._request = request
 
     def failed(self, why: object, *, left: float, pause: float) -> None:
-        """Notes that a try has failed, and says so if this has lasted long enough.
+        """Notes a failed try, and logs it if the operation has failed for long enough.
 
         Args:
             why: The error, or a text.
-            left: Seconds in which it is tried again.
+            left: Seconds during which the operation is still retried.
             pause: Seconds until the next try.
         """
         now = self._clock()
         self._failures += 1
         _lines.failing(self)
         self._until = now + left
-        ahead = pause if pause >= FIRST_LINE else 0.0  # nobody is there to say it meanwhile
+        ahead = pause if pause >= FIRST_LINE else 0.0  # nothing can log during the pause
         if now + ahead - self._began >= FIRST_LINE:
             self._tell(str(why), now)
 
     def is_silent(self, seconds: float) -> None:
-        """Says that the try under way has moved no byte for ``seconds``, if that is long enough."""
+        """Logs that the try under way has moved no byte for `seconds`, if that is long enough."""
         if seconds >= FIRST_LINE:
             _lines.failing(self)
             self._tell(f"{self._request}: no byte has moved for {seconds:.0f} s", self._clock())
@@ -113,9 +115,9 @@ class Waiting:
 
 
 class _Lines:
-    """When the next line is due: all operations of a process share one rhythm.
+    """Determines when the next line is due; all operations of a process share one schedule.
 
-    A store that fails, fails for all of the many requests that are under way.
+    When a store fails, all of the many requests under way fail.
     """
 
     def __init__(self) -> None:
@@ -127,7 +129,7 @@ class _Lines:
         self._interval = FIRST_LINE
 
     def begin(self, waiting: Waiting, now: float) -> int | None:
-        """How many others wait, too, if a line is due now; None if none is."""
+        """Returns how many other operations wait, if a line is due now; else None."""
         with self._lock:
             if waiting.is_over:
                 return None
@@ -141,36 +143,38 @@ class _Lines:
             return len(self._waiting) - 1
 
     def failing(self, waiting: Waiting) -> None:
-        """A try of it has failed, or says nothing for long."""
+        """Notes that a try of an operation has failed, or has been silent for long."""
         with self._lock:
             if not waiting.is_over:
                 self._failing.add(waiting)
 
     def ended(self, waiting: Waiting, succeeded: float | None) -> None:
-        """It has ended; ``succeeded``: when, if it has succeeded."""
+        """Notes that an operation has ended; `succeeded` is the time of its success, None if it
+        failed.
+        """
         with self._lock:
             self._failing.discard(waiting)
             if succeeded is not None:
                 self._succeeded = succeeded
 
     def is_stuck(self, now: float) -> bool:
-        """Whether something fails, and nothing has succeeded of late."""
+        """Returns whether an operation is failing while none has succeeded in the last second."""
         with self._lock:
             return bool(self._failing) and now - self._succeeded >= _NO_SUCCESS
 
     def end(self, waiting: Waiting) -> None:
-        """It has succeeded, or was given up."""
+        """Removes an operation, which has succeeded or was given up."""
         with self._lock:
             self._waiting.discard(waiting)
 
     def forget(self) -> None:
-        """Nothing waits any more: in a forked child, where the threads that waited are gone."""
+        """Removes all operations: a forked child lacks the threads that ran them."""
         self._waiting.clear()
         self._failing.clear()
 
 
 def _moment(seconds: float) -> str:
-    """The date and time ``seconds`` from now."""
+    """Returns the date and time `seconds` from now."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + seconds))
 
 
@@ -180,10 +184,14 @@ _current: ContextVar[Waiting | None] = ContextVar("cloudckpt_waiting", default=N
 
 
 def is_stuck() -> bool:
-    """Whether a store fails or says nothing: operations wait, and none has succeeded of late."""
+    """Returns whether operations are failing or silent, and none has succeeded in the last
+    second.
+    """
     return _lines.is_stuck(time.monotonic())
 
 
 def current() -> Waiting | None:
-    """The innermost one around this call, in this thread or task."""
+    """Returns the innermost operation around this call, in this thread or task; None outside of
+    any.
+    """
     return _current.get()
