@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from azure.core.credentials import AccessTokenInfo
-from azure.core.exceptions import ClientAuthenticationError
+from azure.core.exceptions import ClientAuthenticationError, ServiceRequestError
 from azure.core.pipeline import PipelineContext, PipelineRequest
 from azure.core.pipeline.transport import HttpRequest
 from azure.storage.blob._shared.authentication import SharedKeyCredentialPolicy
@@ -162,7 +162,7 @@ def test_an_impossible_account_is_refused(monkeypatch, account):
 
 
 class Identity:
-    """Stands for DefaultAzureCredential."""
+    """Stands for DefaultAzureCredential: numbered tokens, due for renewal at half their time."""
 
     error: Exception | None = None
 
@@ -173,7 +173,8 @@ class Identity:
         self.asked.append(scopes)
         if self.error is not None:
             raise self.error
-        return AccessTokenInfo("SECRETTOKEN", int(time.time()) + 3600)
+        now = int(time.time())
+        return AccessTokenInfo(f"SECRETTOKEN{len(self.asked)}", now + 3600, refresh_on=now + 1800)
 
 
 class Nobody(Identity):
@@ -187,6 +188,27 @@ def identity(azure_key, monkeypatch):
     monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", lambda **settings: one)
     monkeypatch.delenv("AZURE_STORAGE_KEY")
     return one
+
+
+@pytest.mark.parametrize("kind", [ClientAuthenticationError, ServiceRequestError])
+def test_a_valid_token_is_used_while_it_can_not_be_renewed(
+    identity, open_azure, tls_server, tls_files, monkeypatch, kind
+):
+    def sent():
+        return call(store, tls_server, "put").headers["Authorization"]
+
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", tls_files[0])
+    store = open_azure(endpoint_url=tls_server.url)
+    assert sent() == "Bearer SECRETTOKEN1"
+    identity.error, now = kind("late"), time.time()
+    monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 1900)
+    assert [sent(), sent()] == ["Bearer SECRETTOKEN1"] * 2
+    assert len(identity.asked) == 2  # not by every request
+    monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 3601)
+    with pytest.raises(ConnectionLostError, match="late"):
+        sent()
+    identity.error = None
+    assert sent() == "Bearer SECRETTOKEN4"
 
 
 def test_tokens_are_not_sent_in_the_clear(open_azure, identity):
@@ -570,7 +592,7 @@ def test_directories_of_a_hierarchical_namespace_are_no_objects(store, server):
 
 def test_blocks_are_not_missing_because_a_page_has_none(store, server):
     server.answer(body=b"<html><p>sign in</p></html>")
-    with pytest.raises(ServerError, match="<html> in place of <BlockList>"):
+    with pytest.raises(ServerError, match="<html> instead of <BlockList>"):
         store.abort_upload(UPLOAD)
 
 

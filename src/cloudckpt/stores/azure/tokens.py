@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from dataclasses import dataclass, replace
 
 from cloudckpt._version import __version__
 from cloudckpt.config import Config
-from cloudckpt.errors import CredentialsError, MissingDependencyError
+from cloudckpt.errors import CredentialsError, MissingDependencyError, StoreError
 from cloudckpt.stores.credentials import Origin, alone, check_credential, fetching
 from cloudckpt.stores.redaction import raise_alone, told
 
 try:
     from azure.core.exceptions import AzureError, ClientAuthenticationError
-    from azure.identity import DefaultAzureCredential, get_bearer_token_provider
+    from azure.identity import DefaultAzureCredential
 except ImportError as exc:
     raise MissingDependencyError(
         "az:// needs azure-storage-blob and azure-identity; install them with: "
@@ -25,16 +26,28 @@ except ImportError as exc:
 __all__ = ["Tokens"]
 
 _SCOPE = "https://storage.azure.com/.default"
+_MARGIN = 300.0  # seconds before a token's end from which azure-identity gives a new one
+_PAUSE = 30.0  # seconds between renewals; azure-identity's own interval after failures
 _LONGEST = 3000  # characters of the messages of all sources
 _CLI_TIMEOUT = 60  # seconds; `az` starts slowly on a busy machine
 
 
-class Tokens:
-    """A valid access token shared by all threads; azure-identity caches it and renews it when due.
+@dataclass(frozen=True, repr=False)
+class _Held:
+    """A token, when to renew it, and when it expires (seconds since the epoch)."""
 
-    Only some of its sources cache their token; for others `az` would run at each request. So
-    azure-identity's token provider is used, which caches; one thread at a time calls it, so that
-    only the first fetches a token.
+    token: str = ""
+    due: float = 0.0
+    ends: float = 0.0
+
+
+class Tokens:
+    """A valid access token, shared by all threads, which azure-identity fetches.
+
+    Only some of its sources cache their token; for others `az` would run at each request. One
+    thread renews the token when it is due; meanwhile, and if that fails, all use the old one while
+    it is valid, which is half a day with a managed identity. azure-identity's token provider would
+    fail instead, and make all threads wait for a silent service.
     """
 
     def __init__(self, config: Config, uri: str, *, note: str = "") -> None:
@@ -54,7 +67,7 @@ class Tokens:
             "user_agent": f"cloudckpt/{__version__}",
         }
         self._credential: DefaultAzureCredential | None = None
-        self._provider: Callable[[], str] | None = None
+        self._held = _Held()
         self._lock = threading.Lock()
 
     def get(self) -> str:
@@ -62,31 +75,47 @@ class Tokens:
 
         Raises:
             CredentialsError: If no source has credentials, or they are refused.
-            TransientStoreError: If it temporarily can't be fetched or renewed.
+            TransientStoreError: If there is no valid one, and it temporarily can't be fetched.
         """
-        with alone(self._lock, self._uri):
-            return self._fetched()
+        held, now = self._held, time.time()
+        if now < held.due:
+            return held.token
+        with alone(self._lock, self._uri, wait=now >= held.ends) as is_mine:
+            if is_mine and self._held is held:  # no other thread has renewed it
+                self._held = self._renewed(held)
+        return self._held.token
 
     def origin(self) -> Origin:
         """Returns which azure-identity source supplied the token; azure-identity has no public name
         for it.
         """
         found = getattr(self._credential, "_successful_credential", None) or self._credential
-        return Origin(source=f"azure-identity's {type(found).__name__}")
+        source = f"azure-identity's {type(found).__name__}"
+        return Origin(source=source, ends=self._held.ends or None)
 
-    def _fetched(self) -> str:
+    def _renewed(self, held: _Held) -> _Held:
+        try:
+            return self._fetched()
+        except StoreError:
+            now = time.time()
+            if now >= held.ends:
+                raise
+            return replace(held, due=min(now + _PAUSE, held.ends))
+
+    def _fetched(self) -> _Held:
         name = "AZURE_CLIENT_SECRET"
         check_credential(os.environ.get(name, ""), name, self._uri, header=False)
         with fetching("Azure", self._uri, is_passing=_is_passing):
-            if self._provider is None:
+            if self._credential is None:
                 self._credential = DefaultAzureCredential(**self._settings)
-                self._provider = get_bearer_token_provider(self._credential, _SCOPE)
             try:
-                token = self._provider()
+                found = self._credential.get_token_info(_SCOPE)
             except ClientAuthenticationError as exc:
                 raise_alone(self._none(exc))
-        check_credential(token, "the access token of Microsoft Entra ID", self._uri)
-        return token
+        check_credential(found.token, "the access token of Microsoft Entra ID", self._uri)
+        ends = float(found.expires_on)
+        due = max(float(found.refresh_on or ends - _MARGIN), time.time() + _PAUSE)
+        return _Held(found.token, min(due, ends), ends)
 
     def _none(self, exc: Exception) -> CredentialsError:
         return CredentialsError(
