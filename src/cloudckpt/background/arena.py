@@ -83,7 +83,7 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """The address of its first byte in this process."""
+        """The address of the arena's first byte in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def memory(self, on_unused: Callable[[], None] = lambda: None) -> Memory:
@@ -119,7 +119,7 @@ class Memory:
 
     @property
     def address(self) -> int:
-        """The address of its first byte."""
+        """The address of the memory's first byte in this process."""
         return ctypes.addressof(self._owner)
 
     def storage(self, start: int, size: int) -> torch.UntypedStorage:

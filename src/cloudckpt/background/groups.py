@@ -35,7 +35,7 @@ _LONGEST_PAUSE = 1.0
 
 @dataclass
 class _Kept:
-    """State kept while a default group exists.
+    """The groups of savers that exist while a default group does.
 
     Attributes:
         free: Groups that no saver uses.

@@ -55,7 +55,7 @@ class Region:
 
     @property
     def size(self) -> int:
-        """The number of bytes."""
+        """The number of bytes to copy."""
         return self.end - self.first
 
 
@@ -223,9 +223,7 @@ class Layout:
 
 
 def _of_kind(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Returns the copy with everything besides elements that a pickle or a plan records of a
-    tensor.
-    """
+    """Gives a copied tensor the class, ``requires_grad`` and declared shards of the original."""
     if isinstance(original, torch.nn.Parameter):
         made = torch.nn.Parameter(made, original.requires_grad)
     else:

@@ -97,19 +97,21 @@ class SaveProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process ID; None without a process."""
+        """The process ID; None after :meth:`close`."""
         worker = self._worker
         return None if worker is None else worker.pid
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has an unanswered job."""
+        """Whether the process has an unanswered job."""
         worker = self._worker
         return worker is not None and worker.is_busy
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it has a job that makes no progress, since its store fails or does not answer."""
+        """Whether the process has a job without progress, since its store fails or
+        does not answer.
+        """
         worker = self._worker
         return worker is not None and worker.is_busy and worker.is_stuck
 

@@ -247,7 +247,7 @@ def _checked(made: object) -> dict[str, Any]:
 
 
 def as_ours(error: BaseException, where: str) -> CloudCheckpointError:
-    """Returns the error, or a StagingError that wraps it if it is not one of cloudckpt."""
+    """Returns the error if it is one of cloudckpt's, else a StagingError that wraps it."""
     if isinstance(error, CloudCheckpointError):
         if error.uri is None and where:
             error.uri = where

@@ -375,7 +375,7 @@ class Speaker:
         self._lock = threading.Lock()
 
     def tell(self, kind: str, content: object) -> None:
-        """Sends a message of a type.
+        """Sends a message to the trainer, with its type and content.
 
         Raises:
             OSError: If the trainer has ended.

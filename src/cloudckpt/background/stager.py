@@ -67,7 +67,7 @@ class _Lease:
         self._free = free
 
     def take(self, seconds: float = 0) -> None:
-        """Takes the token.
+        """Takes the arena's token, waiting up to ``seconds`` for it.
 
         Raises:
             queue.Empty: If it is not free within ``seconds``.

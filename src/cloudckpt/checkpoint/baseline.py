@@ -94,7 +94,7 @@ def begin(
     overwrite: bool,
     began: float | None = None,
 ) -> Baseline:
-    """Returns the baseline of a save: requests the commit object, and tells whether it is older.
+    """Requests the commit object at a save's location, and returns the baseline of the save.
 
     The answer may be late, because the store or this process was slow. A checkpoint that is younger
     than this save was not there when the save began, and is a conflict.

@@ -123,7 +123,7 @@ def _range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> bytea
 
 @dataclass(frozen=True)
 class CommitObject:
-    """The contents of a commit object.
+    """The parsed contents of a commit object: metadata, record, notes and trailer.
 
     Attributes:
         info: The commit object.
@@ -143,7 +143,9 @@ class CommitObject:
 
     @property
     def has_digests(self) -> bool:
-        """Whether it has the digests of the items, so that later checkpoints may refer to them."""
+        """Whether the checkpoint has digests of its items, so that later checkpoints may refer to
+        them.
+        """
         return self.record is not None and self.record.extents.has_digests
 
     @property

@@ -178,7 +178,7 @@ def _lengths(size: int, block: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class FileManifest:
-    """The contents of a manifest.
+    """The job and the files of a folder, as its manifest names them.
 
     Attributes:
         job: The job that committed the folder: sixteen hexadecimal digits.

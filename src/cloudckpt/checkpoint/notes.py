@@ -1,4 +1,4 @@
-"""Notes: what a training run wants to know about a checkpoint without loading it.
+"""Notes: data of a training run about a checkpoint, which can be read without loading it.
 
 They are at the end of the commit object, so that they exist if and only if the checkpoint does. Two
 small requests read them.
@@ -36,7 +36,7 @@ _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass(frozen=True, kw_only=True)
 class Notes:
-    """The notes of a checkpoint.
+    """Step, metrics and other data about a checkpoint, stored with it.
 
     Attributes:
         step: The training step.

@@ -40,7 +40,7 @@ def code_of(dtype: torch.dtype) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class IndexItem:
-    """The entry of an item in an index.
+    """An item's entry in an object index: its sizes, element type and checksums.
 
     Attributes:
         head: Bytes of the envelope before the payload.

@@ -218,7 +218,7 @@ STATE = 0
 
 
 class StoredForm(NamedTuple):
-    """The shape of an item in an object, whatever its values.
+    """The layout of an item in an object: envelope, size and element type, whatever its values.
 
     Attributes:
         head: The envelope before its bytes.
@@ -283,7 +283,7 @@ class Buffers(Protocol):
 
 @dataclass(frozen=True)
 class Destination:
-    """The checkpoint and the rank for which objects are written, and how.
+    """The checkpoint, rank and options of one rank's objects.
 
     Attributes:
         uri: The checkpoint.
@@ -318,7 +318,7 @@ class Destination:
 
 @dataclass(slots=True)
 class _Filling:
-    """An object that takes further items.
+    """An object to which items are still being assigned.
 
     It has its number, the bytes of its items and of its index so far, and the maximum of their sum.
     """

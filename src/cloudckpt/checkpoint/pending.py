@@ -32,7 +32,7 @@ MOST_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """What one rank of a save has sent, or is sending, without a trainer.
+    """The content of a pending object: one rank's part of a save that a later job can commit.
 
     Attributes:
         save: A name that all ranks of this save share, and no other save has.
@@ -75,7 +75,9 @@ class Pending:
         return dataclasses.replace(self, objects=(*objects, *self.references), references=())
 
     def to_bytes(self) -> bytes:
-        """Encodes it; without plan, record and notes until all objects are in the store."""
+        """Encodes the pending object; without plan, record and notes until all objects are in the
+        store.
+        """
         parts = () if self.objects is None else (self.plan, self.record, self.notes)
         document = json.dumps(
             {

@@ -35,7 +35,7 @@ logger = logging.getLogger("cloudckpt")
 
 @dataclass(frozen=True, slots=True)
 class ItemPlace:
-    """The location of an item.
+    """The byte range of an item, and the tensor in it.
 
     Attributes:
         whole: All bytes of the item.

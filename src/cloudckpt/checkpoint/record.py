@@ -1,10 +1,11 @@
-"""Encodes what a rank, or all ranks, write: objects, and the location of each row of a table.
+"""The record of a save: items of one or all ranks, and their locations in objects, with its
+encoding.
 
-There is one encoding, :meth:`Record.to_bytes`. Ranks exchange it (a plan is a record without
-locations, a report one without a table), a saving process leaves it in the store, and the record of
-all ranks follows the pickle in ``.metadata``. It has one JSON document with everything that is not
-a column (names, distinct shapes and element types, paths, objects), and columns of integers. Both
-are compressed.
+There is one encoding, :meth:`Record.to_bytes`. Ranks exchange records (a plan is a record without
+locations, a report one without a table), a saving process leaves its record in the store, and the
+record of all ranks follows the pickle in ``.metadata``. A record has one JSON document with
+everything that is not a column (names, distinct shapes and element types, paths, objects), and
+columns of integers. Both are compressed.
 
 It contains no pickle, and the memory needed to read it is bounded beforehand.
 """
@@ -121,13 +122,13 @@ class Extents:
 
 
 def no_times() -> torch.Tensor:
-    """Returns the ``times`` of a record in which no rank has reported any; see :class:`Record`."""
+    """Returns empty ``times`` for a record, without a row for any rank; see :class:`Record`."""
     return unfilled(0, 5)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Record:
-    """What one rank, or all ranks, have written or are to write.
+    """The items that one rank, or all ranks, have written or are to write, with their locations.
 
     Attributes:
         table: The names and chunks of the rows; None in a report for a plan that is known.

@@ -275,7 +275,7 @@ def _check_trusted(store: ObjectStore, base: CheckpointURI, said: CommitObject) 
 
 
 def _mark_in(uri: CheckpointURI, folder: str, attempt: str) -> str:
-    """Returns the key of a save's mark in a sibling folder of its own."""
+    """Returns the key of a save's mark in ``folder``, a sibling of the checkpoint ``uri``."""
     return uri.beside(folder).key(keep_name(attempt))
 
 
@@ -361,7 +361,8 @@ def protected(
 
 
 class _Protection:
-    """Reads once what protects the objects of some folders.
+    """Determines which objects of some folders are needed, by reading each mark and commit object
+    once.
 
     Attributes:
         kept: The keys that are needed, by folder.

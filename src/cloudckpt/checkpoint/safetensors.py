@@ -81,7 +81,7 @@ _TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a file.
+    """A tensor in a safetensors file: its name, element type, shape and byte range.
 
     Attributes:
         name: The tensor's name.

@@ -63,7 +63,7 @@ class Structure:
 
     @classmethod
     def of(cls, state_dict: Mapping[Any, Any], uri: str | None = None) -> Structure:
-        """Returns the structure of a state dict.
+        """Returns the keys and empty dicts that torch's flattening of a state dict loses.
 
         A key that can't be restored is logged once, by the logger ``cloudckpt``: it loads only into
         a state dict that already contains it.

@@ -23,7 +23,8 @@ _HOMES = {"pathlib._local": "pathlib", "__builtin__": "builtins", "__mp_main__":
 
 
 def home(module: str) -> str:
-    """Returns the name of a module that is the same in all versions of Python and in all processes.
+    """Normalizes a module's name, so that it is the same in all versions of Python and all
+    processes.
 
     Python 3.13 has the classes of ``pathlib`` in another module, and in a saving process the
     training script has another name.

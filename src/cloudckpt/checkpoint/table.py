@@ -63,7 +63,7 @@ VALUE = Form()
 
 
 class Entry(NamedTuple):
-    """The entry of a name in a table.
+    """A name's entry in a table: its form, its rows, and its chunks.
 
     Attributes:
         form: The form of the name.

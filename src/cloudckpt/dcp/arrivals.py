@@ -88,7 +88,7 @@ def all_expected(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 class _Wait:
-    """The wait of this rank in one such block, and the thread that watches it.
+    """This rank's wait in an :func:`all_expected` block, and the thread that watches it.
 
     The thread is not started by ``Thread.start``, which would return only once it runs: the
     training loop could wait long for the GIL. It must not be in a call of the store when the

@@ -32,16 +32,16 @@ _LEAVES = frozenset((*_ATOMS, torch.Tensor, torch.nn.Parameter, DTensor))
 
 
 class PerRank(Generic[T]):
-    """A value of a state dict that each rank has for itself, made by :func:`cloudckpt.per_rank`.
+    """A value of a state dict of which each rank has its own, made by :func:`cloudckpt.per_rank`.
 
     Attributes:
         value: The value of this rank. After a load, the value that this rank has saved; if the
             checkpoint has no value of this rank, it stays as it was, which the load logs as a
                 warning.
         is_loaded: Whether the last load has set ``value`` to what this rank had saved.
-        all: After a load, the saved values by the rank that saved them: of all ranks if the number
-            of
-            ranks has changed since the save; otherwise only this rank's.
+        all: After a load, the saved values by the rank that saved them: of all ranks if the ranks
+            that
+            saved are not exactly those that load; otherwise only this rank's.
     """
 
     def __init__(self, value: T) -> None:
@@ -210,7 +210,8 @@ class Content:
         return given
 
     def fit(self, metadata: Metadata, ranks: int, uri: str) -> None:
-        """Changes :attr:`state` to ask for the values of each rank that the checkpoint has.
+        """Changes :attr:`state` so that a load reads the values of each rank that the checkpoint
+        has.
 
         Args:
             metadata: The metadata of the checkpoint.
@@ -268,7 +269,7 @@ class _Own:
         [(self.name, self.state)] = content.state.items()
 
     def has_names(self, names: Mapping[str, Path]) -> bool:
-        """Whether it is loaded in place: it has tensors to fill, or the same names as the saved
+        """Whether the value is loaded in place: it has tensors, or the same names as the saved
         value.
         """
         flat = flatten_state_dict({".".join(map(str, self.path)): {self.name: self.state}})[0]

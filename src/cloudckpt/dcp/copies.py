@@ -54,7 +54,7 @@ class Shared:
 
     @classmethod
     def nothing(cls) -> Shared:
-        """Returns a value without items."""
+        """Returns a ``Shared`` without any item."""
         return cls(unfilled(0))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Makes torch's global plan, for all ranks of a save, by columns of numbers.
+"""Makes the global plan of a save from columns of numbers, with the same result as torch's planner.
 
 torch's planner makes five Python objects for each chunk of each rank, gathers them on one rank, and
 visits each several times: half a million chunks take fifteen seconds there. Here ranks send their

@@ -43,7 +43,7 @@ _chosen: tuple[Config | None, bool] = (None, False)
 
 
 def chosen_config() -> Config | None:
-    """Returns the options of the last :func:`install`; None without any."""
+    """Returns the options given to the last :func:`install`; None if none were given."""
     return _chosen[0]
 
 

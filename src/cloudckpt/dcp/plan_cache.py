@@ -249,7 +249,7 @@ def ref_to(group: dist.ProcessGroup | None) -> GroupRef:
 
 @dataclass(frozen=True, eq=False)
 class OfAllRanks:
-    """The coordinator's memory of a save by all ranks.
+    """The coordinator's part of a cache entry: the plan and the locations of all ranks.
 
     Attributes:
         planned: The plan of all ranks.
@@ -264,7 +264,7 @@ class OfAllRanks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownPlan:
-    """This rank's memory of a save.
+    """A cache entry: this rank's plan of a committed save, for later saves of the same structure.
 
     Attributes:
         number: The plan's number, the same on all ranks.

@@ -78,7 +78,7 @@ number for the comparison of copies (see ``copies``).
 
 @dataclass(frozen=True)
 class _Planned:
-    """A new plan.
+    """A plan that the ranks have made for the current save.
 
     Attributes:
         step: This rank's part of the plan.

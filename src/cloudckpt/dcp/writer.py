@@ -245,7 +245,7 @@ class CloudStorageWriter(OurWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.attempt)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begins a save.
+        """Begins a save on this rank: requests the baseline, and records the state dict's nesting.
 
         Raises:
             ConfigError: If each rank is to commit on its own (``use_collectives=False``).
@@ -328,7 +328,9 @@ class CloudStorageWriter(OurWriter):
         return self.hold
 
     def _held(self, base: CheckpointURI | None) -> Hold | None:
-        """Holds a base; by default, the newest checkpoint in the same folder. None if it can't."""
+        """Returns a hold on ``base``, by default the newest sibling; None, with a warning, if it
+        fails.
+        """
         try:
             store = self._store()
             base = base or newest_beside(store, self.uri, self.config, self.notes)
