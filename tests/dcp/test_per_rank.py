@@ -10,15 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt.checkpointer import close_async_savers
 from cloudckpt.errors import ConfigError, MissingKeyError, UnsupportedValueError
 
 from .places import Place
-
-ROADS = ["save", "thread", "process", "incremental", "manager"]
 
 
 class Box:
@@ -76,44 +72,6 @@ def _plain(value, of=lambda one: one.value):
     if isinstance(value, list):
         return [_plain(entry, of) for entry in value]
     return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
-def _saved(place: Place, road: str, state: dict) -> str:
-    config = place.having(incremental=road == "incremental").config
-    try:
-        if road == "manager":
-            with cloudckpt.CheckpointManager(place.uri, config=config) as manager:
-                manager.save(0, state)
-                manager.save(1, state)
-            return f"{place.uri}/step-1"
-        for step in range(2):  # by a new plan, and by a known one
-            uri = place.at(f"step-{step}").uri
-            if road in ("save", "incremental"):
-                cloudckpt.save(state, checkpoint_id=uri, config=config)
-            else:
-                kind = AsyncCheckpointerType(road)
-                cloudckpt.async_save(
-                    state, checkpoint_id=uri, config=config, async_checkpointer_type=kind
-                ).result()
-        return uri
-    finally:
-        close_async_savers()
-
-
-def _drawn(place: Place, road: str, seeds: list[int]) -> None:
-    rank = dist.get_rank()
-    for seed in seeds:
-        state = _state(random.Random(seed), rank)
-        where = _saved(place.at(str(seed)), road, state)
-        target = _state(random.Random(seed), -1)
-        cloudckpt.load(target, checkpoint_id=where, config=place.config)
-        assert _plain(target) == _plain(state)
-
-
-@pytest.mark.parametrize("road", ROADS)
-def test_each_rank_has_its_values_back_wherever_they_stand(road, ranks, local):
-    seeds = [*range(8 if road == "save" else 3)]
-    ranks(3, _drawn, local, road, seeds)
 
 
 @contextlib.contextmanager

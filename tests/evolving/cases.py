@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .states import State
 
-__all__ = ["ALONE", "ALWAYS", "CHECKS", "IN_PROCESS", "THEN", "WAYS"]
+__all__ = ["ALONE", "ALWAYS", "CHECKS", "IN_PROCESS", "THEN", "WAYS", "WAYS_OF_TORCH"]
 __all__ += ["Case", "Fault", "Save", "Segment"]
 
 WAYS = (
@@ -31,6 +31,9 @@ WAYS = (
 )
 """By what a state is saved."""
 
+WAYS_OF_TORCH = ("dcp.save", "dcp.save of a URI")
+"""Those that know no values of each rank, nor objects within a dict, and compare no copies."""
+
 ALONE = ("alone", "everything", "verify", "inspect", "stock alone", "stock convert", "convert")
 """Checks that one rank makes by itself."""
 
@@ -54,14 +57,17 @@ class Fault:
 
     Attributes:
         kind: ``unpicklable``: a value of the state; ``disk``: it is full; ``refused``: the store
-            answers that it can't.
+            answers that it can't; ``unlike``: ranks have different values under one name, if any
+            of the named is something of which several have a copy.
         rank: On which rank.
         skip: Calls or requests of that rank that go well before.
+        names: What differs, see `states.names`.
     """
 
     kind: str
     rank: int = 0
     skip: int = 0
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

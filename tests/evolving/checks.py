@@ -81,7 +81,8 @@ def _in_another_group(save: Save, step: int, world: int, place: Place) -> str | 
 def _stock_together(save: Save, step: int, world: int, place: Place) -> str | None:
     """By torch's names: its own loader mistakes keys that are no texts, and empty dicts."""
     room, expected = (
-        flat(made(save.state, _here(save, step, blank=blank))) for blank in (True, False)
+        flat(made(save.state, _here(save, step, blank=blank)), dist.get_rank())
+        for blank in (True, False)
     )
     if not place.uri.startswith("file://"):
         return None
@@ -163,7 +164,9 @@ def _model(save: Save, step: int, world: int, place: Place) -> str | None:
     room, expected = (
         {
             k: v
-            for k, v in flat(made(save.state, _here(save, step, blank=blank))).items()
+            for k, v in flat(
+                made(save.state, _here(save, step, blank=blank)), dist.get_rank()
+            ).items()
             if k in names
         }
         for blank in (True, False)

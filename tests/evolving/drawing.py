@@ -9,13 +9,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from .cases import ALWAYS, CHECKS, IN_PROCESS, THEN, WAYS, Case, Fault, Save, Segment
+from .cases import ALWAYS, CHECKS, IN_PROCESS, THEN, WAYS, WAYS_OF_TORCH, Case, Fault, Save, Segment
 from .limits import ALIGNED, BLOCK, LARGEST, PACKED, RUN, SLAB, pickled_around
-from .states import Component
+from .states import Component, names
 from .values import (
     FORMS,
     PLACEMENTS,
     RANDOM,
+    Each,
     Many,
     Numbers,
     Numpy,
@@ -72,6 +73,7 @@ class _Drawing:
         self._small = not self._chance(60)  # one object each, until values grow
         self._background = self._chance(30)  # what ranks keep for that takes time to begin
         self._incremental = self._chance(35)
+        self._by_torch = self._chance(20)  # only what torch takes, and some saves by it
         self.world = 1
 
     def _one(self, options: Sequence[Any]) -> Any:
@@ -100,7 +102,9 @@ class _Drawing:
 
     def _way(self) -> str:
         ways = IN_PROCESS if self._tight or not self._background else WAYS
-        if self._store == "local":  # a file URI is left to torch's own writers
+        if not self._by_torch:
+            ways = tuple(way for way in ways if way not in WAYS_OF_TORCH)
+        elif self._store == "local":  # a file URI is left to torch's own writers
             ways = tuple(way for way in ways if way != "dcp.save of a URI")
         return self._one(("save", "save", "save", *ways))
 
@@ -111,6 +115,8 @@ class _Drawing:
             fault = Fault(
                 self._one(kinds), self._one(range(self.world)), self._one((0, 0, 1, 2, 3))
             )
+        elif way not in WAYS_OF_TORCH and self._chance(12):
+            fault = Fault("unlike", names=self._some_names(state))
         # the files of conversions are not tight
         others = [kind for kind in CHECKS if kind not in (*ALWAYS, *["convert"] * self._tight)]
         some = st.lists(st.sampled_from(others), min_size=1, max_size=3, unique=True)
@@ -127,6 +133,10 @@ class _Drawing:
             incremental=self._incremental and self._chance(85),
             then=self._one(THEN) if is_followed else "",
         )
+
+    def _some_names(self, state: dict[Any, Any]) -> tuple[str, ...]:
+        some = st.lists(st.sampled_from(names(state)), min_size=1, max_size=4, unique=True)
+        return tuple(self._draw(some))
 
     # ---- states
 
@@ -150,6 +160,9 @@ class _Drawing:
             for name in self._one(((), ("a",), ("a", "b"))):
                 leaf = self._one((Plain(1), self._tensor(""))) if self._small else self._leaf()
                 state[f"{name}{rank}"] = Own((rank,), leaf)
+        if not self._by_torch:
+            state["random"] = Each(Random(self._one(list(RANDOM))))
+            state["app"] = {"loader": Each({"pos": self._leaf(), 1: [self._leaf()]})}
         return {key: value for key, value in state.items() if key == "step" or self._chance(75)}
 
     def _leaf(self) -> Any:
@@ -232,12 +245,15 @@ class _Drawing:
             container[key] = inner if isinstance(value, Own) else Own(tuple(sorted(some)), inner)
 
     def _put(self, container: Any, key: Any, value: Any, inner: Any) -> None:
-        container[key] = Own(value.ranks, inner) if isinstance(value, Own) else inner
+        is_wrapped = isinstance(value, (Own, Each))
+        container[key] = dataclasses.replace(value, of=inner) if is_wrapped else inner
 
     def _grown(self, value: Any) -> Any:
         """The same kind of value with another content, mostly of another size."""
         if isinstance(value, (dict, list, Component)):
             return value
+        if isinstance(value, Each):
+            return Each(self._grown(value.of))
         if not isinstance(value, Tensor):
             return self._value(grows=True)
         kind = self._one(("same", "same", "same", "shape", "shape", "other"))
@@ -248,7 +264,8 @@ class _Drawing:
         return value  # another step, another content
 
     def _add(self, container: Any) -> None:
-        kind = self._one(["leaf"] * 7 + ["empty", "dict", "list"])
+        more = [] if self._by_torch else ["each", "each", "component"]
+        kind = self._one(["leaf"] * 7 + ["empty", "dict", "list", *more])
         value: Any = {}
         if kind == "leaf":
             value = self._leaf()
@@ -256,6 +273,11 @@ class _Drawing:
             value = self._one((dict, OrderedDict))({self._one(_KEYS): self._leaf()})
         elif kind == "list":
             value = [self._leaf() for _ in range(self._one((0, 1, 2)))]
+        elif kind == "component":
+            value = Component({self._one(_KEYS): self._leaf(), "n": Each(self._leaf())})
+        elif kind == "each":
+            entry = self._leaf()
+            value = Each(self._one((entry, {"a": entry}, [entry], Component({"a": Each(entry)}))))
         if isinstance(container, list):
             container.append(value)
             return
@@ -267,10 +289,12 @@ class _Drawing:
 
 
 def _possible(described: Any, own: bool = False) -> Any:
-    """A copy in which nothing within some ranks' own is spread over ranks, or others' own."""
+    """A copy in which nothing of some ranks, or of each, is spread over ranks, or others' own."""
     if isinstance(described, Own):
         inner = _possible(described.of, True)
         return inner if own else Own(described.ranks, inner)
+    if isinstance(described, Each):
+        return Each(_possible(described.of, True))
     if isinstance(described, Component):
         return Component(_possible(described.content, own))
     if isinstance(described, dict):
@@ -284,13 +308,13 @@ def _possible(described: Any, own: bool = False) -> Any:
 
 def _inner(container: Any, key: Any) -> Any:
     value = container[key]
-    return value.of if isinstance(value, Own) else value
+    return value.of if isinstance(value, (Own, Each)) else value
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]]:
     """All entries, as a container and a key in it."""
-    value = value.of if isinstance(value, Own) else value
-    value = value.content if isinstance(value, Component) else value
+    while isinstance(value, (Own, Each, Component)):
+        value = value.content if isinstance(value, Component) else value.of
     if not isinstance(value, (dict, list)):
         return []
     keys = list(value) if isinstance(value, dict) else range(len(value))

@@ -12,13 +12,15 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from botocore.exceptions import ClientError
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from cloudckpt import S3Options
 from dcp.places import Place
@@ -30,7 +32,7 @@ from .aftermath import Aftermath
 from .cases import Save, Segment
 from .checks import check, is_for_all, there_is_nothing
 from .limits import tight
-from .states import made, scribble
+from .states import content_of, flat, made, scribble
 from .values import Here
 from .ways import KEPT_STEPS, Ways
 
@@ -98,7 +100,7 @@ def run_segment(
         What there is then, and what is not as it should be; both are the same on all ranks.
     """
     values.forget_meshes()
-    root = dataclasses.replace(root, uri=model.root or root.uri)
+    root = dataclasses.replace(root, uri=model.root or root.uri).having(replicas="refuse")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_silence())
         if is_tight:
@@ -156,7 +158,12 @@ class _Rank:
         if not save.overwrite:
             place = place.having(overwrite=False)
         here = Here(step, dist.get_rank(), dist.get_world_size(), kept=self._kept)
-        state = made(save.state, here)
+        different: set[str] = set()
+        if save.fault and save.fault.names:
+            unlike = dataclasses.replace(here, unlike=frozenset(save.fault.names))
+            different = _different(state := made(save.state, unlike))
+        if not different:
+            state = made(save.state, here)
         if self._pending:  # the marks of each keep what the others replace, until a sweep
             at_once = [(pending[0], pending[2]) for pending in self._pending] + [(save, place)]
             if any(each.incremental for each, _ in at_once):
@@ -171,7 +178,7 @@ class _Rank:
                     self._pending.append((save, step, place, waits[0]))
                     return findings
                 error = _caught(waits[0])
-        findings = self._end_pending() or self._judge(save, step, place, error)
+        findings = self._end_pending() or self._judge(save, step, place, error, different)
         if not findings and save.then and error is None:
             place = dataclasses.replace(self._root, uri=place.uri)
             findings = self._becomes(save.then, place, step)
@@ -207,7 +214,12 @@ class _Rank:
         return []
 
     def _judge(
-        self, save: Save, step: int, place: Place, error: BaseException | None
+        self,
+        save: Save,
+        step: int,
+        place: Place,
+        error: BaseException | None,
+        different: Collection[str] = (),
     ) -> list[Finding]:
         """Notes what has become of a save, and looks at it."""
         place = dataclasses.replace(self._root, uri=place.uri)
@@ -220,8 +232,11 @@ class _Rank:
             return [Finding(step, save.by, "ranks disagree", repr(told))]
         if not raised and is_taken:
             return [Finding(step, save.by, "overwritten", "although it was not to be")]
+        if different and (wrong := _not_said(different, raised)):
+            return [Finding(step, save.by, "not named", wrong)]
         if raised:
-            if save.fault is None and not (is_taken and "CheckpointExistsError" in repr(raised)):
+            is_for_nothing = save.fault is None or (save.fault.names and not different)
+            if is_for_nothing and not (is_taken and "CheckpointExistsError" in repr(raised)):
                 return [Finding(step, save.by, *raised[0])]
             after = before
             if any(name in f"{kind} {text}" for kind, text in raised for name in _UNCERTAIN):
@@ -300,6 +315,36 @@ class _Rank:
         return []
 
 
+def _different(state: dict[Any, Any]) -> set[str]:
+    """The names under which ranks have different copies of something."""
+    mine: dict[tuple[str, Any], bytes] = {}
+    for name, value in flat(state, dist.get_rank()).items():
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        place: Any = ()
+        if isinstance(value, DTensor):
+            where = value.shape, value.device_mesh, value.placements
+            place = tuple(compute_local_shape_and_global_offset(*where)[1])
+        if not isinstance(value, DTensor) or local.numel():
+            mine[name, place] = content_of(local)
+    told: list[dict[tuple[str, Any], bytes]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(told, mine)
+    found: dict[tuple[str, Any], set[bytes]] = {}
+    for of_rank in told:
+        for key, content in of_rank.items():
+            found.setdefault(key, set()).add(content)
+    return {name for (name, _), contents in found.items() if len(contents) > 1}
+
+
+def _not_said(different: Collection[str], raised: Sequence[tuple[str, str]]) -> str:
+    """What is wrong with the errors that name different copies; empty if nothing is."""
+    count = f"{len(different)} {'entry differs' if len(different) == 1 else 'entries differ'}"
+    for kind, text in raised or [("", "")]:
+        lost = [name for name in different if f"{name}: rank" not in text]
+        if lost or count not in text or "KeyCollisionError" not in f"{kind} {text}":
+            return f"{lost} of {different}: {kind} {text[:1000]}"
+    return ""
+
+
 def _said(kind: str, known: Known | None, place: Place) -> str | None:
     if known is None:
         return there_is_nothing(place)
@@ -343,7 +388,7 @@ def _raised(step: int, what: str, error: BaseException) -> Finding:
 def _fault_of(save: Save, state: dict[Any, Any], place: Place) -> Iterator[None]:
     """Something is wrong on a rank, if it is to be, for the time of the block."""
     fault = save.fault
-    if fault is None or fault.rank != dist.get_rank():
+    if fault is None or fault.rank != dist.get_rank() or fault.kind == "unlike":
         yield
     elif fault.kind == "unpicklable":
         state["step"] = threading.Lock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,19 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
-from .values import PLACEMENTS, Here, Own, Tensor
+import cloudckpt
 
-__all__ = ["Component", "State", "component_of", "difference", "flat", "made", "placed_otherwise"]
-__all__ += ["scribble"]
+from .values import PLACEMENTS, Each, Here, Own, Plain, Tensor
+
+__all__ = ["Component", "State", "component_of", "content_of", "difference", "flat", "made"]
+__all__ += ["names", "placed_otherwise", "scribble"]
 
 State = Mapping[Any, Any]
 """A state dict: keys as they are, and behind them dicts, lists, and descriptions of values."""
 
 
 class Component:
-    """An object with a state dict, as a model: it stands at the top of a state dict."""
+    """An object with a state dict, as a model."""
 
     def __init__(self, content: Any) -> None:
         self.content = content
@@ -40,36 +42,67 @@ class Component:
 
 
 def component_of(value: Any) -> Any:
-    """What is in a component; or the value itself, if it is none."""
-    return value.content if isinstance(value, Component) else value
+    """What is in a component, or in a value of a rank; or the value itself, if it is neither."""
+    while isinstance(value, (Component, cloudckpt.PerRank)):
+        value = value.content if isinstance(value, Component) else value.value
+    return value
 
 
 def made(state: State, here: Here) -> dict[Any, Any]:
     """What a rank has of it; or all of it, for a reader that is alone."""
-    return _made(state, "", here)
+    return _made(state, "", here, range(here.world))
 
 
-def _made(described: Any, name: str, here: Here) -> Any:
+def names(described: Any, name: str = "") -> list[str]:
+    """The names of the values of which all ranks may have a copy; see `Here.unlike`."""
     if isinstance(described, Component):
-        content = _made(described.content, name, here)
+        return names(described.content, name)
+    if isinstance(described, dict):
+        return [one for key, inner in described.items() for one in names(inner, f"{name}.{key}")]
+    if isinstance(described, list):
+        return [one for n, inner in enumerate(described) for one in names(inner, f"{name}.{n}")]
+    return [] if isinstance(described, (Each, Own)) else [name]
+
+
+def _made(described: Any, name: str, here: Here, holders: Sequence[int]) -> Any:
+    """What a rank has of it; ``holders`` have it at all."""
+    if isinstance(described, Component):
+        content = _made(described.content, name, here, holders)
         return content if here.is_alone else Component(content)
+    if isinstance(described, Each):
+        ranks = holders if here.rank is None else (here.rank,)
+        of_ranks = {
+            rank: _made(described.of, f"{name}.of {rank}", here.of_rank(rank), (rank,))
+            for rank in ranks
+        }
+        if here.rank is not None:
+            return cloudckpt.per_rank(of_ranks[here.rank])
+        return {f"rank_{rank}": value for rank, value in of_ranks.items()}
     if isinstance(described, dict):
         found = type(described)()
         for key, inner in described.items():
+            ranks = holders
             if isinstance(inner, Own):
-                ranks = range(here.world) if here.rank is None else (here.rank,)
-                if not set(ranks) & set(inner.ranks):
+                ranks = [rank for rank in holders if rank in inner.ranks]
+                if not ranks or not (here.rank is None or here.rank in ranks):
                     continue
                 inner = inner.of
-            found[key] = _made(inner, f"{name}.{key}", here)
+            found[key] = _made(inner, f"{name}.{key}", here, ranks)
         return found
     if isinstance(described, list):
-        return [_made(inner, f"{name}.{number}", here) for number, inner in enumerate(described)]
+        return [_made(one, f"{name}.{n}", here, holders) for n, one in enumerate(described)]
+    if here.rank is not None and name in here.unlike:
+        if isinstance(described, Plain) and not isinstance(described.value, (dict, list)):
+            described = Plain(f"of {here.rank}")
+        return described.made(f"{name} of {here.rank}", here.of_rank(here.rank))
     return described.made(name, here)
 
 
 def placed_otherwise(described: Any, world: int, own: bool = False) -> Any:
-    """The state with tensors in other shards; without what none of so many ranks had."""
+    """The state with tensors in other shards.
+
+    It lacks the entries that none of so many ranks had, and those with values of each rank.
+    """
     if isinstance(described, Component):
         return Component(placed_otherwise(described.content, world, own))
     if isinstance(described, Own):
@@ -78,7 +111,7 @@ def placed_otherwise(described: Any, world: int, own: bool = False) -> Any:
         return type(described)(
             (key, placed_otherwise(value, world, own))
             for key, value in described.items()
-            if not isinstance(value, Own) or min(value.ranks) < world
+            if not (isinstance(value, Own) and min(value.ranks) >= world) and not _has_each(value)
         )
     if isinstance(described, list):
         return [placed_otherwise(value, world, own) for value in described]
@@ -89,9 +122,37 @@ def placed_otherwise(described: Any, world: int, own: bool = False) -> Any:
     return described
 
 
-def flat(state: dict[Any, Any]) -> dict[str, Any]:
-    """As torch names it."""
-    return flatten_state_dict({k: component_of(v) for k, v in state.items()})[0]
+def _has_each(described: Any) -> bool:
+    if isinstance(described, (Own, Component)):
+        described = described.of if isinstance(described, Own) else described.content
+    if isinstance(described, dict):
+        return any(map(_has_each, described.values()))
+    return (
+        any(map(_has_each, described))
+        if isinstance(described, list)
+        else isinstance(described, Each)
+    )
+
+
+def flat(state: dict[Any, Any], rank: int | None = None) -> dict[str, Any]:
+    """As torch names it.
+
+    Args:
+        state: A state dict.
+        rank: The rank that has it; None if one has all.
+    """
+    return flatten_state_dict(_plain(state, rank))[0]
+
+
+def _plain(value: Any, rank: int | None) -> Any:
+    """The dicts and lists that are saved of it."""
+    if isinstance(value, Component):
+        return _plain(value.content, rank)
+    if isinstance(value, cloudckpt.PerRank):
+        return {f"rank_{rank}": _plain(value.value, rank)}
+    if isinstance(value, dict):
+        return {key: _plain(inner, rank) for key, inner in value.items()}
+    return [_plain(inner, rank) for inner in value] if isinstance(value, list) else value
 
 
 def scribble(value: Any) -> None:
@@ -178,6 +239,15 @@ def _of_tensors(actual: Any, expected: torch.Tensor, at: str) -> Iterator[str]:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().as_subclass(torch.Tensor)
     return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def content_of(value: Any) -> bytes:
+    """What tells a value that is no container from another one."""
+    if isinstance(value, torch.Tensor):
+        head = f"{value.dtype} {tuple(value.shape)} "
+        return head.encode() + bytes(_bits(value).untyped_storage())
+    content = value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
+    return type(value).__qualname__.encode() + content
 
 
 def _short(value: Any) -> str:

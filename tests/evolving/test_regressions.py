@@ -7,6 +7,7 @@ from .machine import carry_out
 from .values import Numbers, Own, Plain, Tensor, Text
 
 _TWO = {"a0": Own((0,), Tensor((100,))), "a1": Own((1,), Tensor((100,)))}
+_BLOCKS = Tensor((64,), placed="blocks")
 _THREE = {"a": Plain(0), "b": Plain(0), "c": Plain(0)}
 
 CASES = {
@@ -52,6 +53,13 @@ CASES = {
             Segment(
                 2,
                 [Save({"a": Tensor((1,), "float8_e5m2", placed="rows")}, by="async process")],
+            )
+        ]
+    ),
+    "copies of all ranks, and those of some, are compared where a step is adopted": Case(
+        [
+            Segment(
+                4, [Save({"some": Tensor((64,), placed="blocks"), "all": Plain(1)}, by="adopted")]
             )
         ]
     ),

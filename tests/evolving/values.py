@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["FORMS", "PLACEMENTS", "RANDOM", "Here", "Many", "Numbers", "Numpy", "Own", "Plain"]
-__all__ += ["Random", "Tensor", "Text", "Tied"]
+__all__ = ["FORMS", "PLACEMENTS", "RANDOM", "Each", "Here", "Many", "Numbers", "Numpy", "Own"]
+__all__ += ["Plain", "Random", "Tensor", "Text", "Tied"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Here:
         world: How many ranks there are.
         blank: Whether it is room to be loaded into.
         kept: Tensors of this process, which a training keeps and changes; by name.
+        unlike: The names of values that differ from rank to rank.
     """
 
     step: int
@@ -39,10 +40,15 @@ class Here:
     world: int
     blank: bool = False
     kept: dict[str, tuple[Tensor, torch.Tensor]] | None = None
+    unlike: frozenset[str] = frozenset()
 
     @property
     def is_alone(self) -> bool:
         return self.rank is None
+
+    def of_rank(self, rank: int) -> Here:
+        """Where values differ from those of other ranks."""
+        return dataclasses.replace(self, step=self.step + 1000 * (rank + 1))
 
 
 def _turned(values: torch.Tensor) -> torch.Tensor:
@@ -335,4 +341,11 @@ class Own:
     """What only some ranks have: an entry of a dict that the others lack."""
 
     ranks: tuple[int, ...]
+    of: Any
+
+
+@dataclass(frozen=True)
+class Each:
+    """What each rank has a value of its own of."""
+
     of: Any
