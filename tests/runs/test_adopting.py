@@ -114,7 +114,7 @@ def test_who_is_silent_is_not_waited_for(tmp_path, monkeypatch) -> None:
     (folder / left(folder)[1]).unlink()
     monkeypatch.setattr(adopting, "_LONGEST_SILENCE", 0.6)
     with pytest.raises(
-        IncompleteSaveError, match="of 2 ranks 1 have sent all, 0 are sending, and of 1 nothing"
+        IncompleteSaveError, match="of 2 ranks, 1 have finished, 0 are uploading, and 1 have"
     ):
         adopt(str(folder), wait=1000.0)
 
@@ -224,7 +224,7 @@ def test_two_saves_are_never_mixed(tmp_path) -> None:
     (folder / left(folder)[1]).unlink()
     for path in other.glob("__1*"):
         path.rename(folder / path.name)
-    with pytest.raises(IncompleteSaveError, match="of 2 ranks 1 have sent all"):
+    with pytest.raises(IncompleteSaveError, match="of 2 ranks, 1 have finished"):
         adopt(str(folder), wait=0.0)
 
 
