@@ -47,7 +47,9 @@ class Counting(MemoryStore):
 
     def commit(self, *steps: int) -> None:
         for step in steps:
-            self.put(f"run/step-{step}/.metadata", [memoryview(uuid.uuid4().bytes)], checksum=0)
+            self.put(
+                f"run/step-{step}/.metadata", [memoryview(uuid.uuid4().bytes + b"b.")], checksum=0
+            )
 
     def tear(self, step: int) -> None:
         name = f"run/step-{step}/__0_0.0123456789abcdef.distcp"
@@ -270,7 +272,7 @@ def test_many_watches_run_in_one_loop(place) -> None:
         await asyncio.sleep(0.2)
         for run in runs:
             where = f"{run}/step-1/.metadata"
-            await asyncio.to_thread(cloudckpt.files.save_file, where, b"x", config=place.config)
+            await asyncio.to_thread(cloudckpt.files.save_file, where, b"b.", config=place.config)
         return await asyncio.wait_for(asyncio.gather(*found), 100)
 
     assert asyncio.run(watch()) == [f"{run}/step-1" for run in runs]
@@ -302,7 +304,7 @@ def test_a_thread_without_a_loop_watches_too(store, faulty) -> None:
 
 
 def test_a_run_with_other_names_is_told_in_the_log_once(store, caplog) -> None:
-    store.put("run/epoch-1/.metadata", [memoryview(b"x")], checksum=0)
+    store.put("run/epoch-1/.metadata", [memoryview(b"b.")], checksum=0)
 
     async def watch() -> None:
         watched = Watched(store)
