@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -22,6 +23,7 @@ from cloudckpt import CloudStorageWriter
 from cloudckpt.checkpoint.base import VALUE, Base, digest_of_bytes, kind_of
 from cloudckpt.checkpoint.objects import is_keep_name
 from cloudckpt.checkpoint.record import Extents, Record
+from cloudckpt.checkpointer import CheckpointerConfig, make_async_checkpointer
 from cloudckpt.checksum import CRC32C, CRC64NVME
 from cloudckpt.dcp.incremental import Contents
 from cloudckpt.dcp.planners import CloudSavePlanner
@@ -422,15 +424,38 @@ def changing(monkeypatch):
     return tensors
 
 
+class _Same(AsyncStager):
+    """A stager that copies nothing."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict):
+        return state_dict
+
+    def close(self) -> None:
+        pass
+
+
+def _save_by(how, state, uri, config) -> None:
+    if how == "save":
+        cloudckpt.save(state, checkpoint_id=uri, config=config)
+        return
+    options = CheckpointerConfig(config=config, stager=_Same())
+    with make_async_checkpointer(options) as saver:
+        saver.save(uri, state)
+        saver.wait()
+
+
+@pytest.mark.parametrize("how", ["save", "with a stager of one's own"])
 @pytest.mark.parametrize("kind", ["plain", "strided", "small"])
-def test_what_changes_after_its_digest_was_made_is_refused(place, changing, kind) -> None:
+def test_what_changes_after_its_digest_was_made_is_refused(place, changing, kind, how) -> None:
     """Its row would name bytes that another save, of what it was, would take for its own."""
     tensor = torch.zeros(500, 4 if kind == "small" else 400)
     changing.append(tensor)
     state = {"w": tensor.t() if kind == "strided" else tensor}
     config = place.having(incremental=True).config
     with pytest.raises(TensorChangedError, match="w changed while it was saved"):
-        cloudckpt.save(state, checkpoint_id=place.at("step-1").uri, config=config)
+        _save_by(how, state, place.at("step-1").uri, config)
     assert not place.names()
 
 

@@ -152,10 +152,9 @@ class _Shared:
     bytes.
     """
 
-    is_private = True
-
     def __init__(self, arena: Arena | None, annex: Annex, pool: StagingPool) -> None:
         self.pool = pool
+        self.is_private = arena is not None  # else another stager may have kept what it returned
         self._annex = annex
         self._begin = 0 if arena is None else arena.address
         self._end = 0 if arena is None else self._begin + arena.size
