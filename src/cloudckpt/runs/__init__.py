@@ -1,7 +1,7 @@
-"""The checkpoints of a run over time: listed, kept, copied, deleted.
+"""Lists, restores, copies, compares, verifies, prunes and sweeps the checkpoints of a run.
 
-Here are the results of the functions of :mod:`cloudckpt`, and what a ``CheckpointManager`` takes
-and returns. What needs torch is imported on first use.
+The package exports the result types of the functions in :mod:`cloudckpt`, and the types that a
+``CheckpointManager`` takes and returns. Modules that need torch are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Commits steps whose trainers ended before the commit, if their saving processes sent everything.
 
-Each rank's saving process leaves a record beside its data when it has sent all of it
-(:mod:`cloudckpt.background.sender`). The records of all ranks hold what the coordinator of that
-save would have known, so any process that has them can commit as the coordinator would have: by one
-write of ``.metadata``, on the condition that there is none. If meanwhile
+When a rank's saving process has sent all of its data, it writes a record beside the data
+(:mod:`cloudckpt.background.sender`). The records of all ranks contain everything that the
+coordinator of that save needs for its commit. So any process that has read them can commit the
+step: by one write of ``.metadata``, on the condition that the object does not exist yet. The cases:
 
-- *two jobs adopt at once*: one commits, and the other sees the checkpoint;
-- *another job has claimed the run since* (:mod:`cloudckpt.runs.claim`): its sequence of steps stays
-  as it is. A record says which job had claimed the run when the step was staged, and counts only as
-  long as that job still holds the claim. Late processes leave leftovers, never a commit;
-- *a process is still sending*: it says so every two seconds, and is waited for as long as it makes
-  progress, within a limit;
-- *a record is missing, damaged, or of another save, or an object is not as it says*: there is no
-  commit, and the data is swept a day later;
-- *the data is swept*: data older than half the age of leftovers is no longer adopted, and a commit
-  is sent within the other half, or not at all.
+- *Two jobs adopt a step at once*: one commits, and the other sees the checkpoint.
+- *Another job has claimed the run since* (:mod:`cloudckpt.runs.claim`): the step is not committed.
+  A record names the job that held the claim when the step was staged, and counts only while that
+  job holds it. Processes that finish later leave leftovers, never a commit.
+- *A process is still sending*: it rewrites its record every two seconds, and this job waits as long
+  as records change, up to a limit.
+- *A record is missing, damaged or of another save, or an object differs from its record*: the step
+  is not committed, and its data is swept a day later.
+- *The data is about to be swept*: data older than half the age of leftovers is no longer adopted,
+  and the commit is sent within the other half, or not at all.
 """
 
 from __future__ import annotations
@@ -76,28 +76,28 @@ _SENSELESS = (
     RuntimeError,
     AssertionError,
 )
-"""What parsing raises on data that has the right checksum but makes no sense."""
+"""The errors that parsing raises for records whose checksum is right and whose content is not."""
 
-_BETWEEN_LOOKS = 0.5  # seconds
-_LONGEST_SILENCE = 10.0  # seconds without news, after which nothing more is expected
+_BETWEEN_LOOKS = 0.5  # seconds between two listings of the records
+_LONGEST_SILENCE = 10.0  # seconds without a changed record after which the processes count as dead
 
 
 def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> None:
-    """Commits a checkpoint whose trainers ended before the commit, if all of it was sent.
+    """Commits a checkpoint whose trainers ended before the commit, if all of its data was sent.
 
-    One that is committed already stays as it is.
+    A checkpoint that is already committed is left unchanged.
 
     Args:
-        uri: Where it is.
-        wait: Seconds to wait for processes that are still sending.
+        uri: The location of the checkpoint.
+        wait: Seconds to wait for saving processes that are still sending.
         config: Options.
 
     Raises:
-        CheckpointNotFoundError: If there is nothing at all.
-        IncompleteSaveError: If it can't be committed: not all ranks have left a complete record, or
-            another job has claimed the run since.
-        ConfigError: If it is the folder of a run.
-        InvalidURIError: If it is not a valid location.
+        CheckpointNotFoundError: If the location has neither a checkpoint nor data of a save.
+        IncompleteSaveError: If the checkpoint can't be committed: some rank has not written a
+            complete record, or another job has claimed the run since.
+        ConfigError: If ``uri`` is the folder of a run.
+        InvalidURIError: If ``uri`` is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
     location, config = CheckpointURI.parse(uri), config_or_default(config)
@@ -120,23 +120,25 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
 def adopt_pending(
     uri: CheckpointURI, config: Config, *, until: float, hook: CommitHook | None = None
 ) -> None:
-    """As :func:`adopt`, with a deadline and a hook.
+    """Commits a pending step, as :func:`adopt` does, until a deadline and with a commit hook.
 
     Args:
-        uri: Where it is; the folder around it is the run.
+        uri: The location of the step; its parent folder is the run.
         config: Options.
         until: When to stop waiting, by :func:`time.monotonic`.
-        hook: Called around the commit.
+        hook: Called before and after the commit.
 
     Raises:
-        IncompleteSaveError: See :func:`adopt`.
-        StoreError: See :func:`adopt`.
+        IncompleteSaveError: If the step can't be committed; also if it is committed already.
+        StoreError: If the store refuses or stays unreachable.
         CommitUnknownError: If the store does not say whether the commit took place.
     """
     _Adoption(uri, config, hook if hook is not None else CommitHook()).carry_out(until)
 
 
 class _Adoption:
+    """The adoption of one pending step."""
+
     def __init__(self, uri: CheckpointURI, config: Config, hook: CommitHook) -> None:
         self._uri, self._config, self._hook = uri, config, hook
         self._run = uri.parent
@@ -152,11 +154,12 @@ class _Adoption:
         return View(self._uri, self._config)
 
     def _owner(self) -> str:
-        """The job that has claimed the run; empty if none has."""
+        """The job that holds the run's claim; empty if the run is not claimed."""
         owner = Owner.read(self._store, self._run.key(CLAIM), self._retrier)
         return "" if owner is None else owner.job
 
     def carry_out(self, until: float) -> None:
+        """Waits for the records, checks them and the objects, commits, and deletes the records."""
         by_rank = self._awaited(self._owner(), until)
         self._compare(by_rank)
         baseline = Baseline(self._uri.key(METADATA), None)
@@ -169,7 +172,12 @@ class _Adoption:
         delete_quietly(self._store, keys, self._config.retry, threads=threads)
 
     def _awaited(self, job: str, until: float) -> Mapping[int, Pending]:
-        """The records of all ranks of a save of a job, once all ranks have sent everything."""
+        """Waits until all ranks of one save of ``job`` have sent their data; returns the records.
+
+        Raises:
+            IncompleteSaveError: If records are of another job only, stop changing, or are not
+                complete at the time ``until``.
+        """
         is_told, heard = False, time.monotonic()
         while True:
             before = self._seen
@@ -201,7 +209,7 @@ class _Adoption:
             time.sleep(_BETWEEN_LOOKS)
 
     def _saves(self, job: str) -> list[dict[int, Pending]]:
-        """The records of a job, by save and by rank."""
+        """Groups the records of ``job`` by save: for each save, its records by rank."""
         found: dict[tuple[str, int], dict[int, Pending]] = {}
         for one in self._seen.values():
             if one.job == job:
@@ -209,7 +217,7 @@ class _Adoption:
         return list(found.values())
 
     def _look(self) -> None:
-        """Reads records that are new."""
+        """Lists the records in the step's folder, and reads those that are new or not final."""
         below = self._uri.key("")
         listed = {
             info.key
@@ -239,7 +247,11 @@ class _Adoption:
         self._seen = known
 
     def _compare(self, by_rank: Mapping[int, Pending]) -> None:
-        """Refuses, or tells, that ranks have different values under one name."""
+        """Refuses or logs, as ``Config.replicas`` says, ranks that differ in the value of a name.
+
+        Raises:
+            IncompleteSaveError: If they differ, and ``replicas`` is ``"refuse"``.
+        """
         if are_alike(one.copies for one in by_rank.values()):
             return
         what = (
@@ -252,10 +264,10 @@ class _Adoption:
             logger.warning("%s: %s", self._uri, what)
 
     def _draft(self, by_rank: Mapping[int, Pending]) -> Manifest:
-        """The manifest to be committed.
+        """Builds the manifest of the step from the records of all ranks.
 
         Raises:
-            IncompleteSaveError: If the ranks' records do not fit together.
+            IncompleteSaveError: If the ranks' records contradict each other.
         """
         uri, written, plans = str(self._uri), list[Record](), list[Record]()
         known: Heads = {}
@@ -265,7 +277,7 @@ class _Adoption:
                 assert one.objects is not None
                 if any(found.rank != rank for found in one.objects if not found.folder):
                     raise ValueError("a rank reported objects of another rank")
-                # names compress well: nothing follows from how many bytes they have become
+                # names compress well, so the stored size does not limit the unpacked size
                 most = max(MOST_BYTES, bound(len(one.plan)))
                 plans.append(Record.parse(one.plan, uri, most, known))
                 record = Record.parse(one.record, uri, MOST_BYTES)
@@ -273,7 +285,7 @@ class _Adoption:
             planned, _, _ = plan_together(plans, to_lowest_rank=True, uri=uri)
             if [rows.numel() for rows in planned.rows] != [len(one.extents) for one in written]:
                 raise ValueError("two ranks wrote the same items")
-            # the attempt names the mark that keeps the objects it refers to
+            # objects in other steps are kept by a mark whose name contains the attempt
             refers = any(found.folder for one in written for found in one.objects)
             attempt = by_rank[0].attempt if refers else random_suffix()
             return Manifest(planned.written(written, attempt=attempt, uri=uri), uri)
@@ -281,7 +293,11 @@ class _Adoption:
             raise self._incomplete(f"the ranks' reports do not fit together: {exc}") from exc
 
     def _check_objects(self, objects: Iterable[WrittenObject]) -> None:
-        """Checks that the store has all objects as written, and that none is about to be swept."""
+        """Checks that all objects have the recorded size and checksum, and can't be swept yet.
+
+        Raises:
+            IncompleteSaveError: If an object is missing, differs, or is too old.
+        """
         view, below = self._view, self._uri.key(OF_RANKS)
         young = clock_of(self._store, self._uri, self._config) - LONGEST_SAVE
         ages = {info.key: info.modified for info in view.objects(below)}
@@ -293,7 +309,7 @@ class _Adoption:
                 raise self._incomplete(f"its object {one.name} does not exist") from exc
             if info.size != one.size or info.checksum not in (None, one.checksum):
                 raise self._incomplete(f"its object {one.name} is not the one that was written")
-            if one.folder:  # another checkpoint's object may have any age
+            if one.folder:  # an object of another checkpoint may have any age
                 return
             if (written := ages.get(self._uri.key(one.name))) is None or written <= young:
                 raise self._incomplete(
@@ -303,6 +319,7 @@ class _Adoption:
         view.each(check, objects)
 
     def _commit(self, manifest: Manifest, pending: Pending, baseline: Baseline) -> None:
+        """Writes ``.metadata`` if the records' job still holds the claim, and runs the hook."""
         store, uri = self._store, str(self._uri)
         body = manifest.data(pending.notes)
         trial = self._uri.key(trial_name(manifest.attempt))
@@ -346,7 +363,7 @@ class _Adoption:
 
 
 def _what_is_missing(saves: Iterable[Mapping[int, Pending]]) -> str:
-    """What the most complete save still lacks."""
+    """Describes for a message how many ranks of the most complete save have finished."""
     best = max(saves, key=lambda by_rank: sum(one.objects is not None for one in by_rank.values()))
     ranks = next(iter(best.values())).ranks
     done = sum(one.objects is not None for one in best.values())

@@ -1,4 +1,4 @@
-"""The checkpoints in a run: a folder whose direct subfolders are checkpoints."""
+"""Lists the checkpoints of a run: a folder whose direct subfolders are checkpoints."""
 
 from __future__ import annotations
 
@@ -48,23 +48,24 @@ _OURS = re.compile(r"__\d+_\d+(\.[0-9a-f]+)?\.distcp|__\d+\.metadata|__\d+\.[0-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """What a listing says about a checkpoint.
+    """One checkpoint of a run, as the store lists it.
 
     Attributes:
-        uri: Where it is.
-        step: Its step; None if its name is not that of a step.
-        is_committed: Whether it can be loaded. If not, it was left by a killed save, or is being
-            written.
-        is_pending: Whether it is uncommitted, but saving processes that outlived their trainers are
-            finishing it, or have: the next job's ``restore()`` or ``cloudckpt recover`` commits it.
-        is_referred_to: Whether other checkpoints of the run refer to its objects, or saves in
-            progress may: those objects stay when it is deleted.
-        is_abandoned: Whether it is committed, but not on the line of its run: of a training that
-            was given up, or of a job that another has replaced (:mod:`cloudckpt.runs.line`).
-        job: The job that saved it; empty if that is not known.
-        nbytes: Bytes of its objects, including leftovers of killed saves.
-        modified: When the newest of them was written, in seconds since 1970 by the store's clock;
-            None if the store does not say.
+        uri: The location of the checkpoint.
+        step: The step of the checkpoint; None if its folder is not named like a step.
+        is_committed: Whether the checkpoint can be loaded. If not, its save is in progress, or was
+            killed.
+        is_pending: Whether the checkpoint is uncommitted, and its saving processes have outlived
+            their trainers and are sending the data, or have sent it. The next job's ``restore()``
+            or ``cloudckpt recover`` commits it.
+        is_referred_to: Whether other checkpoints of the run, or saves in progress, may refer to
+            objects of this checkpoint: these objects stay when it is deleted.
+        is_abandoned: Whether the checkpoint is committed, but not on the line of its run: its
+            training was given up, or its job was replaced (:mod:`cloudckpt.runs.line`).
+        job: The job that saved the checkpoint; empty if that is not known.
+        nbytes: Bytes of all objects in the checkpoint's folder, with leftovers of killed saves.
+        modified: When the newest of these objects was written, in seconds since 1970 by the store's
+            clock; None if the store does not report it.
     """
 
     uri: str
@@ -81,21 +82,20 @@ class CheckpointSummary:
 def list_checkpoints(
     run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
 ) -> list[CheckpointSummary]:
-    """The checkpoints in a run's folders, uncommitted too; by step, then others by name.
+    """Lists all checkpoints of a run, committed or not, by step; those without a step come last.
 
-    Folders in which neither cloudckpt nor torch has written are not listed. This takes one request
-    per thousand folders, one for the claim of the run, one per folder, and two more per committed
-    step; a checkpoint with a thousand names or more directly
-    in it takes two more, plus one per further thousand of its objects. Subfolders of checkpoints
-    are not searched.
+    Folders in which neither cloudckpt nor torch has written are left out, and subfolders of
+    checkpoints are not searched. A call takes one request per thousand folders, one for the claim
+    of the run, one per folder, and two more per committed step. A checkpoint with a thousand names
+    or more directly in its folder takes two more, plus one per further thousand of its objects.
 
     Args:
-        run: The folder, for example ``s3://bucket/run``.
-        step_name: What its checkpoints are called.
+        run: The folder of the run, for example ``s3://bucket/run``.
+        step_name: The pattern of the checkpoints' folder names.
         config: Options.
 
     Raises:
-        InvalidURIError: If it is not a valid location.
+        InvalidURIError: If ``run`` is not a valid location.
         ConfigError: If ``step_name`` is not a valid pattern.
         StoreError: If the store refuses or stays unreachable.
     """
@@ -106,14 +106,23 @@ def list_checkpoints(
 def latest(
     run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
 ) -> str | None:
-    """The URI of the newest committed checkpoint of a run; None if there is none.
+    """Returns the URI of a run's newest committed checkpoint; None if no checkpoint is committed.
 
-    Abandoned steps are passed over (:mod:`cloudckpt.runs.line`). It takes one request per thousand
-    folders, one for the claim of the run, and two for the newest step, if that is on the line.
-    While a job saves, ranks that ask separately may get different answers: ask on one rank and
-    broadcast the answer, as :class:`CheckpointManager` does.
+    Abandoned steps are skipped (:mod:`cloudckpt.runs.line`), and so are steps whose notes are
+    damaged, which is logged. A call takes one request per thousand folders, one for the claim of
+    the run, and two for the newest step, if that is on the line. While a job saves, ranks that call
+    this separately may get different results: call it on one rank and broadcast the result, as
+    :class:`CheckpointManager` does.
 
-    Args and errors are those of :func:`list_checkpoints`.
+    Args:
+        run: The folder of the run, for example ``s3://bucket/run``.
+        step_name: The pattern of the checkpoints' folder names.
+        config: Options.
+
+    Raises:
+        InvalidURIError: If ``run`` is not a valid location.
+        ConfigError: If ``step_name`` is not a valid pattern, or ``run`` is a checkpoint.
+        StoreError: If the store refuses or stays unreachable.
     """
     found = Run(run, step_name=step_name, config=config)
     step = newest_step(found.view, found)
@@ -123,9 +132,9 @@ def latest(
 
 
 def steps_of(view: View, run: Run) -> list[int]:
-    """The steps that have a folder, whether they are committed or not; oldest first.
+    """Lists the steps of the run that have a folder, committed or not; oldest first.
 
-    If folders exist but none has a step's name, that is logged.
+    Logs a warning if the run has folders, but none with the name of a step.
     """
     names = view.folders(run.root.key(""))
     found = run.steps_among(names)
@@ -141,12 +150,18 @@ def steps_of(view: View, run: Run) -> list[int]:
 
 
 def newest_step(view: View, run: Run) -> int | None:
-    """The newest committed step on the line of a run."""
+    """Returns the newest committed step on the run's line; None if no step is committed."""
     return newest_of(view, run, steps_of(view, run))
 
 
 def newest_of(view: View, run: Run, steps: Sequence[int]) -> int | None:
-    """The newest of some steps, oldest first, that is committed and on the line of its run."""
+    """Returns the newest step of ``steps`` (oldest first) that is committed and on the run's line.
+
+    Steps whose notes are damaged are logged and skipped.
+
+    Raises:
+        StoreError: If the store refuses or stays unreachable.
+    """
     for step, notes in NewestFirst(view, run, steps):
         if isinstance(notes, Notes):
             return step
@@ -157,14 +172,15 @@ def newest_of(view: View, run: Run, steps: Sequence[int]) -> int | None:
 
 
 class NewestFirst:
-    """The committed steps on the line of a run with their notes, newest first.
+    """Iterates over the committed steps on a run's line, newest first, with their notes.
 
-    Where notes can't be read, their error stands in their place. Only what is asked for is read: an
-    older step that can't be reached hinders nobody who needs a newer one.
+    If the notes of a step can't be read, the iterator yields the error instead of them. Notes are
+    read on demand, so an unreadable old step does not fail a caller that needs a newer one.
 
     Attributes:
-        passed: The abandoned steps that were passed over so far.
-        is_line_gone: Whether none is left of the line that was claimed, so that the newest decides.
+        passed: The abandoned steps skipped so far, with their notes.
+        is_line_gone: Whether no step is left on the line that the claim describes, so that the
+            newest step of the run decides the line.
     """
 
     def __init__(
@@ -176,10 +192,11 @@ class NewestFirst:
     ) -> None:
         """
         Args:
-            view: What the store is asked through.
+            view: The view through which the store is read.
             run: The run.
-            steps: Those that have a folder, oldest first; None has them listed.
-            adopt: Commits a step if it can; called with those that are newer than the line.
+            steps: The steps that have a folder, oldest first; None lists them.
+            adopt: Commits an uncommitted step if possible; called for each uncommitted step that is
+                newer than the newest committed one on the line. None adopts no step.
         """
         self.passed: dict[int, Notes] = {}
         self.is_line_gone = False
@@ -190,7 +207,8 @@ class NewestFirst:
         for step, notes in self._read():
             if notes is None and adopts and self._adopt is not None:
                 self._adopt(step)
-                notes = _notes_or_error(self._view, self._run, step)  # or others have committed it
+                # read again: this job, or another one meanwhile, may have committed the step
+                notes = _notes_or_error(self._view, self._run, step)
             if isinstance(notes, Notes) and not line.has(step, notes):
                 self.passed[step] = notes
             elif notes is not None:
@@ -205,7 +223,10 @@ class NewestFirst:
                     self.passed[step] = notes
 
     def _read(self) -> Iterator[tuple[int, Notes | CloudCheckpointError | None]]:
-        """Reads the newest alone, and then ever more at the same time."""
+        """Yields each step, newest first, with its notes, its error, or None if not committed.
+
+        The notes of the newest step are read alone, then those of 2, 4, 8 ... steps at once.
+        """
         steps = steps_of(self._view, self._run) if self._steps is None else self._steps
         left, count = [*steps], 1
         while left:
@@ -216,21 +237,21 @@ class NewestFirst:
 
 
 def owner_of(view: View, run: Run) -> Owner | None:
-    """The job that claimed a run last."""
+    """Reads the run's claim; None if the run is not claimed."""
     with view.asking() as store:
         return Owner.read(store, run.root.key(CLAIM), view.retrier)
 
 
 def line_of(view: View, run: Run) -> Line:
-    """The line of a run; every function that chooses among its steps asks this one."""
+    """Reads the run's line from its claim; all functions that choose among steps use this line."""
     return Line.of(owner_of(view, run))
 
 
 def notes_of(view: View, run: Run, step: int) -> Notes | None:
-    """The notes of a step; None if it is not committed.
+    """Reads the notes of a step; None if the step is not committed.
 
     Raises:
-        CheckpointCorruptError: If they are damaged.
+        CheckpointCorruptError: If the notes are damaged.
         StoreError: If the store refuses or stays unreachable.
     """
     with view.asking() as store:
@@ -241,6 +262,7 @@ def notes_of(view: View, run: Run, step: int) -> Notes | None:
 
 
 def _notes_or_error(view: View, run: Run, step: int) -> Notes | CloudCheckpointError | None:
+    """Reads the notes of a step, and returns the error instead of raising it."""
     try:
         return notes_of(view, run, step)
     except (CheckpointCorruptError, StoreError) as error:
@@ -252,10 +274,12 @@ class History:
     """The committed steps of a run, with their notes, oldest first.
 
     Attributes:
-        line: Those on its line.
-        abandoned: Those of other trainings.
-        unread: Those whose notes can't be read, and why: whose they are is not known.
-        is_line_gone: Whether none is left of the line that was claimed, so that the newest decides.
+        line: The notes of the steps on the run's line.
+        abandoned: The notes of the abandoned steps.
+        unread: For each step whose notes can't be read, the error: it is not known whether such a
+            step is on the line.
+        is_line_gone: Whether no step is left on the line that the claim describes, so that the
+            newest step of the run decides the line.
     """
 
     line: dict[int, Notes] = field(default_factory=dict)
@@ -264,12 +288,12 @@ class History:
     is_line_gone: bool = False
 
     def scores(self, metric: str) -> dict[int, float]:
-        """A metric of the steps on the line; NaN for one that was saved without it."""
+        """Returns a metric of each step on the line; NaN for a step saved without that metric."""
         return {step: one.metrics.get(metric, math.nan) for step, one in self.line.items()}
 
 
 def history_of(view: View, run: Run, steps: Sequence[int] | None = None) -> History:
-    """The committed steps of a run, or of some of its steps; reads the notes of all.
+    """Reads the notes of all committed steps of a run, or of those among ``steps``.
 
     Raises:
         StoreError: If the store refuses the listing, or stays unreachable.
@@ -300,10 +324,10 @@ def history_of(view: View, run: Run, steps: Sequence[int] | None = None) -> Hist
 
 
 def check_is_run(view: View, run: Run) -> None:
-    """Refuses the location of a checkpoint.
+    """Checks that the run's location is not itself a checkpoint.
 
     Raises:
-        ConfigError: If there is one.
+        ConfigError: If it is a checkpoint.
     """
     if run.root.prefix and find_commit(view.look, run.root) is not None:
         raise ConfigError(
@@ -315,7 +339,7 @@ def check_is_run(view: View, run: Run) -> None:
 
 
 def summaries(view: View, run: Run) -> list[CheckpointSummary]:
-    """See :func:`list_checkpoints`."""
+    """Lists all checkpoints of a run, as :func:`list_checkpoints` does, through a given view."""
     found = view.each(partial(summary, view, run), view.folders(run.root.key("")))
     known = [one for one in found if one is not None]
     if not known:
@@ -333,9 +357,9 @@ def summaries(view: View, run: Run) -> list[CheckpointSummary]:
 
 
 def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None:
-    """The checkpoint in a folder of a run; None if neither cloudckpt nor torch has written it.
+    """Describes the checkpoint in a folder of the run; None if it is another program's folder.
 
-    Folders of other programs may have names that no location can have, such as ``..`` or ``what?``.
+    Other programs' folders may have names that are not valid in a location (``..``, ``what?``).
     """
     if not CheckpointURI.accepts(f"{run.root}/{folder}"):
         return None
@@ -357,14 +381,15 @@ def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None:
 
 
 def objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
-    """The objects that cloudckpt or torch has written directly beneath a folder.
+    """Lists the objects directly beneath a folder whose names are cloudckpt's or torch's.
 
-    For a folder of another program, this lists only the first page.
+    In a folder with a thousand names or more, only the prefixes of such names are listed further.
     """
     level = view.level(below)
     found: Iterable[ObjectInfo | str] = level
     if len(level) >= AT_FIRST:  # a checkpoint of many ranks, or another program's folder
-        marks = [info for info in level if _name(info, below).startswith(KEPT_FOR)]  # come first
+        # the names of marks sort first, so the first page has them
+        marks = [info for info in level if _name(info, below).startswith(KEPT_FOR)]
         found = marks + [
             info for start in (METADATA, OF_RANKS) for info in view.objects(below + start)
         ]
@@ -372,12 +397,12 @@ def objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
 
 
 def _name(info: ObjectInfo | str, below: str) -> str:
-    """The name of an object or folder directly beneath a folder."""
+    """Returns the name of an object or subfolder, without the key of the folder around it."""
     return info.key.removeprefix(below) if isinstance(info, ObjectInfo) else info
 
 
 class Run:
-    """The folder of a run; its store is opened on first use."""
+    """The folder of a run, with the options to reach it; its store is opened on first use."""
 
     def __init__(
         self, run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
@@ -389,45 +414,45 @@ class Run:
 
     @property
     def store(self) -> ObjectStore:
-        """The store of the run."""
+        """The store in which the run is."""
         return open_store(self.root, self.config)
 
     @property
     def view(self) -> View:
-        """A new view, through which the store is asked about the run."""
+        """A new view for a series of listings and reads of the run."""
         return View(self.root, self.config)
 
     def uri(self, step: int) -> CheckpointURI:
-        """The location of a step's checkpoint, whether or not it exists."""
+        """Returns the location of a step's checkpoint, whether or not it exists."""
         return self.root.join(self.names.name(step))
 
     def steps_among(self, folders: Iterable[str]) -> list[int]:
-        """The steps that have one of these folders, oldest first."""
+        """Returns the steps that folder names stand for, oldest first; ignores other names."""
         return sorted(step for step in map(self.names.step, folders) if step is not None)
 
     def steps(self) -> list[int]:
-        """The steps that have a folder, whether they are committed or not; oldest first."""
+        """Lists the steps that have a folder, committed or not; oldest first."""
         return steps_of(self.view, self)
 
     def is_committed(self, step: int) -> bool:
-        """Whether the checkpoint of a step can be loaded."""
+        """Returns whether the checkpoint of a step is committed."""
         return is_committed(self.store, self.uri(step), self.retrier)
 
     def is_pending(self, step: int) -> bool:
-        """Whether the checkpoint of a step is pending; see :class:`CheckpointSummary`."""
+        """Returns whether a step is pending, as :attr:`CheckpointSummary.is_pending` defines it."""
         found = summary(self.view, self, self.names.name(step))
         return found is not None and found.is_pending
 
     def notes(self, step: int) -> Notes:
-        """The notes saved with the checkpoint of a step."""
+        """Reads the notes saved with the checkpoint of a step."""
         return read_notes(self.store, self.uri(step), self.retrier)
 
     def history(self) -> History:
-        """See :func:`history_of`."""
+        """Reads the notes of all committed steps of the run."""
         return history_of(self.view, self)
 
     def committed(self) -> list[int]:
-        """The steps whose checkpoints can be loaded, oldest first; checks all of them."""
+        """Lists the committed steps, oldest first; checks all steps at once."""
         found, view = self.steps(), self.view
         are_there = view.each(
             lambda step: is_committed(self.store, self.uri(step), view.retrier), found
@@ -435,7 +460,7 @@ class Run:
         return [step for step, is_there in zip(found, are_there, strict=True) if is_there]
 
     def log_unread(self, unread: Mapping[int, CloudCheckpointError]) -> None:
-        """Logs which steps have notes that can't be read, if there are any."""
+        """Logs one error that names the steps whose notes can't be read, if there are any."""
         if unread:
             logger.error(
                 "%s: the notes of %s can't be read, so it is neither restored nor deleted%s: %s",
@@ -446,15 +471,16 @@ class Run:
             )
 
     def committed_steps(self) -> Iterator[int]:
-        """The steps whose checkpoints can be loaded, newest first; each is checked in turn."""
+        """Yields the committed steps, newest first; each step is checked when it is its turn."""
         return (step for step in reversed(self.steps()) if self.is_committed(step))
 
 
 def is_ours(name: str) -> bool:
-    """Whether an object of this name beneath a checkpoint is one of cloudckpt's or torch's."""
+    """Returns whether cloudckpt or torch writes objects of this name into a checkpoint."""
     return name == METADATA or _OURS.fullmatch(name) is not None or is_keep_name(name)
 
 
 def _newest(objects: list[ObjectInfo]) -> float | None:
+    """Returns the latest modification time of the objects; None if the store reports no times."""
     times = [info.modified for info in objects if info.modified is not None]
     return max(times, default=None)

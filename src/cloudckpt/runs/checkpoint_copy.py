@@ -1,4 +1,4 @@
-"""The copy of one checkpoint: a save whose bytes come from another location."""
+"""Copies one checkpoint: like a save, but its bytes come from another location."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ __all__ = ["Copied", "Place", "copy_checkpoint"]
 
 logger = logging.getLogger("cloudckpt")
 
-# of a store's own copy: if an object is really gone or refused, streaming it fails as well
+# errors of a copy by the store itself, after which the bytes are streamed through this machine: if
+# the object is gone, or reading it is denied, that fails with the same error
 _NOT_COPIED = (
     AccessDeniedError,
     InvalidRequestError,
@@ -54,14 +55,14 @@ _NOT_COPIED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """What has been copied.
+    """How much a copy has copied.
 
     Attributes:
-        checkpoints: How many checkpoints.
-        objects: How many data objects.
-        nbytes: Their bytes.
+        checkpoints: The number of copied checkpoints.
+        objects: The number of copied data objects.
+        nbytes: The bytes of these objects.
         by_store: The bytes that the store copied itself; the rest passed through this machine.
-        already_there: Checkpoints of a run that the target already had, identical.
+        already_there: The number of a run's checkpoints that the target already had, identical.
     """
 
     checkpoints: int = 0
@@ -82,7 +83,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Place:
-    """The location of a checkpoint, existing or to come, and the options to reach it."""
+    """The location of a source or target checkpoint, with the options to reach its store."""
 
     uri: CheckpointURI
     config: Config
@@ -94,14 +95,14 @@ class Place:
 
     @property
     def retrier(self) -> Retrier:
-        """For single requests."""
+        """A new retrier for single requests, with the retry options of this location."""
         return Retrier(self.config.retry)
 
     def heads(self, keys: Sequence[str]) -> list[ObjectInfo]:
-        """The store's information on each object, in their order.
+        """Reads the size, version and checksum of each object, in the order of ``keys``.
 
         Raises:
-            CheckpointCorruptError: If an object is gone.
+            CheckpointCorruptError: If an object does not exist.
         """
         store, view = self.store, View(self.uri, self.config)
 
@@ -121,17 +122,18 @@ class Place:
 def copy_checkpoint(
     source: Place, target: Place, progress: Progress, *, is_of_a_run: bool = False
 ) -> Copied:
-    """Copies one checkpoint; to its own location, so that it refers to no other one any more.
+    """Copies one checkpoint; a copy to its own location replaces references by copied objects.
 
     Args:
-        source: Where it is.
-        target: Where the copy is to be; its options say whether it may replace what is there.
-        progress: What counts the bytes.
-        is_of_a_run: Whether what the target has already is left out, and others count the bytes.
+        source: The checkpoint.
+        target: The location of the copy; its options say whether it may replace a checkpoint.
+        progress: Counts the copied bytes.
+        is_of_a_run: Whether the checkpoint is one of a run that is copied: it is then skipped if
+            the target has an identical one, and the caller sets ``progress.total``.
 
     Raises:
-        CheckpointReplacedError: If the source was replaced meanwhile; this can be called again.
-        CloudCheckpointError: As :func:`cloudckpt.copy`.
+        CheckpointReplacedError: If the source was replaced meanwhile; the caller may try again.
+        CloudCheckpointError: The other errors of :func:`cloudckpt.copy`.
     """
     part = read_content(source.uri, source.config)
     if is_of_a_run and _has_the_same(target, part):
@@ -177,10 +179,10 @@ def copy_checkpoint(
 def _renamed(
     part: ReadContent, source: Place, tasks: Sequence[CopyTask], attempt: str
 ) -> dict[str, WrittenObject]:
-    """The objects of the copy, by the names that they have in the source."""
+    """Returns the objects of the copy, keyed by their names in the source."""
     known = {one.name: one for one in part.said.objects}
     names = {source.uri.key(name): name for name in known}
-    renamed = dict(known)  # what is not copied stays as it is
+    renamed = dict(known)  # objects that are not copied keep their names
     for ordinal, task in enumerate(tasks):
         name = names.get(task.source, task.source.removeprefix(source.uri.key("")))
         record = known.get(name) or WrittenObject(0, 0, "", task.size, 0, 0, 0)
@@ -189,10 +191,10 @@ def _renamed(
 
 
 def _baseline(part: ReadContent, source: Place, target: Place) -> Baseline:
-    """What is at the target now.
+    """Reads the version of the target's commit object, on which the commit is conditioned.
 
     Raises:
-        CheckpointExistsError: If there is a checkpoint that must not be replaced.
+        CheckpointExistsError: If the target has a checkpoint, and its options forbid to replace it.
     """
     uri, store = target.uri, target.store
     name = part.commit.key.removeprefix(source.uri.key(""))
@@ -209,7 +211,13 @@ def _baseline(part: ReadContent, source: Place, target: Place) -> Baseline:
 
 
 def _objects(part: ReadContent, source: Place, target: Place) -> list[CopyTask]:
-    """The data objects of the source that the target lacks, not yet named there."""
+    """Lists the data objects to copy, without names at the target.
+
+    For a copy to its own location, only objects in the folders of other checkpoints are listed.
+
+    Raises:
+        CheckpointCorruptError: If an object without checksum is missing or too short.
+    """
     uri, kind = source.uri, part.said.checksum
     if kind is not None:
         return [
@@ -234,27 +242,28 @@ def _objects(part: ReadContent, source: Place, target: Place) -> list[CopyTask]:
 
 
 def _discard(tasks: Sequence[CopyTask], target: Place) -> None:
+    """Deletes the objects written by a copy that failed."""
     keys, config = [task.target for task in tasks], target.config
     delete_quietly(target.store, keys, config.retry, threads=config.requests_at_once)
 
 
 @dataclass(frozen=True)
 class _Sending:
-    """Moves the bytes of the objects of one checkpoint."""
+    """Copies the data objects of one checkpoint to the target."""
 
     source: Place
     target: Place
     progress: Progress
 
     def run(self, tasks: Sequence[CopyTask], part: ReadContent) -> int:
-        """Copies objects; those damaged in transit are copied once more.
+        """Copies objects; an object damaged in transit is copied once more.
 
         Returns:
             The bytes that the store copied itself.
 
         Raises:
             CheckpointReplacedError: If the source was replaced meanwhile.
-            CheckpointCorruptError: If it is damaged.
+            CheckpointCorruptError: If the source is damaged.
         """
         try:
             return self._sent(tasks)
@@ -264,6 +273,10 @@ class _Sending:
             raise
 
     def _sent(self, tasks: Sequence[CopyTask]) -> int:
+        """Copies objects until all have arrived; returns the bytes that the store copied itself.
+
+        If the store can't copy by itself, the rest is streamed through this machine.
+        """
         left = {task.target: task for task in self._by_store(tasks)}
         by_store = 0
 
@@ -295,15 +308,16 @@ class _Sending:
                 )
                 left = {key: replace(task, found=None) for key, task in left.items()}
             except MismatchError as error:
-                check(self.source.uri, self.source.config, only=str(error.uri))  # names its damages
+                # raises if the object is damaged in the source
+                check(self.source.uri, self.source.config, only=str(error.uri))
                 tries += 1
                 if tries == 2:
                     raise
 
     def _by_store(self, tasks: Sequence[CopyTask]) -> list[CopyTask]:
-        """The objects, with the source's information on those that the target can copy itself.
+        """Sets ``found``, the source's object info, for objects that the store can copy itself.
 
-        Local files are streamed: nothing would show whether they were copied unchanged.
+        Local files are always streamed: a copy by the file system reports no checksum to compare.
         """
         source, target = self.source, self.target
         within = [
@@ -316,9 +330,9 @@ class _Sending:
 
 
 def _has_the_same(target: Place, ours: ReadContent) -> bool:
-    """Whether the target already has a copy of a checkpoint, with equal checksums and notes.
+    """Returns whether the target already has a checkpoint of equal checksums, sizes and notes.
 
-    Content without checksums is not known to be the same.
+    Checkpoints without checksums never count as the same.
     """
     try:
         theirs = read_content(target.uri, target.config)
@@ -335,7 +349,7 @@ def _has_the_same(target: Place, ours: ReadContent) -> bool:
         return False
     store, objects = target.store, theirs.said.objects
     sizes: dict[str, int] = {}
-    for folder in {one.folder for one in objects}:  # of the checkpoint, and beside it
+    for folder in {one.folder for one in objects}:  # its own folder, and those it refers to
         place = target.uri.beside(folder) if folder else target.uri
         listed = store.list(place.key(OF_RANKS), target.retrier.call)
         sizes |= {info.key: info.size for info in listed}
@@ -343,7 +357,7 @@ def _has_the_same(target: Place, ours: ReadContent) -> bool:
 
 
 def _content(part: ReadContent) -> object:
-    """The content that two commit objects share if one is of a copy of the other."""
+    """Returns what is equal for a checkpoint and its copy: entries, bytes, checksums, structure."""
     objects = {one.name: (one.size, one.checksum) for one in part.said.objects}
     places = {
         (index.fqn, index.offset): (objects.get(place.relative_path), place.offset, place.length)

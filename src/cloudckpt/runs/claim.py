@@ -1,18 +1,19 @@
-"""Which job writes to a run: a small object, written by the job that began last.
+"""Claims a run for one job: a small object in the run names the only job that may write to it.
 
-Two jobs that save into one run delete each other's checkpoints and mix two trainings under
-consecutive steps, while each of their commits succeeds. So a job writes its name into the run with
-its first write, on the condition that the claim is the one that it saw when it opened the run: a
-job that was replaced before it has saved can't take the run back. It checks before each commit, and
-before it deletes a step, that its name is still there. A job that is started again takes over from
-the one that was killed; if that one is still running somewhere, its next commit fails, and it
-deletes nothing that the new job has saved. A job that only restores claims nothing.
+Two jobs that save into one run would delete each other's checkpoints and mix two trainings under
+consecutive steps, while each of their commits succeeds. So a job writes the claim object with its
+first save or deletion, on the condition that the object is still the version that the job read
+when it opened the run: a job that another job replaced before its own first save can't take the run
+back. Before each commit, and before each deletion of a step, the job checks that the claim is still
+its own. A restarted job takes over the claim of the killed job. If the old job is still running
+somewhere, its next commit fails, and it deletes nothing that the new job has saved. A job that only
+restores does not claim the run.
 
-The call of the first write waits for the answer, which tells of a missing bucket or a wrong key,
-but only for some seconds. If the store is silent, training goes on, and the commit waits.
+The first save waits up to ten seconds for the claim, so that a missing bucket or a wrong key is
+reported there. If the store does not answer in that time, training goes on, and the commit waits.
 
-A claim also says what the job continues: by that readers know which steps are its training's
-(:mod:`cloudckpt.runs.line`).
+A claim also lists the jobs that this job continues, each with its last step: readers decide by it
+which steps are on the line of the run (:mod:`cloudckpt.runs.line`).
 """
 
 from __future__ import annotations
@@ -52,18 +53,19 @@ __all__ = ["Claim", "ClaimHook", "copy_claim"]
 
 logger = logging.getLogger("cloudckpt")
 
-PATIENCE = 10.0  # seconds that a call of the training waits for its claim
+PATIENCE = 10.0  # seconds that a call of save() waits for the claim
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A job's claim to be the one that writes to a run.
+    """The claim object that a job has written: no other job may write to the run.
 
     Attributes:
         run: The folder of the run.
-        config: The options to reach it.
+        config: The options to reach the run.
         version: The version of the claim object.
-        job: The job's name; that of the job before if the object can't be replaced.
+        job: The name of this job; the name of the previous job if the store did not allow to
+            replace its claim.
     """
 
     run: CheckpointURI
@@ -86,8 +88,8 @@ class Claim:
             run: The folder of the run.
             config: Options.
             job: The job's name.
-            continues: What the job continues.
-            seen: The claim that was there when the job opened the run, or its own.
+            continues: The jobs that this job continues, each with its last step on the line.
+            seen: The claim that the job read when it opened the run, or its own earlier claim.
 
         Raises:
             CheckpointConflictError: If another job has claimed the run meanwhile.
@@ -118,10 +120,10 @@ class Claim:
         return cls(run, config, made.version, job)
 
     def check(self) -> None:
-        """Checks that no other job has claimed the run since.
+        """Checks that no other job has claimed the run since this claim.
 
         Raises:
-            CheckpointConflictError: If another job has, or the claim was deleted.
+            CheckpointConflictError: If another job has claimed the run, or the claim was deleted.
             StoreError: If the store refuses or stays unreachable.
         """
         store, key = open_store(self.run, self.config), self.run.key(CLAIM)
@@ -137,7 +139,9 @@ class Claim:
 def copy_claim(
     source: CheckpointURI, config: Config, target: CheckpointURI, target_config: Config
 ) -> None:
-    """Gives the copy of a run its claim, which says what its line is; one that is there stays.
+    """Copies the claim of a run to its copy, so that both have the same line.
+
+    Does nothing if the source has no claim, or the target has one.
 
     Raises:
         StoreError: If a store refuses or stays unreachable.
@@ -154,7 +158,7 @@ def copy_claim(
 
 
 def _taken(run: CheckpointURI, by: Owner | None) -> CheckpointConflictError:
-    """The error of a job whose run another one has claimed."""
+    """Makes the error for a job whose run was claimed by another job, or whose claim is gone."""
     what = f"the object {CLAIM} of this run was deleted, so something may be deleting the run"
     if by is not None:
         what = f"another job has started to save into this run: {by.who}"
@@ -168,28 +172,28 @@ def _taken(run: CheckpointURI, by: Owner | None) -> CheckpointConflictError:
 class ClaimHook(CommitHook):
     """Claims a run, checks the claim before each commit and deletion, and calls the user's hook.
 
-    Only the first rank claims; the others are told the job's name.
+    Only rank 0 claims the run; the other ranks get the job's name from it.
 
     Attributes:
-        job: The job's name, which each commit notes; empty until it claims the run.
+        job: The job's name, which is part of each step's notes; empty until the job claims the run.
     """
 
     def __init__(self, inner: CommitHook | None) -> None:
         self.job = ""
         self._inner = inner if inner is not None else CommitHook()
         self._claim: Future[Claim] | None = None
-        self._drawn: set[str] = set()  # the names of this job
+        self._drawn: set[str] = set()  # all random names of this job
         self._deciding = threading.Lock()
-        self._is_late = False  # saves have noted the name without waiting for the answer
+        self._is_late = False  # saves have used the job's name before the claim was answered
 
     @property
     def claimed_by(self) -> str:  # type: ignore[override]
-        """The job of the claim."""
+        """The name of this job; empty until it claims the run."""
         return self.job
 
     @property
     def is_wanting(self) -> bool:
-        """Whether the run is not claimed, or that has failed."""
+        """Whether the job has not tried to claim the run yet, or the last try has failed."""
         return self._claim is None or (
             self._claim.done() and self._claim.exception(timeout=0) is not None
         )
@@ -202,14 +206,14 @@ class ClaimHook(CommitHook):
         opened: Owner | None,
         first: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins to claim a run anew, under a new name, in a thread of its own.
+        """Begins to claim the run under a new job name, in a thread of its own.
 
         Args:
             run: The folder of the run.
             config: Options.
-            continues: What the job continues.
-            opened: The claim that was there when the job opened the run.
-            first: Called before, in that thread.
+            continues: The jobs that this job continues, each with its last step on the line.
+            opened: The claim that the job read when it opened the run.
+            first: Called in that thread before the claim is written.
         """
         before, job = self._claim, random_suffix()
         made: Future[Claim] = Future()
@@ -221,7 +225,7 @@ class ClaimHook(CommitHook):
             seen: Owner | Claim | None = opened
             if before is not None and before.exception() is None:
                 seen = before.result()
-            elif before is not None:  # its request may have been carried out
+            elif before is not None:  # the failed request may have been carried out by the store
                 retrier = Retrier(config.retry)
                 now = Owner.read(open_store(run, config), run.key(CLAIM), retrier)
                 seen = now if now is not None and now.job in self._drawn else opened
@@ -247,17 +251,17 @@ class ClaimHook(CommitHook):
             except BaseException as error:  # noqa: BLE001 - raised where the claim is needed
                 made.set_exception(error)
 
-        # a program that ends without the answer does not wait for it
+        # a daemon thread: a program that ends does not wait for an unanswered claim
         threading.Thread(target=run_it, name="cloudckpt-claim", daemon=True).start()
 
     def wait(self, seconds: float | None) -> bool:
-        """Waits for the claim; returns whether it is there.
+        """Waits up to ``seconds`` for the claim; returns whether the store has answered.
 
-        If not, the commits of saves that begin now wait for it, and fail if it does.
+        If it has not, the commits of saves that begin now wait for the claim, and fail if it fails.
 
         Raises:
             CheckpointConflictError: If another job has claimed the run since it was opened.
-            CloudCheckpointError: If it can't be claimed.
+            CloudCheckpointError: If the run can't be claimed.
         """
         assert self._claim is not None
         concurrent.futures.wait([self._claim], seconds)
@@ -269,12 +273,15 @@ class ClaimHook(CommitHook):
         return True
 
     def check_claim(self) -> None:
+        """Waits for the claim if one was begun, checks it, and calls the user's hook."""
         if self._claim is not None:
             self._claim.result().check()
         self._inner.check_claim()
 
     def before_commit(self, uri: str, metadata: Metadata) -> None:
+        """Calls the user's hook."""
         self._inner.before_commit(uri, metadata)
 
     def after_commit(self, uri: str, metadata: Metadata) -> None:
+        """Calls the user's hook."""
         self._inner.after_commit(uri, metadata)

@@ -1,7 +1,7 @@
-"""The differences between two checkpoints: which entries, and by checksums, what content.
+"""Compares two checkpoints: their entries by metadata, and the content of entries by checksums.
 
-Checksums of blocks can be joined into that of a whole tensor, as long as its chunks are rows of it.
-So a tensor that was saved by another number of ranks can still be compared.
+The checksums of blocks can be combined into the checksum of a whole tensor if each of its chunks
+consists of whole rows. So tensors saved by different numbers of ranks can still be compared.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from cloudckpt.uri import CheckpointURI, URILike
 __all__ = ["ComparedItem", "Comparison", "diff"]
 
 _Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a chunk in its tensor."""
+"""The position of a chunk in its tensor: its offsets and its sizes."""
 
 _Content = dict[tuple[object, ...], tuple[object, int]]
-"""By the position of each chunk and the kind of its mark, the mark that equal bytes share, and how
-many bytes there are."""
+"""For each chunk of an entry, keyed by its position and checksum algorithm: a value that is equal
+for equal bytes, and the number of bytes."""
 
 Verdict = Literal["same", "changed", "reshaped", "removed", "added", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedItem:
-    """An entry of either checkpoint.
+    """The comparison of one entry of two checkpoints.
 
     Attributes:
-        name: Its fully qualified name.
-        verdict: ``same``; ``changed``: other content; ``reshaped``: another shape or element type,
-            or a tensor in only one of them; ``removed`` and ``added``: only in the first, or only
-            in the second; ``unknown``: their checksums can't be compared.
-        first: The entry in the first checkpoint, if it is there.
-        second: The entry in the second checkpoint, if it is there.
-        differing: For ``changed``: the bytes of the chunks that differ; None if unknown.
+        name: The fully qualified name of the entry.
+        verdict: ``same``: equal content; ``changed``: different content; ``reshaped``: different
+            shape or element type, or a tensor in only one of the checkpoints; ``removed``: only in
+            the first checkpoint; ``added``: only in the second; ``unknown``: the checksums can't be
+            compared.
+        first: The entry in the first checkpoint; None if that checkpoint lacks it.
+        second: The entry in the second checkpoint; None if that checkpoint lacks it.
+        differing: For ``changed``: the bytes of the chunks that differ; None if not known.
     """
 
     name: str
@@ -57,12 +58,12 @@ class ComparedItem:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What two checkpoints have in common, and where they differ.
+    """The comparison of two checkpoints, entry by entry.
 
     Attributes:
-        first: The location of the first.
-        second: The location of the second.
-        items: The entries of both, by name.
+        first: The location of the first checkpoint.
+        second: The location of the second checkpoint.
+        items: The comparison of each entry that either checkpoint has, sorted by name.
     """
 
     first: str
@@ -71,7 +72,7 @@ class Comparison:
 
     @property
     def are_same(self) -> bool | None:
-        """Whether all entries are the same; None if their checksums don't tell."""
+        """Whether all entries are the same; None if some can't be compared and no other differs."""
         verdicts = {item.verdict for item in self.items}
         if verdicts <= {"same", "unknown"}:
             return None if "unknown" in verdicts else True
@@ -85,16 +86,16 @@ def diff(
     pattern: str = "*",
     config: Config | None = None,
 ) -> Comparison:
-    """Compares the entries of two checkpoints, and their content by checksums.
+    """Compares two checkpoints entry by entry, and the content of entries by their checksums.
 
-    No tensor is read. Equal checksums are taken for equal content: one in
-    2³² blocks that differ has the same checksum by chance. Notes, metrics, and how tensors are
-    divided among ranks do not count.
+    No tensor is read. Equal checksums count as equal content: of 2³² blocks that differ, one has
+    the same checksum by chance. Notes, metrics, and the division of tensors among ranks are not
+    compared.
 
     Args:
-        first: ``s3://bucket/path`` or another location.
-        second: The other checkpoint; it may be in another cloud.
-        pattern: Names to compare; ``*`` stands for any text.
+        first: The location of a checkpoint, for example ``s3://bucket/path``.
+        second: The location of the other checkpoint, possibly in another cloud.
+        pattern: The names of the entries to compare; ``*`` stands for any text.
         config: Options.
 
     Raises:
@@ -127,22 +128,24 @@ def diff(
 
 @dataclass(frozen=True)
 class _Entry:
-    """An entry, and the commit object that names it."""
+    """An entry of a checkpoint that is being compared."""
 
     part: ReadContent
     name: str
 
     @property
     def stored(self) -> StoredItem:
+        """The entry's name, shape, type and size."""
         return self.part.item(self.name, self.part.metadata.state_dict_metadata[self.name])
 
     @property
     def tensor(self) -> TensorStorageMetadata | None:
+        """The metadata of the tensor; None if the entry is not a tensor."""
         entry = self.part.metadata.state_dict_metadata[self.name]
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def chunks(self) -> dict[_Place, StoredBytes]:
-        """Its bytes, by the position of each chunk in the tensor."""
+        """Returns where each chunk's bytes are stored, by the position of the chunk."""
         tensor = self.tensor
         if tensor is None:
             (value,) = self.part.places.wholes([MetadataIndex(self.name)])
@@ -154,7 +157,7 @@ class _Entry:
         return dict(zip(_boxes_of(tensor), self.part.places.wholes(indices), strict=True))
 
     def checksums(self) -> _Content | None:
-        """The checksums of its chunks; None if it has none."""
+        """Returns the checksums of the entry's chunks; None if a chunk has no checksum."""
         found: _Content = {}
         for place, source in self.chunks().items():
             if source.blocks is None:
@@ -165,10 +168,12 @@ class _Entry:
 
 
 def _boxes_of(tensor: TensorStorageMetadata) -> list[_Place]:
+    """Returns the positions of a tensor's chunks."""
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
 
 
 def _entries(part: ReadContent, pattern: str) -> dict[str, _Entry]:
+    """Returns the entries of a checkpoint whose names match the pattern."""
     return {
         name: _Entry(part, name)
         for name in part.metadata.state_dict_metadata
@@ -177,13 +182,13 @@ def _entries(part: ReadContent, pattern: str) -> dict[str, _Entry]:
 
 
 def _read_indexes(entries: Sequence[_Entry], uri: CheckpointURI, config: Config) -> None:
-    """Reads the checksums of all objects for which they are needed."""
+    """Reads the indexes, with the block checksums, of the checkpoints that have these entries."""
     for part in {id(entry.part): entry.part for entry in entries}.values():
         part.places.read_indexes(open_store(uri, config), config)
 
 
 def _compared(name: str, one: _Entry | None, other: _Entry | None) -> ComparedItem:
-    """The result that the metadata alone give."""
+    """Compares an entry by metadata alone; ``unknown`` if only checksums can decide."""
     first = None if one is None else one.stored
     second = None if other is None else other.stored
     verdict: Verdict
@@ -197,6 +202,11 @@ def _compared(name: str, one: _Entry | None, other: _Entry | None) -> ComparedIt
 
 
 def _by_checksums(one: _Entry, other: _Entry) -> tuple[Verdict, int | None]:
+    """Compares the checksums of two entries chunk by chunk, or else of the whole tensors.
+
+    Returns:
+        The verdict, and how many bytes differ, or None if that is not known.
+    """
     verdict, differing = _verdict(one.checksums(), other.checksums())
     joined = _joined(one), _joined(other)
     if verdict != "unknown" or None in joined or joined[0][0] is not joined[1][0]:  # type: ignore[index]
@@ -205,7 +215,10 @@ def _by_checksums(one: _Entry, other: _Entry) -> tuple[Verdict, int | None]:
 
 
 def _verdict(ours: _Content | None, theirs: _Content | None) -> tuple[Verdict, int | None]:
-    """What marks of equal chunks tell, and how many bytes differ."""
+    """Compares checksums chunk by chunk; returns the verdict and how many bytes differ.
+
+    If the entries are not divided into the same chunks, the verdict is ``unknown``.
+    """
     if ours is None or theirs is None or ours.keys() != theirs.keys():
         return "unknown", None
     differing = [
@@ -217,7 +230,7 @@ def _verdict(ours: _Content | None, theirs: _Content | None) -> tuple[Verdict, i
 
 
 def _checksum(source: StoredBytes) -> int:
-    """The checksum of all its blocks together."""
+    """Combines the checksums of all blocks of a chunk into one."""
     blocks = source.blocks
     assert blocks is not None
     lengths = (
@@ -227,7 +240,11 @@ def _checksum(source: StoredBytes) -> int:
 
 
 def _joined(entry: _Entry) -> tuple[ChecksumAlgorithm, int] | None:
-    """The checksum of a whole tensor, if its chunks are rows of it that follow one another."""
+    """Combines the checksums of a tensor's chunks into one of the whole tensor, with its algorithm.
+
+    Returns None if the chunks are not whole rows that follow one another without a gap, are not
+    stored as raw elements, or lack checksums of one algorithm.
+    """
     tensor = entry.tensor
     if tensor is None:
         return None

@@ -1,4 +1,4 @@
-"""The content of a checkpoint."""
+"""Reads what a checkpoint contains, from its commit object and without its tensors."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = ["CheckpointContents", "ReadContent", "StoredItem", "inspect", "read_c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredItem:
-    """An entry of a stored state dict.
+    """One entry of a checkpoint's state dict: a tensor, or a pickled value.
 
     Attributes:
-        name: Its fully qualified name.
-        shape: Of the whole tensor; None if it is not a tensor.
-        dtype: The type of its elements without ``torch.``; None if it is not a tensor.
+        name: The fully qualified name of the entry.
+        shape: The shape of the whole tensor; None if the entry is not a tensor.
+        dtype: The element type without ``torch.``; None if the entry is not a tensor.
         nbytes: Bytes of the whole tensor, or of the pickled value.
-        chunks: The number of pieces in which it is stored.
+        chunks: The number of chunks in which the entry is stored.
     """
 
     name: str
@@ -48,11 +48,11 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTimes:
-    """How long a save took. Times are milliseconds since 1970, by each rank's own clock.
+    """The times of a save, in milliseconds since 1970 by each rank's own clock.
 
     Attributes:
-        ranks: For each rank: its number, when it began to plan, when its first byte went out, when
-            the store had all of its data, and how many bytes it sent.
+        ranks: For each rank a tuple: its number, when its planning began, when its first byte was
+            sent, when the store had all of its data, and how many bytes it sent.
         committing: When the commit began.
     """
 
@@ -62,16 +62,17 @@ class SaveTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContents:
-    """The content of a checkpoint.
+    """What a checkpoint contains: its entries, notes, and references to other checkpoints.
 
     Attributes:
-        uri: Where it is.
-        items: Its entries, by name.
-        notes: The notes saved with it.
-        has_checksums: Whether its blocks can be verified; those of torch's own writers can't.
-        shared: For each checkpoint beside it that it refers to, how many of its bytes are there,
-            envelopes included; empty if it stands alone.
-        times: How long the save took; None if cloudckpt has not written it.
+        uri: The location of the checkpoint.
+        items: The entries, sorted by name.
+        notes: The notes saved with the checkpoint.
+        has_checksums: Whether the checkpoint can be verified by checksums; False for those of
+            torch's own writers.
+        shared: For each other checkpoint of the run that this one refers to, by location, the bytes
+            that it shares, envelopes included; empty if it refers to no other checkpoint.
+        times: The times of the save; None if they were not recorded, as by torch's own writers.
     """
 
     uri: str
@@ -83,26 +84,28 @@ class CheckpointContents:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries."""
+        """The bytes of all entries, without envelopes."""
         return sum(item.nbytes for item in self.items)
 
 
 def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents:
-    """The content of a committed checkpoint: names, shapes, types, sizes, notes; reads no tensor.
+    """Returns what a committed checkpoint contains: names, shapes, types, sizes, notes.
+
+    Only metadata is read, no tensor.
 
     Args:
-        uri: ``s3://bucket/path`` or another location.
+        uri: The location of the checkpoint, for example ``s3://bucket/path``.
         config: Options.
 
     Raises:
-        CheckpointNotFoundError: If there is no committed checkpoint.
-        CheckpointCorruptError: If its metadata is damaged.
+        CheckpointNotFoundError: If the location has no committed checkpoint.
+        CheckpointCorruptError: If the metadata is damaged.
         StoreError: If the store refuses or stays unreachable.
     """
     location = CheckpointURI.parse(uri)
     config = config_or_default(config)
     read, notes = read_content(location, config), Notes()
-    if read.commit.key == location.key(METADATA):  # models have none
+    if read.commit.key == location.key(METADATA):  # models of safetensors files have no notes
         notes = Notes.from_json(read.said.notes, open_store(location, config).uri(read.commit.key))
     return CheckpointContents(
         uri=str(location),
@@ -116,11 +119,11 @@ def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents
 
 @dataclass(frozen=True)
 class ReadContent:
-    """A checkpoint as its commit object describes it.
+    """A checkpoint whose commit object was read.
 
     Attributes:
-        said: What the commit object says.
-        places: The locations of the items.
+        said: The commit object, parsed.
+        places: The positions of the entries' bytes in the data objects.
     """
 
     said: CommitObject
@@ -128,21 +131,21 @@ class ReadContent:
 
     @property
     def commit(self) -> ObjectInfo:
-        """The commit object."""
+        """The store's information on the commit object: key, size, version."""
         return self.said.info
 
     @property
     def metadata(self) -> Metadata:
-        """Torch's metadata."""
+        """The checkpoint's metadata in torch's form."""
         return self.said.metadata
 
     @property
     def has_checksums(self) -> bool:
-        """Whether its blocks can be verified."""
+        """Whether the checkpoint has checksums, as all that cloudckpt writes have."""
         return self.said.record is not None
 
     def shared(self) -> dict[str, int]:
-        """The bytes of items in checkpoints beside this one, by folder."""
+        """Returns how many bytes the checkpoint refers to in other checkpoints, by their folder."""
         found: dict[str, int] = {}
         if (record := self.said.record) is not None and len(record.extents):
             extents, sums = record.extents, unfilled(len(record.objects)).zero_()
@@ -153,7 +156,7 @@ class ReadContent:
         return found
 
     def times(self) -> SaveTimes | None:
-        """How long the save took; None if that was not recorded."""
+        """Returns the times of the save; None if they were not recorded."""
         record = self.said.record
         if record is None or not len(record.times):
             return None
@@ -161,7 +164,7 @@ class ReadContent:
         return SaveTimes(ranks=ranks, committing=record.committing)
 
     def items(self) -> Iterator[StoredItem]:
-        """All entries."""
+        """Yields all entries of the checkpoint."""
         table = table_behind(self.metadata)
         if table is None:
             for name, entry in self.metadata.state_dict_metadata.items():
@@ -174,7 +177,7 @@ class ReadContent:
                 yield _stored(name, known.shape, known.form.dtype, known.count)
 
     def item(self, name: str, entry: object) -> StoredItem:
-        """One entry of the metadata."""
+        """Describes one entry, given its name and its value in torch's metadata."""
         if isinstance(entry, TensorStorageMetadata):
             return _stored(name, tuple(entry.size), entry.properties.dtype, len(entry.chunks))
         nbytes = self.places.wholes([MetadataIndex(name)])[0].nbytes
@@ -186,9 +189,9 @@ class ReadContent:
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[StoredBytes]:
-        """The items' own bytes, with their checksums; reads the indexes.
+        """Reads the indexes; returns each chunk's stored bytes, with their checksums.
 
-        See :meth:`cloudckpt.checkpoint.places.Places.sources`.
+        Arguments and errors: :meth:`cloudckpt.checkpoint.places.Places.sources`.
         """
         found: list[MetadataIndex] = []
         for name, entry in self.metadata.state_dict_metadata.items():
@@ -203,6 +206,7 @@ class ReadContent:
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: int) -> StoredItem:
+    """Describes a tensor."""
     return StoredItem(
         name=name,
         shape=shape,
@@ -213,14 +217,14 @@ def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: int) 
 
 
 def read_content(uri: CheckpointURI, config: Config) -> ReadContent:
-    """The checkpoint, as its commit object describes it.
+    """Reads the commit object of a checkpoint.
 
     Raises:
-        CheckpointNotFoundError: If there is no committed checkpoint.
-        CheckpointCorruptError: If metadata are damaged.
+        CheckpointNotFoundError: If the location has no committed checkpoint.
+        CheckpointCorruptError: If the metadata is damaged.
         StoreError: If the store refuses or stays unreachable.
     """
     reader = CloudStorageReader(uri, config=config)
     metadata = reader.read_metadata()
-    assert reader.commit is not None  # it has read the metadata
+    assert reader.commit is not None  # set by read_metadata()
     return ReadContent(reader.commit, reader.places_in(metadata))

@@ -1,10 +1,10 @@
 """Copies checkpoints and whole runs elsewhere: across clouds, to and from local disks.
 
-A copy is made like a save, with the same commit (:mod:`cloudckpt.checkpoint.commit`): its objects
-get random names of their own, and become visible by one conditional write of ``.metadata``, last.
-So two copies to one location, or a copy and a save, or a copy and a deletion of what is there,
-can't mix. If a copy kept the names of its source, a second copy to the same location would have to
-share the objects of the first, which may be deleting them at that moment.
+A copy commits like a save (:mod:`cloudckpt.checkpoint.commit`): its objects get new random names,
+and become visible by one conditional write of ``.metadata``, last. So two copies to one location, a
+copy and a save, or a copy and a deletion of the target, can't mix their objects. If a copy kept the
+names of its source, a second copy to the same location would share the objects of the first, which
+may be deleting them at that moment.
 
 If the ranks of a group copy a run together, each takes part of its checkpoints.
 """
@@ -59,35 +59,36 @@ def copy(
     """Copies a committed checkpoint, or all committed checkpoints of a run.
 
     Within a cloud the store copies the data objects itself, if it can, and the checksums that it
-    reports are compared. Otherwise the bytes pass through memory of at most ``memory_budget`` (or
-    two parts of an upload if those are larger: for objects above 300 GB), and are compared with the
-    checksums of the source on the way. The copy is committed last, in one write, like a save:
-    nobody ever sees a part of it, and damaged data is never copied. Notes, metrics, structure and
-    the kind of checksums stay; the data objects get new names. A copy that fails or is interrupted
-    deletes what it has written.
+    reports are compared. Otherwise the bytes pass through at most ``memory_budget`` bytes of memory
+    (or two upload parts if those are larger: for objects above 300 GB), and are compared with the
+    checksums of the source on the way. The copy is committed last, in one write, like a save: a
+    reader never sees a partial copy, and damaged data is never committed. Notes, metrics, structure
+    and checksum algorithm are those of the source; the data objects get new names. A copy that
+    fails or is interrupted deletes the objects that it has written.
 
-    Of a run, each folder with a committed checkpoint is copied to a folder of the same name, and so
-    is the claim, which says which of them are abandoned, if the target has none; other content
-    (uncommitted checkpoints, other files) is not. A damaged checkpoint is skipped, and reported at
-    the end. One that is deleted meanwhile, as a job that is still saving does with what it does not
-    keep, is left out, which is logged. A checkpoint that the target already has is not copied
-    again, so an interrupted copy of a run continues where it stopped.
+    Of a run, each folder with a committed checkpoint is copied to a folder of the same name. The
+    run's claim, which decides which steps are abandoned, is copied if the target has no claim.
+    Uncommitted checkpoints and other files are not copied. A damaged checkpoint is skipped, and
+    reported at the end. A checkpoint that is deleted during the copy, for example by the retention
+    of a running job, is left out and logged. A checkpoint that the target already has is not copied
+    again, so an interrupted copy of a run can be continued by the same call.
 
-    A folder is a checkpoint or a run, never both. As with ``cp``, a checkpoint that is copied to
-    the folder of a run that is there goes beneath it, under its own name.
+    A folder is a checkpoint or a run, never both. If ``source`` is a checkpoint and ``target`` an
+    existing run, the copy is put into the run under the name of the source's folder, as with
+    ``cp``.
 
     Args:
-        source: A checkpoint, or the folder of a run.
-        target: The location of the copy, or of a checkpoint the folder of a run.
-        overwrite: Whether a checkpoint at the target may be replaced; None does as the options of
-            the target say.
-        step_name: Of a run, copy only folders with such names, for example ``"step-{step}"``.
+        source: The location of a checkpoint, or the folder of a run.
+        target: The location of the copy; for a checkpoint also the folder of an existing run.
+        overwrite: Whether a checkpoint at the target may be replaced; None uses
+            ``Config.overwrite`` of the target's options.
+        step_name: Of a run, copy only folders named by this pattern, such as ``"step-{step}"``.
         config: Options.
-        target_config: Options for the target, if they differ: its endpoint, for example.
-        process_group: Ranks that divide the checkpoints of a run among themselves, if all of them
-            call this; a single checkpoint is copied by the first one.
-        progress: Called with the bytes that this rank has copied so far and will copy in all, from
-            any thread.
+        target_config: Options for the target, if they differ, for example in the endpoint.
+        process_group: The ranks that divide the checkpoints of a run among themselves; all of them
+            must call this function. A single checkpoint is copied by the first rank.
+        progress: Called with the bytes that this rank has copied so far and the bytes that it will
+            copy in all, from any thread.
 
     Raises:
         InvalidURIError: If ``source`` or ``target`` is not a valid location.
@@ -97,7 +98,8 @@ def copy(
         CheckpointExistsError: If there is a checkpoint at the target and ``overwrite`` is off; also
             if the checkpoint to be replaced, or its replacement, was saved without collectives, or
             if the target of a run is a checkpoint.
-        CheckpointCorruptError: If the source is damaged; nothing of it is visible at the target.
+        CheckpointCorruptError: If the source is damaged; a damaged checkpoint is not visible at the
+            target.
         CheckpointConflictError: If another writer has written to the target meanwhile.
         CommitUnknownError: If the store does not say whether the commit took place.
         CheckpointReplacedError: If the source was replaced meanwhile, again and again.
@@ -142,7 +144,7 @@ def copy(
 
 @dataclass(frozen=True)
 class _Copies:
-    """What became of the checkpoints of a run."""
+    """The result of copying one rank's share of a run's checkpoints."""
 
     copied: Copied
     damaged: list[CheckpointCorruptError]
@@ -150,7 +152,7 @@ class _Copies:
 
 
 def _copies(origin: Place, goal: Place, pairs: Sequence[_Pair], done: Progress) -> _Copies:
-    """Copies checkpoints of a run, one after the other."""
+    """Copies some checkpoints of a run, one after the other, and collects those that fail."""
     done.total = sum(pair.nbytes or 0 for pair in pairs)
     copied, damaged, deleted = Copied(), list[CheckpointCorruptError](), []
     for pair in pairs:
@@ -174,10 +176,10 @@ def planned(
     step_name: str | None = None,
     config: Config | None = None,
 ) -> list[tuple[str, str, int]]:
-    """What :func:`copy` would copy: of each checkpoint, from where, to where, and its bytes.
+    """Lists the checkpoints that :func:`copy` would copy, as (source, target, bytes).
 
-    Those that the target has already are among them. Errors are those of :func:`copy`, as far as
-    they can be known before.
+    Checkpoints that the target already has are included. Raises the errors of :func:`copy` that
+    can be detected without copying.
     """
     origin, goal = _ends(source, target, config, None)
     found = []
@@ -194,6 +196,7 @@ def planned(
 def _ends(
     source: URILike, target: URILike, config: Config | None, target_config: Config | None
 ) -> tuple[Place, Place]:
+    """Parses the source and the target; the source's options always verify checksums."""
     options = replace(config_or_default(config), verify=True)
     return (
         Place(CheckpointURI.parse(source), options),
@@ -207,20 +210,23 @@ def detach(
     config: Config | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Copied:
-    """Makes a checkpoint that shares bytes with others beside it stand alone.
+    """Copies the objects that a checkpoint refers to in other checkpoints into its own folder.
 
-    The shared bytes are copied into its own folder, as :func:`copy` does, and its commit object is
-    replaced by one that names the copies. What it referred to is deleted if nothing else needs it.
+    The bytes are copied as by :func:`copy`, and the checkpoint's commit object is replaced by one
+    that names the copies. The shared objects are deleted if no other checkpoint needs them.
 
     Args:
-        checkpoint_id: ``s3://bucket/path`` or another location.
+        checkpoint_id: The location of the checkpoint, for example ``s3://bucket/path``.
         config: Options.
-        progress: As of :func:`copy`.
+        progress: Called with the bytes copied so far and the bytes to copy in all, from any thread.
+
+    Returns:
+        How much was copied; ``already_there`` is 1 if the checkpoint refers to no other checkpoint.
 
     Raises:
-        CheckpointNotFoundError: If there is no committed checkpoint.
-        CheckpointCorruptError: If the shared bytes are damaged; it stays as it is.
-        CheckpointConflictError: If another writer has replaced it meanwhile.
+        CheckpointNotFoundError: If the location has no committed checkpoint.
+        CheckpointCorruptError: If the shared bytes are damaged; the checkpoint stays unchanged.
+        CheckpointConflictError: If another writer has replaced the checkpoint meanwhile.
         StoreError: If the store refuses or stays unreachable.
     """
     options = replace(config_or_default(config), verify=True)
@@ -232,20 +238,26 @@ def detach(
 
 @dataclass(frozen=True)
 class _Pair:
-    """A checkpoint that is to be copied: from where, to where; its bytes as listed, if of a run."""
+    """The source and target of one copy; ``nbytes`` is None unless it is part of a run's copy."""
 
     source: str
     target: str
     nbytes: int | None = None
 
     def ends(self, origin: Place, goal: Place) -> tuple[Place, Place]:
-        """Both locations, with the options of this rank."""
+        """Returns the source and the target with the options of this rank."""
         source, target = CheckpointURI.parse(self.source), checkpoint_location(self.target)
         return replace(origin, uri=source), replace(goal, uri=target)
 
 
 def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair]:
-    """The checkpoints of a run; or one, of which the listing has no size."""
+    """Lists the copies to make: one of the source if it is a checkpoint, or all of a run.
+
+    Raises:
+        ConfigError: If the source and the target are the same.
+        CheckpointExistsError: If the source is a run, and the target a checkpoint.
+        CheckpointNotFoundError: If there is no committed checkpoint to copy.
+    """
     is_there = is_committed(goal.store, goal.uri, goal.retrier)
     if is_committed(origin.store, origin.uri, origin.retrier):
         name = origin.uri.prefix.rpartition("/")[2]
@@ -286,15 +298,16 @@ def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair]:
 
 
 def _is_run(place: Place) -> bool:
-    """Whether checkpoints are beneath a location."""
+    """Returns whether a folder has committed checkpoints in its subfolders."""
     try:
         found = list_checkpoints(place.uri, config=place.config)
-    except AccessDeniedError:  # who may only write there
+    except AccessDeniedError:  # credentials that allow only writes to the target
         return False
     return any(one.is_committed for one in found)
 
 
 def _of_a_run(damaged: list[CheckpointCorruptError], copied: Copied) -> CheckpointCorruptError:
+    """Makes one error of a run's damaged checkpoints."""
     error = one_error(damaged)
     error.message += (
         f" | {len(damaged)} damaged checkpoints of the run were not copied; "

@@ -1,4 +1,4 @@
-"""Deletes checkpoints: first what makes them visible, then their data."""
+"""Deletes checkpoints and whole runs: first the commit objects, then the data."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ __all__ = ["delete", "delete_at", "delete_run"]
 def delete(uri: URILike, *, config: Config | None = None) -> None:
     """Deletes a committed checkpoint.
 
-    Its commit object goes first, on the condition that no other save has replaced it meanwhile: so
-    nobody sees a checkpoint without its data, and a save in progress stays intact. Then go the
-    objects that it names, except those that other checkpoints refer to; these are deleted with the
-    last checkpoint that refers to them. Other objects beneath its location are not touched. If this
-    is interrupted, what is left is invisible.
+    The commit object is deleted first, on the condition that no other save has replaced it
+    meanwhile: so a reader never sees a checkpoint without its data, and a save in progress stays
+    intact. Then the objects that it names are deleted, except those that other checkpoints refer
+    to; these are deleted with the last checkpoint that refers to them. Other objects in the folder
+    are not touched. If the deletion is interrupted, the remaining objects are invisible to readers.
 
-    A save that got no answer to its commit sends the same request once more. If the checkpoint was
-    just being deleted, it reappears until its data is deleted; then it is deleted, too.
+    A save whose commit got no answer sends that request again. If this happens during the deletion,
+    the commit object reappears; it is deleted once more after the data.
 
     Args:
-        uri: ``s3://bucket/path`` or another location.
+        uri: The location of the checkpoint, for example ``s3://bucket/path``.
         config: Options.
 
     Raises:
-        InvalidURIError: If it is not a valid location.
-        CheckpointNotFoundError: If there is no committed checkpoint.
-        CheckpointReplacedError: If another save has replaced it meanwhile; that one stays as it is.
+        InvalidURIError: If ``uri`` is not a valid location.
+        CheckpointNotFoundError: If the location has no committed checkpoint.
+        CheckpointReplacedError: If another save has replaced the checkpoint meanwhile; the new
+            checkpoint is not deleted.
         StoreError: If the store refuses or stays unreachable.
     """
     delete_at(CheckpointURI.parse(uri), config_or_default(config))
@@ -54,13 +55,13 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
 def delete_at(
     location: CheckpointURI, config: Config, check: Callable[[], None] = lambda: None
 ) -> None:
-    """As :func:`delete`.
+    """Deletes a committed checkpoint as :func:`delete` does, after a check by the caller.
 
     Args:
-        location: Where it is.
+        location: The location of the checkpoint.
         config: Options.
-        check: Called between reading the version to delete and deleting it; what it raises ends the
-            deletion.
+        check: Called after the commit object was read and before it is deleted; if it raises,
+            nothing is deleted.
     """
     store, retrier = open_store(location, config), Retrier(config.retry)
     commit = location.key(METADATA)
@@ -105,9 +106,9 @@ def delete_at(
 
 
 def delete_run(run: URILike, *, config: Config | None = None) -> None:
-    """Deletes all checkpoints of a run, what saves have left in it, and its claim.
+    """Deletes all checkpoints of a run, the leftovers of killed saves, and the run's claim.
 
-    No job may be saving there, nor beneath. What cloudckpt has not written stays, and so do
+    No job may be saving into the run or beneath it. Objects of other programs stay, and so do
     leftovers of torch's own writers.
 
     Args:
@@ -115,25 +116,25 @@ def delete_run(run: URILike, *, config: Config | None = None) -> None:
         config: Options.
 
     Raises:
-        InvalidURIError: If it is not a valid location.
+        InvalidURIError: If ``run`` is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
     location, config = CheckpointURI.parse(run), config_or_default(config)
     found = list_checkpoints(location, config=config)
     for uri in [one.uri for one in found if one.is_committed]:
-        with contextlib.suppress(CheckpointNotFoundError):  # somebody else has deleted it
+        with contextlib.suppress(CheckpointNotFoundError):  # another process has deleted it
             delete(uri, config=config)
     sweep(location, older_than=0, config=config)
     store, claim = open_store(location, config), location.key(CLAIM)
     delete_all(store, [claim], config.retry, threads=1, what="objects of a deleted run that are")
     if location.scheme == "file":
         for folder in [*(CheckpointURI.parse(one.uri).prefix for one in found), location.prefix]:
-            with contextlib.suppress(OSError):  # it holds other files
+            with contextlib.suppress(OSError):  # the folder holds other files
                 os.rmdir(folder)
 
 
 def _is_of_the_same_save(one: CommitObject, other: CommitObject | None) -> bool:
-    """Whether two commit objects share an object that only one save has written."""
+    """Returns whether two commit objects were written by the same save."""
     if other is None:
         return False
     if one.record is not None and other.record is not None:

@@ -1,6 +1,6 @@
-"""Runs in folders: found beneath a location or by a pattern.
+"""Searches for runs: all runs beneath a location, or the folders that match a pattern.
 
-A run is a folder with a checkpoint, or what a save has left of one, directly beneath it.
+A run is a folder that has a checkpoint, or the leftovers of a killed save, in a direct subfolder.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["is_checkpoint", "matching", "runs_beneath"]
 
-_DEEPEST = 5  # levels of folders beneath a location in which runs are searched
-_STEPS_TRIED = 3  # of folders that are named like steps, to know whether cloudckpt wrote them
+_DEEPEST = 5  # how many levels of folders beneath a location are searched for runs
+_STEPS_TRIED = 3  # how many folders named like steps are listed, to see if they are checkpoints
 _WILD = ("*", "?")
 
 
 def matching(location: str, config: Config | None = None) -> list[str]:
-    """The folders that a pattern stands for; a location without ``*`` and ``?`` is itself.
+    """Lists the folders that match a pattern; a location without ``*`` and ``?`` is returned as is.
 
-    A pattern is matched name by name, as in a shell: ``*`` does not stand for ``/``.
+    The pattern is matched folder name by folder name, as in a shell: ``*`` never matches ``/``.
 
     Raises:
-        CheckpointNotFoundError: If nothing matches.
-        InvalidURIError: If what comes before the pattern is not a valid location.
+        CheckpointNotFoundError: If no folder matches.
+        InvalidURIError: If the text before the pattern is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
     names = location.split("/")
@@ -61,13 +61,14 @@ def matching(location: str, config: Config | None = None) -> list[str]:
 def runs_beneath(
     location: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
 ) -> list[Run]:
-    """The runs beneath a folder or bucket, and the folder itself if it is one, by location.
+    """Searches a folder or bucket, and the folders beneath it, for runs; sorted by location.
 
-    Five levels of folders are searched, each folder in one request, but for folders whose names
-    begin with a dot, those of checkpoints, and those whose first thousand names are all of files.
+    Five levels of folders are searched, each folder in one request. Not searched are folders whose
+    names begin with a dot, folders of checkpoints, and folders whose first thousand names are all
+    names of files.
 
     Raises:
-        InvalidURIError: If it is not a valid location.
+        InvalidURIError: If ``location`` is not a valid location.
         ConfigError: If ``step_name`` is not a valid pattern.
         StoreError: If the store refuses or stays unreachable.
     """
@@ -86,13 +87,14 @@ def runs_beneath(
 
 @dataclass(frozen=True)
 class _Folder:
-    """The names of the folders in a folder, and whether it is that of a checkpoint."""
+    """A listed folder: the names of its subfolders, and whether it is a checkpoint."""
 
     names: Sequence[str]
     is_checkpoint: bool
 
     @classmethod
     def of(cls, view: View, uri: CheckpointURI) -> _Folder:
+        """Lists a folder."""
         level = view.level(below := uri.key(""))
         names = [one for one in level if isinstance(one, str)]
         if names and len(level) >= AT_FIRST:
@@ -103,7 +105,7 @@ class _Folder:
     def children(
         self, uri: CheckpointURI, run: Run
     ) -> tuple[list[CheckpointURI], list[CheckpointURI]]:
-        """The newest of the folders that are named like steps, and all that are not."""
+        """Returns the newest subfolders that are named like steps, and all other subfolders."""
         accepted = [name for name in self.names if CheckpointURI.accepts(f"{uri}/{name}")]
         others = [name for name in accepted if run.names.step(name) is None and name[0] != "."]
         steps = [run.names.name(step) for step in run.steps_among(accepted)[-_STEPS_TRIED:]]
@@ -111,5 +113,5 @@ class _Folder:
 
 
 def is_checkpoint(view: View, uri: CheckpointURI) -> bool:
-    """Whether a folder is that of a checkpoint, or of what a save has left of one."""
+    """Returns whether a folder directly contains objects of a checkpoint, committed or not."""
     return _Folder.of(view, uri).is_checkpoint

@@ -1,29 +1,31 @@
-"""Whose step is it: the line of a run, the steps of one training across its jobs.
+"""Decides which steps of a run belong to its current training: the line of the run.
 
-A run may hold steps of several trainings: of a job that was replaced while it lived on, of one that
-went back to an earlier step, of one that began anew beside what was there. So each commit notes the
-*job* that made it, and what that job *continues*: for each job before it, the last step that is
-part of this training. The job that claimed the run last (:mod:`cloudckpt.runs.claim`) says so in
-its claim, too. The *line* of the run is what that job has committed, and what it continues; all
-other steps are *abandoned*.
+A run may contain steps of several trainings: a replaced job may have gone on saving, a job may have
+gone back to an earlier step, or started a new training in a run that already had steps. So the
+notes of each step name the *job* that saved it, and what that job *continues*: for each earlier
+job, the last step that is part of this training. The claim of the run
+(:mod:`cloudckpt.runs.claim`) contains the same for the job that claimed it last. The *line* of the
+run consists of the steps that this job has committed, and of the steps that it continues; all other
+steps are *abandoned*.
 
-Why not a link from each commit to the one before? Retention deletes commits, and a chain of single
-links would end at the first gap. Jobs with their last steps stay complete whatever is deleted.
+Why does a step not name the step before it? Retention deletes steps, and a chain of such links
+would end at the first deleted step. A list of jobs with their last steps stays complete.
 
-With a job A that has saved 1 to 3, and a job B that has restored step 3:
+Suppose that job A has saved steps 1 to 3, and that job B has restored step 3:
 
-- *A lives on, and saves 4 to 6 before B saves.* They are on the line: the claim is A's.
-- *B then saves 4.* Its claim says that it continues A up to step 3. From then on A's 4 to 6 are
-  abandoned, and what A tries to commit is refused. Should that slip in between A's last look at the
-  claim and its commit, it is abandoned as well.
-- *B is killed before its first commit.* The line is what B continues.
-- *B restores step 2 of its own accord.* It continues A up to step 2.
-- *B has not restored anything.* It continues nothing, and its steps are a line of their own.
+- *A goes on, and saves 4 to 6 before B saves.* They are on the line: A holds the claim.
+- *B then saves 4.* B's claim says that B continues A up to step 3. From now on A's steps 4 to 6 are
+  abandoned, and A's commits are refused. A step that A commits after its last check of the claim,
+  and after B's claim, is abandoned, too.
+- *B is killed before its first commit.* The line consists of the steps that B continues.
+- *B is told to restore step 2.* It continues A up to step 2.
+- *B has not restored a step.* It continues no job, and its steps are a new line.
 
-Without a claim, as in a copy of single steps or a run of other programs, the newest step decides.
-So it does if no step is left of what the claim says, as when a job that restored nothing was killed
-before its first commit: a run with steps is never taken for a new one.
-Steps that note no job count as those of one job.
+Without a claim, as in a copy of single steps or in a run of another program, the newest step
+decides: the line consists of its job and of what that job continues. The same applies if no step is
+left on the line of the claim, for example because a job that restored nothing was killed before its
+first commit: a run that has steps is never treated as empty.
+Steps whose notes name no job count as steps of one job.
 """
 
 from __future__ import annotations
@@ -43,13 +45,14 @@ __all__ = ["Line", "Owner"]
 
 @dataclass(frozen=True)
 class Owner:
-    """The job that claimed a run last, as its claim says.
+    """The job that claimed a run last, as read from its claim object.
 
     Attributes:
         version: The version of the claim object.
-        job: The name of the job; empty if the claim makes no sense.
-        continues: By job before it, the last step that it continues; None if it does not say.
-        who: The process, for messages.
+        job: The name of the job; empty if the claim can't be parsed.
+        continues: For each earlier job that this job continues, the last step on the line; None if
+            the claim does not contain it.
+        who: Process and host of the job, for messages.
     """
 
     version: str
@@ -59,7 +62,7 @@ class Owner:
 
     @classmethod
     def read(cls, store: ObjectStore, key: str, retrier: Retrier) -> Owner | None:
-        """Reads a claim; None if there is none.
+        """Reads a claim; None if the claim object does not exist.
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
@@ -79,23 +82,27 @@ class Owner:
 
 @dataclass
 class Line:
-    """The line of a run.
+    """The line of a run: which steps belong to its current training.
 
     Attributes:
-        last: By job, its last step on the line; None until the newest step has decided it.
+        last: For each job on the line, its last step there; None if the run has no claim that
+            describes the line, until :meth:`has` was called for the newest step.
     """
 
     last: Mapping[str, int] | None = field(default=None)
 
     @classmethod
     def of(cls, owner: Owner | None) -> Line:
-        """The line that a claim says."""
+        """Makes the line that a claim describes."""
         if owner is None or owner.continues is None:
             return cls()
         return cls({**owner.continues, owner.job: HIGHEST_STEP})
 
     def has(self, step: int, notes: Notes) -> bool:
-        """Whether a committed step is on the line; asked of a run's steps newest first."""
+        """Returns whether a committed step is on the line.
+
+        Without a claim, the first call decides the line: call it for the newest step first.
+        """
         if self.last is None:
             self.last = {**notes.continues, notes.job: HIGHEST_STEP}
         return step <= self.last.get(notes.job, -1)

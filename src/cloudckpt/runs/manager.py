@@ -1,4 +1,4 @@
-"""``CheckpointManager``: the checkpoints of a training run, from its first step to its last."""
+"""``CheckpointManager``: saves, restores and prunes the checkpoints of a training run."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ logger = logging.getLogger("cloudckpt")
 
 
 class CheckpointManager(ClosedAtExit):
-    """Saves, finds, restores and prunes the checkpoints of one run; use it as a context manager.
+    """Saves, lists, restores and prunes the checkpoints of one run; use it as a context manager.
 
-    All ranks make the same calls, in the same order; only :meth:`uri` and :meth:`status` may be
-    called by some of them.
+    All ranks must make the same calls in the same order; only :meth:`uri` and :meth:`status` may be
+    called on single ranks.
 
     >>> with CheckpointManager("s3://bucket/run", max_to_keep=3) as manager:  # doctest: +SKIP
     ...     for step in range((manager.restore(state) or 0) + 1, steps):
@@ -88,43 +88,46 @@ class CheckpointManager(ClosedAtExit):
         """
         Args:
             run: The folder of the run, for example ``s3://bucket/run``.
-            save_interval_steps: :meth:`save` skips steps that this does not divide; by default
-                none, unless there is an interval in seconds.
-            save_interval_seconds: :meth:`save` skips steps until so many seconds have passed on the
-                first rank since the save before; all ranks save at the same step.
-            max_to_keep: How many of the newest checkpoints to keep; with ``best_metric`` and
-                without ``best_to_keep``, how many of the best beside the newest.
-            best_to_keep: How many of the best to keep, and all that lack the metric.
-            keep_younger_than: Keep checkpoints for so many seconds, by the store's clock.
-            keep_period: Keep steps that this divides. What any of these four rules keeps stays;
-                without one of the first three, all stay.
-            best_metric: The metric that ranks checkpoints.
-            best_mode: Whether its lowest or its highest values are the best.
-            step_name: What the folders of checkpoints are called.
-            asynchronous: Whether :meth:`save` returns when the state is copied.
-            incremental: Whether a step sends only what the newest committed step of this training
-                does not have, and refers to that step for the rest.
+            save_interval_steps: :meth:`save` saves only steps that are multiples of this number; by
+                default all steps, unless ``save_interval_seconds`` is given.
+            save_interval_seconds: :meth:`save` saves a step if so many seconds have passed on the
+                first rank since the previous save; all ranks save the same steps.
+            max_to_keep: How many of the newest checkpoints to keep. With ``best_metric`` and
+                without ``best_to_keep``: how many of the best to keep, besides the newest.
+            best_to_keep: How many of the best checkpoints to keep; checkpoints without the metric
+                are kept, too.
+            keep_younger_than: Keep checkpoints younger than so many seconds, by the store's clock.
+            keep_period: Keep steps that are multiples of this number. A checkpoint stays if any of
+                these four rules keeps it; if none of the first three is given, all stay.
+            best_metric: The name of the metric by which checkpoints are ranked.
+            best_mode: Whether the lowest (``"min"``) or the highest values (``"max"``) are best.
+            step_name: The pattern of the checkpoints' folder names.
+            asynchronous: Whether :meth:`save` returns once the state is staged, and the data is
+                sent and committed in the background.
+            incremental: Whether a save sends only data that the newest committed step of this
+                training does not have, and refers to that step for the rest.
             on_failure: What happens when a save fails. ``raise``: the error is raised on all ranks.
-                ``log``: failures that may pass (throttling, an outage, no memory for a copy, a
-                saving process that died) are logged, counted, and reported as an event ``failure``,
-                and training continues; other errors are raised. ``log_all``: those are logged, too.
-            max_failures: After this many failures in a row, the last one is raised in any case.
-            preemption: How the job learns that it is about to be stopped; default: by SIGTERM, from
-                the first call of :meth:`save`, :meth:`should_save` or :meth:`reached_preemption`.
-            checkpointer: How checkpoints are saved and loaded, and by which ranks.
+                ``log``: transient failures (throttling, an outage, no memory for staging, a saving
+                process that died) are logged, counted, and reported as an event ``failure``, and
+                training continues; other errors are raised. ``log_all``: those are logged, too.
+            max_failures: After so many failures in a row, the last one is raised in any case.
+            preemption: How the job learns that it is about to be stopped; default: by SIGTERM,
+                handled from the first call of :meth:`save`, :meth:`should_save` or
+                :meth:`reached_preemption`.
+            checkpointer: Options of the checkpointer that saves and loads, and its process group.
             adopt_wait: Seconds that :meth:`restore` waits for saving processes of a killed job that
-                are still sending a step; 0 ignores them.
-            keep_abandoned: Whether steps stay that are not on the run's line: those of a training
-                that was given up, or of a job that this one has replaced. They never count, and
-                that they stay is logged. If False, each save deletes them, once a step was
-                restored or the run was seen to be empty.
+                are still sending a step; 0 ignores such steps.
+            keep_abandoned: Whether abandoned steps stay: those of a training that was given up, or
+                of a job that this one has replaced. They don't count for retention, and a warning
+                lists them. If False, each save deletes them, provided that :meth:`restore` was
+                called before.
             read_only: Whether this job only restores: it then writes nothing and handles no signal,
                 and calls that would write raise :class:`ConfigError`.
-            config: Options; if a ``checkpointer`` is given, set them there.
+            config: Options; if ``checkpointer`` is given, set them there instead.
 
         Raises:
-            ConfigError: If an option is invalid, two ranks were given different ones, or ``run`` is
-                a checkpoint.
+            ConfigError: If an option is invalid or differs between ranks, or ``run`` is a
+                checkpoint.
             DifferentCheckpointsError: If two ranks were given different runs.
             InvalidURIError: If ``run`` is not a valid location.
             StoreError: If the store refuses or stays unreachable.
@@ -135,14 +138,14 @@ class CheckpointManager(ClosedAtExit):
         self._hook = ClaimHook(None if checkpointer is None else checkpointer.commit_hook)
         self._read_only, self._incremental = read_only, incremental
         self._adopt_wait, self._keep_abandoned = adopt_wait, keep_abandoned
-        self._base: str | None = None  # of the first save after a restore
+        self._base: str | None = None  # the base of the first save after a restore
         group, alone = None, False
         if checkpointer is not None:
             group, alone = checkpointer.process_group, checkpointer.no_dist
         self._meeting = Meeting.of(group, alone)
         self._pid = os.getpid()
         self._closed = False
-        self._restored: int | None = None  # the restored step, until a loop is seen to ignore it
+        self._restored: int | None = None  # the restored step, until a warning about it was logged
 
         def prepare() -> tuple[Run, Retention, CheckpointerConfig]:
             self._schedule = Schedule(
@@ -173,7 +176,7 @@ class CheckpointManager(ClosedAtExit):
             )
             return RankStatus(location=str(made[0].root), options=told)
 
-        with contextlib.ExitStack() as undo:  # undoes what was begun here if another rank fails
+        with contextlib.ExitStack() as undo:  # if another rank fails, releases what was made here
             self._run, self._retention, options = self._meeting.begin(prepare, alike)
             self._line = OwnLine(self._run, self._meeting, self._hook)
             self._pruner = Pruner(self._run, self._retention, self._hook)
@@ -191,35 +194,43 @@ class CheckpointManager(ClosedAtExit):
             undo.pop_all()
 
     def uri(self, step: int) -> str:
-        """The location of a step's checkpoint, whether or not it exists."""
+        """Returns the location of a step's checkpoint, whether or not it exists."""
         return str(self._run.uri(step))
 
     @property
     def load_report(self) -> LoadReport | None:
-        """What the last :meth:`restore` loaded on this rank, and what it did not."""
+        """The report of this rank's last :meth:`restore`; None before the first load."""
         return self._checkpointer.load_report
 
     @collective("CheckpointManager.all_steps")
     def all_steps(self) -> list[int]:
-        """The committed steps of this training, oldest first, as listed in the store now.
+        """Lists the committed steps of this training in the store, oldest first.
 
-        Abandoned steps are left out (:func:`cloudckpt.list_checkpoints` has them).
+        Abandoned steps are left out; :func:`cloudckpt.list_checkpoints` lists them, too.
+
+        Raises:
+            StoreError: If the store refuses or stays unreachable.
         """
         return self._meeting.broadcast_from_first(lambda: [*self._run.history().line])
 
     @collective("CheckpointManager.latest_step")
     def latest_step(self) -> int | None:
-        """The newest committed step of this training; None if there is none."""
+        """Returns the newest committed step of this training; None if no step is committed.
+
+        Raises:
+            StoreError: If the store refuses or stays unreachable.
+        """
         return self._meeting.broadcast_from_first(lambda: newest_step(self._run.view, self._run))
 
     @collective("CheckpointManager.best_step")
     def best_step(self) -> int | None:
-        """The committed step of this training with the best metric; None if none has the metric.
+        """Returns the committed step of this training whose ``best_metric`` is best.
 
-        Steps whose metrics are damaged are left out, which is logged.
+        Returns None if no step has the metric. Steps whose metrics are damaged are logged and left
+        out.
 
         Raises:
-            ConfigError: If this manager was given no ``best_metric``.
+            ConfigError: If the manager was made without ``best_metric``.
             StoreError: If the store refuses or stays unreachable.
         """
         if self._retention.best_metric is None:
@@ -231,7 +242,7 @@ class CheckpointManager(ClosedAtExit):
 
     @collective("CheckpointManager.metrics")
     def metrics(self, step: int) -> dict[str, float]:
-        """The metrics saved with a checkpoint.
+        """Returns the metrics saved with the checkpoint of a step.
 
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.
@@ -240,7 +251,7 @@ class CheckpointManager(ClosedAtExit):
 
     @collective("CheckpointManager.notes")
     def notes(self, step: int) -> dict[str, Any]:
-        """The notes saved with a checkpoint.
+        """Returns the notes that :meth:`save` was given for a step.
 
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.
@@ -248,15 +259,16 @@ class CheckpointManager(ClosedAtExit):
         return dict(self._meeting.broadcast_from_first(lambda: self._run.notes(step).user))
 
     def should_save(self, step: int) -> bool:
-        """Whether :meth:`save` would save this step without being forced.
+        """Returns whether :meth:`save` would save this step without ``force``; same on all ranks.
 
-        That is: it is the step's turn, and the step is newer than what was saved or restored here;
-        or the job is about to be ended, and has not been saved since it learned so. A step whose
-        save failed in the background counts as saved until that failure is reported.
+        It would if the step is due by the save interval and newer than all steps saved or restored
+        by this manager; or if the job is about to end, and the final save was not made yet. A step
+        whose background save failed counts as saved until the failure is reported.
 
         Raises:
-            ConfigError: If it is not a valid step.
-            CloudCheckpointError: As :meth:`reached_preemption`.
+            ClosedError: If the manager was closed.
+            ConfigError: If ``step`` is not a valid step.
+            ProcessGroupError: If the ranks lost contact with each other.
         """
         step = check_step(step)
         self._check_open()
@@ -267,16 +279,16 @@ class CheckpointManager(ClosedAtExit):
 
     @collective("CheckpointManager.reached_preemption")
     def reached_preemption(self, step: int) -> bool:
-        """Whether some rank has learned that the job is about to end; the same on all ranks.
+        """Returns whether any rank has noticed that the job is about to end; same on all ranks.
 
-        All ranks learn it at the same step: at most one step late, or at once if steps take more
-        than a second. :meth:`save` and :meth:`should_save` check as well; each step asks the ranks
-        once.
+        The result becomes True on all ranks at the same step: at the step after the notice, or at
+        once if steps take more than a second. :meth:`save` and :meth:`should_save` use the same
+        result; each step takes one collective.
 
         Raises:
             ClosedError: If the manager was closed.
-            ConfigError: If it is not a valid step.
-            ProcessGroupError: If the ranks lost each other.
+            ConfigError: If ``step`` is not a valid step.
+            ProcessGroupError: If the ranks lost contact with each other.
         """
         self._check_open()
         return self._schedule.is_ending(check_step(step))
@@ -291,33 +303,35 @@ class CheckpointManager(ClosedAtExit):
         notes: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
-        """Saves a step if it is its turn; once committed, deletes the steps no longer kept.
+        """Saves a step if it is due, and deletes steps that retention does not keep.
 
-        A failure in the background is raised by the next call, on all ranks. The first step at
-        which the job is about to be ended is saved in any case, and is committed when this returns;
-        a failure of an earlier save is then only logged.
+        The deletion takes place in the background after the commit. The error of a background save
+        is raised by the next call, on all ranks. If the job is about to end, the first step after
+        the notice is always saved, and is committed when this returns; the error of an earlier save
+        is then only logged.
 
         Args:
-            step: The step.
-            state: What to save, as for :func:`cloudckpt.save`.
-            metrics: Numbers to keep with the checkpoint; those of the first rank count. If
-                ``best_metric`` is missing there or is not a number (NaN), the checkpoint is never
-                the best, and ``best_to_keep`` keeps it, which is logged.
-            notes: Other values to keep with it, of types that JSON can hold.
-            force: Whether to save the step even if it is not its turn.
+            step: The number of the step.
+            state: The state dict to save, as for :func:`cloudckpt.save`.
+            metrics: Numbers to store with the checkpoint; those of the first rank are stored. A
+                checkpoint without ``best_metric``, or with NaN there, is never the best, and
+                ``best_to_keep`` keeps it; this is logged.
+            notes: Other values to store with the checkpoint, of types that JSON has.
+            force: Whether to save the step even if it is not due.
 
         Returns:
-            Whether it is saved: False if it is not its turn, if it is skipped because the previous
-            save is still in progress (see ``when_busy``: by default only if that one makes no
-            progress), or if it failed and ``on_failure`` tolerates that.
+            Whether the step is saved. False if it is not due, if it is skipped because the previous
+            save is still in progress (see ``when_busy``: by default only if that save makes no
+            progress), or if the save failed and ``on_failure`` tolerates the failure.
 
         Raises:
-            CheckpointExistsError: If the step has a checkpoint and ``overwrite`` is off; with it
-                on, that checkpoint is replaced.
+            CheckpointExistsError: If the step already has a checkpoint, and ``Config.overwrite`` is
+                off or the job has not called :meth:`restore` and does not ``force`` the save.
             CheckpointConflictError: If another job has begun to save into this run.
-            ConfigError: If the metrics or notes can't be stored.
+            ConfigError: If the metrics or notes can't be stored, or the manager is ``read_only``.
             ClosedError: If the manager was closed.
-            CloudCheckpointError: As :func:`cloudckpt.save`, for this save or the previous one.
+            CloudCheckpointError: The errors of :func:`cloudckpt.save`, of this save or an earlier
+                one.
         """
         step = check_step(step)
         self._check_writable()
@@ -348,7 +362,7 @@ class CheckpointManager(ClosedAtExit):
         self._schedule.saved(is_last=is_last)
         if self._meeting.rank == 0:
             self._retention.warn_of_metric(step, begun.notes.metrics)
-            # who never called restore() may not know that the run has steps
+            # a job that never called restore() may not know that the run has steps
             keeps = self._keep_abandoned or not self._line.has_restored
             self._pruner.after(begun.ends, keep_abandoned=keeps)
         return True
@@ -364,41 +378,43 @@ class CheckpointManager(ClosedAtExit):
         verify: bool = False,
         strict: bool = True,
     ) -> int | None:
-        """Loads a checkpoint into ``state``, in place: by default the newest intact one.
+        """Loads a checkpoint into ``state`` in place: by default the newest intact one of the run.
 
-        A damaged checkpoint is skipped, which is logged as an error, and the one before it is
-        loaded; all of ``state`` then comes from that one. All ranks load the same checkpoint.
+        If a checkpoint is damaged, an error is logged, and the previous checkpoint is loaded; all
+        of ``state`` then comes from that checkpoint. All ranks load the same checkpoint.
 
-        A step that an earlier job had staged when it was killed is committed here, if the saving
-        processes of all its ranks have sent it, and no other job has claimed the run since. If some
-        are still sending, this waits for them, up to ``adopt_wait`` seconds.
+        A pending step, which a killed job had staged, is committed here if the saving processes of
+        all its ranks have sent their data, and no other job has claimed the run since. If some of
+        them are still sending, this waits for them, up to ``adopt_wait`` seconds.
 
         Args:
-            state: What to load, as for :func:`cloudckpt.load`.
+            state: The state dict to load into, as for :func:`cloudckpt.load`.
             step: The step to load instead of the newest; if it is damaged, an error is raised.
-            source: Another run, or a single checkpoint, to begin from. What this run has, and what
-                the job continues, stay as they are: ``if manager.restore(state) is None:
+            source: Another run, or a single checkpoint, to load instead, for example to start a
+                training from another one. The steps of this run stay on its line:
+                ``if manager.restore(state) is None:
                 manager.restore(state, source=..., keys="model.*")``.
-            keys: Patterns of the entries to load, such as ``"model.*"``; the others of ``state``
-                stay as they are.
-            verify: Whether to read all of a checkpoint before trusting it, each rank its share.
-                What is loaded is compared with its checksums in any case; this also covers what
-                ``state`` does not ask for, and leaves ``state`` as it was if nothing can be
-                restored.
-            strict: Whether each key of ``state`` must be in the checkpoint and fit; if not, what
-                fits is loaded, and :attr:`load_report` names the rest, which keeps its values.
+            keys: Patterns of the names to load, such as ``"model.*"``; other entries of ``state``
+                keep their values.
+            verify: Whether to read and verify the whole checkpoint before it is loaded, divided
+                among the ranks. Loaded bytes are compared with their checksums in any case; this
+                also verifies the entries that ``state`` does not have, and leaves ``state``
+                unchanged if all checkpoints are damaged.
+            strict: Whether each key of ``state`` must be in the checkpoint and fit. If False,
+                entries that fit are loaded, the others keep their values, and :attr:`load_report`
+                names them.
 
         Returns:
-            The step that was loaded; None if the run has no committed checkpoint, in which case
-            ``state`` is unchanged, or if ``source`` is a checkpoint that notes no step.
+            The step that was loaded. None if the run has no committed checkpoint (``state`` is then
+            unchanged), or if ``source`` is a checkpoint saved without a step.
 
         Raises:
-            CheckpointNotFoundError: If ``step`` has no committed checkpoint (the message has those
-                that there are), or ``source`` has none.
-            CheckpointCorruptError: If all checkpoints are damaged, or that of ``step`` or
+            CheckpointNotFoundError: If ``step`` has no committed checkpoint (the message lists the
+                committed steps), or ``source`` has none.
+            CheckpointCorruptError: If all checkpoints are damaged, or the one of ``step`` or
                 ``source`` is.
-            ConfigError: If ``keys`` match nothing.
-            CloudCheckpointError: As :func:`cloudckpt.load`.
+            ConfigError: If ``keys`` match no entry of ``state``.
+            CloudCheckpointError: The errors of :func:`cloudckpt.load`.
         """
         self._check_open()
         step = None if step is None else check_step(step)
@@ -434,14 +450,14 @@ class CheckpointManager(ClosedAtExit):
 
     @collective("CheckpointManager.delete")
     def delete(self, step: int) -> None:
-        """Deletes the checkpoint of a step, after the saves in progress.
+        """Deletes the checkpoint of a step, after the saves in progress have ended.
 
         Raises:
-            CheckpointConflictError: If another job has begun to save into this run since this one
-                has, or since it was opened: the step may be that job's.
-            CheckpointNotFoundError: If it has no committed checkpoint.
+            CheckpointConflictError: If another job has claimed the run since this manager was made:
+                the step may be that job's.
+            CheckpointNotFoundError: If the step has no committed checkpoint.
             ClosedError: If the manager was closed.
-            ConfigError: If it is not a valid step.
+            ConfigError: If ``step`` is not a valid step, or the manager is ``read_only``.
             StoreError: If the store refuses or stays unreachable.
         """
         step = check_step(step)
@@ -451,26 +467,27 @@ class CheckpointManager(ClosedAtExit):
         self._meeting.broadcast_from_first(lambda: self._pruner.delete(step))
 
     def wait_until_finished(self) -> None:
-        """Waits until saves are committed and steps no longer kept are deleted.
+        """Waits until all saves are committed, and the steps that retention does not keep deleted.
 
         Raises:
-            CloudCheckpointError: If a save failed and no call has raised its error.
+            ClosedError: If the manager was closed.
+            CloudCheckpointError: If a save failed, and no call has raised its error yet.
         """
         self._check_open()
         self._checkpointer.wait()
         self._pruner.wait()
 
     def status(self) -> RunStatus:
-        """What this rank knows of the run's saves, without asking the store or other ranks."""
+        """Returns what this rank knows of the run's saves; no request, no collective."""
         return self._saves.status()
 
     def close(self) -> None:
-        """Waits for work in progress, and releases memory and processes.
+        """Waits for saves and deletions in progress, and releases memory and processes.
 
-        In a process forked from the manager's, nothing is done.
+        Does nothing in a process forked from the manager's process.
 
         Raises:
-            CloudCheckpointError: If a save failed and no call has raised its error.
+            CloudCheckpointError: If a save failed, and no call has raised its error yet.
             SaveInProgressError: If a save has not ended within ``patience``.
         """
         if self._closed or not self._belongs_here:
@@ -489,13 +506,16 @@ class CheckpointManager(ClosedAtExit):
 
     @property
     def _belongs_here(self) -> bool:
+        """Whether this is the process that made the manager, not a fork of it."""
         return self._pid == os.getpid()
 
     def _check_writable(self) -> None:
+        """Raises a ConfigError if the manager is ``read_only``."""
         if self._read_only:
             raise ConfigError("the manager is read_only: make another one to save or delete")
 
     def _check_open(self) -> None:
+        """Raises a ClosedError if the manager was closed, or made in another process."""
         if self._closed:
             raise ClosedError("the manager was closed: make a new one")
         if not self._belongs_here:

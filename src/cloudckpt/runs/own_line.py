@@ -1,4 +1,4 @@
-"""A job's place in the line of its run: what it continues, and its claim."""
+"""Keeps which steps a job continues, and claims the run for the job on all ranks."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ __all__ = ["OwnLine"]
 
 logger = logging.getLogger("cloudckpt")
 
-_MANY_JOBS = 100  # in a line, above which jobs of which no step is left are forgotten
+_MANY_JOBS = 100  # a line of more jobs drops those that have no committed step any more
 
 
 class OwnLine:
-    """What a job continues; all ranks know the same, and the first one claims the run.
+    """The jobs and steps that this job continues, equal on all ranks; rank 0 claims the run.
 
     Attributes:
-        has_restored: Whether the job has restored a step of the run, or has seen that there is
-            none. Otherwise it may not know of the steps that are there.
+        has_restored: Whether the job has called ``restore()`` without ``source``, and so knows
+            whether the run has steps.
     """
 
     def __init__(self, run: Run, meeting: Meeting, hook: ClaimHook) -> None:
-        """Reads the claim that is there.
+        """Reads the current claim of the run.
 
         Raises:
-            ConfigError: If the location is that of a checkpoint.
+            ConfigError: If the run's location is a checkpoint.
             StoreError: If the store refuses or stays unreachable.
         """
         self._run, self._meeting, self._hook = run, meeting, hook
         self._continues: Mapping[str, int] = {}
         self.has_restored = False
-        self._begins = True  # with the next save
+        self._begins = True  # the next save begins a new line, and claims the run anew
         self._is_claimed = False
         self._opened = meeting.broadcast_from_first(self._open)
 
     def _open(self) -> Owner | None:
+        """Reads the claim on rank 0."""
         check_is_run(self._run.view, self._run)
         return owner_of(self._run.view, self._run)
 
     def go_on_from(self, step: int | None, notes: Notes | None) -> None:
-        """Has the next save continue a step that was restored; or nothing, if there is none."""
+        """Makes the next save continue the restored step; None, in an empty run, continues none."""
         continues = {} if step is None or notes is None else notes.continued_at(step)
         if len(continues) > _MANY_JOBS:
             there = self._meeting.broadcast_from_first(lambda: self._run.history())
@@ -56,11 +57,14 @@ class OwnLine:
         self._continues, self.has_restored, self._begins = continues, True, True
 
     def for_save(self) -> tuple[str, Mapping[str, int]]:
-        """Claims the run if need be; returns the job's name and what it continues, for the notes.
+        """Claims the run if it is not claimed yet or a new line begins, on all ranks together.
+
+        Returns:
+            The job's name, and the jobs that it continues, each with its last step: for the notes.
 
         Raises:
             CheckpointConflictError: If another job has claimed the run.
-            CloudCheckpointError: If it can't be claimed.
+            CloudCheckpointError: If the run can't be claimed.
         """
         if self._begins or not self._is_claimed:
             told = self._meeting.broadcast_from_first(self._claim)
@@ -69,7 +73,10 @@ class OwnLine:
         return self._hook.job, self._continues
 
     def explain(self, error: CloudCheckpointError) -> None:
-        """Says why a save replaces no step although the options allow it."""
+        """Rewrites the message of an existing step's error if the job did not call ``restore()``.
+
+        Without it, a save replaces no step, even if the options allow it.
+        """
         if isinstance(error, CheckpointExistsError) and not self.has_restored:
             error.message = (
                 "this step already has a checkpoint of another training, and this job did not "
@@ -78,15 +85,21 @@ class OwnLine:
             )
 
     def for_deletion(self) -> None:
-        """Claims the run if need be, without beginning a line; errors are those of a save."""
+        """Claims the run before a deletion if it is not claimed yet; keeps the current line.
+
+        Raises:
+            CheckpointConflictError: If another job has claimed the run.
+            CloudCheckpointError: If the run can't be claimed.
+        """
         if not self._is_claimed:
             self._hook.job = self._meeting.broadcast_from_first(self._take_over)
             self._is_claimed = True
 
     def _claim(self) -> tuple[str, bool]:
-        """Claims the run for a line that begins, or asks whether the claim is there by now.
+        """Claims the run on rank 0 if a new line begins; otherwise checks the claim in progress.
 
-        Returns the job's name, and whether the claim is there.
+        Returns:
+            The job's name, and whether the store has answered the claim.
         """
         patience = 0.0
         if self._begins or self._hook.is_wanting:
@@ -105,7 +118,7 @@ class OwnLine:
         return self._hook.job, is_there
 
     def _warn_of_steps(self) -> None:
-        """Says what a job does that saves without having called ``restore()``."""
+        """Logs a warning if the run has steps and the job saves without calling ``restore()``."""
         there = next(self._run.committed_steps(), None)
         if there is not None:
             logger.warning(
@@ -117,6 +130,7 @@ class OwnLine:
             )
 
     def _take_over(self) -> str:
+        """Claims the run on rank 0 without a new line; returns the job's name."""
         if self._hook.is_wanting:
             continues = self._continues
             if not self.has_restored:

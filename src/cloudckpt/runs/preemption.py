@@ -1,4 +1,4 @@
-"""Notices that a job is about to be ended, and lets all ranks learn it at the same step."""
+"""Detects that a job is about to end, and makes all ranks learn it at the same step."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ __all__ = ["Agreement", "Preemption"]
 
 logger = logging.getLogger("cloudckpt")
 
-_START = 600.0  # seconds for all ranks to come to create the group
-_PATIENCE = 1800.0  # seconds for all ranks to reach a step that one has reached, as in torch
-_TOGETHER = 0.3  # seconds in which a signal that comes twice, from two senders, counts once
-_LONG = 1.0  # seconds of a step that make the cost of a collective negligible
+_START = 600.0  # seconds in which all ranks must join the creation of the group
+_PATIENCE = 1800.0  # seconds that a rank waits in a collective for the others, as in torch
+_TOGETHER = 0.3  # seconds in which two signals of one number, from two senders, count as one
+_LONG = 1.0  # seconds; after steps of this length, waiting for a collective costs little
 
 
 def _is_time(given: object) -> bool:
+    """Returns whether a value is a number, and not NaN."""
     return isinstance(given, numbers.Real) and not math.isnan(given)
 
 
 class Preemption:
-    """Notices that this job is about to be ended: by a signal, a function, or a point in time."""
+    """Detects that this job is about to end, by a signal, a function or a deadline.
+
+    A :class:`CheckpointManager` that is given one saves a last time when any rank has detected it.
+    """
 
     def __init__(
         self,
@@ -47,18 +51,18 @@ class Preemption:
     ) -> None:
         """
         Args:
-            signals: Signals that announce it. A handler that was set before is called, too; if
-                there was none, the process goes on after the first such signal, and the training
-                loop has to end it; a second one ends the process. In a thread other than the main
-                one no signal is handled, which is logged.
-            is_due: A function that returns whether it is due, such as a check of the instance's
-                metadata; it is called at each step, and must not block. If it raises, that is
-                logged, and it is called again at the next step.
+            signals: The signals that announce the end of the job. A handler that was set before is
+                called, too. Without such a handler the first signal does not end the process: the
+                training loop has to end it; a second signal ends it. Outside of the main thread no
+                signal is handled, and a warning is logged.
+            is_due: A function that returns whether the job is about to end, for example by the
+                instance's metadata. It is called at each step, and must not block. If it raises, an
+                error is logged, and it is called again at the next step.
             deadline: When to save for the last time, in seconds since 1970: the end of the job
-                minus the time that a save takes.
+                minus the duration of a save.
 
         Raises:
-            ConfigError: If one of them is of another type.
+            ConfigError: If an argument has a wrong type.
         """
         are_many: object = isinstance(signals, Iterable)
         for name, given, fits, instead in (
@@ -76,31 +80,31 @@ class Preemption:
         self._signals = tuple(signals)
         self._is_due = is_due
         self._deadline = deadline
-        # no lock guards it: a signal handler would wait for the very code that it interrupts
+        # not guarded by a lock: a signal handler would wait for the code that it interrupts
         self._noticed = False
         self._has_failed = False
-        self._before: dict[int, Any] = {}  # what handled each signal before
-        self._calling: set[int] = set()  # signals of which the handler before is called just now
+        self._before: dict[int, Any] = {}  # the previous handler of each signal
+        self._calling: set[int] = set()  # signals whose previous handler is running
         self._first: dict[int, float] = {}  # when each signal came first, by the monotonic clock
         self._watchers = 0
         self._pid = os.getpid()
 
     @property
     def noticed(self) -> bool:
-        """Whether this rank itself has noticed it; once True, never False again."""
+        """Whether this rank has detected that the job is about to end; never False after True."""
         if not self._noticed:
             is_late = self._deadline is not None and time.time() >= self._deadline
             self._noticed = is_late or self._is_told()
         return self._noticed
 
     def _is_told(self) -> bool:
-        """The result of the function."""
+        """Calls the ``is_due`` function; False if it is missing or raises."""
         if self._is_due is None:
             return False
         try:
             told = bool(self._is_due())
         except Exception:
-            if not self._has_failed:  # log only the first: it may fail at every step
+            if not self._has_failed:  # logged once in a row: it may fail at every step
                 logger.exception(
                     "the is_due function of Preemption raised an error; it is called again at "
                     "each step"
@@ -111,12 +115,12 @@ class Preemption:
         return told
 
     def watch(self) -> None:
-        """Begins to handle the signals, until :meth:`ignore` was called as many times.
+        """Begins to handle the signals, until :meth:`ignore` was called as often as this method.
 
-        Outside of the main thread, where Python sets no handlers, it handles none and logs that.
+        Outside of the main thread, where Python can't set handlers, it logs a warning instead.
 
         Raises:
-            ConfigError: If one of the signals can't be handled.
+            ConfigError: If a signal can't be handled.
         """
         self._watchers += 1
         self._pid = os.getpid()
@@ -135,7 +139,10 @@ class Preemption:
             raise
 
     def _handle(self, number: int) -> None:
-        """Handles a signal, unless its handler calls this one, if by way of other managers'."""
+        """Sets the handler of a signal, unless the current one already leads to it.
+
+        The current handler may be that of another manager, which calls this one in its turn.
+        """
         try:
             before = handler = signal.getsignal(number)
             while isinstance(owner := getattr(handler, "__self__", None), Preemption):
@@ -152,9 +159,10 @@ class Preemption:
             ) from error
 
     def ignore(self) -> None:
-        """Restores the previous handlers.
+        """Restores the previous handlers, if this was the last watcher.
 
-        A handler that was set since, and calls ours, stays; ours then only calls the previous one.
+        A handler that was set after :meth:`watch` stays; if it calls this object's handler, that
+        only calls the previous one.
         """
         self._watchers -= 1
         if self._watchers or threading.current_thread() is not threading.main_thread():
@@ -164,7 +172,7 @@ class Preemption:
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
 
     def _previous(self, number: int) -> Any:
-        """The previous handler; of those of other managers only one that is still watching."""
+        """Returns the previous handler of a signal, without those of managers that have ended."""
         before = self._before.get(number, signal.SIG_DFL)
         while isinstance(owner := getattr(before, "__self__", None), Preemption):
             if owner._watchers:
@@ -173,6 +181,7 @@ class Preemption:
         return before
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Notes the signal, and calls the previous handler; without one, a second signal kills."""
         before = self._previous(number)
         is_elsewhere, is_second = os.getpid() != self._pid, False
         if self._watchers and not is_elsewhere:
@@ -180,14 +189,14 @@ class Preemption:
             now = time.monotonic()
             is_second = now - self._first.setdefault(number, now) > _TOGETHER
         if callable(before):
-            if number not in self._calling:  # a handler that was set since may call this one
+            if number not in self._calling:  # the previous handler may itself call this one
                 self._calling.add(number)
                 try:
                     before(number, frame)
                 finally:
                     self._calling.discard(number)
         elif before == signal.SIG_DFL and (
-            # a forked child must still end when its parent ends it, as multiprocessing does
+            # SIGTERM must still end a forked child, as multiprocessing expects
             not self._watchers or is_second or (is_elsewhere and number == signal.SIGTERM)
         ):
             signal.signal(number, signal.SIG_DFL)
@@ -195,18 +204,17 @@ class Preemption:
 
 
 class Agreement:
-    """Lets all ranks learn at the same step what one of them has noticed.
+    """Combines two flags of all ranks once a step: the job is about to end, and a save is due.
 
-    That is: that the job is about to be ended, or that a save is due by the clock. Schedulers
-    signal one rank, or each rank at another moment, while all ranks must save the same step. So
-    each step starts a collective, and the next step has its result: no rank waits for it. If steps
-    take seconds, a step later may be too late, and waiting for the result takes little time in
-    comparison: the ranks tell each other whether their last step was long, and if it was on all
-    ranks, all of them wait for the result at once.
+    Schedulers signal one rank, or each rank at another time, while all ranks must save the same
+    step. So each step starts an all-reduce of the flags, and the next step uses its result, so that
+    no rank waits. If steps take seconds, the next step may be too late, and the wait is short in
+    comparison. So the ranks also combine whether their last step was short: if it was long on all
+    ranks, all of them wait for the result in the same step.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None) -> None:
-        """``parent``: The ranks, which get a separate group; None if this rank is alone."""
+        """Opens a process group of its own for the ranks of ``parent``; None is a single rank."""
         self._group: dist.ProcessGroup | None = None
         self._asked: tuple[torch.Tensor, dist.Work | None] = (
             _flags(told=False, is_due=False, is_short=True),
@@ -217,26 +225,29 @@ class Agreement:
             self._group = open_group(parent, start_timeout=_START, collective_timeout=_PATIENCE)
 
     def close(self) -> None:
-        """Releases the group, after waiting for a collective in progress."""
+        """Waits for a collective in progress, and releases the process group."""
         if self._group is not None:
-            with contextlib.suppress(RuntimeError):  # a rank that is gone no longer matters
+            with contextlib.suppress(RuntimeError):  # another rank may have ended before
                 self._answer()
             give_back(self._group)
             self._group = None
 
     def step(self, noticed: bool, is_due: bool = False) -> tuple[bool, bool]:
-        """What some rank noticed by the last step, or by now after long steps; same on all.
+        """Contributes this rank's flags, and returns the flags of any rank; same on all ranks.
+
+        The result has the flags of the previous step; after steps that took more than a second on
+        all ranks, also those of this step.
 
         Args:
-            noticed: Whether this rank has noticed by now that the job is about to be ended; once
-                one has, it stays so.
-            is_due: Whether a save is due on this rank since it last said so.
+            noticed: Whether this rank has detected that the job is about to end. Once a rank has
+                passed True, the result stays True.
+            is_due: Whether a save is due on this rank; pass True in one step only.
 
         Returns:
-            Whether the job is about to be ended, and whether a save is due.
+            Whether the job is about to end, and whether a save is due.
 
         Raises:
-            ProcessGroupError: If the ranks lost each other.
+            ProcessGroupError: If the ranks lost contact with each other.
         """
         if self._group is None:
             return noticed, is_due
@@ -251,7 +262,7 @@ class Agreement:
             if not some_are_short:
                 told, due_now, is_short = self._answer()
                 due = due or due_now
-                # what was heard of is not heard of again at the next step
+                # a due save was returned in this step, so the next one must not return it again
                 self._asked = _flags(told=told, is_due=False, is_short=is_short), None
         except RuntimeError as exc:
             raise ProcessGroupError(
@@ -262,7 +273,7 @@ class Agreement:
         return told, due
 
     def _answer(self) -> tuple[bool, bool, bool]:
-        """Whether a rank has noticed it, a save is due, and the last step was short on a rank."""
+        """Waits for the collective; returns its flags: job ends, save is due, a step was short."""
         flags, work = self._asked
         if work is not None:
             with all_expected(None if work.is_completed() else self._group):
@@ -273,4 +284,5 @@ class Agreement:
 
 
 def _flags(*, told: bool, is_due: bool, is_short: bool) -> torch.Tensor:
+    """Packs the flags into a tensor on the CPU: job ends, save is due, last step was short."""
     return torch.tensor([told, is_due, is_short], dtype=torch.int32, device="cpu")

@@ -1,4 +1,4 @@
-"""Deletes the steps of a run that are no longer kept: behind each save of a job, or by itself."""
+"""Deletes the steps of a run that retention does not keep: after each save, or by ``prune()``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["Pruner", "best_step", "prune"]
 
 logger = logging.getLogger("cloudckpt")
 
-_LOOKS = 3  # for the best step, while steps are deleted between listing and reading them
+_LOOKS = 3  # how often best_step() reads the notes again if steps were deleted meanwhile
 
 
 def prune(
@@ -54,31 +54,37 @@ def prune(
     step_name: str = DEFAULT_PATTERN,
     config: Config | None = None,
 ) -> list[str]:
-    """Deletes the committed checkpoints of a run that no rule keeps; returns them, by step.
+    """Deletes the committed checkpoints of a run that no retention rule keeps.
 
-    The rules are those of :class:`CheckpointManager`. Only steps on the line of the run count
-    (:mod:`cloudckpt.runs.line`), of which the newest is always kept. The metadata of the run's
-    newest must be readable: otherwise good checkpoints would be deleted in favour of a damaged one.
-    Others whose notes can't be read are kept, which is logged.
+    The rules are those of :class:`CheckpointManager`. They apply to the steps on the run's line
+    (:mod:`cloudckpt.runs.line`), of which the newest is always kept. The newest checkpoint of the
+    run must be readable: otherwise intact checkpoints would be deleted in favour of a damaged one.
+    Other checkpoints whose notes can't be read are kept, which is logged.
 
     Args:
         run: The folder of the run.
-        max_to_keep: As of :class:`CheckpointManager`, like the following.
-        best_to_keep: See there.
-        keep_younger_than: See there; in seconds.
-        keep_period: See there.
-        best_metric: See there.
-        best_mode: See there.
+        max_to_keep: How many of the newest checkpoints to keep. With ``best_metric`` and without
+            ``best_to_keep``: how many of the best to keep, besides the newest.
+        best_to_keep: How many of the best checkpoints to keep; checkpoints without the metric are
+            kept, too.
+        keep_younger_than: Keep checkpoints younger than so many seconds, by the store's clock.
+        keep_period: Keep steps that are multiples of this number.
+        best_metric: The name of the metric by which checkpoints are ranked.
+        best_mode: Whether the lowest (``"min"``) or the highest values (``"max"``) are best.
         abandoned: Whether abandoned steps are deleted, too.
-        dry_run: Whether to delete nothing.
-        step_name: What its checkpoints are called.
+        dry_run: Whether to delete nothing, and only return what would be deleted.
+        step_name: The pattern of the checkpoints' folder names.
         config: Options.
 
+    Returns:
+        The URIs of the deleted checkpoints: the steps on the line, oldest first, then abandoned
+        ones.
+
     Raises:
-        CheckpointCorruptError: If the metadata of the newest is not readable.
-        CheckpointReplacedError: If a checkpoint is saved anew meanwhile; it stays.
+        CheckpointCorruptError: If the metadata of the newest checkpoint is damaged.
+        CheckpointReplacedError: If a checkpoint was saved anew meanwhile; it is not deleted.
         ConfigError: If an option is invalid, or no checkpoint has the metric.
-        InvalidURIError: If it is not a valid location.
+        InvalidURIError: If ``run`` is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
     kept = Retention(
@@ -119,7 +125,7 @@ def prune(
 
 
 def best_step(run: Run, retention: Retention) -> tuple[int, float] | None:
-    """The best step on the line of a run, and its score; None if none has the metric.
+    """Returns the best step on the line of a run, and its score; None if no step has the metric.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.
@@ -128,7 +134,7 @@ def best_step(run: Run, retention: Retention) -> tuple[int, float] | None:
         steps = run.steps()
         history = history_of(run.view, run, steps)
         if run.steps() == steps:
-            break  # otherwise some were deleted meanwhile, perhaps for newer ones
+            break  # otherwise steps were deleted or saved meanwhile, and the notes are read again
     _log_damaged(run, history)
     scores = history.scores(str(retention.best_metric))
     step = retention.best(scores)
@@ -136,7 +142,11 @@ def best_step(run: Run, retention: Retention) -> tuple[int, float] | None:
 
 
 def _log_damaged(run: Run, history: History) -> None:
-    """Logs which notes are damaged; raises the StoreError if some could not be asked for."""
+    """Logs which steps have damaged notes.
+
+    Raises:
+        StoreError: If the notes of a step could not be requested.
+    """
     for error in history.unread.values():
         if isinstance(error, StoreError):
             raise error
@@ -144,7 +154,7 @@ def _log_damaged(run: Run, history: History) -> None:
 
 
 def _unneeded(run: Run, history: History, retention: Retention) -> list[int]:
-    """The steps on the line that no rule keeps, oldest first."""
+    """Returns the steps on the line that no retention rule keeps, oldest first."""
     metric, youngest = retention.best_metric, retention.keep_younger_than
     steps = retention.unneeded(history.line, None if metric is None else history.scores(metric))
     if youngest is None:
@@ -153,7 +163,7 @@ def _unneeded(run: Run, history: History, retention: Retention) -> list[int]:
     commits = view.each(lambda step: find_commit(view.look, run.uri(step)), steps)
     for step, commit in zip(steps, commits, strict=True):
         if commit is not None and commit.modified is not None:
-            # a disk does not say when it answers: its clock is this machine's
+            # only a disk's answers have no time: its clock is this machine's
             now = commit.answered if commit.answered is not None else time.time()
             if now - commit.modified >= youngest:
                 old.append(step)
@@ -161,60 +171,60 @@ def _unneeded(run: Run, history: History, retention: Retention) -> list[int]:
 
 
 class Pruner:
-    """Deletes steps on one thread, in the order of the saves; of the first rank of a job.
+    """Deletes steps in a thread of rank 0, in the order of the saves.
 
-    It knows nothing of the run from one save to the next: steps may be removed by others meanwhile.
+    It lists the run anew after each save, because others may delete steps meanwhile.
 
     Attributes:
-        in_use: The steps that are being saved or loaded.
+        in_use: The steps that are being saved or loaded, which are not deleted.
     """
 
     def __init__(self, run: Run, retention: Retention, hook: ClaimHook) -> None:
         """
         Args:
             run: The run.
-            retention: Which steps are kept.
-            hook: Knows whether the run is still this job's.
+            retention: The rules by which steps are kept.
+            hook: Checks that this job still holds the claim of the run.
         """
         self._run = run
         self._retention = retention
         self._hook = hook
         self.in_use = StepsInUse()
-        self._logged: set[int] = set()  # steps that are unread or abandoned
-        self._has_told_loss = False  # of the run, to another job
+        self._logged: set[int] = set()  # unreadable and abandoned steps that were logged
+        self._has_told_loss = False  # whether it was logged that another job claimed the run
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-prune")
 
     def after(self, saved: SaveFuture | None = None, *, keep_abandoned: bool = True) -> None:
-        """Deletes the steps no longer kept once a step is saved, in the background.
+        """Deletes steps that retention does not keep, in the background, after a save.
 
         Args:
-            saved: Its save, if that may be in progress.
-            keep_abandoned: Whether steps that are not on the run's line stay.
+            saved: The save to wait for; None if it is committed already.
+            keep_abandoned: Whether abandoned steps stay.
         """
         self._thread.submit(self._after, saved, keep_abandoned)
 
     def delete(self, step: int) -> None:
-        """Deletes a step, after the saves begun before.
+        """Deletes a step, after the saves and deletions that began before.
 
         Raises:
-            CheckpointConflictError: If another job has claimed the run since.
+            CheckpointConflictError: If another job has claimed the run.
             CheckpointNotFoundError: If the step has no committed checkpoint.
             StoreError: If the store refuses or stays unreachable.
         """
         self._thread.submit(self._delete, step).result()
 
     def wait(self) -> None:
-        """Returns when all is deleted that was to be deleted."""
+        """Waits until all requested deletions have ended."""
         self._thread.submit(lambda: None).result()
 
     def close(self, *, wait: bool) -> None:
-        """Ends the thread, when it has nothing left to do."""
+        """Ends the thread after the requested deletions; ``wait`` says whether to wait for it."""
         self._thread.shutdown(wait=wait)
 
     def _after(self, saved: SaveFuture | None, keep_abandoned: bool) -> None:
-        """Deletes the steps no longer kept, if the save succeeds.
+        """Waits for a save, and deletes steps that retention does not keep if the save succeeded.
 
-        Nothing is deleted once another job has claimed the run.
+        Nothing is deleted after another job has claimed the run.
         """
         if saved is not None:
             concurrent.futures.wait([saved])
@@ -227,7 +237,7 @@ class Pruner:
             history = self._run.history()
             job = self._hook.job
             if job and all(one.job != job for one in history.line.values()):
-                return  # somebody has removed all that this job has saved
+                return  # another process has deleted all steps of this job
             self._log_new(history, keep_abandoned)
             for step in _unneeded(self._run, history, self._retention):
                 self._prune(step, history.line[step])
@@ -235,7 +245,7 @@ class Pruner:
                 for step, notes in history.abandoned.items():
                     self._prune(step, notes)
         except CheckpointConflictError as error:
-            if not self._has_told_loss:  # several steps may have been committed before the loss
+            if not self._has_told_loss:  # logged once: several saves may have ended before
                 logger.error("%s: old checkpoints are no longer deleted: %s", self._run.root, error)
             self._has_told_loss = True
         except CloudCheckpointError as error:
@@ -244,7 +254,7 @@ class Pruner:
             logger.exception("%s: old checkpoints could not be deleted", self._run.root)
 
     def _log_new(self, history: History, keep_abandoned: bool) -> None:
-        """Logs, once for each step, what is kept besides and why."""
+        """Logs, once for each step, that unreadable and abandoned steps are kept."""
         new = {step: why for step, why in history.unread.items() if step not in self._logged}
         self._run.log_unread(new)
         abandoned = [step for step in history.abandoned if step not in self._logged]
@@ -269,7 +279,7 @@ class Pruner:
                 if notes_of(self._run.view, self._run, step) == notes:
                     self._delete(step)
             except CheckpointConflictError:
-                raise  # the other steps are not this job's either
+                raise  # another job has claimed the run: no step may be deleted
             except CheckpointNotFoundError:
                 pass  # another process has deleted it
             except CloudCheckpointError as error:
@@ -278,14 +288,16 @@ class Pruner:
                 )
 
     def _delete(self, step: int) -> None:
+        """Deletes a step if this job still holds the claim."""
         delete_at(self._run.uri(step), self._run.config, self._hook.check_claim)
 
 
 class StepsInUse:
     """The steps that a job is saving or loading, which are not deleted meanwhile.
 
-    A deletion during a save of the same step would make that save fail, because the checkpoint that
-    it replaces would be gone; during a load it would remove what is being read.
+    A deletion of a step that is being saved anew would make the save fail, because the checkpoint
+    that it replaces would be gone. A deletion of a step that is being loaded would delete the
+    objects that the load reads.
     """
 
     def __init__(self) -> None:
@@ -294,19 +306,19 @@ class StepsInUse:
         self._deleted: set[int] = set()
 
     def begin(self, step: int) -> None:
-        """Marks a step as saved or loaded from now on, once any deletion of it has ended."""
+        """Marks a step as in use, after waiting for a deletion of it in progress."""
         with self._changed:
             self._changed.wait_for(lambda: step not in self._deleted)
             self._used[step] += 1
 
     def end(self, step: int) -> None:
-        """Ends that."""
+        """Ends one use of a step, which :meth:`begin` has marked."""
         with self._changed:
             self._used[step] -= 1
 
     @contextlib.contextmanager
     def kept(self, step: int) -> Iterator[None]:
-        """Calls both, around a ``with`` block."""
+        """Marks a step as in use during a ``with`` block."""
         self.begin(step)
         try:
             yield
@@ -315,7 +327,7 @@ class StepsInUse:
 
     @contextlib.contextmanager
     def deleted(self, step: int) -> Iterator[bool]:
-        """Whether a step is unused; if so, no use of it begins until the block ends."""
+        """Yields whether a step is unused; if it is, uses of it wait until the block ends."""
         with self._changed:
             is_free = not self._used[step]
             if is_free:

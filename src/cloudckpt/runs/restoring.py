@@ -1,4 +1,4 @@
-"""Which step a job restores: the newest on the line of its run, or the one that it asks for."""
+"""Restores a step of a run: the newest intact one on the line, or a requested one."""
 
 from __future__ import annotations
 
@@ -39,22 +39,25 @@ def restore_newest(
     until: float | None,
     load: Callable[[int, Notes], None],
 ) -> int | None:
-    """Loads the newest intact step of the line, on all ranks alike; None if there is no step.
+    """Loads the newest intact step on the line, the same on all ranks.
 
     Args:
         run: The run.
         meeting: The ranks.
-        hook: Called around the commit of a step that is adopted.
-        until: When to stop waiting for processes that still send a step, by
-            :func:`time.monotonic`; None adopts nothing.
+        hook: Called before and after the commit of a step that is adopted.
+        until: When to stop waiting for processes that are still sending a step, by
+            :func:`time.monotonic`; None adopts no step.
         load: Loads a step.
+
+    Returns:
+        The step that was loaded; None if the line has no step.
 
     Raises:
         CheckpointCorruptError: If all steps are damaged.
-        CloudCheckpointError: As ``load``.
+        CloudCheckpointError: The other errors of ``load``.
     """
     adopt = None if until is None else partial(_adopt, run, hook, until)
-    line = NewestFirst(run.view, run, adopt=adopt)  # of the first rank
+    line = NewestFirst(run.view, run, adopt=adopt)  # only rank 0 iterates over it
     steps, damages = iter(line), list[CloudCheckpointError]()
     restored = None
     while (found := meeting.broadcast_from_first(lambda: next(steps, None))) is not None:
@@ -78,7 +81,7 @@ def restore_newest(
 
 
 def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
-    """Commits a step that its trainers could not, if their processes have sent all of it."""
+    """Commits a step if it is pending and can be adopted; logs why it can't."""
     try:
         if run.is_pending(step):
             adopt_pending(run.uri(step), run.config, until=until, hook=hook)
@@ -87,7 +90,7 @@ def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
 
 
 def _log_abandoned(run: Run, line: NewestFirst, restored: int | None) -> None:
-    """Names what is passed over; of the first rank, which alone knows it."""
+    """Logs which abandoned steps were not restored; only rank 0 knows them."""
     if line.is_line_gone:
         logger.warning(
             "%s: no step of the latest job's line is left, so the newest step of the run is "
@@ -109,10 +112,10 @@ def _log_abandoned(run: Run, line: NewestFirst, restored: int | None) -> None:
 
 
 def goal_of(run: Run, step: int, *, says: bool = True) -> Notes:
-    """The notes of a step that is to be restored; logs what going there means if ``says``.
+    """Reads the notes of a step to restore; with ``says``, warns if it is not the newest.
 
     Raises:
-        CheckpointNotFoundError: If it is not committed; the message has those that are.
+        CheckpointNotFoundError: If the step is not committed; the message lists those that are.
     """
     notes = notes_of(run.view, run, step)
     if notes is None:
@@ -139,15 +142,18 @@ def goal_of(run: Run, step: int, *, says: bool = True) -> Notes:
 
 
 def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
-    """Where a checkpoint is, and its step, for a location that may be a checkpoint or a run.
+    """Returns the URI and the step of the checkpoint that a ``source=`` stands for.
 
     Args:
-        source: The location.
-        step: The step of a run; None is the newest on its line.
+        source: The location: a run, or a single checkpoint.
+        step: The step of the run; None takes the newest on its line.
+
+    Returns:
+        The URI, and the step; None if a single checkpoint was saved without a step.
 
     Raises:
-        CheckpointNotFoundError: If there is none.
-        ConfigError: If a step of a single checkpoint is asked for.
+        CheckpointNotFoundError: If the location has no such checkpoint.
+        ConfigError: If it is a single checkpoint, and a step was given.
     """
     view = source.view
     if find_commit(view.look, source.root) is not None:
@@ -180,11 +186,11 @@ def load_from(
     verify: bool,
     strict: bool,
 ) -> None:
-    """Loads a checkpoint, or those of its entries whose names match, into a state dict.
+    """Loads a checkpoint into a state dict: all entries, or those whose names match ``keys``.
 
     Raises:
-        ConfigError: If nothing matches on some rank.
-        CloudCheckpointError: As of a checkpointer.
+        ConfigError: If ``keys`` match no entry of the state dict on some rank.
+        CloudCheckpointError: The errors of a checkpointer's ``load``.
     """
 
     def select() -> dict[str, Any]:
@@ -207,15 +213,15 @@ def load_from(
 
 
 def _selected(state: dict[str, Any], keys: Collection[str], path: str = "") -> dict[str, Any]:
-    """The entries of a nested state dict whose names match one of some patterns.
+    """Returns the entries of a nested state dict whose names match any of the patterns.
 
-    Names are the keys from the outermost to the innermost dict, with dots between them. A pattern
-    that matches a dict selects all of it.
+    A name consists of the keys from the outermost to the innermost dict, joined by dots. A pattern
+    that matches the name of a dict selects the whole dict.
     """
     found: dict[str, Any] = {}
     for key, value in state.items():
         name = f"{path}{key}"
-        is_nested = isinstance(value, dict)  # else it may be an object with a state_dict()
+        is_nested = isinstance(value, dict)  # otherwise it may be an object with a state_dict()
         if any(fnmatchcase(name, one) for one in keys) or (f"{name}.*" in keys and not is_nested):
             found[key] = value
         elif is_nested and (inner := _selected(value, keys, f"{name}.")):
@@ -224,7 +230,7 @@ def _selected(state: dict[str, Any], keys: Collection[str], path: str = "") -> d
 
 
 def _put_back(state: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Takes what was loaded into a selection of a state dict's entries."""
+    """Copies loaded entries from a selection back into the state dict it was made from."""
     for key, value in loaded.items():
         if isinstance(value, dict) and value is not state[key] and isinstance(state[key], dict):
             _put_back(state[key], value)

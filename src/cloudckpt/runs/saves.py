@@ -1,4 +1,4 @@
-"""The saves of a job, in one list; and how many of them may fail before training ends."""
+"""Keeps the list of a job's saves, and decides after which failures training ends."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ _MAY_PASS = (
     SaveProcessError,
     StagingMemoryError,
 )
-"""Failures that may be over when the next step is saved. A missing bucket, denied credentials, a
-full disk or another job in the same run are not among them."""
+"""Errors whose cause may be gone when the next step is saved. Permanent errors are not among them:
+a missing bucket, denied credentials, a full disk, another job in the same run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """What a rank knows of the saves of its run, without asking the store.
+    """The state of a job's saves, as one rank knows it without a request to the store.
 
     Attributes:
-        newest_step: The newest step known to be committed: saved here, or restored.
-        newest_age: Seconds since it was committed; None if this job has not saved it.
+        newest_step: The newest step that this job has committed or restored; None if it has done
+            neither.
+        newest_age: Seconds since this job committed that step; None if the job has restored it.
         under_way: The steps being saved, oldest first.
         failures_in_row: How many saves have failed in a row, up to the last save whose outcome is
             known.
-        last_failure: The last failure reported; None if there was none.
+        last_failure: The error of the last failure that was counted; None before the first failure.
     """
 
     newest_step: int | None
@@ -62,14 +63,14 @@ class RunStatus:
 
 @dataclass(eq=False)
 class Save:
-    """A save that was requested, or a restored step, from which the list goes on.
+    """One entry of the list of a job's saves: a requested save, or a restored step.
 
     Attributes:
-        step: The step; None if there was nothing to restore.
-        outcome: ``ended`` is a save that has failed, as long as this is not reported; ``dropped``
-            is one that never took place.
-        when: When it was committed here, by the monotonic clock.
-        number: Its number in the checkpointer that saves it in the background.
+        step: The step; None for a restore that found no step.
+        outcome: The state of the save. ``ended``: it has failed, and the failure is not reported
+            yet; ``failed``: the failure was reported; ``dropped``: the save did not take place.
+        when: When the save was committed, by the monotonic clock; None if it is not.
+        number: The number that the background checkpointer gave the save; -1 if it has none.
     """
 
     step: int | None
@@ -79,14 +80,14 @@ class Save:
 
 
 class Saves:
-    """The saves of a job since the last one that is known to be committed, in their order.
+    """The list of a job's saves, in their order, from the newest committed one on.
 
-    Which of them have failed, and so whether training goes on, is the same on all ranks; which of
-    them are committed is known to each rank at another moment.
+    Failures are counted at the same call on all ranks, so all ranks decide alike whether training
+    goes on; a commit becomes known to each rank at another time.
 
     Attributes:
-        last_failure: The last failure that was counted.
-        has_committed: Whether a save of this job is known here to be committed.
+        last_failure: The error of the last failure that was counted; None before the first.
+        has_committed: Whether this rank knows of a committed save of this job.
     """
 
     def __init__(
@@ -94,10 +95,10 @@ class Saves:
     ) -> None:
         """
         Args:
-            on_failure: What to do with a failure.
-            max_failures: After how many in a row training ends.
-            uri: Gives the location of a step.
-            rank: This rank.
+            on_failure: Which failures are tolerated; see :class:`CheckpointManager`.
+            max_failures: After how many failures in a row training ends.
+            uri: Returns the location of a step.
+            rank: The number of this rank.
 
         Raises:
             ConfigError: If an option is invalid.
@@ -109,31 +110,31 @@ class Saves:
             raise ConfigError(f"max_failures={max_failures!r}: give a whole number of at least 1")
         self._on_failure, self._uri, self._rank = on_failure, uri, rank
         self._all: list[Save] = []
-        self._lock = threading.Lock()  # saves end on other threads
+        self._lock = threading.Lock()  # saves end in other threads
         self.last_failure: CloudCheckpointError | None = None
         self.has_committed = False
 
     @property
     def newest(self) -> int | None:
-        """The newest step saved or restored here whose save is not known to have failed."""
+        """The last step saved or restored by this job, without failed and dropped saves."""
         with self._lock:
             counted = (one for one in reversed(self._all) if one.outcome not in _NOTHING)
             return next((one.step for one in counted), None)
 
     def begin(self, step: int) -> Save:
-        """Adds a save."""
+        """Adds a save to the list."""
         made = Save(step, "under way")
         with self._lock:
             self._all.append(made)
         return made
 
     def restored(self, step: int | None) -> None:
-        """Notes which step was restored; None if there was none."""
+        """Adds a restored step to the list; None if the run had no step to restore."""
         with self._lock:
             self._all.append(Save(step, "restored"))
 
     def committed(self, save: Save) -> None:
-        """Ends a save, and forgets those before it that have ended."""
+        """Marks a save as committed, and removes earlier saves whose outcome is settled."""
         save.outcome, save.when, self.has_committed = "committed", time.monotonic(), True
         with self._lock:
             at = self._all.index(save) if save in self._all else 0
@@ -141,19 +142,19 @@ class Saves:
             self._all[:at] = open_
 
     def dropped(self, save: Save) -> None:
-        """Ends a save that neither failed nor succeeded."""
+        """Marks a save as one that did not take place."""
         save.outcome = "dropped"
 
     def ended(self, save: Save) -> None:
-        """Ends a save that has failed, which is reported later."""
+        """Marks a background save as failed; the failure is counted when it is reported."""
         if save.outcome == "under way":
             save.outcome = "ended"
 
     def failed_earlier(self, numbers: Collection[int], error: CloudCheckpointError) -> None:
-        """Counts failures of earlier saves, given by the checkpointer's numbers.
+        """Counts failures of earlier background saves, given by the checkpointer's numbers.
 
         Raises:
-            CloudCheckpointError: ``error``, if training is not to go on.
+            CloudCheckpointError: ``error``, if ``on_failure`` does not tolerate it.
         """
         with self._lock:
             failed = [one for one in self._all if one.number in numbers]
@@ -161,7 +162,7 @@ class Saves:
             raise error
 
     def status(self) -> RunStatus:
-        """See :class:`RunStatus`."""
+        """Returns the state of the job's saves, as this rank knows it."""
         with self._lock:
             newest = self._newest_committed()
             when = None if newest is None else newest.when
@@ -178,7 +179,7 @@ class Saves:
             )
 
     def tolerates(self, save: Save, error: CloudCheckpointError) -> bool:
-        """Counts a failure, and returns whether training goes on; if so, reports it."""
+        """Counts a failure; returns whether training goes on, and in that case logs the failure."""
         save.outcome, self.last_failure = "failed", error
         with self._lock:
             in_row = self._row()
@@ -191,7 +192,7 @@ class Saves:
         return goes_on
 
     def _report(self, save: Save, error: CloudCheckpointError, in_row: int) -> None:
-        """Logs a failure after which training goes on, and emits an event."""
+        """Logs a tolerated failure, and emits an event ``failure``."""
         status = self.status()
         assert save.step is not None
         age = "" if status.newest_age is None else f", {status.newest_age:.0f} s ago"
@@ -219,11 +220,12 @@ class Saves:
         )
 
     def _newest_committed(self) -> Save | None:
+        """Returns the last committed save or restored step; None if there is no such entry."""
         there = (one for one in reversed(self._all) if one.outcome in ("committed", "restored"))
         return next((one for one in there if one.step is not None), None)
 
     def _in_row(self) -> int:
-        """How many have failed in a row, if none after them is known to be committed."""
+        """Returns how many saves have failed in a row; 0 if a later save is known as committed."""
         for one in reversed(self._all):
             if one.outcome == "committed":
                 return 0
@@ -232,7 +234,7 @@ class Saves:
         return self._row()
 
     def _row(self) -> int:
-        """How many have failed in a row, up to the last failure; the same on all ranks."""
+        """Returns the length of the last row of failures; same on all ranks."""
         row, has_begun = 0, False
         for one in reversed(self._all):
             if one.outcome == "failed":

@@ -1,4 +1,4 @@
-"""Saves the steps of a job, and keeps count of what becomes of them."""
+"""Saves the steps of a job, and records the outcome of each save."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ logger = logging.getLogger("cloudckpt")
 def saving_options(
     given: CheckpointerConfig | None, config: Config | None, hook: CommitHook, *, incremental: bool
 ) -> CheckpointerConfig:
-    """How steps are saved, from what a manager was given.
+    """Merges the options given to a manager into those of its checkpointer.
 
     Raises:
-        ConfigError: If options were given in two places.
+        ConfigError: If both ``given`` and ``config`` are not None.
     """
     if given is not None and config is not None:
         raise ConfigError(
@@ -56,10 +56,10 @@ def _make_notes(
     job: str,
     continues: Mapping[str, int],
 ) -> Notes:
-    """What is kept with a step.
+    """Makes the notes to store with a step.
 
     Raises:
-        ConfigError: If a value can't be kept.
+        ConfigError: If metrics or notes have a value that can't be stored.
     """
     for name, given in (("metrics", metrics), ("notes", notes)):
         if not isinstance(given, (Mapping, type(None))):
@@ -70,11 +70,11 @@ def _make_notes(
 
 @dataclass(frozen=True)
 class Begun:
-    """A save that was begun.
+    """A save that has begun, or is committed already.
 
     Attributes:
-        ends: Its end; None if it is committed.
-        notes: What is kept with the step.
+        ends: The future that a background save completes; None if the save is committed.
+        notes: The notes stored with the step.
     """
 
     ends: SaveFuture | None
@@ -82,10 +82,10 @@ class Begun:
 
 
 class StepSaver:
-    """Saves steps in the background or at once; all ranks make the same calls.
+    """Saves steps in the background or synchronously; all ranks must make the same calls.
 
     Attributes:
-        checkpointer: What saves and loads.
+        checkpointer: The checkpointer that saves all steps but the final one, and loads.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class StepSaver:
     ) -> None:
         """
         Args:
-            options: How checkpoints are saved and loaded.
+            options: The options of the checkpointers.
             saves: The list of the job's saves.
-            line: Whose step it is that is replaced.
-            in_use: Keeps a step from being deleted while it is saved.
-            in_background: Whether a save returns when the state is copied.
+            line: Claims the run, and knows whether existing steps may be replaced.
+            in_use: Prevents the deletion of a step while it is saved.
+            in_background: Whether a save returns once the state is staged.
         """
         self._saves, self._line, self._in_use = saves, line, in_use
         self._direct = make_sync_checkpointer(options)
@@ -125,30 +125,31 @@ class StepSaver:
         force: bool,
         is_last: bool,
     ) -> Begun | None:
-        """Saves a step; None if it is skipped, or has failed in a way that is tolerated.
+        """Saves a step; returns None if it is skipped, or has failed with a tolerated error.
 
         Args:
-            step: The step.
-            uri: Its location.
-            state: What to save.
-            metrics: Numbers to keep with it.
-            notes: Other values to keep with it.
-            base: What an incremental save may refer to, if it is not the newest step.
+            step: The number of the step.
+            uri: The location of the step.
+            state: The state dict to save.
+            metrics: Numbers to store with the checkpoint.
+            notes: Other values to store with it.
+            base: The URI of the base of an incremental save, if it is not the newest step.
             force: Whether a step of another training may be replaced.
-            is_last: Whether the job is about to be ended: no other save may outlast this one.
+            is_last: Whether this is the final save before the job ends: it waits for the earlier
+                saves, and is committed when this returns.
 
         Raises:
-            CloudCheckpointError: As of a checkpointer.
+            CloudCheckpointError: The errors of a checkpointer's ``save``.
         """
         save = self._saves.begin(step)
         try:
             job, continues = self._line.for_save()
-            # if a value is invalid on one rank, all ranks get the error
+            # called by the save, which raises an invalid value's error on all ranks
             noted = functools.cache(partial(_make_notes, step, metrics, notes, job, continues))
             return self._begin(save, step, uri, state, noted, base, force, is_last)
         except CloudCheckpointError as error:
             self._line.explain(error)
-            if error is self._saves.last_failure:  # of an earlier save, counted when reported
+            if error is self._saves.last_failure:  # the error of an earlier save, counted already
                 self._saves.dropped(save)
                 raise
             if not self._saves.tolerates(save, error):
@@ -169,6 +170,10 @@ class StepSaver:
         force: bool,
         is_last: bool,
     ) -> Begun | None:
+        """Begins the save of a step, in the background unless it is the final one.
+
+        Returns None if the checkpointer skips the step.
+        """
         saver = self.checkpointer
         if is_last:
             self._end_earlier_saves()
@@ -180,7 +185,7 @@ class StepSaver:
                 state,
                 notes=notes,
                 base=base,
-                # who never called restore() may not know that there are steps of this number
+                # a job that never called restore() may not know that the step exists
                 keep_existing=not (self._line.has_restored or force),
                 is_first=not self._saves.has_committed,
             )
@@ -200,7 +205,7 @@ class StepSaver:
         return Begun(None, notes())
 
     def _end_earlier_saves(self) -> None:
-        """Waits for the saves before the final one; their failures must not prevent it."""
+        """Waits for all earlier saves before the final one, and only logs their failures."""
         while True:
             try:
                 self.checkpointer.wait()
@@ -210,7 +215,7 @@ class StepSaver:
                 return
 
     def _note_end(self, save: Save, step: int, written: SaveFuture) -> None:
-        """Records the end of a background save; runs on the thread that saved."""
+        """Records the outcome of a background save; runs in the thread that saved."""
         self._in_use.end(step)
         if written.exception() is None:
             self._saves.committed(save)
@@ -218,5 +223,6 @@ class StepSaver:
             self._saves.ended(save)
 
     def _failed_earlier(self, numbers: Collection[int], error: CloudCheckpointError) -> None:
+        """Counts failed background saves; raises their error unless it is tolerated."""
         self._line.explain(error)
         self._saves.failed_earlier(numbers, error)

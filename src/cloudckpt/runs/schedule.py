@@ -1,4 +1,4 @@
-"""When a job saves: at its steps or times, and once before it is ended; the same on all ranks."""
+"""Decides which steps a job saves: by number or clock, and one before the job ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Schedule"]
 
 
 class Schedule:
-    """Whose turn it is to be saved; all ranks ask about the same steps, in the same order."""
+    """Decides which steps are saved; all ranks must ask about the same steps in the same order."""
 
     def __init__(
         self,
@@ -27,12 +27,12 @@ class Schedule:
     ) -> None:
         """
         Args:
-            every_steps: A step's turn is when this divides it; None is each step, unless there are
-                seconds.
-            every_seconds: Or when so many seconds have passed on the first rank since a save.
-            preemption: How the job learns that it is about to be stopped. One that is given is
-                watched from :meth:`open` on, else signals are from the first question on.
-            read_only: Whether signals are not handled at all.
+            every_steps: Save the steps that are multiples of this number; None saves all steps,
+                unless ``every_seconds`` is given.
+            every_seconds: Save a step if so many seconds have passed on rank 0 since the last save.
+            preemption: How the job learns that it is about to be stopped. If given, it is watched
+                from :meth:`watch` on; if None, SIGTERM is handled from the first question on.
+            read_only: Whether no signal is handled.
 
         Raises:
             ConfigError: If an option is invalid.
@@ -61,54 +61,54 @@ class Schedule:
         self._watches_at_once = preemption is not None and not read_only
         self._is_watching, self._read_only = False, read_only
         self._has_saved_last = False  # whether the final save was made
-        self._asked: tuple[int, bool, bool] | None = None  # of which step, and the answers
-        self._due_since = time.monotonic()  # when the clock of the seconds began
+        self._asked: tuple[int, bool, bool] | None = None  # the last step, and its two answers
+        self._due_since = time.monotonic()  # the beginning of the current interval in seconds
 
     def watch(self) -> None:
-        """Begins to handle signals, if they are handled from the start.
+        """Begins to handle the signals of a Preemption that the user has given.
 
         Raises:
-            ConfigError: If one of them can't be handled.
+            ConfigError: If a signal can't be handled.
         """
         if self._watches_at_once:
             self._preemption.watch()
             self._is_watching = True
 
     def meet(self, meeting: Meeting) -> None:
-        """Lets the ranks agree from now on."""
+        """Sets the ranks that decide together; call it before the first question."""
         self._is_first = meeting.rank == 0
         self._agreement = Agreement(meeting.group)
 
     def ignore(self) -> None:
-        """Ends the handling of signals."""
+        """Stops handling signals."""
         if self._is_watching:
             self._preemption.ignore()
         self._is_watching = False
 
     def close(self) -> None:
-        """Ends the agreement."""
+        """Releases the process group of the ranks."""
         self._agreement.close()
 
     def is_ending(self, step: int) -> bool:
-        """Whether some rank has learned that the job is about to end."""
+        """Returns whether any rank has detected that the job is about to end."""
         return self._answers(step)[0]
 
     def is_last(self, step: int, newest: int | None) -> bool:
-        """Whether a step is to be the final save, if ``newest`` was the last one saved."""
+        """Returns whether a step is to be the final save, given the last saved step ``newest``."""
         return self.is_ending(step) and not self._has_saved_last and step != newest
 
     def is_turn(self, step: int) -> bool:
-        """Whether a step is to be saved, as its number or the clock says."""
+        """Returns whether a step is to be saved by its number or the clock."""
         is_due = self._answers(step)[1]
         return is_due if self._seconds is not None else step % self._steps == 0
 
     def saved(self, *, is_last: bool) -> None:
-        """Notes that a save was begun."""
+        """Records that a save has begun: the interval in seconds begins anew."""
         self._due_since = time.monotonic()
         self._has_saved_last = self._has_saved_last or is_last
 
     def _answers(self, step: int) -> tuple[bool, bool]:
-        """Whether the job is about to end, and whether a save is due by the clock."""
+        """Asks all ranks, once a step: is the job about to end, and is a save due by the clock?"""
         if not (self._is_watching or self._read_only):
             self._preemption.watch()
             self._is_watching = True
@@ -116,7 +116,7 @@ class Schedule:
             is_due = False
             if self._is_first and self._seconds is not None:
                 is_due = time.monotonic() - self._due_since >= self._seconds
-                if is_due:  # said once: all ranks may hear of it a step later
+                if is_due:  # passed on in one step only: the ranks may get it a step later
                     self._due_since = time.monotonic()
             self._asked = step, *self._agreement.step(self._preemption.noticed, is_due)
         return self._asked[1:]

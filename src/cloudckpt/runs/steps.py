@@ -1,4 +1,4 @@
-"""The names of a run's checkpoints, and which of them are kept."""
+"""Converts steps to folder names and back, and decides by retention rules which steps are kept."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["DEFAULT_PATTERN", "HIGHEST_STEP", "Retention", "StepNames", "check_s
 logger = logging.getLogger("cloudckpt")
 
 DEFAULT_PATTERN = "step-{step}"
-"""The same names as torchtitan's."""
+"""The default pattern of a step's folder name, the same as torchtitan's."""
 
 HIGHEST_STEP = 10**18 - 1
-"""Steps are whole numbers of up to eighteen digits."""
+"""The highest valid step: steps have at most eighteen digits."""
 
 
 def check_step(step: int) -> int:
-    """The step as a Python int; it may be a number of numpy or torch.
+    """Converts a step, possibly a number of numpy or torch, to a Python int.
 
     Raises:
-        ConfigError: If it is not a whole number from 0 on.
+        ConfigError: If it is not a whole number from 0 to :data:`HIGHEST_STEP`.
     """
     found = whole_number(step)
     if found is None or not 0 <= found <= HIGHEST_STEP:
@@ -38,19 +38,19 @@ def check_step(step: int) -> int:
 
 
 class StepNames:
-    """The folder names of a run's steps, and the steps that folder names stand for.
+    """Converts steps to folder names, and folder names to steps, by a pattern.
 
-    A name stands for a step only if formatting the step gives exactly this name: beside ``step-7``,
-    ``step-007`` is another program's folder.
+    A folder is that of a step only if formatting the step gives exactly its name: with the pattern
+    ``step-{step}``, the folder ``step-007`` is not that of step 7, but another program's.
     """
 
     def __init__(self, pattern: str = DEFAULT_PATTERN) -> None:
         """
         Args:
-            pattern: The name with ``{step}`` in it, or ``{step:08d}`` for leading zeros.
+            pattern: A folder name that contains ``{step}``, or ``{step:08d}`` for leading zeros.
 
         Raises:
-            ConfigError: If it is not such a pattern.
+            ConfigError: If ``pattern`` is not such a pattern.
         """
         self.pattern = pattern
         example = "write a name with {step} in it once, such as 'step-{step}' or '{step:08d}'"
@@ -69,25 +69,26 @@ class StepNames:
             raise ConfigError(f"step_name={pattern!r} does not give plain digits: {example}")
 
     def _with(self, step: int) -> str:
+        """Formats a step, without checking it."""
         return self.pattern.format(step=step)
 
     def _around(self) -> tuple[str, str]:
-        """The text before and after the number."""
+        """Returns the pattern's text before and after the number."""
         pieces = list(Formatter().parse(self.pattern))
         index = next(i for i, (_, field, _, _) in enumerate(pieces) if field is not None)
         before = "".join(text for text, _, _, _ in pieces[: index + 1])
         return before, "".join(text for text, _, _, _ in pieces[index + 1 :])
 
     def name(self, step: int) -> str:
-        """The name of a step's folder.
+        """Returns the name of a step's folder.
 
         Raises:
-            ConfigError: If the step is not a whole number from 0 on.
+            ConfigError: If ``step`` is not a valid step.
         """
         return self._with(check_step(step))
 
     def step(self, name: str) -> int | None:
-        """The step whose folder has this name; None if it is another folder."""
+        """Returns the step whose folder has this name; None if the name is not that of a step."""
         match = self._pattern.fullmatch(name)
         if match is None or len(match[1]) > 18:
             return None
@@ -97,18 +98,18 @@ class StepNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which steps of a run are kept: those that any of the rules keeps.
+    """The rules that decide which steps of a run are kept: a step stays if any rule keeps it.
 
-    The newest is always kept. ``keep_period`` alone keeps all, as no rule at all does.
+    The newest step is always kept. If none of the first three rules is set, all steps are kept.
 
     Attributes:
-        max_to_keep: How many of the newest; with ``best_metric`` and without ``best_to_keep``, of
-            the best.
-        best_to_keep: How many of the best, and all that have no score.
-        keep_younger_than: Those committed within so many seconds.
-        keep_period: Those that this divides.
-        best_metric: The metric that is the score.
-        best_mode: Whether its lowest or its highest values are the best.
+        max_to_keep: How many of the newest steps are kept. With ``best_metric`` and without
+            ``best_to_keep``: how many of the best steps.
+        best_to_keep: How many of the best steps are kept; steps without a score are kept, too.
+        keep_younger_than: Steps committed within so many seconds are kept.
+        keep_period: Steps that are multiples of this number are kept.
+        best_metric: The name of the metric that is a step's score.
+        best_mode: Whether the lowest (``"min"``) or the highest scores (``"max"``) are best.
     """
 
     max_to_keep: int | None = None
@@ -145,18 +146,20 @@ class Retention:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether no rule lets a step go."""
+        """Whether all steps are kept, because no rule limits them."""
         rules = (self.max_to_keep, self.best_to_keep, self.keep_younger_than)
         return all(one is None for one in rules)
 
     def unneeded(
         self, committed: Collection[int], scores: Mapping[int, float] | None = None
     ) -> list[int]:
-        """The steps that may be deleted, oldest first, unless they are too young.
+        """Returns the steps that the rules by number and score do not keep, oldest first.
+
+        The caller has to keep those younger than ``keep_younger_than``.
 
         Args:
-            committed: The steps whose checkpoints are committed.
-            scores: The scores of those that have one; NaN is none.
+            committed: The committed steps.
+            scores: The scores of steps; a missing one and NaN both mean that a step has no score.
         """
         if self.keeps_all or not committed:
             return []
@@ -176,12 +179,12 @@ class Retention:
         return sorted(set(committed) - kept)
 
     def best(self, scores: Mapping[int, float]) -> int | None:
-        """The step with the best score, the newest of equal ones; None if no step has a score."""
+        """Returns the step with the best score, of equal scores the newest; None without scores."""
         usable = _usable(scores)
         return min(usable, key=lambda step: (self._badness(usable[step]), -step), default=None)
 
     def warn_of_metric(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs it if a step is saved without the metric, or without a number there."""
+        """Logs a warning if a step's metrics lack ``best_metric``, or have NaN there."""
         metric = self.best_metric
         if metric is not None and math.isnan(metrics.get(metric, math.nan)):
             logger.warning(
@@ -194,6 +197,7 @@ class Retention:
             )
 
     def _badness(self, score: float) -> float:
+        """Returns a sort key by which the best score comes first."""
         return -score if self.best_mode == "max" else score
 
 
@@ -201,4 +205,5 @@ _MODES = ("min", "max", None)
 
 
 def _usable(scores: Mapping[int, float]) -> dict[int, float]:
+    """Returns the scores that are not NaN."""
     return {step: score for step, score in scores.items() if not math.isnan(score)}

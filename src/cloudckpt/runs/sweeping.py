@@ -1,14 +1,14 @@
 """Sweeps the leftovers of killed saves: data that no checkpoint names, and open uploads.
 
-A leftover looks like an object of a save in progress. The two are told apart by age: a save does
-not commit if it has taken longer than :data:`LONGEST_SAVE`, so an object twice as old belongs to no
-save that ever will. The age is by the store's clock on both ends: of the object, and of one that is
-written for the purpose.
+A leftover looks like an object of a save in progress. Only its age shows the difference: a save
+does not commit if it has taken longer than :data:`LONGEST_SAVE`, so an object that is twice as old
+belongs to no save that can still commit. Ages are measured by the store's clock: the time of the
+object is compared with that of an object that the sweep writes.
 
-Objects that another checkpoint refers to are named, though not by the checkpoint in whose folder
-they are. And a save in progress may refer to old objects that no checkpoint names any more: its
-mark says so (:mod:`cloudckpt.checkpoint.references`), and is looked for after everything else is
-read.
+An object may be named by another checkpoint of the run than the one in whose folder it is. And a
+save in progress may refer to old objects that no checkpoint names any more: it has put a mark into
+their folder (:mod:`cloudckpt.checkpoint.references`), so marks are listed after all commit objects
+were read.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ LEFTOVERS_AGE = 2 * LONGEST_SAVE
 
 @dataclass(frozen=True, kw_only=True)
 class Leftovers:
-    """What killed saves have left in a run.
+    """The leftovers of killed saves in a run.
 
     Attributes:
-        objects: The URIs of data that no checkpoint names.
-        nbytes: Their bytes.
+        objects: The URIs of data objects that no checkpoint names.
+        nbytes: The bytes of these objects.
         uploads: The URIs of objects whose upload cloudckpt has begun and not completed.
-        unread: The URIs of commit objects, and of manifests of files, that can't be read: nothing
-            beside or beneath them counts as a leftover.
+        unread: The URIs of damaged commit objects and manifests of files: objects beside or beneath
+            them do not count as leftovers, because a checkpoint may name them.
     """
 
     objects: tuple[str, ...]
@@ -76,15 +76,16 @@ class Leftovers:
 def find_leftovers(
     run: URILike, *, older_than: float = LEFTOVERS_AGE, config: Config | None = None
 ) -> Leftovers:
-    """Finds what :func:`sweep` would delete.
+    """Returns the leftovers that :func:`sweep` would delete, and deletes nothing.
 
     Args:
-        run: The folder of a run, or any other; everything beneath it is examined.
-        older_than: Minimum age in seconds; less than a day only if no job is saving there.
+        run: The folder of a run, or any other folder; all objects beneath it are examined.
+        older_than: The minimum age of a leftover in seconds; choose less than a day only if no job
+            is saving there.
         config: Options.
 
     Raises:
-        InvalidURIError: If it is not a valid location.
+        InvalidURIError: If ``run`` is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
     return _Sweep(run, older_than=older_than, config=config).found()
@@ -97,33 +98,35 @@ def sweep(
     only: Leftovers | None = None,
     config: Config | None = None,
 ) -> Leftovers:
-    """Deletes what killed saves have left, and returns what was deleted.
+    """Deletes the leftovers of killed saves in a folder, and returns what was deleted.
 
-    It never deletes what a checkpoint names, what a save may still commit, or what cloudckpt has
-    not written: other files, uploads of other programs, and the objects of torch's own writers,
-    whose names do not tell one save from another. Uploads of models and of single files also stay
-    in S3 and Google Cloud Storage: other programs use the same names.
+    It never deletes an object that a checkpoint names, an object of a save that may still commit,
+    or an object that cloudckpt has not written: other files, uploads of other programs, and objects
+    of torch's own writers, whose names are the same in each save. Uploads of models and of single
+    files also stay in S3 and Google Cloud Storage, because other programs use the same names.
 
     Args:
-        run: As of :func:`find_leftovers`.
-        older_than: See there.
-        only: What was found before, and shown to a user: nothing else is deleted.
+        run: The folder of a run, or any other folder; all objects beneath it are examined.
+        older_than: The minimum age of a leftover in seconds; choose less than a day only if no job
+            is saving there.
+        only: The result of :func:`find_leftovers` that a user has confirmed: only these leftovers
+            are deleted. None deletes all.
         config: Options.
 
     Raises:
-        InvalidURIError: If it is not a valid location.
-        StoreError: If something can't be deleted; the rest is.
+        InvalidURIError: If ``run`` is not a valid location.
+        StoreError: If a leftover can't be deleted; the other ones are deleted all the same.
     """
     return _Sweep(run, older_than=older_than, config=config).carried_out(only)
 
 
 class _Sweep:
-    """The leftovers of a run, as listed, and their deletion."""
+    """Lists the leftovers of a run when it is made, and deletes them."""
 
     def __init__(
         self, run: URILike, *, older_than: float = LEFTOVERS_AGE, config: Config | None = None
     ) -> None:
-        """Lists the leftovers. Arguments and errors are those of :func:`find_leftovers`."""
+        """Lists the leftovers; arguments and errors are those of :func:`find_leftovers`."""
         self._run = Run(run, config=config)
         self._older_than = older_than
         self._objects: list[ObjectInfo] = []
@@ -132,7 +135,7 @@ class _Sweep:
         self._look()
 
     def found(self) -> Leftovers:
-        """The leftovers to be deleted, or that were."""
+        """Returns the listed leftovers; after :meth:`carried_out`, the deleted ones."""
         uri = self._run.store.uri
         return Leftovers(
             objects=tuple(uri(info.key) for info in self._objects),
@@ -142,10 +145,10 @@ class _Sweep:
         )
 
     def carried_out(self, only: Leftovers | None) -> Leftovers:
-        """Deletes the leftovers, or those of them that ``only`` names.
+        """Deletes the listed leftovers, or those of them that ``only`` names.
 
         Raises:
-            StoreError: If something can't be deleted; the rest is.
+            StoreError: If a leftover can't be deleted; the other ones are deleted all the same.
         """
         uri = self._run.store.uri
         if only is not None:
@@ -166,6 +169,7 @@ class _Sweep:
         return self.found()
 
     def _look(self) -> None:
+        """Lists all objects and uploads beneath the folder, and keeps those that are leftovers."""
         store, retrier = self._run.store, self._run.retrier
         below = self._run.root.key("")
         limit = clock_of(store, self._run.root, self._run.config) - self._older_than
@@ -196,7 +200,7 @@ class _Sweep:
                 parent = folder.rpartition("/")[0]
                 if parent not in around and self._marks_in(folder):
                     around[parent] = self._named_beside(folder)
-                named = around.get(parent)  # without marks in a folder, nothing refers to it
+                named = around.get(parent)  # None: no mark in the folder, so nothing refers to it
                 self._objects += (
                     left if named is None else self._unneeded(folder, left, named, limit)
                 )
@@ -204,8 +208,8 @@ class _Sweep:
     def _unneeded(
         self, folder: str, left: list[ObjectInfo], named: _Named, limit: float
     ) -> Iterable[ObjectInfo]:
-        """A folder's old objects that no checkpoint names and no save may refer to."""
-        if named.unread:  # what it refers to is unknown
+        """Returns a folder's old objects that no checkpoint names and no save may refer to."""
+        if named.unread:  # a damaged checkpoint may refer to any of them
             return ()
         marks = [info for info in left if is_keep_name(info.key.rpartition("/")[2])]
         data = [info for info in left if info not in marks and info.key not in named.keys]
@@ -216,11 +220,12 @@ class _Sweep:
         return data + [info for info in marks if info.key not in named.marks]
 
     def _marks_in(self, folder: str) -> list[ObjectInfo]:
+        """Lists the marks by which checkpoints and saves keep objects in a folder."""
         start = keeps_in(self._uri(folder))
         return list(self._run.store.list(start, self._run.retrier.call))
 
     def _named_beside(self, folder: str) -> _Named:
-        """What is named by all checkpoints in the same parent folder."""
+        """Returns the keys named by all checkpoints of the run to which the folder belongs."""
         parent = folder.rpartition("/")[0]
         below = f"{parent}/" if parent else ""
         found = _Named()
@@ -230,7 +235,7 @@ class _Sweep:
         return found
 
     def _named(self, folder: str) -> _Named:
-        """What the checkpoint in a folder names now."""
+        """Returns the keys that the checkpoint in a folder names; none if it is not committed."""
         store, uri = self._run.store, self._uri(folder)
         key = uri.key(METADATA)
         try:
@@ -250,10 +255,11 @@ class _Sweep:
         return _Named(keys, {uri.beside(one).key(mark) for one in folders if one})
 
     def _uri(self, folder: str) -> CheckpointURI:
+        """Returns the location of a folder, given its key in the bucket."""
         return replace(self._run.root, prefix=folder)
 
     def _uncommitted(self, old: list[ObjectInfo]) -> Iterable[ObjectInfo]:
-        """A folder's old files, and records of files, that no manifest above them names."""
+        """Returns a folder's old files, and records of files, that no manifest above them names."""
         committed: set[str] = set()
         for folder in folders_above(old[0].key):
             named = self._named_above(folder)
@@ -263,7 +269,7 @@ class _Sweep:
         return [info for info in old if info.key not in committed]
 
     def _named_above(self, folder: str) -> set[str] | None:
-        """The keys that the manifest of a folder names; None if it can't be read."""
+        """Returns the keys that the manifest of a folder names; None if the manifest is damaged."""
         if folder not in self._committed:
             store, key = self._run.store, inside(folder) + MANIFEST
             uri, found = store.uri(key), None
@@ -280,12 +286,12 @@ class _Sweep:
 
 @dataclass
 class _Named:
-    """The keys that checkpoints name.
+    """The keys of objects that checkpoints need.
 
     Attributes:
-        keys: Of their data objects.
-        marks: The keys of their marks in others.
-        unread: Whether one of the checkpoints can't be read.
+        keys: The keys of the data objects.
+        marks: The keys of the checkpoints' marks in the folders of other checkpoints.
+        unread: Whether a commit object is damaged, so that its keys are missing.
     """
 
     keys: set[str] = field(default_factory=set)
@@ -293,17 +299,17 @@ class _Named:
     unread: bool = False
 
     def add(self, other: _Named) -> None:
-        """Adds what another names."""
+        """Adds the keys of other checkpoints."""
         self.keys |= other.keys
         self.marks |= other.marks
         self.unread = self.unread or other.unread
 
 
 def clock_of(store: ObjectStore, folder: CheckpointURI, config: Config) -> float:
-    """The time by a store's clock, from an object written to a folder just now.
+    """Returns the time of the store's clock in seconds since 1970, from an object that it writes.
 
     Raises:
-        StoreError: If it does not say, refuses, or stays unreachable.
+        StoreError: If the store reports no times, refuses, or stays unreachable.
     """
     retrier, key = Retrier(config.retry), folder.key(probe_name("sweep", random_suffix()))
     put_whole(store, key, memoryview(b""), retrier, if_absent=creates_only(store, config))
@@ -321,15 +327,17 @@ def clock_of(store: ObjectStore, folder: CheckpointURI, config: Config) -> float
 
 
 def _is_old(info: ObjectInfo, limit: float) -> bool:
-    """Whether an object was there at a time already; clocks tell seconds."""
+    """Returns whether an object was last written at ``limit`` or before (seconds since 1970)."""
     times = [time for time in (info.modified, info.arrived) if time is not None]
     return bool(times) and max(times) <= limit
 
 
 def _is_ours(key: str) -> bool:
+    """Returns whether only cloudckpt gives objects such names."""
     return is_drawn_name(key.rpartition("/")[2]) or _is_of_files(key)
 
 
 def _is_of_files(key: str) -> bool:
+    """Returns whether an object is the content of a file in a folder of files, or its record."""
     name = key.rpartition("/")[2]
     return is_content_name(name) or is_record_name(name)

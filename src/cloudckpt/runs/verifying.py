@@ -1,4 +1,4 @@
-"""Checks that all of a checkpoint is as it was written."""
+"""Verifies a checkpoint: reads all of its bytes, and compares them with their checksums."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = ["Progress", "Verified", "check", "one_error", "verify"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What was read and is as it was written.
+    """The result of verifying an intact checkpoint.
 
     Attributes:
-        items: The number of pieces of entries.
-        nbytes: Their bytes, without envelopes.
-        has_checksums: Whether the bytes were compared with their checksums; if not, it is only
-            known that all are there.
+        items: The number of items, that is of chunks of tensors and of pickled values.
+        nbytes: The bytes of the items, without envelopes.
+        has_checksums: Whether the bytes were compared with checksums; if not, it is only known that
+            no byte is missing.
     """
 
     items: int
@@ -52,27 +52,28 @@ def verify(
     process_group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verified:
-    """Reads all of a committed checkpoint, and compares each object with its checksum.
+    """Reads a committed checkpoint completely, and compares each object with its checksum.
 
-    So no byte differs from what was written, envelopes and the metadata for other readers included.
-    The blocks of an object that differs are compared to name its damaged items. All damage is
-    reported, not only the first; of an object whose index is damaged, only that it is. Of what an
-    incremental checkpoint shares with others, only its own items are read. The bytes pass through
-    memory of at most ``memory_budget``. A checkpoint of torch's own writers has no checksums; here
-    only the presence of all bytes is checked.
+    If it returns, each byte is as it was written, including envelopes and the metadata for other
+    readers. If an object differs, its blocks are compared to find the damaged items. All damage is
+    reported, not only the first; for an object whose index is damaged, only the index is reported.
+    Of objects that an incremental checkpoint shares with others, only its own items are read. At
+    most ``memory_budget`` bytes of memory are used. A checkpoint of torch's own writers has no
+    checksums: only the presence of all bytes is checked.
 
     Args:
-        uri: ``s3://bucket/path`` or another location.
+        uri: The location of the checkpoint, for example ``s3://bucket/path``.
         config: Options.
-        process_group: Ranks that divide the objects among themselves, if all of them call this.
-        progress: Called with the bytes that this rank has read so far and will read in all,
-            envelopes included, from any thread.
+        process_group: The ranks that divide the objects among themselves; all of them must call
+            this function.
+        progress: Called with the bytes that this rank has read so far and the bytes that it will
+            read in all, envelopes included, from any thread.
 
     Raises:
-        CheckpointNotFoundError: If there is no committed checkpoint.
-        CheckpointCorruptError: If any part is missing, or not as it was written; its ``damages``
-            are all that were found.
-        CheckpointReplacedError: If it was replaced meanwhile, again and again.
+        CheckpointNotFoundError: If the location has no committed checkpoint.
+        CheckpointCorruptError: If any bytes are missing or differ from what was written; its
+            ``damages`` list all damage.
+        CheckpointReplacedError: If the checkpoint was replaced meanwhile, again and again.
         StoreError: If the store refuses or stays unreachable.
     """
     meeting = Meeting(process_group)
@@ -87,13 +88,13 @@ def verify(
 
 @dataclass(frozen=True)
 class _Object:
-    """A data object, which is read whole, and the items in it; or an item in another's object.
+    """A unit of reading: a whole data object with its items, or one item of a shared object.
 
     Attributes:
-        whole: The bytes.
-        algorithm: Of their checksum; None if only the blocks of the item have one, if at all.
-        checksum: That of all bytes.
-        items: What is in the object.
+        whole: The bytes to read.
+        algorithm: The algorithm of ``checksum``; None if the bytes have no checksum as a whole.
+        checksum: The checksum of all the bytes.
+        items: The items in the object.
     """
 
     whole: StoredBytes
@@ -104,16 +105,16 @@ class _Object:
 
 @dataclass(frozen=True)
 class _Content:
-    """What is to be read.
+    """The content of a checkpoint that is to be verified.
 
     Attributes:
-        objects: The checkpoint's own data objects, if they have checksums, and items in those of
-            other checkpoints or of other writers.
+        objects: The units to read: the checkpoint's own data objects, if they have checksums, and
+            single items in objects of other checkpoints or of other writers.
         items: The number of all items.
-        nbytes: Their bytes.
+        nbytes: The bytes of all items, without envelopes.
         commit: The commit object that was read.
-        has_checksums: Whether all of them have checksums.
-        damaged: The damage found so far.
+        has_checksums: Whether the checkpoint has checksums.
+        damaged: The damage that was detected in the commit object and in the indexes.
     """
 
     objects: Sequence[_Object]
@@ -125,6 +126,7 @@ class _Content:
 
     @classmethod
     def of(cls, uri: CheckpointURI, config: Config) -> _Content:
+        """Reads the commit object and the indexes of a checkpoint."""
         part = read_content(uri, config)
         store, damaged = open_store(uri, config), list[CheckpointCorruptError]()
         try:
@@ -148,22 +150,22 @@ class _Content:
         return cls(objects, len(items), nbytes, part.commit, part.has_checksums, damaged)
 
     def share(self, meeting: Meeting) -> list[_Object]:
-        """What a rank reads, of about as many bytes as each other, in the order of the bytes."""
+        """Returns the units that this rank reads, by key and offset; ranks get similar sizes."""
         largest_first = sorted(self.objects, key=lambda one: -one.whole.nbytes)
         own = largest_first[meeting.rank :: meeting.size]
         return sorted(own, key=lambda one: (one.whole.key, one.whole.offset))
 
 
 def check(uri: CheckpointURI, config: Config, *, only: str) -> None:
-    """Verifies one object of a checkpoint, by this process alone.
+    """Verifies one object of a checkpoint, and the checkpoint's metadata, in this process alone.
 
     Args:
-        uri: The checkpoint.
+        uri: The location of the checkpoint.
         config: Options.
-        only: The URI of the object; of others only what the metadata say is checked.
+        only: The URI of the object.
 
     Raises:
-        CheckpointCorruptError: If it is damaged or missing, or the metadata are damaged.
+        CheckpointCorruptError: If the object is damaged or missing, or the metadata is damaged.
         StoreError: If the store refuses or stays unreachable.
     """
     content, store = _Content.of(uri, config), open_store(uri, config)
@@ -179,6 +181,7 @@ def _verify(
     meeting: Meeting,
     progress: Callable[[int, int], None],
 ) -> Verified:
+    """Verifies a checkpoint once; :func:`verify` calls it again if it was replaced meanwhile."""
     content = meeting.broadcast_from_first(lambda: _Content.of(uri, config))
     found = meeting.begin(lambda: _damages(uri, config, content.share(meeting), progress))
     damaged = [*content.damaged, *(error for each in meeting.gathered(found) for error in each)]
@@ -198,7 +201,7 @@ def _damages(
     share: Sequence[_Object],
     progress: Callable[[int, int], None],
 ) -> list[CheckpointCorruptError]:
-    """What is damaged in a rank's share."""
+    """Reads a rank's share of the objects, and returns an error for each damaged item."""
     sums: list[_Sum] = []
     seen = Progress(progress)
     wanted = [
@@ -217,7 +220,7 @@ _Sum = tuple[str, int, int, int]
 
 
 class _Read(Sink):
-    """Keeps the checksums of what is read, and no bytes."""
+    """Computes checksums of the bytes that arrive, and discards the bytes."""
 
     __slots__ = ("_algorithm", "_key", "_seen", "_sums")
 
@@ -226,8 +229,8 @@ class _Read(Sink):
     ) -> None:
         """
         Args:
-            one: What is read.
-            sums: What takes its checksums, if it has one.
+            one: The unit that is read.
+            sums: The list to which the checksums are added, if the unit has a checksum.
             seen: Called with the number of bytes that have arrived, from any thread.
         """
         super().__init__(None)
@@ -239,6 +242,7 @@ class _Read(Sink):
         )
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
+        """Computes the checksum of bytes that have arrived at offset ``start``."""
         if self._algorithm is not None:
             checksum = self._algorithm.of(bytes_of(data))
             self._sums.append((self._key, start, data.numel(), checksum))
@@ -246,13 +250,14 @@ class _Read(Sink):
 
 
 def _unlike(objects: Sequence[_Object], sums: Iterable[_Sum]) -> Iterator[_Object]:
-    """The objects that were read whole, and have another checksum than was written."""
+    """Yields the objects that were read completely and have a wrong checksum."""
     by_key: dict[str, list[tuple[int, int]]] = {}
     for key, _, nbytes, checksum in sorted(sums):
         by_key.setdefault(key, []).append((checksum, nbytes))
     for one in objects:
         pieces = by_key.get(one.whole.key, [])
-        is_whole = sum(nbytes for _, nbytes in pieces) == one.whole.nbytes  # else it is reported
+        # an object that was not read completely is reported by the download
+        is_whole = sum(nbytes for _, nbytes in pieces) == one.whole.nbytes
         if one.algorithm and is_whole and one.algorithm.combine(pieces) != one.checksum:
             yield one
 
@@ -260,7 +265,10 @@ def _unlike(objects: Sequence[_Object], sums: Iterable[_Sum]) -> Iterator[_Objec
 def _damages_of(
     one: _Object, store: RangeReader, uri: CheckpointURI, config: Config
 ) -> list[CheckpointCorruptError]:
-    """What is damaged in an object: items, or else what lies around them; read once more."""
+    """Reads an object again, and returns its damage: the damaged items, or the bytes between them.
+
+    Returns an empty list if the object has the right checksum this time.
+    """
     sums: list[_Sum] = []
     items = [Wanted(item, 0, item.nbytes, _Read(_Object(item), sums), True) for item in one.items]
     whole = Wanted(one.whole, 0, one.whole.nbytes, _Read(one, sums), True)
@@ -275,10 +283,10 @@ def _damages_of(
 
 
 class Progress:
-    """Adds up the bytes that threads have read or copied.
+    """Counts the bytes that threads have read or copied, and reports them to a callback.
 
     Attributes:
-        total: The bytes there are in all.
+        total: The bytes that will be read or copied in all.
     """
 
     def __init__(self, tell: Callable[[int, int], None]) -> None:
@@ -288,7 +296,7 @@ class Progress:
         self._done = 0
 
     def add(self, count: int) -> None:
-        """Counts bytes, and reports the sum so far."""
+        """Adds to the count, and reports the sum so far and the total."""
         with self._lock:
             self._done += count
             self.total = max(self.total, self._done)
@@ -299,7 +307,7 @@ class Progress:
 def _find_damages(
     store: RangeReader, uri: CheckpointURI, wanted: Sequence[Wanted], config: Config
 ) -> list[CheckpointCorruptError]:
-    """Reads items, and reports those that are missing, or not as they were written.
+    """Reads items, and returns an error for each that is missing or damaged, in order.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.
@@ -310,11 +318,12 @@ def _find_damages(
 
 
 def _places(damages: Sequence[Damage]) -> list[tuple[str, int, str]]:
+    """Returns a sort key: object, first byte and item of each damage."""
     return [(damage.object, damage.start or 0, damage.item) for damage in damages]
 
 
 def one_error(found: Sequence[CheckpointCorruptError]) -> CheckpointCorruptError:
-    """An error that lists all damage; its message describes the first."""
+    """Makes one error that lists all damage; its message describes the first."""
     first = found[0]
     damages = tuple(dict.fromkeys(damage for error in found for damage in error.damages))
     more = len(damages) - len(first.damages)

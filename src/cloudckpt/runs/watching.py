@@ -1,4 +1,4 @@
-"""``watch``: the checkpoints of a run as they are committed."""
+"""``watch``: yields the checkpoints of a run as they are committed, by polling the store."""
 
 from __future__ import annotations
 
@@ -34,40 +34,39 @@ def watch(
     step_name: str = DEFAULT_PATTERN,
     config: Config | None = None,
 ) -> Iterator[CheckpointSummary]:
-    """Yields each committed checkpoint of a run once: the existing ones, then new ones.
+    """Yields each committed checkpoint of a run once: first the existing ones, then new ones.
 
     ::
 
         for checkpoint in cloudckpt.watch("s3://bucket/run", start=last_evaluated + 1):
             evaluate(checkpoint.uri)
 
-    The checkpoints of a poll are yielded in the order of steps, and each is checked just before it
-    is yielded. After that it may be deleted at any time, by the training's retention for example.
+    The checkpoints of one poll are yielded in the order of steps. Each is checked just before it is
+    yielded; after that it may be deleted at any time, for example by the training's retention.
 
     - A run that does not exist yet has no checkpoints; a bucket that does not exist is an error.
-    - A checkpoint that was deleted before its turn is left out.
-    - A checkpoint that is not of the training that the run's next job restores is left out, as it
-      is by :func:`cloudckpt.latest`.
-    - A checkpoint that was deleted and saved again is yielded again, as is the newest if it was
-      replaced. When another job claims the run, all steps are compared again: those that it saves
-      anew, after a return to an older step, are yielded again.
-    - Clocks do not matter: versions are compared, not times.
+    - A checkpoint that is deleted before it is yielded is left out.
+    - Abandoned checkpoints are left out, as by :func:`cloudckpt.latest`.
+    - A checkpoint that was deleted and saved again is yielded again; so is the newest checkpoint if
+      it was replaced. When another job claims the run, all steps are compared again: if that job
+      went back to an older step, the steps that it saves again are yielded again.
+    - Versions are compared, not times, so clocks may differ.
 
     A poll takes one request per thousand folders of the run, one for its claim, and three for each
-    step that is new or not committed. They are retried as ``config.retry`` says; an error that
-    remains is raised, and ends the watch. The wait between polls is a sleep in the caller's thread:
-    leave the loop, or press Ctrl-C, to end the watch. :func:`cloudckpt.aio.watch` is the same for
-    an event loop.
+    step that is new or not committed. Requests are retried as ``config.retry`` says; an error that
+    remains is raised, and ends the watch. Between polls the caller's thread sleeps: leave the loop,
+    or press Ctrl-C, to end the watch. For an event loop use :func:`cloudckpt.aio.watch`.
 
     Args:
-        run: The folder, for example ``s3://bucket/run``.
-        interval: Seconds from the start of one poll to that of the next, if the caller is ready.
-        start: The first step to yield; or ``"latest"`` for the newest at the beginning.
-        step_name: What its checkpoints are called.
+        run: The folder of the run, for example ``s3://bucket/run``.
+        interval: Seconds from the start of one poll to the start of the next; a poll starts later
+            if the caller has not taken all checkpoints of the previous one.
+        start: The first step to yield; ``"latest"`` for the step that is newest at the first poll.
+        step_name: The pattern of the checkpoints' folder names.
         config: Options.
 
     Raises:
-        InvalidURIError: If it is not a valid location.
+        InvalidURIError: If ``run`` is not a valid location.
         ConfigError: If an option is invalid.
         StoreError: If the store refuses or stays unreachable.
     """
@@ -75,6 +74,7 @@ def watch(
 
 
 def _found(watch: Watch) -> Iterator[CheckpointSummary]:
+    """Polls without end, and yields new checkpoints."""
     while True:
         for step in watch.due(watch.run.view):
             if (found := watch.look(watch.run.view, step)) is not None:
@@ -83,10 +83,13 @@ def _found(watch: Watch) -> Iterator[CheckpointSummary]:
 
 
 class Watch:
-    """What a watch has yielded so far, and what it checks next."""
+    """The state of a watch: the versions of the checkpoints that it has yielded.
+
+    Both :func:`watch` and :func:`cloudckpt.aio.watch` are loops over its methods.
+    """
 
     def __init__(self, run: Run, interval: float, start: int | Literal["latest"]) -> None:
-        """Arguments and errors are those of :func:`watch`."""
+        """Takes ``interval`` and ``start`` of :func:`watch`, and raises its ConfigError."""
         if not (0 < interval < math.inf):
             raise ConfigError(f"interval={interval!r}: give a number of seconds above 0")
         first: int | Literal["latest"] | None = (
@@ -97,14 +100,14 @@ class Watch:
                 f"start={start!r}: give a step, as a whole number from 0, or 'latest'"
             )
         self.run, self._interval, self._start = run, interval, first
-        self._known: dict[int, str] = {}  # by step, the version; empty if it is abandoned
-        self._claim: str | None = None  # its version at the last poll
-        self._began: float | None = None  # the last poll, by time.monotonic
+        self._known: dict[int, str] = {}  # the yielded version of each step; empty if abandoned
+        self._claim: str | None = None  # the version of the claim at the last poll
+        self._began: float | None = None  # when the last poll began, by time.monotonic
 
     def due(self, view: View) -> list[int]:
-        """Lists the steps; returns those to look at now, oldest first."""
+        """Begins a poll: lists the steps, and returns those to check with :meth:`look`."""
         is_first, self._began = self._began is None, time.monotonic()
-        # the first listing logs it if folders exist but none has a step's name
+        # only the first poll warns if folders exist, and none has the name of a step
         folders = self.run.root.key("")
         steps = (
             steps_of(view, self.run) if is_first else self.run.steps_among(view.folders(folders))
@@ -129,7 +132,7 @@ class Watch:
         return [step for step in due if step not in abandoned]
 
     def look(self, view: View, step: int) -> CheckpointSummary | None:
-        """The checkpoint of a step, if it is there and was not yielded before."""
+        """Returns the checkpoint of a step if it is committed and was not yielded before."""
         commit = find_commit(view.look, self.run.uri(step))
         if commit is None:
             self._known.pop(step, None)
@@ -141,6 +144,6 @@ class Watch:
         return None
 
     def pause(self) -> float:
-        """Seconds until the next poll is due."""
+        """Returns the seconds until the next poll is due; 0 if it is due now."""
         assert self._began is not None
         return max(0.0, self._began + self._interval - time.monotonic())
