@@ -36,7 +36,7 @@ class Arena:
     that: a lack of memory is an error here, not a signal later.
 
     Attributes:
-        size: Its size in bytes.
+        size: The arena's size in bytes.
         fd: The file descriptor that another process may map; -1 once closed.
         pinned: Whether an accelerator can copy to it directly.
     """
@@ -47,7 +47,7 @@ class Arena:
         """Allocates the memory.
 
         Args:
-            size: Its size in bytes, at least 1.
+            size: The arena's size in bytes, at least 1.
             pin: Whether to lock the pages for an accelerator.
 
         Raises:
@@ -91,8 +91,7 @@ class Arena:
 
         Args:
             on_unused: Called, in any thread and perhaps by the garbage collector, when neither the
-                result
-                nor any tensor in it exists any more.
+                result nor any tensor in it exists any more.
         """
         owner = (ctypes.c_char * self.size).from_buffer(self._map)
         weakref.finalize(owner, on_unused).atexit = False

@@ -248,11 +248,11 @@ def log_levels() -> dict[str, int]:
 
 
 class _Worker:
-    """One process, from its start to its end.
+    """One saving process, from its start to its end.
 
     Attributes:
-        is_busy: Whether it has a job.
-        is_stuck: Whether it last reported that it makes no progress.
+        is_busy: Whether the process has a job.
+        is_stuck: Whether the process last reported that it makes no progress.
         unsettled: Set as long as the job's outcome is unknown.
     """
 

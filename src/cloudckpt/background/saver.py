@@ -77,13 +77,10 @@ class AsyncSaver:
             stager: A custom stager, which the saver does not close.
             options: The options of background saves; default: ``BackgroundOptions()``.
             tells_failures: Whether a save's failure is also raised by the next call of
-                :meth:`save`, on all
-                ranks, besides being set on its future.
+                :meth:`save`, on all ranks, besides being set on its future.
             on_failure: Called with the numbers of the failed saves and the error, instead of
-                raising it;
-                also if this rank alone has no memory for a copy. Called with the same on all ranks;
-                    if it
-                raises, it must do so on all.
+                raising it; also if this rank alone has no memory for a copy. Called with the same
+                on all ranks; if it raises, it must do so on all.
             when_busy: The policy for a save while another is in progress, unless the options set
                 one.
             have_met: Whether the ranks come straight from a meeting.
@@ -185,8 +182,7 @@ class AsyncSaver:
             SaveInProgressError: If the previous save does not end within ``patience`` seconds on
                 some rank.
             CloudCheckpointError: The failure of an earlier save, if this saver raises failures; or
-                of
-                ``writer``, on some rank.
+                of ``writer``, on some rank.
         """
         if not self.belongs_here:
             raise ClosedError(

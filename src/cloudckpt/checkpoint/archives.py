@@ -171,8 +171,8 @@ class TensorDescription:
         dtype: Element type.
         record: The name of the zip record of its storage, beneath ``data/``.
         storage_offset: The tensor's first element in the storage, counted in elements.
-        shape: Its shape.
-        stride: Its strides, in elements.
+        shape: The tensor's shape.
+        stride: The tensor's strides, in elements.
     """
 
     dtype: torch.dtype

@@ -79,8 +79,7 @@ class Base:
         record: The record of the checkpoint, with digests; ``attempt`` is the random name of the
             save that made it. Its columns are shared, not copied.
         folder: The folder name of the checkpoint, given to objects that have no folder; empty if
-            all
-            have theirs.
+            all have theirs.
 
     Attributes:
         attempt: The random name of the save that made the checkpoint.

@@ -60,7 +60,7 @@ class Baseline:
 
     Attributes:
         key: The key of the commit object.
-        version: Its version, or None if it did not exist.
+        version: The version of the commit object; None if it did not exist.
         began: When the save began, in seconds of :func:`now`.
     """
 
@@ -102,7 +102,7 @@ def begin(
     Args:
         look: Requests the commit object from the store.
         key: The key of the commit object.
-        uri: Its URI, for errors.
+        uri: The URI of the commit object, for errors.
         overwrite: Whether an existing checkpoint may be replaced.
         began: When the save began, in seconds of :func:`now`; None for now.
 

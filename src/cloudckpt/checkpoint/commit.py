@@ -94,8 +94,7 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
     Args:
         store: The store.
         setting: The user's setting; ``auto`` relies on the vendor's documentation if it is
-            explicit,
-            and otherwise tests the store once.
+            explicit, and otherwise tests the store once.
         key: The key of an object for the test, which nothing else writes.
         retrier: Retries transient failures of the test.
 
@@ -305,7 +304,7 @@ def no_longer_needed(
     Args:
         store: The store.
         uri: The checkpoint.
-        gone: Its commit object, already deleted or replaced; None if it had none.
+        gone: The checkpoint's commit object, already deleted or replaced; None if it had none.
         config: Options.
         needed: The keys named by the checkpoint that replaced it.
     """

@@ -52,7 +52,7 @@ class Fetched:
 
     Attributes:
         info: The commit object.
-        data: Its bytes from some offset to its end.
+        data: The bytes of the commit object from some offset to its end.
     """
 
     info: ObjectInfo

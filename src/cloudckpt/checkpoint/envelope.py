@@ -58,7 +58,7 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
 
     Args:
         dtype: The tensor's element type.
-        shape: Its shape.
+        shape: The tensor's shape.
     """
     numel = math.prod(shape)
     nbytes = numel * dtype.itemsize
@@ -81,7 +81,7 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
 
 
 class _Zip:
-    """Writes a zip archive without the payload of its open record."""
+    """Writes a zip archive, except for the payload of a record that the caller inserts."""
 
     def __init__(self) -> None:
         self.position = 0

@@ -50,8 +50,7 @@ class Planned:
         rows: By rank, the table's rows of the items in its plan, in the plan's order.
         checksum: The checksum algorithm of the store.
         structure: The nesting that flattening has removed from the state dicts of all ranks; None
-            if
-            each rank reports it after it has written.
+            if each rank reports it after it has written.
     """
 
     table: Table
@@ -105,8 +104,7 @@ class Planned:
         Raises:
             DifferentCheckpointsError: If a rank has written to another location.
             IncompleteSaveError: If the metadata promise an item that no rank has written, or a
-                rank's
-                report is inconsistent.
+                rank's report is inconsistent.
         """
         folder = CheckpointURI.parse(uri).folder
         for rank, (rows, one) in enumerate(zip(self.rows, records, strict=True)):

@@ -143,7 +143,7 @@ def continued_from(pairs: object) -> dict[str, int]:
 
     Raises:
         ValueError: If ``pairs`` is anything else.
-        TypeError: See above.
+        TypeError: If an entry of the list is not a pair.
     """
     if not isinstance(pairs, list):
         raise ValueError("'continues' is not a list of jobs")

@@ -221,10 +221,10 @@ class StoredForm(NamedTuple):
     """The layout of an item in an object: envelope, size and element type, whatever its values.
 
     Attributes:
-        head: The envelope before its bytes.
-        nbytes: Its size in bytes, without the envelope.
-        tail: The envelope after them.
-        dtype: The number of its element type in the index; 0 if it is not a plain tensor.
+        head: The envelope before the item's bytes.
+        nbytes: The size of the item in bytes, without the envelope.
+        tail: The envelope after the item's bytes.
+        dtype: The number of the element type in the index; 0 if it is not a plain tensor.
     """
 
     head: bytes

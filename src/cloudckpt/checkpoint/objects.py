@@ -177,10 +177,10 @@ class WrittenObject:
 
     Attributes:
         rank: The rank that wrote it.
-        ordinal: Its number among the objects of that rank, from 0.
+        ordinal: The object's number among those of its rank, from 0.
         attempt: The random part of its name: sixteen hexadecimal digits.
-        size: Its size in bytes.
-        checksum: Its checksum, by the store's algorithm.
+        size: The object's size in bytes, with its index.
+        checksum: The object's checksum, by the store's algorithm.
         index_size: Bytes of the index at its end.
         index_crc: CRC32C of the index.
         folder: The folder name of the sibling checkpoint that contains it; empty if that is the
@@ -222,7 +222,7 @@ class WrittenObject:
 
         Raises:
             ValueError: If a field is invalid.
-            TypeError: See above.
+            TypeError: If ``fields`` is not a list, or has the wrong length.
         """
         made = cls(*fields)
         numbers = made.rank, made.ordinal, made.size, made.checksum, made.index_size, made.index_crc

@@ -72,7 +72,7 @@ class Places:
 
     Args:
         uri: The checkpoint.
-        commit: Its commit object; None if it was not read yet.
+        commit: The checkpoint's commit object; None if it was not read yet.
     """
 
     def __init__(self, uri: CheckpointURI, commit: CommitObject | None) -> None:
@@ -160,10 +160,8 @@ class Places:
             store: The store of the objects.
             config: Options.
             damaged: Called with each damaged index, with each item that has no location, and with
-                each
-                object whose index contradicts the metadata. If it does not raise, what is damaged
-                    is left
-                out.
+                each object whose index contradicts the metadata. If it does not raise, what is
+                damaged is left out.
 
         Raises:
             CheckpointCorruptError: If ``damaged`` raises it, as it does by default.

@@ -139,14 +139,11 @@ class Record:
         attempt: The random name of the save; empty until it is committed.
         location: The checkpoint that a rank has written to; empty once it is committed.
         unmoved: If not empty, the digest of the extents, which equal those of the rank's previous
-            save;
-            ``extents`` is then empty.
+            save; ``extents`` is then empty.
         whole: In a plan, the numbers of the names of which no other rank may have a part.
         times: One row per rank: its number, when it began to plan, when its first byte was sent,
-            when
-            the store had all of its data (each in milliseconds since 1970, by the rank's own
-                clock),
-            and the bytes that it sent.
+            when the store had all of its data (each in milliseconds since 1970, by the rank's own
+            clock), and the bytes that it sent.
         committing: When all ranks had written, in milliseconds since 1970; 0 in the record of one
             rank.
     """
@@ -273,8 +270,7 @@ class Record:
             data: The result of :meth:`to_bytes`.
             uri: The checkpoint, for messages.
             most: Maximum bytes of the unpacked record; None if a rank of this job made it, whose
-                numbers
-                are trusted.
+                numbers are trusted.
             known: Caches documents, which ranks with the same names share; parsed ones are added to
                 it.
 

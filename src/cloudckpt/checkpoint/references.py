@@ -129,11 +129,9 @@ class Hold:
 
         Raises:
             ConfigError: If the base is not in the same folder as ``uri``, or a checkpoint that
-                refers to
-                its objects could not be read.
+                refers to its objects could not be read.
             CheckpointCorruptError: If one of the base's objects is missing, has another size, or is
-                known
-                to be damaged (:func:`distrust`).
+                known to be damaged (:func:`distrust`).
             CloudCheckpointError: If the base can't be read, or marks can't be written.
         """
         check_beside(uri, base)
@@ -367,8 +365,7 @@ class _Protection:
     Attributes:
         kept: The keys that are needed, by folder.
         unclear: The folders that have lost a mark meanwhile. The mark may have been that of a save
-            that
-            is gone; any later save has its own mark by now, so reading again will show it.
+            that is gone; any later save has its own mark by now, so reading again will show it.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ def header_bytes(
         tensors: Name, type and shape of each.
         aliases: Other names of tensors, by alias. The format has only one name for a byte range, so
             they are in the metadata, as the format's own ``save_model`` writes those of tied
-                weights.
+            weights.
 
     Raises:
         UnsupportedTensorError: If a name or a type can't be written, or the header would be too
@@ -208,8 +208,7 @@ def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> F
     Raises:
         CheckpointCorruptError: If the header violates the format: a tensor is outside of the file,
             overlaps another, follows a gap, or has a size that does not fit its shape; or a name
-                occurs
-            twice.
+            occurs twice.
         UnsupportedTensorError: If this torch has no such element type.
     """
     try:

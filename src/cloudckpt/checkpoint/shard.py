@@ -72,8 +72,7 @@ def check_supported(tensor: torch.Tensor, fqn: str) -> None:
 
     Raises:
         UnsupportedTensorError: For quantized, sparse, nested and meta tensors, and for those
-            without
-            memory.
+            without memory.
     """
     kind = None
     if tensor.is_quantized:
@@ -185,7 +184,7 @@ class Sender(Protocol):
     """Sends the items of a layout.
 
     Attributes:
-        outlives: Whether it goes on when this trainer ends before the commit.
+        outlives: Whether the sender goes on when this trainer ends before the commit.
     """
 
     @property

@@ -111,7 +111,7 @@ class Structure:
 
         Raises:
             ValueError: If ``document`` is anything else.
-            TypeError: See above.
+            TypeError: If a part of it has an unexpected type.
         """
         if not isinstance(document, dict) or document.keys() != {"keys", "empty"}:
             raise ValueError(
@@ -268,8 +268,7 @@ class KeyNames:
         keys: The key of a dict entry, by its path, if it is not a plain string.
         empty: The paths of the empty dicts.
         collisions: Pairs of entries of one dict whose keys have the same string: each as its path,
-            with
-            the key itself as last element.
+            with the key itself as last element.
     """
 
     def __init__(self, state_dict: Mapping[Any, Any]) -> None:

@@ -196,8 +196,7 @@ def load_with(
 
     Args:
         built: Makes the value from the pickle, the names that ``weights_only`` allows, the names
-            that
-            the user allows, and the function that makes storages from persistent ids.
+            that the user allows, and the function that makes storages from persistent ids.
         file: A file of ``torch.save`` in the format of a zip archive.
         map_location: As in ``torch.load``.
 

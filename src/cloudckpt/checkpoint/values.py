@@ -368,8 +368,8 @@ class Unloadable:
     Args:
         uri: The checkpoint.
         setting: ``refuse`` refuses all of them; ``warn`` logs each item and type once; ``auto``
-            refuses
-            only an object that holds another one whose ``load_state_dict`` a load would not call.
+            refuses only an object that holds another one whose ``load_state_dict`` a load would not
+            call.
     """
 
     def __init__(self, uri: str, setting: str) -> None:

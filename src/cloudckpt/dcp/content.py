@@ -37,11 +37,10 @@ class PerRank(Generic[T]):
     Attributes:
         value: The value of this rank. After a load, the value that this rank has saved; if the
             checkpoint has no value of this rank, it stays as it was, which the load logs as a
-                warning.
+            warning.
         is_loaded: Whether the last load has set ``value`` to what this rank had saved.
         all: After a load, the saved values by the rank that saved them: of all ranks if the ranks
-            that
-            saved are not exactly those that load; otherwise only this rank's.
+            that saved are not exactly those that load; otherwise only this rank's.
     """
 
     def __init__(self, value: T) -> None:
@@ -118,8 +117,7 @@ class Content:
 
         Raises:
             UnsupportedValueError: If a container contains itself, or a tuple holds a value that has
-                to be
-                replaced: a tuple is saved as one value.
+                to be replaced: a tuple is saved as one value.
         """
         self.notes: list[str] = []
         self.left_alone: dict[str, str] = {}

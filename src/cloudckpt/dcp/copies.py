@@ -227,8 +227,8 @@ def refuse_or_tell(
         by_rank: The digests of each rank's copies.
         uri: The checkpoint.
         refuses: Whether a difference is an error; otherwise it is logged, once for each name.
-            DTensors
-            on meshes without a common rank are parts of different models: an error in any case.
+            DTensors on meshes without a common rank are parts of different models: an error in any
+            case.
 
     Raises:
         KeyCollisionError: If ranks have different values under one name, and this is an error.

@@ -79,8 +79,7 @@ def plan_together(
     Args:
         records: By rank, the record of its plan.
         to_lowest_rank: Whether the lowest rank writes an item that several have, not the rank with
-            the
-            least to write.
+            the least to write.
         uri: The checkpoint, for messages.
 
     Returns:

@@ -81,13 +81,13 @@ class _Terms(NamedTuple):
     """The terms of a load that the first rank broadcasts: plain values, which any version can read.
 
     Attributes:
-        location: The location that it loads from.
+        location: The location that the first rank loads from.
         options: Options that must be the same on all ranks.
-        version: The version of its cloudckpt.
-        begins: Whether it can load.
-        gathers: Whether it needs the plans of all ranks.
+        version: The first rank's version of cloudckpt.
+        begins: Whether the first rank can load.
+        gathers: Whether the first rank needs the plans of all ranks.
         shares: Which ranks share their reads, see ``shared_reads`` of the options.
-        metadata: The metadata that its reader has read; None if each rank reads them itself.
+        metadata: The metadata that the first rank has read; None if each rank reads them itself.
     """
 
     location: str = ""
@@ -131,8 +131,7 @@ class _Load:
 
         Raises:
             CheckpointReplacedError: If another save has replaced the checkpoint; the call can then
-                be
-                repeated.
+                be repeated.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         # after a retry: a planner may have begun to fill it

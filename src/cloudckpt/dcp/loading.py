@@ -250,7 +250,7 @@ class Load:
         """Locates the items and assigns their bytes to the planner's tensors.
 
         Raises:
-            ConfigError: If the load would leave the region of the store, and may not.
+            ConfigError: If the load would cross regions, which the options forbid.
         """
         indices = [item.storage_index for item in plan.items]
         with self.guarded():

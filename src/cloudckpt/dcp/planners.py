@@ -1,4 +1,4 @@
-"""torch's default planners, made faster, and with errors that name the item."""
+"""Planners like torch's defaults, but faster, and with errors that name the item."""
 
 from __future__ import annotations
 
@@ -107,8 +107,7 @@ class CloudSavePlanner(DefaultSavePlanner):
 
         Raises:
             UnsupportedTensorError: If a tensor is nested (and so has no size to plan for), has a
-                partial
-                placement, or declares invalid shards.
+                partial placement, or declares invalid shards.
         """
         for name, value in self.state_dict.items():
             if isinstance(value, DTensor):
@@ -154,8 +153,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
     Args:
         uri: The checkpoint, for messages.
         strict: Whether all keys must be in the checkpoint and fit; otherwise those that fit are
-            loaded,
-            and the others keep their values.
+            loaded, and the others keep their values.
         tells: Whether to log what may not be intended, such as converted tensors.
 
     Attributes:
@@ -226,11 +224,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         Raises:
             MissingKeyError: If the state dict has keys that the checkpoint lacks.
             ShapeMismatchError: If a tensor's shape differs from the checkpoint's, or a key is a
-                tensor in
-                the checkpoint, but not in the state dict.
+                tensor in the checkpoint, but not in the state dict.
             UnsupportedTensorError: If a tensor's element type can't hold the saved values, or it
-                declares
-                invalid shards.
+                declares invalid shards.
         """
         assert self.metadata is not None
         table = table_of(self.metadata, self._uri)

@@ -92,8 +92,7 @@ class CloudStorageReader(OurReader):
             config: Options; those not given are read from the environment.
             trust_pickle: Whether pickles in the checkpoint may run arbitrary code.
             key_mapping: For models in safetensors files: maps a tensor's name in the files to its
-                name in
-                the state dict, or to None to leave it out.
+                name in the state dict, or to None to leave it out.
 
         Raises:
             InvalidURIError: If ``checkpoint_id`` is not a valid location.

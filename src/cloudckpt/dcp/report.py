@@ -52,18 +52,16 @@ class LoadReport:
         uri: The checkpoint.
         loaded: The names that were loaded.
         missing: The names that the checkpoint does not have, and that keep their values. Empty if
-            the
-            load was strict.
+            the load was strict.
         unexpected: The names that only the checkpoint has, apart from those in ``optimizer``.
         converted: The names that were loaded in another form than they were saved in, and how: as
             another element type, or from other chunks, such as of a tensor that is sharded
-                differently.
+            differently.
         left_alone: The names that keep their values although the checkpoint has an entry, and why.
         optimizer: The saved optimizer state for which the state dict has no entry, such as that of
             parameters that are frozen now, or of an optimizer that has made no step.
         doubtful: The names that were loaded, but that torch's own functions change when the state
-            dict
-            is passed on to an optimizer, and how: state of integers, and empty groups.
+            dict is passed on to an optimizer, and how: state of integers, and empty groups.
     """
 
     uri: str
@@ -95,8 +93,7 @@ class LoadReport:
             left_alone: The names that keep their values although the checkpoint has an entry, and
                 why.
             converted: The names that were loaded in another form, and how; None if the planner does
-                not
-                report them.
+                not report them.
             unused: The names of other ranks' values, and of values that were read and not used.
         """
         stored, left = _names_in(metadata), left_alone or {}

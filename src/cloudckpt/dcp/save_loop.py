@@ -486,8 +486,7 @@ class SaveLoop:
 
         Raises:
             IncompleteSaveError: If a rank has written by another plan, or its previous save differs
-                from
-                the coordinator's.
+                from the coordinator's.
         """
         digests = tuple(digest for digest, _, _ in reports)
         if planned is not None:

@@ -162,10 +162,8 @@ class CloudStorageWriter(OurWriter):
             commit_hook: Called on the coordinator around the commit.
             notes: Notes stored with the checkpoint; those of the coordinator are used.
             base: An earlier checkpoint in the same folder; bytes that it already has are not sent
-                again.
-                With ``Config(incremental=True)`` the default is the newest one. torch's own
-                    ``save`` sends
-                everything; :func:`cloudckpt.save` does not.
+                again. With ``Config(incremental=True)`` the default is the newest one. torch's own
+                ``save`` sends everything; :func:`cloudckpt.save` does not.
 
         Raises:
             ConfigError: If the notes can't be stored, or an argument has the wrong type.
@@ -405,8 +403,7 @@ class CloudStorageWriter(OurWriter):
             expected: About how many bytes will be sent; None if unknown.
             small: The small tensors whose data need not come from the planner, if they are known.
             pending: The object to leave in the store if this trainer ends before the commit,
-                without the
-                locations of the items.
+                without the locations of the items.
             contents: Knows which items need not be sent.
         """
         uri, sending = str(self.uri), time.time()
