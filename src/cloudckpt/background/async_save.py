@@ -77,8 +77,7 @@ def async_save(
 
     Returns:
         A future of the metadata, with the guarantees and errors of :func:`cloudckpt.save`; or
-            torch's
-        ``AsyncSaveResponse`` if the stager itself is asynchronous.
+        torch's ``AsyncSaveResponse`` if the stager itself is asynchronous.
 
     Raises:
         SaveInProgressError: If the previous save does not end within ``patience`` seconds on some

@@ -157,8 +157,7 @@ def _agree(
 
     Returns:
         The name of a group that is free on all ranks, empty if there is none; and the maximum
-            number
-        of groups that a rank is in.
+        number of groups that a rank is in.
     """
     rank, size, store = group.rank(), group.size(), group.get_group_store()
     place = f"cloudckpt/open/{number}"

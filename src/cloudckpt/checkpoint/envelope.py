@@ -144,7 +144,7 @@ def _zip64(nbytes: int, start: int) -> bytes:
 
 
 class _Storage:
-    """A placeholder for the storage in the pickle; the pickler writes its persistent id."""
+    """A placeholder for the tensor's storage, which the pickle refers to by a persistent id."""
 
     def __init__(self, kind: type[Any], numel: int) -> None:
         self.persistent_id = ("storage", kind, "0", "cpu", numel)

@@ -60,8 +60,7 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
 
     Returns:
         The table, and a column with the numbers of the names that this rank writes as whole
-            tensors:
-        torch expects no part of these on another rank.
+        tensors: torch expects no part of these on another rank.
 
     Raises:
         NotInColumnsError: If columns can't express the plan.

@@ -250,7 +250,9 @@ class Load:
         """Locates the items and assigns their bytes to the planner's tensors.
 
         Raises:
-            ConfigError: If the load would cross regions, which the options forbid.
+            CheckpointCorruptError: If an item has no location, or does not fit its metadata.
+            ShapeMismatchError: If the planner's tensor has not the planned shape.
+            UnsupportedTensorError: If the planner's tensor can't be filled.
         """
         indices = [item.storage_index for item in plan.items]
         with self.guarded():

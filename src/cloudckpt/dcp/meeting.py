@@ -178,10 +178,8 @@ class Consensus:
         Returns:
             A ConfigError if two ranks were given different options, or run different versions; a
             DifferentCheckpointsError if they name different locations; the failure, if all failed
-                ranks
-            failed with the same class of error; a RanksFailedError if the classes differ, or come
-                from
-            outside cloudckpt.
+            ranks failed with the same class of error; a RanksFailedError if the classes differ, or
+            come from outside cloudckpt.
         """
         failures = {
             rank: one.failure for rank, one in enumerate(self.statuses) if one.failure is not None
