@@ -122,9 +122,7 @@ class Memory:
         return ctypes.addressof(self._owner)
 
     def storage(self, start: int, size: int) -> torch.UntypedStorage:
-        """Returns a storage of ``size`` bytes (at least 1) that begins at byte ``start`` of the
-        memory.
-        """
+        """Returns a storage of ``size`` bytes (at least 1) from byte ``start`` of the memory."""
         view = torch.frombuffer(self._owner, dtype=torch.uint8, count=size, offset=start)
         return view.untyped_storage()
 

@@ -104,9 +104,7 @@ def as_socket(channel: Connection) -> Iterator[socket.socket]:
 
 
 def set_timeout(channel: Connection, seconds: float) -> None:
-    """Sets the timeout of single reads and writes: the other side may stop in the middle of a
-    message.
-    """
+    """Sets the timeout of each read and write: the other side may stop within a message."""
     whole = int(seconds)
     value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
     with as_socket(channel) as end:

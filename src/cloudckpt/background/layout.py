@@ -260,9 +260,7 @@ def _why_not_copied(tensor: torch.Tensor) -> str:
 
 
 def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.Tensor:
-    """Copies a tensor outside of the arena, also a subclass that torch can't copy for lack of
-    ``new_empty``.
-    """
+    """Copies a tensor outside of the arena, even if torch can't deep-copy its class."""
     alone = tensor if tensor.is_leaf else tensor.detach()
     try:
         made: torch.Tensor = _copied(alone, memo, path)
@@ -276,7 +274,7 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
 def _copied(
     value: Any, memo: dict[int, Any], path: _Path, live: Collection[int] = frozenset()
 ) -> Any:
-    """Returns a deep copy that contains the tensors of ``memo``, and no object with an id in
+    """Returns a deep copy that contains the tensors of ``memo``, and no object whose id is
     ``live``.
 
     Values that ``copy.deepcopy`` can't copy, such as a mapping proxy or a tensor amid a graph

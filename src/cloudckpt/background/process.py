@@ -109,9 +109,7 @@ class SaveProcess:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the process has a job without progress, since its store fails or
-        does not answer.
-        """
+        """Whether the process has a job without progress, since its store fails or is silent."""
         worker = self._worker
         return worker is not None and worker.is_busy and worker.is_stuck
 
@@ -148,9 +146,7 @@ class SaveProcess:
 
 
 class _Shared:
-    """The memory that the process maps: the arena of the staged copy, and the annex for other
-    bytes.
-    """
+    """The memory that the process maps: the arena of the staged copy, and the annex."""
 
     def __init__(self, arena: Arena | None, annex: Annex, pool: StagingPool) -> None:
         self.pool = pool
@@ -230,9 +226,7 @@ class ProcessSender:
         return outcome.objects
 
     def settle(self) -> None:
-        """Tells the process that the outcome of this save is known, if the process was given the
-        save.
-        """
+        """Tells the process, if it was given the save, that the save's outcome is known."""
         if self._sent_by is not None:
             self._sent_by.settle()
 
@@ -347,9 +341,7 @@ class _Worker:
         return outcome
 
     def _receive(self, wanted: str, deadline: float | None = None) -> Any:
-        """Returns the next message of a type; handles log records and events that
-        come before it.
-        """
+        """Returns the next message of a type; handles logs and events that come before it."""
         silent = 0.0
         while True:
             try:

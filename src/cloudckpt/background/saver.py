@@ -443,8 +443,7 @@ class AsyncSaver:
         return metadata
 
     def close(self) -> None:
-        """Waits for the saves in progress, up to ``patience`` seconds, and releases memory and
-        groups.
+        """Waits up to ``patience`` seconds for saves in progress, and releases memory and groups.
 
         A saving process is then ended, which fails unfinished saves; a thread continues. Failures
         are reported by the futures only. Closing again does nothing, or finishes an interrupted

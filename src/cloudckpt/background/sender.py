@@ -116,7 +116,7 @@ class CurrentSave:
             return self._job
 
     def pending(self, wait: float) -> Pending | None:
-        """Returns the pending object to write, after the save was sent or ``wait`` seconds have
+        """Returns the pending object to write, once the save was sent or ``wait`` seconds have
         passed.
 
         None if there is nothing (more) to write.
@@ -130,8 +130,7 @@ class CurrentSave:
 
 
 def finish(current: CurrentSave, limit: float) -> None:
-    """Writes the pending object of the current save until the save is sent, after the trainer's
-    end.
+    """Writes the pending object again and again until the save is sent, after the trainer's end.
 
     Args:
         current: The save.
@@ -195,9 +194,7 @@ what is still saved, and once it has ended, this process finishes its work and e
 
 
 def main(channel: Connection) -> None:
-    """Carries out jobs until the trainer closes the channel or ends; then finishes
-    its last save.
-    """
+    """Carries out jobs until the trainer closes the channel or ends; then finishes the last."""
     for number in _OF_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     settings: Settings = channel.recv()

@@ -181,8 +181,8 @@ class Stager(AsyncStager):
         return StagedState(content, arena, layout.size, lease, memory)
 
     def _fitting(self, layout: Layout) -> Arena:
-        """Returns an arena for the layout; one that is too small, or far too large, is freed and
-        replaced.
+        """Returns an arena for the layout; one too small, or far too large, is
+        freed and replaced.
         """
         size, held = layout.size, self._arena
         if held is not None and (held.size < size or held.size > max(size * _SHRINK, _CHUNK)):
@@ -256,9 +256,7 @@ class Stager(AsyncStager):
 
     @contextlib.contextmanager
     def _beside_compute(self, device: torch.device) -> Iterator[None]:
-        """Enters a stream for copies, ordered after the work queued on the compute
-        stream so far.
-        """
+        """Enters a stream for copies, ordered after the compute stream's work so far."""
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         stream = self._streams[device]

@@ -36,9 +36,7 @@ __all__ = ["StoredTensor", "TensorDescription", "describe_tensor", "locate"]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A plain tensor in a checkpoint: the byte range of its row-major elements, its dtype and
-    shape.
-    """
+    """A plain tensor in a checkpoint: the byte range of its row-major elements, dtype and shape."""
 
     elements: StoredBytes
     dtype: torch.dtype
@@ -46,8 +44,8 @@ class StoredTensor:
 
 
 _EDGE = 4096
-"""Bytes read at either end of an item: torch's directory takes about 700, its first records as
-many.
+"""Bytes read at either end of an item: torch's directory takes about 700, as do
+the first records.
 """
 
 _ENCRYPTED = 1  # flag of an encrypted record
@@ -197,9 +195,7 @@ def describe_tensor(data: bytes) -> TensorDescription | None:
 
 @functools.cache
 def _type_of_storage(name: str) -> Any:
-    """Returns the element type of a torch storage class, such as bfloat16 for
-    ``BFloat16Storage``.
-    """
+    """Returns the element type of a torch storage class, such as ``BFloat16Storage``."""
     if not name.endswith("Storage"):
         raise ValueError(f"{name} is not a storage class of torch")
     with unwarned():  # storage classes are deprecated, and torch.save still uses them

@@ -27,9 +27,7 @@ class UnknownNameError(Exception):
 
 
 def made_of(kind: Callable[..., Any], *kinds: type[Any]) -> Callable[..., Any]:
-    """Wraps ``kind`` so that it raises ValueError unless all arguments are exactly of these
-    classes.
-    """
+    """Wraps ``kind`` to raise ValueError unless all arguments are exactly of these classes."""
 
     def make(*arguments: Any) -> Any:
         if not all(type(argument) in kinds for argument in arguments):
@@ -164,9 +162,7 @@ class Building:
             raise DescriptionError(f"invalid pickle: {stub.name} can't be called: {exc}") from exc
 
     def _of_the_user(self, cls: Any, stub: Stub) -> Any:
-        """Builds an instance of an allowed class as pickle would: arguments,
-        contents, then state.
-        """
+        """Builds an instance of an allowed class as pickle would."""
         arguments = list(map(self.value, stub.arguments))
         if stub.is_call:
             built = cls(*arguments)
@@ -187,9 +183,7 @@ class Building:
 
 
 def _restore(built: Any, state: Any) -> None:
-    """Sets the state of an instance as pickle does, but refuses attributes that
-    begin with ``__``.
-    """
+    """Sets an instance's state as pickle does; refuses attributes that begin with ``__``."""
     if hasattr(built, "__setstate__"):
         built.__setstate__(state)
         return

@@ -88,8 +88,7 @@ _NO_VERSION = '"00000000000000000000000000000000"'
 
 
 def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retrier) -> bool:
-    """Returns whether the commit may rely on conditional writes, or raises if the store ignores
-    them.
+    """Returns whether the commit may rely on conditional writes; raises if the store ignores them.
 
     Args:
         store: The store.
@@ -276,9 +275,7 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
 
 
 def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
-    """Parses the commit object of a checkpoint that will be deleted; None, and a warning, if it
-    can't.
-    """
+    """Parses the commit object of a checkpoint to be deleted; None, with a warning, if it fails."""
     try:
         return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:

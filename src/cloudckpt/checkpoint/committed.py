@@ -143,9 +143,7 @@ class CommitObject:
 
     @property
     def has_digests(self) -> bool:
-        """Whether the checkpoint has digests of its items, so that later checkpoints may refer to
-        them.
-        """
+        """Whether the checkpoint has digests of its items, as a base of later saves needs."""
         return self.record is not None and self.record.extents.has_digests
 
     @property

@@ -134,9 +134,7 @@ class _Zip:
 
 
 def _zip64(nbytes: int, start: int) -> bytes:
-    """Returns the zip64 extra field with the numbers that do not fit into 32 bits; empty if all
-    fit.
-    """
+    """Returns the zip64 extra field with the numbers above 32 bits; empty if there are none."""
     numbers = [nbytes, nbytes] if nbytes >= _MAX32 else []
     if start >= _MAX32:
         numbers.append(start)
@@ -166,9 +164,7 @@ class _Rebuilt:
 
 
 def _pickle(dtype: torch.dtype, shape: tuple[int, ...], numel: int) -> bytes:
-    """Returns ``data.pkl``: torch's own description of a tensor of this dtype,
-    with another shape.
-    """
+    """Returns ``data.pkl``: torch's own description of a tensor, for this dtype and shape."""
     function, arguments, untyped = _description(dtype)
     storage: _Storage
     if untyped is None:
@@ -205,8 +201,9 @@ def unwarned() -> Iterator[None]:
 
 @lru_cache(maxsize=128)
 def _description(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], type[Any] | None]:
-    """Returns ``(rebuild function, its arguments after the strides, typed storage
-    class or None)``.
+    """Returns the rebuild function, its arguments after the strides, and the storage class.
+
+    The storage class is None for a type without typed storage.
     """
     with unwarned():  # TypedStorage is deprecated, but torch.save still uses it
         function, arguments = torch.empty(1, dtype=dtype, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]

@@ -63,9 +63,7 @@ _RECORD = re.compile(r"(.+)\.([0-9a-f]{16})\.cloudckpt-pending", re.DOTALL)
 
 
 def content_name(name: str, attempt: str) -> str:
-    """Returns the name of the object with a file's bytes; ``attempt``: sixteen
-    random hex digits.
-    """
+    """Returns the name of the object with a file's bytes; ``attempt``: 16 random hex digits."""
     return f"{name}.{attempt}.cloudckpt"
 
 
@@ -142,7 +140,7 @@ class StoredFile:
         block_size: int,
         checksums: tuple[int, ...],
     ) -> StoredFile:
-        """Makes a stored file from checksums of blocks; joins blocks until ``MOST_BLOCKS`` are
+        """Makes a stored file from checksums of blocks, joined until at most ``MOST_BLOCKS`` are
         left.
         """
         lengths = _lengths(size, block_size)

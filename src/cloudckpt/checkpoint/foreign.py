@@ -287,9 +287,7 @@ class _MetadataBuilding(Building):
         return made
 
     def _memory_format(self, described: Any) -> torch.memory_format:
-        """Builds a memory format from the number, or (as of Python 3.11.0) the name of an enum
-        member.
-        """
+        """Builds a memory format from an enum member's number, or from its name (Python 3.11.0)."""
         if isinstance(described, Stub) and described.name in _ENCODINGS:
             (number,) = described.arguments
             _expect(number, (int,), "memory_format")

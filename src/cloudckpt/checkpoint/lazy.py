@@ -35,17 +35,13 @@ def lazy_metadata(record: Record) -> Metadata:
 
 
 def record_behind(metadata: Metadata) -> Record | None:
-    """Returns the record from which :func:`lazy_metadata` made this metadata; None for other
-    metadata.
-    """
+    """Returns the record that :func:`lazy_metadata` was given for this metadata; else None."""
     described = metadata.state_dict_metadata
     return described.record if isinstance(described, _Described) else None
 
 
 def table_behind(metadata: Metadata) -> Table | None:
-    """Returns the table from which :func:`lazy_metadata` made this metadata; None for other
-    metadata.
-    """
+    """Returns the table that :func:`lazy_metadata` was given for this metadata; else None."""
     record = record_behind(metadata)
     return None if record is None else record.table
 

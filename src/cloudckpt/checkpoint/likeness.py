@@ -173,9 +173,7 @@ class _Digest:
 
 
 def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields all elements of a tensor in row-major order, in copies of at most 64
-    MiB or one row.
-    """
+    """Yields a tensor's elements in row-major order, in copies of at most 64 MiB or one row."""
     if not tensor.numel():
         return
     if tensor.nbytes > _AT_ONCE and tensor.shape[0] > 1:

@@ -40,8 +40,7 @@ __all__ = ["Manifest", "Planned", "earlier_objects"]
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of all ranks: what each is to write, in this save and in later ones of the
-    structure.
+    """The plan of all ranks: what each writes, in this save and in later ones of the structure.
 
     It is made before the ranks write, so that their own plans need not be kept meanwhile.
 
@@ -212,9 +211,7 @@ class Manifest:
 
 
 def earlier_objects(records: Iterable[Record], folder: str) -> set[str]:
-    """Returns the names of earlier saves' objects to which the checkpoint in
-    ``folder`` will refer.
-    """
+    """Returns the names of earlier saves' objects that the checkpoint in ``folder`` will name."""
     return {
         one.seen_from(folder).name for of_rank in records for one in of_rank.objects if one.folder
     }

@@ -124,16 +124,14 @@ class Notes:
         return cls(step=step, metrics=metrics, user=user, job=job, continues=continues)
 
     def is_same_training(self, other: Notes) -> bool:
-        """Whether the checkpoint with the notes ``other`` is of this job, or of one that it
+        """Whether the checkpoint of the notes ``other`` is of this job, or of one that it
         continues.
         """
         last = self.continues.get(other.job, -1)
         return other.job == self.job or (other.step is not None and other.step <= last)
 
     def continued_at(self, step: int) -> dict[str, int]:
-        """Returns ``continues`` for a job that resumes from this checkpoint, whose step is
-        ``step``.
-        """
+        """Returns ``continues`` for a job that resumes from this checkpoint of step ``step``."""
         before = {job: last for job, last in self.continues.items() if job != self.job}
         return {**before, self.job: step}
 
@@ -174,8 +172,7 @@ def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def read_notes(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Notes:
-    """Reads the notes of a committed checkpoint; empty notes if it has none or cloudckpt didn't
-    write it.
+    """Reads the notes of a committed checkpoint; empty if it has none, or another writer's.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.

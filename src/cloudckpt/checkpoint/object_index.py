@@ -32,9 +32,7 @@ _CODES = {dtype: code for code, dtype in _TYPES.items()}
 
 
 def code_of(dtype: torch.dtype) -> int | None:
-    """Returns the number of an element type in an index; None if the format has no
-    number for it.
-    """
+    """Returns the number of an element type in an index; None if it has no number."""
     return _CODES.get(dtype)
 
 

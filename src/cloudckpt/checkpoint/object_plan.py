@@ -304,9 +304,7 @@ class Destination:
         return self.uri.key(data_name(self.rank, number, self.attempt))
 
     def part_size(self, capabilities: Capabilities, *, staged: bool) -> int:
-        """Returns the part size of an object in bytes; ``staged``: its bytes pass
-        through a pool.
-        """
+        """Returns the part size of an object in bytes; ``staged``: bytes pass through a pool."""
         return choose_part_size(
             self.expected,
             self.config.part_size,

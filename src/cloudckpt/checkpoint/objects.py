@@ -67,9 +67,7 @@ _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, l
 
 
 def data_name(rank: int, ordinal: int, attempt: str) -> str:
-    """Returns the name of a data object; ``attempt`` keeps two saves from writing
-    to the same key.
-    """
+    """Returns the name of a data object; no two saves have the same ``attempt``."""
     return f"__{rank}_{ordinal}.{attempt}.distcp"
 
 
@@ -99,8 +97,7 @@ KEPT_FOR = ".cloudckpt-keep."
 
 
 def keep_name(attempt: str) -> str:
-    """Returns the name of the mark that a save puts into a checkpoint whose objects it may refer
-    to.
+    """Returns the name of a save's mark in a checkpoint whose objects the save may refer to.
 
     While the mark exists, these objects are not deleted; see
     :mod:`cloudckpt.checkpoint.references`.
@@ -119,9 +116,7 @@ def is_keep_name(name: str) -> bool:
 
 
 def trial_name(attempt: str) -> str:
-    """Returns the name of an object that tests whether a store honours conditions;
-    deleted later.
-    """
+    """Returns the name of an object that tests whether a store honours conditions."""
     return f".conditions.{attempt}"
 
 
@@ -198,15 +193,13 @@ class WrittenObject:
 
     @property
     def name(self) -> str:
-        """The object's name relative to the checkpoint that names it, even if a sibling contains
-        it.
-        """
+        """The object's name relative to the checkpoint that names it, also if a sibling has it."""
         name = data_name(self.rank, self.ordinal, self.attempt)
         return f"../{self.folder}/{name}" if self.folder else name
 
     def seen_from(self, folder: str) -> WrittenObject:
-        """Returns the object as the checkpoint in ``folder`` names it: without a folder if it is
-        its own.
+        """Returns the object as the checkpoint in ``folder`` names it: without ``folder`` if that
+        is its own.
 
         A name with its own folder would break when the folder is renamed.
         """

@@ -75,8 +75,8 @@ class Pending:
         return dataclasses.replace(self, objects=(*objects, *self.references), references=())
 
     def to_bytes(self) -> bytes:
-        """Encodes the pending object; without plan, record and notes until all objects are in the
-        store.
+        """Encodes the pending object; plan, record and notes only once the store
+        has all objects.
         """
         parts = () if self.objects is None else (self.plan, self.record, self.notes)
         document = json.dumps(

@@ -137,8 +137,7 @@ class Places:
         self._read_indexes(names, store, config, TransferStats(str(self._uri)), damaged)
 
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
-        """Returns the byte ranges of items: payloads with checksums, or all bytes if no index was
-        read.
+        """Returns the byte ranges of items: payloads with checksums, or all bytes without indexes.
 
         Raises:
             CheckpointCorruptError: If an item has no location, or a contradictory one.
@@ -178,9 +177,7 @@ class Places:
         indices: Sequence[MetadataIndex],
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[_Item]:
-        """Returns the metadata's description of each item; calls ``damaged`` for an item without
-        location.
-        """
+        """Returns the metadata's description of each item; calls ``damaged`` for unlocated ones."""
         located: list[_Item] = []
         record = self._commit.record if self._commit is not None else None
         if record is not None and record.table is not None:
@@ -241,8 +238,8 @@ class Places:
         stats: TransferStats,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> None:
-        """Reads those indexes of objects that were not read yet; ``names`` maps each object to an
-        item.
+        """Reads the indexes of objects that were not read yet; ``names``: an item
+        of each object.
         """
         records = [
             self._objects[name]

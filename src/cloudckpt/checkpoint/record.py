@@ -1,5 +1,4 @@
-"""The record of a save: items of one or all ranks, and their locations in objects, with its
-encoding.
+"""The record of a save: items of one or all ranks, their locations in objects, its encoding.
 
 There is one encoding, :meth:`Record.to_bytes`. Ranks exchange records (a plan is a record without
 locations, a report one without a table), a saving process leaves its record in the store, and the
@@ -188,9 +187,7 @@ class Record:
         return dataclasses.replace(self, extents=earlier, unmoved="")
 
     def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
-        """Returns the object of a row, the row's first byte in it, and the row's
-        length in bytes.
-        """
+        """Returns the object of a row, the row's first byte in it, and its length in bytes."""
         number, offset, length = (int(column[row]) for column in self.extents.columns)
         return self.objects[number], offset, length
 

@@ -114,8 +114,9 @@ class Hold:
         config: Config,
         attempt: str,
     ) -> Hold | None:
-        """Puts marks of a save into a base and the folders that it refers to; see the module's
-        docstring.
+        """Puts marks of a save into a base and all folders that it refers to.
+
+        The module's docstring has the protocol.
 
         Args:
             store: The store of both.
@@ -247,9 +248,7 @@ _lock = module_lock()
 
 
 def distrust(error: CheckpointCorruptError) -> None:
-    """Keeps later saves of this process from referring to the objects that an
-    error calls damaged.
-    """
+    """Keeps later saves of this process from referring to objects that ``error`` calls damaged."""
     with _lock:
         _damaged.update(damage.object for damage in error.damages)
         if error.uri is not None:
@@ -359,8 +358,7 @@ def protected(
 
 
 class _Protection:
-    """Determines which objects of some folders are needed, by reading each mark and commit object
-    once.
+    """Determines which objects of some folders are needed, by their marks and commit objects.
 
     Attributes:
         kept: The keys that are needed, by folder.

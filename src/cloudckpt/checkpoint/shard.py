@@ -151,14 +151,10 @@ class Memory(Protocol):
     def pool(self) -> StagingPool: ...
 
     def place_of(self, address: int) -> int | None:
-        """Returns the offset of an address in the buffer of the state; None if it
-        is not in there.
-        """
+        """Returns the offset of an address in the state's buffer; None if it is outside."""
 
     def put(self, view: memoryview, owner: object) -> tuple[int, int]:
-        """Takes bytes; returns their buffer number and offset. ``owner`` keeps
-        their memory alive.
-        """
+        """Takes bytes, kept alive by ``owner``; returns their buffer number and offset."""
 
     def put_strided(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Takes a strided tensor; returns the buffer number and offset of its row-major bytes."""
@@ -175,9 +171,7 @@ class Layout(Protocol):
         """
 
     def pending(self, template: Pending) -> Pending:
-        """Returns ``template`` with the locations of all items; called after :meth:`plans` has
-        ended.
-        """
+        """Returns ``template`` with the locations of all items, after :meth:`plans` has ended."""
 
 
 class Sender(Protocol):

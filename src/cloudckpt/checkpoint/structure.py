@@ -288,9 +288,7 @@ class KeyNames:
         return tuple(self.keys.get(path[: depth + 1], path[depth]) for depth in range(len(path)))
 
     def _mapping(self, path: Path, value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-        """Yields the entries of a mapping that may be containers; records keys, empty dicts,
-        collisions.
-        """
+        """Yields the entries of a mapping that may be containers, and records its keys."""
         if path and not value:
             self.empty.append(path)
         kinds = self._kinds
@@ -314,9 +312,7 @@ class KeyNames:
         return kind
 
     def _is_walked(self, value: Any) -> bool:
-        """Whether torch's flattening enters a value: no tuples, no lists without
-        tensors and dicts.
-        """
+        """Whether torch's flattening enters a value: a mapping, or a list with a tensor or dict."""
         if (kind := self._kind(value)) != _LIST:
             return kind == _MAPPING
         lists = [value]
@@ -331,8 +327,7 @@ class KeyNames:
 
 
 def containers(state_dict: Mapping[Any, Any]) -> list[Any]:
-    """Returns the mappings, lists and tuples of a state dict, at any depth, each once, inner ones
-    first.
+    """Returns the mappings, lists and tuples of a state dict, each once, inner ones first.
 
     Raises:
         UnsupportedValueError: If a container contains itself, so that no walk over it would end.
@@ -369,9 +364,7 @@ def _inner(container: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def find_collision(state_dict: Mapping[Any, Any], uri: str | None) -> KeyCollisionError | None:
-    """Returns the error for two values that get the same flattened name; None if
-    all names differ.
-    """
+    """Returns the error for two values that get the same flattened name; None without such."""
     names, paths = KeyNames(state_dict), dict[str, Path]()
     found = names.collisions[:1]
 

@@ -23,8 +23,7 @@ _HOMES = {"pathlib._local": "pathlib", "__builtin__": "builtins", "__mp_main__":
 
 
 def home(module: str) -> str:
-    """Normalizes a module's name, so that it is the same in all versions of Python and all
-    processes.
+    """Normalizes a module's name to be the same in all versions of Python and all processes.
 
     Python 3.13 has the classes of ``pathlib`` in another module, and in a saving process the
     training script has another name.
@@ -96,8 +95,8 @@ class _Unpickler(pickle.Unpickler):
 
     @property
     def _attribute(self) -> Any:
-        """The stub of ``getattr``, by which older protocols write inner classes and members of
-        enums.
+        """The stub of ``getattr``, by which older protocols write inner classes
+        and enum members.
         """
         return lambda outer, name: self._stub(f"{outer.name}.{name}")
 

@@ -34,8 +34,7 @@ _AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
 
 
 class Form(NamedTuple):
-    """The type of a named item: a value, or a tensor with the fields of torch's
-    ``TensorProperties``.
+    """The type of a named item: a value, or a tensor with torch's ``TensorProperties``.
 
     Attributes:
         shape: The shape of the whole tensor; None for a value that is not a tensor.
@@ -85,8 +84,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunks:
-    """The boxes that chunks fill in their tensors, for all tensors with the same number of
-    dimensions.
+    """The boxes that chunks fill in their tensors, for one number of dimensions.
 
     Attributes:
         offsets: Each chunk's first element in its tensor: one row per chunk, one column per
@@ -137,9 +135,7 @@ class Table:
 
     @functools.cached_property
     def places(self) -> torch.Tensor:
-        """The number of each name's first chunk, among chunks with the same number
-        of dimensions.
-        """
+        """The number of each name's first chunk, among chunks of as many dimensions."""
         places = torch.zeros_like(self.counts)
         for dims in self.chunks:
             counts = self.counts[of_dims := self.dims == dims]
@@ -153,9 +149,7 @@ class Table:
 
     @functools.cached_property
     def _numbers(self) -> tuple[memoryview, ...]:
-        """The columns over the names as memoryviews, from which reading a number
-        makes no tensor.
-        """
+        """The columns over the names as memoryviews, which give numbers without tensors."""
         columns = (self.form_of, self.counts, self.firsts, self.places)
         return tuple(column.numpy().data for column in columns)
 
@@ -172,9 +166,7 @@ class Table:
             yield name, Entry(self.forms[form], *numbers)
 
     def rows(self, indices: Sequence[MetadataIndex]) -> torch.Tensor:
-        """Returns the rows of items, or -1; hints are used only if they lead to
-        the right offsets.
-        """
+        """Returns the rows of items, or -1; hints are used if they lead to the right offsets."""
         found: list[int] = []
         by_dims: dict[int, list[tuple[int, Entry, int]]] = {}
         for number, index in enumerate(indices):
@@ -244,8 +236,7 @@ class Table:
         return TensorStorageMetadata(entry.form.properties, size(entry.shape), made)
 
     def check_names(self) -> None:
-        """Checks the columns over the names: valid forms, and one row for a value or scalar at
-        most.
+        """Checks the columns over the names: valid forms, and one row for a value or scalar.
 
         Raises:
             ValueError: If a number is out of range.

@@ -72,9 +72,7 @@ class _Opcodes:
         self._parts += parts
 
     def _remember(self, key: Any, *parts: bytes) -> bytes:
-        """Puts the result of these opcodes into the memo; returns the opcode that gets it from
-        there.
-        """
+        """Puts the result of these opcodes into the memo; returns the opcode that gets it again."""
         place = len(self._memo)
         self._write(*parts, _MEMOIZE)
         found = b"h" + bytes([place]) if place < 256 else b"j" + place.to_bytes(4, "little")
@@ -82,9 +80,7 @@ class _Opcodes:
         return found
 
     def _declare(self) -> None:
-        """Puts all values that are used more than once into the memo, and drops them from the
-        stack.
-        """
+        """Puts all values that are used repeatedly into the memo, and clears the stack."""
         self._write(_MARK)
         for module, name in _CLASSES:
             self._remember(name, _text(module), _text(name), b"\x93")
@@ -102,8 +98,8 @@ class _Opcodes:
         self._write(_DROP_ALL)
 
     def _form(self, form: Form) -> tuple[bytes, bytes]:
-        """Returns the opcodes before and after the chunks of a tensor; puts its properties into the
-        memo.
+        """Returns the opcodes before and after a tensor's chunks; its properties
+        go into the memo.
         """
         get = self._memo
         if form.shape is None:
@@ -243,9 +239,7 @@ def _u32(column: torch.Tensor) -> torch.Tensor:
 
 
 def _column(column: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-    """Returns the opcode for integers and the integers' bytes: four bytes each if all fit, else
-    eight.
-    """
+    """Returns the opcode for integers, and their bytes: four each if all fit, else eight."""
     if not column.numel() or int(column.max()) < 1 << 31:
         return b"J", byte_rows(column.to(torch.int32))
     return _long(column)

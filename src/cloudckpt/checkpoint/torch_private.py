@@ -104,8 +104,7 @@ def declares_shards(value: object) -> bool:
 
 
 def declared_shards(tensor: object) -> tuple[Any, ...]:
-    """Returns the attributes of a tensor that :func:`declares_shards`, as nested tuples of
-    integers.
+    """Returns the attributes by which a tensor declares shards, as nested tuples of integers.
 
     Raises:
         TypeError: If an attribute has other contents.
@@ -154,8 +153,7 @@ def with_strides(properties: _P, strides: tuple[int, ...] | None) -> _P:
 
 
 def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]:
-    """Returns torch's errors in a global plan: chunks that overlap, leave gaps or are out of
-    bounds.
+    """Returns torch's errors in a global plan: chunks that overlap, leave gaps or reach outside.
 
     Older versions of torch (such as 2.9) log the errors and only return whether there are any;
     newer ones return them. For the older ones, each tensor is validated by itself, so that an error
@@ -225,8 +223,7 @@ def load_with(
 
 
 def store_of_group(group: dist.ProcessGroup) -> Store | None:
-    """Returns the store by which the ranks of a group have met, with the prefix of the group's
-    keys.
+    """Returns the store by which the ranks of a group have met, with the group's key prefix.
 
     None if the group was destroyed, has no store, or this torch keeps it elsewhere.
     """
@@ -236,8 +233,7 @@ def store_of_group(group: dist.ProcessGroup) -> Store | None:
 
 
 def dcp_logger() -> logging.Logger | None:
-    """Returns the logger of torch's checkpointing; None if this torch has none, or keeps it
-    elsewhere.
+    """Returns the logger of torch's checkpointing; None if this torch has no such logger.
 
     It is looked up at each call, since the module may be reloaded with another logger.
     """
@@ -254,8 +250,7 @@ def _of_logger_module(name: str) -> Any:
 
 
 def state_dict_being_planned() -> tuple[Any, Any] | None:
-    """Returns the state dict and the planner of the torch save that is calling; None outside of
-    one.
+    """Returns the state dict and the planner of the torch save that is calling; else None.
 
     torch does not pass the state dict to a storage writer, and its planner drops it after
     flattening: it is only in the local variables of torch's function, which is looked up on the
@@ -282,8 +277,7 @@ def logged_by_torch(checkpoint_id: str, group: dist.ProcessGroup | None) -> Any:
 
 
 def tell_torchs_logger(event: Event) -> None:
-    """Logs an event by torch's logger in torch's form: a dict, at level DEBUG, or ERROR if it
-    failed.
+    """Logs an event by torch's logger: a dict, at level DEBUG, or ERROR for a failure.
 
     The keys are torch's if it has one: ``checkpoint_id``, ``func_name`` (for example
     ``cloudckpt.upload``), ``event`` (``end`` or ``exception``), ``time`` and ``times_spent`` in

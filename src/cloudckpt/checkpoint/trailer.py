@@ -28,9 +28,7 @@ TAIL = MOST_NOTES + _TRAILER.size
 
 
 def with_trailer(pickled: bytes | bytearray, body: bytes, notes: bytes) -> list[memoryview]:
-    """Returns all bytes of a commit object: torch's pickle, the record, the notes,
-    and the trailer.
-    """
+    """Returns all bytes of a commit object: torch's pickle, record, notes, and trailer."""
     parts = (pickled, body, notes)
     numbers = [number for part in parts for number in (len(part), CRC32C.of(part))]
     return [memoryview(part) for part in (*parts, _TRAILER.pack(*numbers, _MAGIC)) if len(part)]
@@ -49,8 +47,7 @@ class Trailer:
 
     @classmethod
     def at_end_of(cls, data: bytes | bytearray, uri: str) -> Trailer | None:
-        """Parses the trailer at the end of ``data``; returns None if another writer wrote the
-        object.
+        """Parses the trailer at the end of ``data``; None if another writer wrote the object.
 
         Raises:
             CheckpointCorruptError: If a newer cloudckpt wrote it.

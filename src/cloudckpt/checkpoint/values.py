@@ -79,9 +79,7 @@ def load_saved(file: IO[bytes], map_location: Any = "cpu", *, trust: bool = Fals
 def untrusted(
     what: str, cause: pickle.UnpicklingError, uri: str, item: str | None = None
 ) -> UntrustedPickleError:
-    """Returns the error for a value that needs code that is not allowed; names the
-    class if known.
-    """
+    """Returns the error for a value that needs code that is not allowed."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(cause))
     named = re.search(r"GLOBAL (\S+)", text)
     return UntrustedPickleError(
@@ -431,9 +429,7 @@ def _has_a_state(name: str) -> bool:
 
 
 def _refused(data: bytes) -> tuple[str, Sequence[str]]:
-    """Returns why the default load refuses an item (empty if it does not), and the
-    refused names.
-    """
+    """Returns why the default load refuses an item, and the refused names; empty if it does not."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
         known = {*_ItemBuilding.calls, *_ItemBuilding.classes, *_NUMPY, *_numpy_classes()}

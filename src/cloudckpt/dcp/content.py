@@ -140,8 +140,8 @@ class Content:
         return self._made.get(id(value), False) or _stands_for_another(value)
 
     def _of(self, value: Any, path: Path) -> Any:
-        """Returns what is saved for a value; containers without values to replace are returned as
-        is.
+        """Returns what is saved for a value: itself, unless it or its entries have
+        to be replaced.
         """
         if isinstance(value, PerRank):
             named = {_name(self._rank): value.value}
@@ -208,8 +208,7 @@ class Content:
         return given
 
     def fit(self, metadata: Metadata, ranks: int, uri: str) -> None:
-        """Changes :attr:`state` so that a load reads the values of each rank that the checkpoint
-        has.
+        """Changes :attr:`state` so that a load reads each rank's values from the checkpoint.
 
         Args:
             metadata: The metadata of the checkpoint.
@@ -267,9 +266,7 @@ class _Own:
         [(self.name, self.state)] = content.state.items()
 
     def has_names(self, names: Mapping[str, Path]) -> bool:
-        """Whether the value is loaded in place: it has tensors, or the same names as the saved
-        value.
-        """
+        """Whether the value is loaded in place: it has tensors, or the names of the saved value."""
         flat = flatten_state_dict({".".join(map(str, self.path)): {self.name: self.state}})[0]
         has_tensors = any(isinstance(value, torch.Tensor) for value in flat.values())
         return has_tensors or flat.keys() == names.keys()
@@ -347,18 +344,14 @@ def _items_of(container: Any) -> Any:
 
 
 def _entries_of(container: Any) -> list[Any]:
-    """Returns the entries of a container that may have to be replaced, or may
-    contain such values.
-    """
+    """Returns the entries of a container that may be, or contain, values to replace."""
     values = container.values() if isinstance(container, Mapping) else container
     kinds = {*map(type, values)} - _LEAVES
     return [value for value in values if type(value) in kinds] if kinds else []
 
 
 def _stands_for_another(value: Any) -> bool:
-    """Whether a value is a ``PerRank`` or a ``Stateful``; skips the slow protocol
-    check if it can.
-    """
+    """Whether a value is a ``PerRank`` or a ``Stateful``; fast for common classes."""
     if type(value) in _LEAVES or type(value) in (dict, list, tuple):
         return False
     return not isinstance(value, torch.Tensor) and isinstance(value, (PerRank, Stateful))

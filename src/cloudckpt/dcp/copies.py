@@ -168,9 +168,7 @@ class Copies:
         return replace(self, unlike=self.unlike | frozenset(names))
 
     def weighed(self, planner: DefaultSavePlanner) -> int:
-        """Returns this rank's number: those of all ranks add up to zero if all
-        copies are the same.
-        """
+        """Returns this rank's number: all ranks' add up to zero if all copies are the same."""
         total, items = 0, iter(self.items)
         for count, weight in zip(self.counts, self.weights, strict=True):
             of_set = itertools.islice(items, count)

@@ -1,6 +1,4 @@
-"""Prepares errors to be pickled for other ranks or processes, or to be kept
-without their frames.
-"""
+"""Prepares errors for pickling, or for being kept without their frames."""
 
 from __future__ import annotations
 

@@ -245,9 +245,7 @@ class _Items:
         return keeps.nonzero().view(-1)
 
     def _duplicates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the items that several ranks have, group after group, and the
-        size of each group.
-        """
+        """Returns the items that several ranks have, group after group, and the groups' sizes."""
         found = [_groups(self._values, [self._of_items[self._values]])]
         for dims, of_dims in self._chunks.items():
             rows = self._rows[dims]

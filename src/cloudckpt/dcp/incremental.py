@@ -64,8 +64,7 @@ class Contents:
         self._numbers: dict[int, int] = {}
 
     def known(self, item: int, digest: Digest) -> Place | None:
-        """Records an item's digest; returns the item's location in the base, or None if it is not
-        there.
+        """Records an item's digest; returns the item's location in the base, or None.
 
         The object's number is -1 for the first of :attr:`references`, -2 for the next, and so on.
         """
@@ -202,8 +201,7 @@ _lock = module_lock()
 def remember(
     members: dist.ProcessGroup | None, uri: CheckpointURI, attempt: str, written: Record
 ) -> None:
-    """Keeps the locations of this rank's items in a committed checkpoint, for the next save beside
-    it.
+    """Keeps the locations of this rank's items in a checkpoint, for the next save beside it.
 
     Args:
         members: The group that saved it.

@@ -252,9 +252,7 @@ class _Load:
         return reader.prepare_local_plan(plan) if terms.gathers else plan
 
     def _planned_together(self, status: RankStatus, terms: _Terms) -> LoadPlan:
-        """Returns this rank's part of a plan that the first rank makes from the
-        plans of all ranks.
-        """
+        """Returns this rank's part of a plan that the first rank makes from all plans."""
         local: bytes | None = None
         if status.failure is None:
             try:
@@ -273,9 +271,7 @@ class _Load:
     def _prepared(
         self, plan: LoadPlan, until_the_end: contextlib.ExitStack
     ) -> tuple[Callable[[SharedReads | None], None], Sequence[Segment]]:
-        """Returns a function that fetches a plan's bytes, and the segments that other ranks may
-        fetch.
-        """
+        """Returns a function that fetches a plan's bytes, and the segments that ranks may share."""
         plan = self._plan = self._planner.finish_plan(plan)
         if self._ours is None:
             return lambda _: self._reader.read_data(plan, self._planner).wait(), ()

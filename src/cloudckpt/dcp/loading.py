@@ -1,6 +1,4 @@
-"""Carries out a load plan: fetches bytes, shares reads between ranks, passes items
-to the planner.
-"""
+"""Carries out a load plan: fetches bytes, shares reads, passes items to the planner."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ __all__ = [
 
 
 Offer = tuple[str, torch.Tensor]
-"""What a rank reports about its reads: its host (if only ranks of a host share),
-and their digests.
-"""
+"""A rank's report of its reads: its host (if only ranks of a host share), and digests."""
 
 
 class SharedReads:
@@ -187,9 +183,7 @@ class _GroupRing(Ring):
     def _exchange_through_device(
         self, out: torch.Tensor | None, into: torch.Tensor | None
     ) -> tuple[RuntimeError | None, RuntimeError | None]:
-        """Exchanges tensors through the accelerator, for groups whose backend can't send host
-        memory.
-        """
+        """Exchanges tensors through the accelerator, if the backend can't send host memory."""
         ops = []
         landing = None if into is None else torch.empty_like(into, device=self._device)
         if landing is not None:

@@ -92,9 +92,7 @@ class RankStatus(NamedTuple):
         return self.failure is not None and (not self.location or self.earlier is not None)
 
     def difference(self, first: RankStatus, rank: int) -> CloudCheckpointError | None:
-        """Returns the error if this status of ``rank`` contradicts that of the first rank, else
-        None.
-        """
+        """Returns the error if ``rank``'s status contradicts that of the first rank, else None."""
         uri = first.location or None
         if self.version != first.version:
             return ConfigError(
@@ -159,8 +157,7 @@ class Consensus:
         return {one.earlier for one in self.statuses if one.earlier is not None}
 
     def raise_on_all_ranks(self, when: str = "before it began") -> None:
-        """Raises the error because of which the ranks can't begin, the same on all; returns if they
-        can.
+        """Raises the error because of which the ranks can't begin, the same on all, if any.
 
         Raises:
             BaseException: See :meth:`objection`.
@@ -169,8 +166,7 @@ class Consensus:
             raise error
 
     def objection(self, when: str = "before it began") -> BaseException | None:
-        """Returns the error because of which the ranks can't begin, the same on all; None if they
-        can.
+        """Returns the error because of which the ranks can't begin, the same on all, or None.
 
         Args:
             when: When the failures happened, for the message.

@@ -24,8 +24,7 @@ _OPTIMIZER = re.compile(r"(.*?)(?<![^.])state\..+\.[^.]+")
 
 
 def advice(missing: str, stored: Collection[str]) -> str:
-    """Returns text for an error message: which similar names the checkpoint has, and what to
-    change.
+    """Returns text for an error message: similar names in the checkpoint, and what to change.
 
     Args:
         missing: The missing name.
@@ -41,9 +40,7 @@ _STRICT = "pass strict=False, which loads the rest and reports what was not load
 
 
 def _wrapped(missing: str, stored: Collection[str]) -> str:
-    """Advises if the model's wrappers differ between the save and the load; else
-    returns no text.
-    """
+    """Advises if the model's wrappers differ between save and load; else returns no text."""
     bare = _bare(missing)
     found = next((name for name in stored if _bare(name) == bare), None)
     if found is None:
@@ -89,9 +86,7 @@ def _wrappers(parts: list[str]) -> list[str]:
 
 
 def _of_rank(missing: str, stored: Collection[str]) -> str:
-    """Advises if only one of the saved value and the wanted one is ``per_rank``; else returns no
-    text.
-    """
+    """Advises if only one of the saved and the wanted value is ``per_rank``; else no text."""
     bare = without_ranks(missing)
     if bare != missing and bare in stored:
         return f"; the checkpoint has {bare!r}, one value for all ranks: load it without per_rank"
@@ -117,9 +112,7 @@ def _container(missing: str, stored: Collection[str]) -> str:
 
 
 def _in_a_value(missing: str, stored: Collection[str]) -> str:
-    """Advises if the checkpoint has a value instead of a container of the name; else returns no
-    text.
-    """
+    """Advises if the checkpoint has a value instead of a container; else returns no text."""
     parts = missing.split(".")
     above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     found = next((name for name in above if name in stored), None)

@@ -86,9 +86,7 @@ class Outline:
 
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> Outline | None:
-        """Returns the outline of a state dict; None if the effect of a value on a plan is
-        uncertain.
-        """
+        """Returns the outline of a state dict; None if a value's effect on a plan is uncertain."""
         made = cls()
         try:
             made._dict(state_dict)
@@ -195,8 +193,7 @@ class Outline:
 
 
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns all properties of a tensor in memory on which its plan, or the layout of its bytes,
-    depends.
+    """Returns all properties of a tensor that affect its plan, or the layout of its bytes.
 
     Not whether it is pinned: torch's metadata record it, but no reader uses it, and this check
     releases the GIL, which takes milliseconds per tensor next to a busy trainer.
@@ -217,8 +214,7 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _attributes(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Returns the shards that a tensor declares by attributes; None if its attributes change no
-    plan.
+    """Returns the shards that a tensor declares by attributes; None if they change no plan.
 
     Raises:
         _UnknownError: If their effect on a plan is uncertain.

@@ -293,9 +293,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         container[last] = value
 
     def _empty(self, table: Table) -> dict[str, str]:
-        """Returns the dicts that are empty in the state dict only, and what the checkpoint has
-        there.
-        """
+        """Returns the dicts that are empty in the state dict only, and the saved contents."""
         names = {".".join(map(str, path)) for path in self._names.empty}
         counts: Counter[str] = Counter()
         for parts in (name.split(".") for name in table.names) if names else ():
@@ -309,9 +307,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         }
 
     def _take_lengths(self, table: Table) -> None:
-        """Replaces ``_extra_state`` tensors of bytes by ones of the saved length,
-        which may vary.
-        """
+        """Replaces ``_extra_state`` tensors of bytes by new ones of the saved length."""
         for name, value in self.state_dict.items():
             if not (isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"):
                 continue
@@ -362,8 +358,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         return left
 
     def _leave_unfit(self, table: Table) -> None:
-        """Raises if a value can't take the saved tensor or, unless strict, excludes it from the
-        load.
+        """Raises if a value can't take the saved tensor; or excludes it, if not strict.
 
         Raises:
             ShapeMismatchError: If the planner is strict. It does not check element types here.
@@ -383,9 +378,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                 del self.state_dict[name]
 
     def _tied(self, missing: Sequence[str]) -> dict[str, str]:
-        """Returns the missing tensors that share all memory with a loaded one, with that one's
-        name.
-        """
+        """Returns the missing tensors that share memory with a loaded one, and that one's name."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         loaded = {
@@ -411,9 +404,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
 
 
 def _memory_of(value: Any) -> tuple[Any, ...] | None:
-    """Returns a key for the memory of a plain tensor, equal for tied tensors; None for other
-    values.
-    """
+    """Returns a key for a plain tensor's memory, equal for tied tensors; else None."""
     local = value._local_tensor if isinstance(value, DTensor) else value
     if type(local) not in PLAIN or not local.numel() or local.is_meta:
         return None
@@ -521,8 +512,7 @@ class EverythingPlanner(CloudLoadPlanner):
 
 
 class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
-    """Plans loads from sources without metadata, like torch's class, also for values besides
-    tensors.
+    """Plans loads from sources without metadata, like torch's class, for all values.
 
     The state dict alone determines what is loaded and how it is sharded.
     """

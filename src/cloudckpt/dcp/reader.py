@@ -209,9 +209,7 @@ class CloudStorageReader(OurReader):
         return self._taken(commit, fetched)
 
     def _what_is_there(self) -> str:
-        """Returns a sentence about a location without a checkpoint, for an error message; not
-        retried.
-        """
+        """Returns a sentence about a location without a checkpoint, for an error message."""
         if found := beneath(self._store(), self.uri):
             return found
         with contextlib.suppress(CloudCheckpointError):
@@ -292,9 +290,7 @@ class CloudStorageReader(OurReader):
 
     @contextlib.contextmanager
     def _unless_replaced(self) -> Iterator[None]:
-        """Replaces an error of damage by CheckpointReplacedError if the commit
-        object has changed.
-        """
+        """Replaces an error of damage by CheckpointReplacedError if the commit has changed."""
         try:
             yield
         except CheckpointCorruptError as error:
@@ -448,8 +444,7 @@ def _named(error: Exception, uri: str) -> CloudCheckpointError:
 
 
 def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Metadata:
-    """Returns the metadata of a save that another rank has committed; they are read on first
-    access.
+    """Returns the metadata of another rank's committed save; they are read on first access.
 
     Most callers drop the result of ``save``, so the metadata are not sent to all ranks. On first
     access, its mappings raise CheckpointReplacedError if another save has replaced the checkpoint,

@@ -128,9 +128,7 @@ class LoadReport:
         return "\n".join(lines)
 
     def log(self) -> None:
-        """Logs the report if it has more than loaded names; as a warning if that
-        may be unintended.
-        """
+        """Logs the report if it has more than loaded names; warns of unintended results."""
         if self.left_alone:
             logger.warning(
                 "%s: left as it was, although the checkpoint has an entry of this name: %s",

@@ -186,8 +186,7 @@ class SaveLoop:
     def _by_columns(
         self, planned: _Planned | None, known: KnownPlan | None, base: Base | None
     ) -> tuple[str, Metadata | None]:
-        """Writes and commits; each rank reports the digest of its plan, and locations only if they
-        changed.
+        """Writes and commits; each rank reports its plan's digest, and locations if they changed.
 
         Returns:
             The random name of the save, and the metadata on the coordinator.
@@ -294,9 +293,7 @@ class SaveLoop:
         return ("", done) if isinstance(done, Metadata) else (done, metadata)
 
     def _logged(self, step: Callable[..., Any]) -> Any:
-        """Wraps a step so that torch's logger records it as it records the steps
-        of torch's saver.
-        """
+        """Wraps a step so that torch's logger records it like a step of torch's saver."""
         where = self._writer.checkpoint_id
         return logged_by_torch(checkpoint_id=where, group=self._group)(portable_errors(where)(step))
 
@@ -374,8 +371,7 @@ class SaveLoop:
         return metadata, parts, [Shared.nothing()] * len(parts)
 
     def _planned_together(self, told: list[bytes]) -> tuple[Planned, list[Part], list[Shared]]:
-        """Returns the plan of all ranks, each rank's part, and the items that it has in common with
-        others.
+        """Returns the plan of all ranks, and each rank's part and items in common with others.
 
         Raises:
             IncompleteSaveError: If the ranks' parts of a tensor do not fill it.
@@ -404,8 +400,7 @@ class SaveLoop:
         return planned, parts, shared
 
     def _pending(self, save: str, plan: SavePlan, structure: Structure, compared: int) -> Pending:
-        """Makes the pending object for this rank's saving process, without the locations of the
-        items.
+        """Makes the pending object for this rank's saving process, without the items' locations.
 
         Args:
             save: The name of the save.

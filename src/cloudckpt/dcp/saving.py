@@ -184,9 +184,7 @@ class StateLayout:
         memory: Memory,
         expected: dict[int, tuple[int, ...]],
     ) -> bool:
-        """Whether an earlier checkpoint has an item; if not, keeps its checksums
-        in ``expected``.
-        """
+        """Whether an earlier checkpoint has an item; else fills ``expected`` with its checksums."""
         if self._contents is None:
             return False
         checksum = None if memory.is_private else self._algorithm

@@ -72,13 +72,11 @@ class CommitHook:
     claimed_by = ""
 
     def check_claim(self) -> None:
-        """Called right before each try of the commit request; an error fails the
-        save on all ranks.
-        """
+        """Called before each try of the commit request; an error fails the save on all ranks."""
 
     def before_commit(self, uri: str, metadata: Metadata) -> None:
-        """Called when all data are in the store, and nothing is visible; an error fails the save on
-        all ranks.
+        """Called when all data are in the store, before the commit; an error fails the save on all
+        ranks.
 
         Args:
             uri: The checkpoint.
@@ -117,9 +115,7 @@ class OurWriter(StorageWriter):
 
     @abc.abstractmethod
     def discard(self) -> None:
-        """Deletes the objects that this rank has uploaded in a failed save, if
-        they may be deleted.
-        """
+        """Deletes this rank's objects of a failed save, if they may be deleted."""
 
 
 class CloudStorageWriter(OurWriter):
@@ -354,9 +350,7 @@ class CloudStorageWriter(OurWriter):
         return hold
 
     def note_structure(self, structure: Structure) -> None:
-        """Sets the nesting that flattening has lost of the state dict, which torch does not pass to
-        writers.
-        """
+        """Sets the nesting that flattening has lost, which torch does not pass to writers."""
         self._structure = structure
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -512,9 +506,7 @@ class CloudStorageWriter(OurWriter):
         return manifest
 
     def discard(self) -> None:
-        """Deletes the objects that this rank has written in a save that was certainly not
-        committed.
-        """
+        """Deletes this rank's objects of a save that was certainly not committed."""
         self._let_go_of_base()
         if self._written:
             keys = [self.uri.key(name) for name in self._written]
