@@ -1,4 +1,4 @@
-"""Every error that cloudckpt raises.
+"""All exceptions that cloudckpt raises, as a tree.
 
 ::
 
@@ -14,13 +14,13 @@
     │   ├── CredentialsError          absent, incomplete or refused
     │   │   ├── ExpiredCredentialsError   also TransientStoreError
     │   │   └── ClockError            this machine's clock is wrong
-    │   ├── TLSError                  the server can't be trusted, or does not speak TLS
+    │   ├── TLSError                  the server is not trusted, or shares no TLS version
     │   ├── WrongRegionError
-    │   ├── PreconditionFailedError   the object is not (or already) what the condition says
+    │   ├── PreconditionFailedError   the object's state differs from the condition
     │   ├── StorageFullError
     │   ├── InvalidRequestError       the store will never accept this request
     │   │   ├── RangeNotSatisfiableError  the object ends before the range does
-    │   │   └── ObjectTooLargeError   the object is larger than what its reader takes
+    │   │   └── ObjectTooLargeError   the object is larger than its reader allows
     │   └── TransientStoreError       retried; it surfaces only when the retries are used up
     │       ├── ThrottledError
     │       ├── ServerError
@@ -30,8 +30,8 @@
         ├── CheckpointNotFoundError   also FileNotFoundError
         ├── CheckpointExistsError     also FileExistsError
         ├── CheckpointConflictError   another writer committed first
-        ├── CommitUnknownError        the store never said whether the commit took place
-        ├── DifferentCheckpointsError ranks save to, or load from, different places
+        ├── CommitUnknownError        it is unknown whether the commit took place
+        ├── DifferentCheckpointsError ranks save to, or load from, different checkpoints
         ├── IncompleteSaveError       a planned item was not written
         ├── CheckpointCorruptError    bytes missing, changed or damaged
         ├── CheckpointReplacedError   overwritten or deleted while it was loaded
@@ -48,7 +48,7 @@
             ├── StagingError          the state can't be copied
             ├── StagingMemoryError    also MemoryError: no room for the copy
             ├── SaveInProgressError   an earlier save has not ended yet
-            ├── SaveProcessError      the saving process died, or did not answer
+            ├── SaveProcessError      the saving process died, or did not respond
             └── ClosedError           the saver was closed
 
 Every error survives pickling with its message, URI, item and the text of its cause: torch gathers

@@ -43,7 +43,7 @@ Phase = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A step of a save or load that a rank has completed, or its progress.
+    """A completed phase of a save or load on a rank, or its progress.
 
     Attributes:
         phase: ``plan``: from the start of a save to its first byte; ``stage``: the copy of an

@@ -146,7 +146,8 @@ class CloudCheckpointReader(CheckpointReader):
         map_location: Any = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], list[str]]:
-        """Reads the whole state, or the keys of ``state_dict``, in place where they are tensors.
+        """Reads the whole state of the rank, or the entries of ``state_dict``, filling tensors in
+        place.
 
         The whole file is read, which takes memory for one copy of the state, and ``memory_budget``
         bytes (64 MiB by default).
@@ -219,7 +220,7 @@ class _Merging:
         self._uri = uri
 
     def merged(self, target: Any, source: Any, path: _Path = ()) -> Any:
-        """Returns ``target`` filled with the file's values at its keys; of None, the file's
+        """Returns `target` filled with the file's values; for a target of None, the file's
         value.
         """
         if target is None and not isinstance(source, (Mapping, list, tuple)):

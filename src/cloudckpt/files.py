@@ -233,7 +233,9 @@ def _put_on_condition(
     if_version: str | None,
     config: Config,
 ) -> ObjectInfo:
-    """Writes in one request, as some stores ignore conditions when a multipart upload completes."""
+    """Writes an object in one request, as some stores ignore the conditions of multipart
+    uploads.
+    """
     if len(content) > store.capabilities.max_put_size:
         raise InvalidRequestError(
             f"{len(content)} bytes are too many for a single request, which a condition needs; "
@@ -249,8 +251,7 @@ def _put_on_condition(
 
 
 def _check_conditions(store: ObjectStore, key: str, config: Config, retrier: Retrier) -> None:
-    """Raises an error unless the store honours conditions; tests unknown stores once, on a trial
-    object.
+    """Raises ConfigError unless the store honours conditional writes; tests stores not known to.
 
     Raises:
         ConfigError: If conditional writes are turned off, or the store does not honour them.

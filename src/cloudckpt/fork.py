@@ -15,7 +15,7 @@ __all__ = ["late_imports", "module_lock"]
 
 
 def module_lock() -> threading.Lock:
-    """Returns a lock that is unlocked in a forked child; its blocks must not fork.
+    """Returns a lock that is always unlocked in a forked child; code that holds it must not fork.
 
     It is one of Python's own locks: with a lock implemented in Python code, an interrupt (Ctrl-C)
     could arrive between its acquisition and the ``with`` block, and it would never be released.

@@ -43,11 +43,12 @@ __all__ = [
 ]
 
 Kind = Literal["dcp", "torch"]
-"""The kind of a location: a DCP checkpoint, or a ``torch.save`` file."""
+"""The kind of content at a location: a DCP checkpoint, or a ``torch.save`` file."""
 
 
 def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:
-    """Returns the kind of content at a location, judged by the objects there and not by its name.
+    """Returns whether a location has a DCP checkpoint or a ``torch.save`` file, judged by its
+    objects.
 
     Any file that is not a checkpoint counts as a ``torch.save`` file; reading it shows whether it
     is.

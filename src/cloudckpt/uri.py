@@ -46,10 +46,12 @@ _FOREIGN = {  # schemes of other tools, and what to write instead
 _FOREIGN_SCHEME = re.compile(rf"({'|'.join(_FOREIGN)}):/", re.IGNORECASE)
 _AZURE_SCHEMES = frozenset({"abfss", "abfs", "https"})
 _CONTAINER = r"[a-z0-9$][a-z0-9-]*"
-_AZURE_HOST = re.compile(  # of the public cloud, China, US Government, and accounts in DNS zones
-    r"([a-z0-9]{3,24}(?:-secondary)?(?:-ipv6|-dualstack)?(?:\.z\d+)?(?:\.privatelink)?)"
-    r"\.(?:blob|dfs)\."
-    r"(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)"
+_AZURE_HOST = (
+    re.compile(  # hosts of the public cloud, China, US Government, and of accounts in DNS zones
+        r"([a-z0-9]{3,24}(?:-secondary)?(?:-ipv6|-dualstack)?(?:\.z\d+)?(?:\.privatelink)?)"
+        r"\.(?:blob|dfs)\."
+        r"(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)"
+    )
 )
 # a folder named like a URI scheme of the three clouds, or like other tools' schemes
 _FOLDED = re.compile(
@@ -383,8 +385,7 @@ def _absolute(path: str) -> str:
 
 
 def text_of(location: object) -> str | None:
-    """Returns the text of a location; None if it is neither a string nor a path nor prints as a
-    URI.
+    """Returns the text of a location; None unless it is a string, a path, or prints as a URI.
 
     For path objects of other libraries, their text takes precedence: their file-system path may be
     that of a local copy, where a checkpoint would never be looked for.
@@ -399,7 +400,8 @@ def text_of(location: object) -> str | None:
 
 
 def unfolded(path: str) -> str | None:
-    """Returns the URI that ``pathlib`` or ``os.path`` has collapsed to a local path; None if none.
+    """Returns the URI that a local path was before ``pathlib`` or ``os.path`` collapsed it, or
+    None.
 
     ``s3:/bucket/run`` was ``s3://bucket/run``, and so was ``/home/me/s3:/bucket/run``. A folder of
     such a name is never intended, and data saved there would be lost with the machine.

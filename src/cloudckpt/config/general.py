@@ -210,8 +210,8 @@ def _variables() -> frozenset[str]:
 
 @cache
 def _tell(strangers: frozenset[str]) -> None:
-    """Warns, once per process, of ``CLOUDCKPT_*`` variables of no option, which are usually
-    misspelt.
+    """Warns, once per process, of ``CLOUDCKPT_*`` variables that are not options, usually misspelt
+    ones.
     """
     for name in sorted(strangers):
         if not name.startswith("CLOUDCKPT_TEST_"):  # tests read these to find a store

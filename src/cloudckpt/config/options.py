@@ -81,8 +81,8 @@ class _Option:
         return f"{self.variable} or {self.default!r}"
 
     def kind_and_words(self) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the option's type (None if it accepts words only), and the words accepted
-        besides.
+        """Returns the type of the option's values (None if only words are valid), and the valid
+        words.
         """
         hint = _hints_of(self.owner)[self.name]
         is_one = get_origin(hint) in (None, Annotated, Literal, tuple)
@@ -107,7 +107,7 @@ class _Option:
             raise ConfigError(f"{self.variable}={text!r} is not valid: write {form}") from None
 
     def checked(self, value: Any) -> Any:
-        """Returns a value, normalized, if it is valid.
+        """Validates a value; returns it in normalized form.
 
         Raises:
             ConfigError: If it is not valid.
@@ -209,7 +209,7 @@ def require(ok: bool, message: str) -> None:
 
 
 def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
-    """Raises an error unless an endpoint is a plain URL; messages show no password or signature.
+    """Raises ConfigError unless an endpoint is a plain URL; messages show no password or signature.
 
     Raises:
         ConfigError: If it is not.

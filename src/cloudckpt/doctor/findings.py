@@ -129,7 +129,7 @@ class Checks:
     """
 
     def __init__(self, tell: Callable[[Finding], None], patience: float) -> None:
-        """Starts without findings.
+        """Prepares to run checks.
 
         Args:
             tell: Called with each finding.

@@ -54,7 +54,7 @@ def endpoint(route: Route) -> Finding:
 
 
 class Connection:
-    """Sends one request without credentials; any response shows that the server is reachable."""
+    """A connection to the store, which is tested by a request without credentials."""
 
     def __init__(self, route: Route) -> None:
         self._route = route

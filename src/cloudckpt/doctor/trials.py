@@ -93,8 +93,8 @@ class Trials:
         return ok("an object was written")
 
     def read(self, retrier: Retrier) -> Finding:
-        """Checks that an object can be read, whole and by range; without a test object, a range of
-        another.
+        """Checks that an object can be read: the test object, or without one, a range of another
+        object.
         """
         store, start = self._store, _BYTES // 4
         if self._written is None:
@@ -309,7 +309,7 @@ class Trials:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Returns the duration of a call in seconds."""
+    """Calls a function; returns the duration of the call in seconds."""
     began = time.perf_counter()
     call()
     return max(time.perf_counter() - began, 1e-9)

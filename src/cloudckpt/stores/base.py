@@ -51,7 +51,9 @@ Progress = Callable[[int], None]
 
 
 class Retry(Protocol):
-    """Calls a request of a listing again until it succeeds, and returns its result."""
+    """Calls a request, and again after temporary failures, until it succeeds; returns its
+    result.
+    """
 
     def __call__(self, request: Callable[[], T], /) -> T: ...
 
@@ -193,7 +195,7 @@ class RangeReader(ABC):
 
 
 class ObjectStore(RangeReader):
-    """One bucket. Safe to use from many threads; every process opens its own.
+    """A bucket of an object store. Safe to use from many threads; every process opens its own.
 
     All methods raise :class:`~cloudckpt.errors.StoreError` or a subclass, which is ``certain`` only
     if the request was certainly not carried out: a commit depends on that. Methods that move

@@ -239,7 +239,7 @@ def fetching(
 
 @contextlib.contextmanager
 def alone(lock: threading.Lock, uri: str, *, wait: bool = True) -> Iterator[bool]:
-    """Lets one thread at a time refresh the credentials; yields whether it is this thread.
+    """Holds a lock while credentials are refreshed; yields whether this thread has acquired it.
 
     Args:
         lock: The lock of the refresh.

@@ -30,7 +30,7 @@ def forget_listings() -> None:
         return
     try:
         live = list(_live(base))
-    except Exception as error:  # noqa: BLE001 - a cache of somebody else's must not fail a save
+    except Exception as error:  # noqa: BLE001 - another library's cache must not make a save fail
         logger.debug("fsspec's file systems can't be inspected for cached listings: %r", error)
         return
     for files in live:

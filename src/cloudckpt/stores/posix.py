@@ -100,7 +100,7 @@ def files_in(folder: str, prefix: str = "") -> Iterator[Path]:
 
 
 def names_in(folder: str) -> list[str]:
-    """Returns the names in a folder, those of folders with a slash appended.
+    """Returns the names in a folder; the names of folders end in a slash.
 
     Symbolic links to folders and links to nothing are left out.
     """

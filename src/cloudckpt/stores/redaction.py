@@ -25,7 +25,7 @@ _SURE = 16  # characters; a secret this long can't be part of a longer word, suc
 
 # every pattern examines a bounded number of characters: a server may have chosen the text
 _PATTERNS = (
-    # http.client and requests quote a header that they refuse
+    # http.client and requests quote a header value that they refuse
     (
         r"(header value:?\s{0,4})b?(?:'(?:[^'\\]|\\.){0,9000}'|\"(?:[^\"\\]|\\.){0,9000}\")",
         rf"\1{_MASK}",
@@ -126,8 +126,7 @@ def reason(exc: BaseException, secrets: Iterable[str] = ()) -> str:
 
 
 def conceal(error: CloudCheckpointError, secrets: Iterable[str] = ()) -> None:
-    """Removes credentials from an error, and drops its chained exceptions if any of them shows
-    some.
+    """Removes credentials from an error, and drops its chained exceptions if they contain any.
 
     Chained exceptions are also dropped if their text is longer than `_LONGEST_TEXT` and so can't be
     examined.

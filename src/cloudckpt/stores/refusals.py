@@ -80,18 +80,18 @@ _TEXTS: Mapping[type[StoreError], str] = {
     WrongRegionError: "the bucket is in another region",
 }
 _BY_STATUS: Mapping[int, type[StoreError]] = {
-    200: ServerError,  # an error in the body of a success
+    200: ServerError,  # an error in the body of a 200
     401: CredentialsError,
     403: AccessDeniedError,
     404: ObjectNotFoundError,
     408: ServerError,
-    409: ServerError,  # another operation on the same object is under way
+    409: ServerError,  # conflict with another operation on the same object
     412: PreconditionFailedError,
     416: RangeNotSatisfiableError,
-    421: ServerError,  # of a connection that leads to another host
-    425: ServerError,  # sent too early within a connection
+    421: ServerError,  # misdirected request: the connection leads to another host
+    425: ServerError,  # too early: sent before the TLS handshake was complete
     429: ThrottledError,
-    499: ServerError,  # a gateway for which this side has gone away
+    499: ServerError,  # from a gateway that considers the client gone
     501: InvalidRequestError,
     503: ThrottledError,
     507: StorageFullError,
@@ -201,7 +201,7 @@ def _is_certain(code: str, status: int, *, is_known: bool) -> bool:
 
 
 def _ahead(headers: Mapping[str, str]) -> float | None:
-    """Returns the seconds by which this machine's clock is ahead of a response's ``Date`` header,
+    """Returns the seconds by which this machine's clock is ahead of a response's ``Date``,
     if any.
     """
     date = _date(headers.get("date", ""))

@@ -190,8 +190,8 @@ class RestStore(ObjectStore):
         raise ConnectionLostError("the answer has no ETag", uri=self.uri(key))
 
     def _length(self, reply: Reply, key: str) -> int:
-        """Returns the object's size according to a HEAD response, or to that of a GET without a
-        range.
+        """Returns the object's size, from the response to a HEAD or to a GET of the whole
+        object.
         """
         if reply.length is None:
             raise ConnectionLostError("the answer has no length", uri=self.uri(key))
@@ -202,7 +202,8 @@ class RestStore(ObjectStore):
         return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
 
     def _made(self, key: str, size: int, tag: str | None, attempt: str) -> ObjectInfo:
-        """Returns the ObjectInfo of a written object; without an ETag in the response, from a HEAD.
+        """Returns the ObjectInfo of a written object; if the response has no ETag, from a HEAD
+        request.
 
         Raises:
             ServerError: If a HEAD shows no object or another one, or fails: the write may have been
@@ -303,7 +304,7 @@ class RestStore(ObjectStore):
         """
 
     def _signed(self, request: Request) -> Signed:
-        """Signs a request, fetching credentials if necessary.
+        """Signs a request, after fetching credentials if necessary.
 
         Raises:
             CredentialsError: If there are no credentials and never were.

@@ -175,7 +175,7 @@ class ObjectCopy(ObjectUpload):
 
 
 class _Copying:
-    """The copies under way of one call of :func:`relay`."""
+    """A call of :func:`relay` in progress."""
 
     def __init__(
         self,

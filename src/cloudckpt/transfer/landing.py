@@ -213,8 +213,8 @@ class Segment:
     grain: int
 
     def cut(self, limit: int) -> tuple[Segment, Segment] | None:
-        """Splits the segment at the last allowed offset up to `limit`; None if there is none inside
-        it.
+        """Splits the segment at its last permitted cut up to `limit`; returns None if it
+        has none.
         """
         if self.grain == 0:
             return None
@@ -288,7 +288,7 @@ class ScatterPlan:
         self._landed = [_Landed(segment) for segment in segments]
         self._order: list[
             memoryview | tuple[int, int]
-        ] = []  # targets, and ranges of scratch memory
+        ] = []  # in the object's order: targets, and ranges of scratch memory
         self.scratch_bytes = 0
         position = segments[0].start
         for landed in self._landed:

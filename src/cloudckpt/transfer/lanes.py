@@ -130,7 +130,7 @@ class LaneSearch:
 
     @property
     def found(self) -> int:
-        """The number of lanes that has proven useful, without those on trial.
+        """The number of lanes that have proven useful; lanes on trial are not counted.
 
         Lanes on trial count if the previous trial was a clear gain and nothing speaks against them
         yet: a short transfer ends in the middle of a trial.

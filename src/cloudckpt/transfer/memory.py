@@ -58,7 +58,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
-    """Returns the storage of a nonempty tensor, and its bytes there: first, and after the last.
+    """Returns the storage of a nonempty tensor, and the start and end of its bytes there.
 
     None if they were freed or shrunk, or the tensor is fake.
     """
@@ -101,9 +101,7 @@ def _may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the byte range in its storage that a nonempty tensor covers: first, and after the
-    last.
-    """
+    """Returns the start and end of the bytes of its storage that a nonempty tensor covers."""
     itemsize = tensor.itemsize
     first = int(tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():  # the usual case, and small tensors may be many
@@ -184,7 +182,7 @@ class _Ranges:
         self.owners: list[Hashable] = []
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
-        """Returns the indices of the ranges that overlap a range: the first, and after the last."""
+        """Returns the start and end index of the ranges that overlap a range."""
         return bisect_right(self.stops, start), bisect_left(self.starts, stop)
 
     def add(self, start: int, stop: int, owner: Hashable) -> None:

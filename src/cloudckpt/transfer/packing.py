@@ -138,7 +138,9 @@ class SlabPool:
 
 
 class Packer:
-    """Packs items into the slabs of a pool; call `flush` before writing to the object otherwise."""
+    """Packs items into the slabs of a pool; call `flush` before writing to the object by other
+    means.
+    """
 
     def __init__(self, upload: PieceWriter, pool: SlabPool) -> None:
         self._upload = upload

@@ -62,8 +62,8 @@ class Retrier:
 
     @classmethod
     def for_cleanup(cls, policy: RetryPolicy) -> Retrier:
-        """Returns a retrier for cleaning up after a failure: with few retries, to report the error
-        soon.
+        """Returns a retrier for clean-up after a failure, with few tries, so that the failure is
+        raised soon.
         """
         attempts = min(policy.attempts or _CLEANUP_TRIES, _CLEANUP_TRIES)
         deadline = min(policy.deadline, 10.0)

@@ -345,7 +345,7 @@ def _deliver(
 
 
 class _Fetched:
-    """One of this rank's own requests, fetched and delivered by a thread."""
+    """A request of this rank, fetched and delivered by a thread."""
 
     def __init__(self, request: Sequence[Segment], download: Download) -> None:
         self._request = request

@@ -391,7 +391,7 @@ def put_whole(
 
 
 def written(store: ObjectStore, key: str, attempt: str, policy: RetryPolicy) -> ObjectInfo | None:
-    """Returns :meth:`ObjectStore.written`, with a few retries; None if the store can't be asked."""
+    """Returns the result of :meth:`ObjectStore.written`, with a few retries; None if they fail."""
     try:
         return Retrier.for_cleanup(policy).call(lambda: store.written(key, attempt))
     except StoreError as error:

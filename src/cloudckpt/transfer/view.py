@@ -1,4 +1,4 @@
-"""The requests to a store that the operations on runs need."""
+"""Read requests to a store, as the operations on runs need them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ S = TypeVar("S")
 
 
 class View:
-    """One bucket, opened by the first request; requests are retried as the options say.
+    """A bucket, opened by the first request; requests are retried as the options say.
 
     All methods raise :class:`~cloudckpt.errors.StoreError` or a subclass, and
     :class:`~cloudckpt.errors.TransferCancelledError` after :meth:`cancel`. A view serves one

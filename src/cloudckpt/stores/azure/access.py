@@ -164,7 +164,9 @@ class ContainerAccess:
         return url, headers
 
     def reaches(self, other: ContainerAccess) -> bool:
-        """Returns whether this endpoint can copy from the other's: both are in the same cloud."""
+        """Returns whether this container can be copied to from another: both are in the
+        same cloud.
+        """
         if self.is_azure and other.is_azure:
             zones = (_CLOUD.search(urlsplit(access.url).netloc) for access in (self, other))
             return len({zone and zone["suffix"] for zone in zones}) == 1
@@ -225,8 +227,8 @@ class _Source:
 
 
 class _SharedKey:
-    """Signs requests to one account's blobs with its key; neither the key nor a reusable token is
-    sent.
+    """Signs requests to an account's blobs with its key, without sending the key or a reusable
+    token.
 
     A shared access signature made from the key would be tied to an API version that not every Azure
     cloud supports, and to the account's policy.
@@ -370,8 +372,8 @@ def _is_azure(host: str | None) -> bool:
 
 
 def _first_of(endpoint: str) -> str:
-    """Returns the account's part of an endpoint: the path of emulators, else the first label of the
-    host.
+    """Returns the account's part of an endpoint: the path for emulators, else the first
+    host label.
     """
     parts = urlsplit(endpoint)
     return parts.path.strip("/") or (parts.hostname or "").partition(".")[0]

@@ -70,7 +70,7 @@ _NUMBER = len(f"{_MAX_BLOCKS}")
 
 
 class AzureStore(RestStore):
-    """One container of a storage account, or of Azurite."""
+    """A container of a storage account, or of Azurite."""
 
     metadata_prefix = "x-ms-meta-"
 
@@ -131,7 +131,7 @@ class AzureStore(RestStore):
     # uploads in parts
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        """Draws a new upload id; nothing is sent, as Azure only learns of the upload with its first
+        """Draws a new upload id; nothing is sent, as Azure learns of an upload with its first
         block.
         """
         check_blob(key, self.uri(key))
@@ -283,7 +283,7 @@ class AzureStore(RestStore):
                 blocks = page.iterfind("UncommittedBlocks/Block")
                 return sorted({_upload_of(text(block, "Name")) for block in blocks})
         except ObjectNotFoundError:
-            return []  # completed or discarded since the listing
+            return []  # completed or aborted since the listing
 
     def _check_open(self, upload: Upload) -> None:
         """Raises an error for an aborted upload, so that a late part does not revive it."""
@@ -395,7 +395,9 @@ def block_id(upload: Upload, number: int) -> str:
 
 
 def _upload_of(block: str) -> str:
-    """Returns the id of the upload that a block belongs to; a foreign block's own id."""
+    """Returns the id of the upload that a block belongs to; for a foreign block, the block's own
+    id.
+    """
     try:
         name = base64.b64decode(block).decode("ascii")
     except (binascii.Error, UnicodeDecodeError):

@@ -119,8 +119,8 @@ def _universe() -> str:
 
 
 def _endpoint(options: GCSOptions) -> tuple[str, bool]:
-    """Returns the endpoint, and whether it may get credentials: emulators and plain http
-    may not.
+    """Returns the endpoint, and whether it may be sent credentials: not emulators, nor
+    plain http.
     """
     if options.endpoint_url is not None:
         url = options.endpoint_url.rstrip("/")
@@ -133,8 +133,7 @@ def _endpoint(options: GCSOptions) -> tuple[str, bool]:
 
 
 def _check_universe(universe: str, endpoint: str, host: str, uri: str) -> None:
-    """Raises an error if the credentials are for another cloud than the endpoint, as Google's
-    clients do.
+    """Raises CredentialsError if the credentials belong to another cloud than the endpoint.
 
     Clouds that others run with Google's technology ("universes") do not know each other's accounts.
     A token sent to another universe is exposed to strangers, and refused without a reason.

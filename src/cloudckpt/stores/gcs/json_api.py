@@ -130,7 +130,9 @@ def answer_of(reply: Reply) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def carried_out() -> Iterator[None]:
-    """Marks the errors of a request made after a write as uncertain: something was written."""
+    """Marks the errors of a request made after a successful write as uncertain: the object
+    exists.
+    """
     try:
         yield
     except StoreError as error:
@@ -139,8 +141,8 @@ def carried_out() -> Iterator[None]:
 
 
 def generation(version: str) -> str:
-    """Returns `version` as a generation for a precondition; one that matches no object if not a
-    number.
+    """Returns `version` as a generation for a precondition; if not a number, an unused
+    generation.
     """
     return version if version.isascii() and version.isdigit() else _NO_GENERATION
 
@@ -153,7 +155,7 @@ def parse_crc32c(text: str) -> int | None:
 
 def of_payload(progress: Progress | None, before: int, size: int) -> Progress | None:
     """Returns a progress callback that counts only the `size` payload bytes after `before`
-    others.
+    bytes.
     """
     if progress is None:
         return None

@@ -77,7 +77,7 @@ _COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-compress", "x
 
 
 class GCSStore(XmlStore):
-    """One bucket of Google Cloud Storage, or of an emulator."""
+    """A bucket of Google Cloud Storage, or of an emulator."""
 
     metadata_prefix = "x-goog-meta-"
 

@@ -66,9 +66,7 @@ class StoppedError(Exception):
 
 
 def _report(progress: Progress | None, count: int) -> None:
-    """Calls `progress`; wraps its exception, so that it is not taken for a connection's or
-    response's.
-    """
+    """Calls `progress`; wraps its exceptions in StoppedError, to tell them from network errors."""
     if progress is not None:
         try:
             progress(count)
@@ -293,7 +291,7 @@ class Reply:
             data += piece[:count]
 
     def _receive_chunks(self, data: bytearray, limit: int) -> None:
-        """Like `_receive`, for a chunked body: every chunk counts as progress, however small.
+        """Appends the body's chunks to `data`, like `_receive`; each chunk counts as progress.
 
         S3 sends white space while it assembles an object from its parts.
         """
@@ -308,8 +306,8 @@ class Reply:
             data += piece
 
     def _step(self, view: memoryview) -> int:
-        """Receives the bytes of one call; a stall with some bytes received is raised by the next
-        call.
+        """Receives into `view` by one call; if it stalls after some bytes, the next call raises
+        that.
         """
         if self._is_stalled:
             raise LateError(self._watch.stalled)
@@ -327,7 +325,9 @@ class Reply:
         """Returns the connection to the pool if the body was read, or almost; otherwise
         closes it.
         """
-        left = self._raw.length  # None: unknown; 0 also after HEAD, and for answers without a body
+        left = (
+            self._raw.length
+        )  # None: unknown; 0 also after HEAD, and for responses without a body
         try:
             if left == 0:
                 with contextlib.suppress(*_BROKEN):

@@ -77,9 +77,7 @@ class _Call:
 
 
 class _Ours(http.client.HTTPConnection):
-    """The state shared by our two connection classes, between which urllib3's own class is in the
-    MRO.
-    """
+    """The state shared by `_Connecting` and `_Watched`, which have urllib3's class between them."""
 
     sock: socket.socket | None
     # set as class attributes by _pool_classes:
@@ -95,7 +93,7 @@ class _Ours(http.client.HTTPConnection):
     raw_sock: socket.socket | None = None
 
     def close(self) -> None:
-        """Closes the connection, and a response that was never handed out.
+        """Closes the connection, and also its response if no caller has received that.
 
         Such a response would keep the socket open: the connection forgets its socket if the
         response ends with it, and also if the watch cut the headers off.
@@ -166,7 +164,7 @@ class _ResumedResponse(http.client.HTTPResponse):
 
 
 class _Connecting(_Ours):
-    """The connection class above urllib3's: connects under the watch, and makes sockets of ours.
+    """The connection class above urllib3's: connects under the watch, with this package's sockets.
 
     The watch is needed because a proxy may send its response byte by byte. With TLS, the context
     chooses the socket class, so urllib3 is given a context like the one that it would create by

@@ -211,16 +211,16 @@ def _own_words(thing: Any, kind: type, count: int) -> _Words:
 
 
 def _ssl_of(sock: ssl.SSLSocket, sslobj: Any, library: ctypes.PyDLL) -> int:
-    """Finds the ``SSL*`` of a socket, and proves it step by step before it is used.
+    """Finds the ``SSL*`` of a socket, verifying each pointer before it is followed.
 
     1. It is the member of Python's object between two pointers that are known.
     2. Its first words are readable, as the kernel confirms, and one of them points into the library
-    that contains ``TLS_method``. Only objects of this copy of libssl have a method table there;
-    Python objects, socket BIOs and sessions have not.
+       that contains ``TLS_method``. Only objects of this copy of libssl have a method table there;
+       Python objects, socket BIOs and sessions have not.
     3. It is not an ``SSL_CTX``, which has such a table as well: it differs from that of Python's
-    context.
+       context.
     4. So it is an ``SSL``, whose functions may be called: it refers to this object, this context
-    and this socket.
+       and this socket.
     5. It reads from a socket BIO of the libcrypto whose functions are called here.
 
     Raises:
@@ -229,8 +229,8 @@ def _ssl_of(sock: ssl.SSLSocket, sslobj: Any, library: ctypes.PyDLL) -> int:
     import _ssl
 
     # struct PySSLSocket { PyObject_HEAD; PyObject *Socket; SSL *ssl; PySSLContext *ctx; ...
-    # # struct PySSLContext { PyObject_HEAD; SSL_CTX *ctx; ...
-    # # Socket is a weak reference without callback; an object has only one such reference.
+    # struct PySSLContext { PyObject_HEAD; SSL_CTX *ctx; ...
+    # Socket is a weak reference without callback; an object has only one such reference.
     reference = weakref.ref(sock)
     kind = _ssl._SSLSocket  # type: ignore[attr-defined]
     before, found, behind = _own_words(sslobj, kind, 3)
@@ -318,7 +318,7 @@ class _Chain:
 
 
 def has_unread(sock: ssl.SSLSocket) -> bool:
-    """Returns whether unread data of a TLS connection has left the kernel's buffer."""
+    """Returns whether a TLS connection holds received but unread data outside of the kernel."""
     chain = sock._chain if isinstance(sock, LongReadTLSSocket) else None
     return sock.pending() > 0 or (chain is not None and chain.unread > 0)
 
@@ -380,7 +380,9 @@ class LongReadSocket(WatchedSocket):
 
     @classmethod
     def of(cls, sock: socket.socket) -> LongReadSocket:
-        """Takes over the connection of another socket, which can't be used afterwards."""
+        """Returns a socket that takes over the connection of `sock`, which can't be used
+        afterwards.
+        """
         return cls(sock.family, sock.type, sock.proto, fileno=sock.detach())
 
     def recv_into(self, buffer: WriteableBuffer, nbytes: int = 0, flags: int = 0) -> int:

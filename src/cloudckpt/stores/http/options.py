@@ -163,4 +163,4 @@ class Contexts:
 
 
 def _are_set(protocols: Iterable[str]) -> None:
-    """Replaces ``set_alpn_protocols``, whose value is already set, by a call without effect."""
+    """Does nothing, in place of ``set_alpn_protocols``, as the protocols are already set."""

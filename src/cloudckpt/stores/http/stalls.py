@@ -113,8 +113,8 @@ class Traffic:
         self._seen: weakref.WeakKeyDictionary[socket.socket, int] = weakref.WeakKeyDictionary()
 
     def since(self, connection: Connection) -> int:
-        """Returns the bytes moved in both directions since the last call for this connection; first
-        0.
+        """Returns the bytes moved both ways since the last call for this connection; 0 the first
+        time.
         """
         sock = _beneath(connection)
         info = _counters(sock)

@@ -1,4 +1,4 @@
-"""Access to an S3 bucket: credentials, endpoint and signatures by boto3, and boto3's errors
+"""Access to an S3 bucket: credentials, endpoint and signatures by boto3, with its errors
 converted.
 """
 
@@ -183,7 +183,7 @@ class BucketAccess:
         return self._realm == other._realm
 
     def follow(self, region: str, url: str, headers: Mapping[str, str]) -> bool:
-        """Switches to the bucket's region after a request was refused as sent to the wrong one.
+        """Switches to the bucket's region after a request to another region was refused.
 
         Args:
             region: The region of the bucket.
@@ -304,7 +304,7 @@ def _region(options: S3Options) -> str | None:
 
 
 def _dialect(options: S3Options, bucket: str, host: str, *, is_amazon: bool) -> S3Dialect:
-    """Returns the bucket's dialect: the one that the user sets, else by bucket name and host.
+    """Returns the bucket's dialect: the user's option, else determined by bucket name and host.
 
     Raises:
         ConfigError: If a set option is not supported there.

@@ -225,7 +225,7 @@ class Sessions:
 
 
 def _seconds(value: Any) -> Any:
-    """Parses a timeout for botocore: a pair (connect, read) as it is, a user's single number as
+    """Parses botocore's metadata timeout: a pair (connect, read) stays, a single number becomes
     int.
     """
     return value if isinstance(value, tuple) else int(value)
@@ -245,6 +245,7 @@ METADATA_SETTINGS = {
         int,
     ),
 }
-"""boto3's timeouts and attempts for the instance metadata, unless the user sets them: its defaults
-are one second and one attempt. In the form of botocore's session variables.
+"""The timeouts and attempts with which boto3 asks the instance metadata service, unless the user
+sets them (boto3's own defaults are one second and one attempt); in the form of botocore's session
+variables.
 """

@@ -1,4 +1,4 @@
-"""How the stores with S3's API differ: a table with one row each, from the vendors' documentation.
+"""The differences between stores with S3's API, as a table of the vendors' documented properties.
 
 Where the documentation is silent, the row is marked as assumed and holds the safe value: a
 condition is tested before a commit relies on it, a checksum is not expected to be verified, a copy
@@ -69,7 +69,7 @@ class S3Dialect:
     useless: frozenset[str] = frozenset()
 
     def is_at_vendor(self, host: str, *, is_amazon: bool) -> bool:
-        """Returns whether a host is one of the vendor's, to which its documentation applies."""
+        """Returns whether a host belongs to the vendor, so that its documentation applies."""
         if self in (AWS, EXPRESS):
             return is_amazon
         return any(host == name or host.endswith(f".{name}") for name in self.hosts)

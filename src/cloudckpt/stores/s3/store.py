@@ -66,7 +66,7 @@ _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 
 
 class S3Store(XmlStore):
-    """One bucket of S3 or of a store with its API, see :mod:`cloudckpt.stores.s3.dialects`."""
+    """A bucket of S3 or of a store with its API, see :mod:`cloudckpt.stores.s3.dialects`."""
 
     metadata_prefix = "x-amz-meta-"
     shown = 1  # an access key's id is public, and may be a word such as a bucket's name
@@ -359,8 +359,8 @@ def _folders_in(page: Element) -> list[str]:
 
 
 def _crc32c(made: Element) -> int | None:
-    """Returns a result's CRC32C; None if missing, or composite (of the parts' checksums, ending in
-    ``-N``).
+    """Returns a result's CRC32C; None if it is missing or composite (computed from those of
+    parts).
     """
     told = text(made, "ChecksumCRC32C")
     return from_base64(told) if told and "-" not in told else None
