@@ -307,7 +307,7 @@ class AsyncSaver:
         return save
 
     def _meet(self, status: RankStatus, save: Save | None) -> Consensus:
-        """Meets the other ranks until the save before has ended, or this one is to be skipped.
+        """Meets the other ranks until the previous save has ended, or this one is to be skipped.
 
         With the policy "auto", the ranks meet again and again while a save in progress makes
         progress: a rank that has sent all of it can't see that another is stuck.
@@ -394,7 +394,7 @@ class AsyncSaver:
         return None
 
     def _stage(self, state: dict[str, Any], save: Save, stager: AsyncStager | None) -> None:
-        """Copies a state dict, or begins to."""
+        """Copies a state dict; a stager that works in the background only begins the copy."""
         if stager is None:
             assert self._own_stager is not None
             save.copy = self._own_stager.begin(state, self._options.patience)

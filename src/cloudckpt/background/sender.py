@@ -1,4 +1,5 @@
-"""The saving process's side: sends the objects that its trainer has planned, and reports them.
+"""The saving process's side: sends the objects that the trainer has planned, and reports the
+result.
 
 It is a separate interpreter, which the trainer starts by exec. It imports only what stores and
 transfers need: no torch, and no user code. One thread takes jobs, as many as the options say send,
@@ -194,7 +195,9 @@ what is still saved, and once it has ended, this process finishes its work and e
 
 
 def main(channel: Connection) -> None:
-    """Carries out jobs until the trainer closes the channel or ends; then finishes the last."""
+    """Carries out jobs until the trainer ends or closes the channel; then finishes
+    a pending save.
+    """
     for number in _OF_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     settings: Settings = channel.recv()
@@ -301,7 +304,7 @@ class _Mapped:
 def _taken_over(
     end: socket.socket, sizes: Sequence[int], held: contextlib.ExitStack
 ) -> list[memoryview] | None:
-    """Receives and maps the trainer's memory: one descriptor for each part that has bytes.
+    """Receives and maps the trainer's memory: the arena and the annex, if they are not empty.
 
     Args:
         end: The socket that receives the descriptors.

@@ -181,8 +181,8 @@ class Stager(AsyncStager):
         return StagedState(content, arena, layout.size, lease, memory)
 
     def _fitting(self, layout: Layout) -> Arena:
-        """Returns an arena for the layout; one too small, or far too large, is
-        freed and replaced.
+        """Returns an arena for the layout; an arena that is too small, or far too large, is
+        replaced.
         """
         size, held = layout.size, self._arena
         if held is not None and (held.size < size or held.size > max(size * _SHRINK, _CHUNK)):
@@ -198,7 +198,7 @@ class Stager(AsyncStager):
             self._arena = None
 
     def _take(self, lease: _Lease, patience: float) -> None:
-        """Takes the arena; the garbage collector frees one that only reference cycles hold.
+        """Takes the arena; runs the garbage collector if only reference cycles may hold it.
 
         torch 2.9's planners, and objects that torch 2.15 keeps of a save, leave such cycles. The
         collector runs after 0, 1, 3, 7, … seconds of waiting.

@@ -93,7 +93,7 @@ def _parse(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
 
 
 class _LastBytes(io.RawIOBase):
-    """A read-only file of ``size`` bytes of which only the last ones, ``data``, can be read."""
+    """A read-only file of which only the last bytes can be read."""
 
     def __init__(self, data: bytes, size: int) -> None:
         self._data, self._size, self._at = io.BytesIO(data), size, size

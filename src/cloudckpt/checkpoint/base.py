@@ -42,7 +42,7 @@ def kind_of(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
 
 
 VALUE = b"\0"
-"""The prefix for the digest of a pickled value, in place of :func:`kind_of` a tensor."""
+"""The prefix for the digest of a pickled value; a tensor has :func:`kind_of` instead."""
 
 
 class Digester:

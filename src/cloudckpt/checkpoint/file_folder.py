@@ -1,8 +1,8 @@
 """The format of a folder of files that is committed as a whole.
 
 It is for checkpoints that other programs write as files into a temporary folder, which they rename
-when it is complete. Each file goes to a key of its own that nobody else writes to. Until the
-commit, a *record* beside the file's path names that key to the file's own job. The commit is one
+when it is complete. Each file's bytes go to an object with a unique key. Until the commit, the job
+that wrote the file reads that key from a *record* beside the file's path. The commit is one
 conditional write of the folder's *manifest*, which names each file and the object with its bytes.
 
 docs/format.md has the bytes of both.

@@ -93,7 +93,7 @@ class Planned:
         return cls(table, rows, checksum)
 
     def written(self, records: Sequence[Record], *, attempt: str, uri: str) -> Record:
-        """Merges the records of what each rank has written into one.
+        """Merges the records of all ranks, which have written their items, into one record.
 
         Args:
             records: By rank, the record of what it wrote.

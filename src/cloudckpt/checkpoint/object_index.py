@@ -32,7 +32,7 @@ _CODES = {dtype: code for code, dtype in _TYPES.items()}
 
 
 def code_of(dtype: torch.dtype) -> int | None:
-    """Returns the number of an element type in an index; None if it has no number."""
+    """Returns the number of an element type in an index; None if the format has no such number."""
     return _CODES.get(dtype)
 
 

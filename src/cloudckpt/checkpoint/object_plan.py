@@ -283,7 +283,7 @@ class Buffers(Protocol):
 
 @dataclass(frozen=True)
 class Destination:
-    """The checkpoint, rank and options of one rank's objects.
+    """Describes what all objects of one rank have in common: checkpoint, rank and options.
 
     Attributes:
         uri: The checkpoint.

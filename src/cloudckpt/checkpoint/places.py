@@ -177,7 +177,10 @@ class Places:
         indices: Sequence[MetadataIndex],
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[_Item]:
-        """Returns the metadata's description of each item; calls ``damaged`` for unlocated ones."""
+        """Returns the metadata's description of each item that has a location.
+
+        Items without one are passed to ``damaged``.
+        """
         located: list[_Item] = []
         record = self._commit.record if self._commit is not None else None
         if record is not None and record.table is not None:

@@ -355,7 +355,7 @@ def containers(state_dict: Mapping[Any, Any]) -> list[Any]:
 
 
 def _inner(container: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the containers directly in a container, with their keys."""
+    """Yields the entries of a container that are containers themselves, with their keys."""
     is_mapping = isinstance(container, Mapping)
     entries: Iterable[Any] = container.values() if is_mapping else container
     kinds = {kind for kind in set(map(type, entries)) if issubclass(kind, _WALKED)}
@@ -364,7 +364,9 @@ def _inner(container: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def find_collision(state_dict: Mapping[Any, Any], uri: str | None) -> KeyCollisionError | None:
-    """Returns the error for two values that get the same flattened name; None without such."""
+    """Returns the error for two values that get the same flattened name; None if
+    all names differ.
+    """
     names, paths = KeyNames(state_dict), dict[str, Path]()
     found = names.collisions[:1]
 

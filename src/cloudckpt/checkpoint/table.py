@@ -149,7 +149,7 @@ class Table:
 
     @functools.cached_property
     def _numbers(self) -> tuple[memoryview, ...]:
-        """The columns over the names as memoryviews, which give numbers without tensors."""
+        """The columns over the names as memoryviews: reading a number from them makes no tensor."""
         columns = (self.form_of, self.counts, self.firsts, self.places)
         return tuple(column.numpy().data for column in columns)
 
@@ -284,7 +284,7 @@ class Table:
 
 
 def numbered(names: Sequence[str]) -> dict[str, int]:
-    """Numbers names in their order.
+    """Returns the number of each name: its position in ``names``.
 
     Raises:
         ValueError: If a name occurs twice.

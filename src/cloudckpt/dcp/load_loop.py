@@ -127,7 +127,7 @@ class _Load:
         self._plan = LoadPlan([])
 
     def run(self) -> None:
-        """Loads the content, together with the other ranks.
+        """Carries out the load together with the other ranks.
 
         Raises:
             CheckpointReplacedError: If another save has replaced the checkpoint; the call can then

@@ -358,7 +358,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         return left
 
     def _leave_unfit(self, table: Table) -> None:
-        """Raises if a value can't take the saved tensor; or excludes it, if not strict.
+        """Excludes values that can't take the saved tensor from the load; raises if strict.
 
         Raises:
             ShapeMismatchError: If the planner is strict. It does not check element types here.
