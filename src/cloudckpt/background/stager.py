@@ -198,7 +198,7 @@ class Stager(AsyncStager):
             self._arena = None
 
     def _take(self, lease: _Lease, patience: float) -> None:
-        """Takes the arena; runs the garbage collector if only reference cycles may hold it.
+        """Takes the arena; collects garbage while it waits, as reference cycles may hold the arena.
 
         torch 2.9's planners, and objects that torch 2.15 keeps of a save, leave such cycles. The
         collector runs after 0, 1, 3, 7, … seconds of waiting.

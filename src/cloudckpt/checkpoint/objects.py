@@ -198,10 +198,10 @@ class WrittenObject:
         return f"../{self.folder}/{name}" if self.folder else name
 
     def seen_from(self, folder: str) -> WrittenObject:
-        """Returns the object as the checkpoint in ``folder`` names it: without ``folder`` if that
-        is its own.
+        """Returns the object without its folder if that is ``folder``, the checkpoint that names
+        it.
 
-        A name with its own folder would break when the folder is renamed.
+        A name with the checkpoint's own folder would break when the folder is renamed.
         """
         return dataclasses.replace(self, folder="") if self.folder == folder else self
 

@@ -160,7 +160,7 @@ class Record:
     committing: int = 0
 
     def seen_from(self, folder: str) -> Record:
-        """Returns the record as the checkpoint in ``folder`` names its objects.
+        """Returns the record for the checkpoint in ``folder``, whose own objects have no folder.
 
         See :meth:`WrittenObject.seen_from`.
         """

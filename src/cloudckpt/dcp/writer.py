@@ -322,9 +322,7 @@ class CloudStorageWriter(OurWriter):
         return self.hold
 
     def _held(self, base: CheckpointURI | None) -> Hold | None:
-        """Returns a hold on ``base``, by default the newest sibling; None, with a warning, if it
-        fails.
-        """
+        """Returns a hold on ``base`` (default: the newest sibling); None if it can't be held."""
         try:
             store = self._store()
             base = base or newest_beside(store, self.uri, self.config, self.notes)
