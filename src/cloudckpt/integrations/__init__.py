@@ -1,5 +1,5 @@
 """Adapters for training frameworks, each using the extension points that the framework documents.
 
-Importing a module here imports its framework, or says what to install if that is missing. No
-framework is a dependency of cloudckpt.
+Importing a module of this package imports its framework; if that is not installed, it raises a
+MissingDependencyError that names the package to install. cloudckpt depends on no framework.
 """

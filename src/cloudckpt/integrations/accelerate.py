@@ -1,17 +1,17 @@
-"""Hugging Face Accelerate: the state of an ``Accelerator``, saved to a URI and loaded from it.
+"""Hugging Face Accelerate: saves the state of an ``Accelerator`` to a URI, and loads it.
 
 >>> from cloudckpt.integrations.accelerate import load_state, save_state  # doctest: +SKIP
 >>> save_state(accelerator, "s3://bucket/run/step-10")  # doctest: +SKIP
 >>> load_state(accelerator, cloudckpt.latest("s3://bucket/run"))  # doctest: +SKIP
 
-They save and load what the accelerator's own ``save_state`` and ``load_state`` do. A checkpoint
-holds the models as ``model_0`` and so on and the optimizers as ``optimizer_0`` and so on, tensor by
-tensor, each rank its shards, and under ``files`` the small files that Accelerate and registered
-hooks write (random states, schedulers, samplers, the scaler, registered objects). What ranks write
-unlike under one name, such as the positions of their dataloaders, is saved once a rank. Nothing of
-Accelerate is changed: what was prepared is read from the accelerator, and the small files are
-written and read by the functions of ``accelerate.checkpointing``. Tested with accelerate 1.14 and
-1.15.
+Both functions cover the same state as the accelerator's own ``save_state`` and ``load_state``. A
+checkpoint contains the models as ``model_0`` and so on and the optimizers as ``optimizer_0`` and so
+on, tensor by tensor, each rank its shards, and under ``files`` the small files that Accelerate and
+registered hooks write (random states, schedulers, samplers, the scaler, registered objects). If
+files of one name differ between ranks, such as the positions of dataloaders, each rank's file is
+saved. Nothing in Accelerate is patched: prepared objects are read from the accelerator, and the
+small files are written and read by the functions of ``accelerate.checkpointing``. Tested with
+accelerate 1.14 and 1.15.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _OF_A_RANK = re.compile(r"random_states_(\d+)\.pkl")
 _OBJECT = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 _OWN_FORMATS = ("DEEPSPEED", "MEGATRON_LM")
 _began_with: weakref.WeakKeyDictionary[Any, CheckpointURI] = weakref.WeakKeyDictionary()
-"""By accelerator: the checkpoint that it loaded, which this job does not delete."""
+"""The checkpoint that each accelerator has loaded, which ``max_to_keep`` does not delete."""
 
 
 def save_state(
@@ -74,24 +74,25 @@ def save_state(
     max_to_keep: int | None = None,
     config: Config | None = None,
 ) -> None:
-    """Saves all that was prepared and registered, in one commit; all ranks call it.
+    """Saves all prepared and registered objects of an accelerator in one commit.
 
-    Hooks of ``register_save_state_pre_hook`` are called with a local folder, whose files are saved,
-    too. A model whose weights a hook takes out of the list is not saved: the hook has done so.
+    All ranks must call it. Hooks of ``register_save_state_pre_hook`` are called with a local
+    folder, whose files are saved, too. If a hook removes a model's weights from the list, that
+    model is not saved: the hook has to save it.
 
     Args:
         accelerator: The ``Accelerator``.
-        uri: Where to save, such as ``s3://bucket/run/step-10``.
-        max_to_keep: How many of the newest checkpoints named ``step-<step>`` beside this one are
-            kept, this one included; None keeps all. The one that this job loaded also stays, and so
-            do later steps.
-        config: Options; None for those of ``install``.
+        uri: The location of the checkpoint, such as ``s3://bucket/run/step-10``.
+        max_to_keep: How many of the newest checkpoints named ``step-<step>`` in the same folder are
+            kept, including the new one; None keeps all. The checkpoint that this job loaded also
+            stays, and so do later steps.
+        config: Options; None for those given to ``install``.
 
     Raises:
-        ConfigError: If DeepSpeed or Megatron-LM, which write files of their own, hold the state, if
-            there are more optimizers than models, or if ``max_to_keep`` is given and the name is
-            not that of a step.
-        CloudCheckpointError: As :func:`cloudckpt.save`.
+        ConfigError: If DeepSpeed or Megatron-LM, which write files of their own, hold the state; if
+            there are more optimizers than models; or if ``max_to_keep`` is given and ``uri`` does
+            not end in the name of a step.
+        CloudCheckpointError: The errors of :func:`cloudckpt.save`.
     """
     place, config = CheckpointURI.parse(uri), config or chosen_config() or Config()
     retention = Retention(max_to_keep=max_to_keep)
@@ -127,21 +128,22 @@ def load_state(
     *,
     config: Config | None = None,
 ) -> None:
-    """Loads all that was prepared and registered, on any number of ranks; all ranks call it.
+    """Loads all prepared and registered objects of an accelerator, on any number of ranks.
 
-    Hooks of ``register_load_state_pre_hook`` are called with a local folder that has the files. A
-    rank that did not exist at the save keeps its random states, and gets the first rank's files
-    where each rank has its own; a warning says so.
+    All ranks must call it. Hooks of ``register_load_state_pre_hook`` are called with a local folder
+    that has the saved files. A rank that did not exist at the save keeps its random states, and
+    gets the lowest rank's files where files were saved for each rank; a warning is logged.
 
     Args:
         accelerator: The ``Accelerator``, with models and optimizers prepared as at the save.
-        uri: The checkpoint.
-        config: Options; None for those of ``install``.
+        uri: The location of the checkpoint.
+        config: Options; None for those given to ``install``.
 
     Raises:
-        MissingKeyError: If the checkpoint lacks something that was prepared or registered.
-        ConfigError: As :func:`save_state`.
-        CloudCheckpointError: As :func:`cloudckpt.load`.
+        MissingKeyError: If the checkpoint lacks a prepared or registered object.
+        ConfigError: If DeepSpeed or Megatron-LM hold the state, or if there are more optimizers
+            than models.
+        CloudCheckpointError: The errors of :func:`cloudckpt.load`.
     """
     place, config = str(CheckpointURI.parse(uri)), config or chosen_config() or Config()
     meeting = Meeting.of(None, False)
@@ -160,7 +162,7 @@ def load_state(
                 name: room_for(folder, name, sizes[below + name], place)
                 for name in chosen_for(_without_random_of_others(files, meeting.rank), meeting.rank)
             }
-            # what the checkpoint lacks is left to the hooks that saved it
+            # with hooks, models that are not in the checkpoint are loaded by the hooks
             return _parts(accelerator, place, there if hooks else None), rooms
 
         parts, rooms = meeting.begin(prepare)
@@ -182,17 +184,18 @@ def load_state(
             _read_small_files(accelerator, folder, place)
 
         meeting.begin(load_files)
-    # a rank that did not exist at the save has no file with the step
+    # a rank that did not exist at the save has no file that contains the step
     accelerator.step = meeting.broadcast_from_first(lambda: accelerator.step)
     _began_with[accelerator] = CheckpointURI.parse(place)
 
 
 def _step_of(place: CheckpointURI) -> int | None:
+    """Returns the step of a checkpoint by the name of its folder; None if it is another name."""
     return StepNames(DEFAULT_PATTERN).step(place.prefix.rpartition("/")[2])
 
 
 def _call_hooks(accelerator: Any, state: dict[str, Any], folder: str) -> set[str]:
-    """Calls the hooks of a save; returns the names of the models that they save themselves."""
+    """Calls the hooks of a save; returns the names of the models that hooks save themselves."""
     models = {} if _is_fsdp(accelerator) else _models_in(state)
     left = list(models.values())
     for hook in accelerator._save_model_state_pre_hook.values():
@@ -202,6 +205,7 @@ def _call_hooks(accelerator: Any, state: dict[str, Any], folder: str) -> set[str
 
 
 def _write_small_files(accelerator: Any, folder: str) -> None:
+    """Writes all state but models and optimizers into a folder, as Accelerate does."""
     on_each_node = accelerator.project_configuration.save_on_each_node
     save_accelerator_state(
         folder,
@@ -214,11 +218,17 @@ def _write_small_files(accelerator: Any, folder: str) -> None:
         accelerator.scaler,
         save_on_each_node=on_each_node,
     )
-    for index, one in enumerate(accelerator._custom_objects):  # Accelerate's are the first rank's
+    # Accelerate writes registered objects on the first rank only; here each rank writes its own
+    for index, one in enumerate(accelerator._custom_objects):
         torch.save(one.state_dict(), os.path.join(folder, f"custom_checkpoint_{index}.pkl"))
 
 
 def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
+    """Restores all state but models and optimizers from the files in a folder.
+
+    Raises:
+        MissingKeyError: If another number of objects was registered at the save.
+    """
     objects = accelerator._custom_objects
     saved = sum(_OBJECT.fullmatch(name) is not None for name in os.listdir(folder))
     if saved != len(objects):
@@ -243,7 +253,11 @@ def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
 
 
 def _parts(accelerator: Any, uri: str, there: set[str] | None = None) -> Parts:
-    """The models and optimizers; only the models in ``there``, if it is given."""
+    """Returns the accelerator's models and optimizers; with ``there``, only the models named there.
+
+    Raises:
+        ConfigError: If DeepSpeed or Megatron-LM hold them, or optimizers outnumber models.
+    """
     if accelerator.distributed_type.value in _OWN_FORMATS:
         raise ConfigError(
             f"{accelerator.distributed_type} writes its own files: save to a local folder", uri=uri
@@ -267,18 +281,22 @@ def _parts(accelerator: Any, uri: str, there: set[str] | None = None) -> Parts:
 
 
 def _own_folder(meeting: Meeting, stack: contextlib.ExitStack) -> str:
-    """A folder for this rank's files, which lasts until the stack ends; a collective call."""
+    """Makes a temporary folder for this rank, deleted with the stack; a collective call."""
     return meeting.begin(
         lambda: stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-"))
     )
 
 
 def _models_in(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state dicts of the models."""
     return {name: value for name, value in state.items() if name.startswith("model_")}
 
 
 def _without_random_of_others(names: list[str], rank: int) -> list[str]:
-    """The files but for the random states of other ranks, in names of Accelerate's own."""
+    """Returns the names of the files without those of other ranks' random states.
+
+    Logs a warning if there is no file with the random states of this rank.
+    """
     of_ranks = {name: int(of[1]) for name in names if (of := _OF_A_RANK.fullmatch(name))}
     if rank not in of_ranks.values():
         listed = " ".join(map(str, sorted(of_ranks.values())))
@@ -291,5 +309,5 @@ def _without_random_of_others(names: list[str], rank: int) -> list[str]:
 
 
 def _is_fsdp(accelerator: Any) -> bool:
-    """Whether Accelerate passes hooks no weights and no models to load, as it does for FSDP."""
+    """Returns whether the accelerator uses FSDP, for which hooks get no weights and no models."""
     return bool(accelerator.distributed_type.value == "FSDP")

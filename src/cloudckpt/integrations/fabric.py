@@ -1,11 +1,11 @@
-"""Lightning Fabric's checkpoints on URIs.
+"""Lightning Fabric: strategies and a plugin that save to URIs and load from them.
 
 >>> from cloudckpt.integrations.fabric import CloudModelParallelStrategy  # doctest: +SKIP
 >>> fabric = Fabric(strategy=CloudModelParallelStrategy(parallelize))  # doctest: +SKIP
 >>> fabric.save("s3://bucket/run/step-10", state)  # doctest: +SKIP
 >>> fabric.load("s3://bucket/run/step-10", state)  # doctest: +SKIP
 
-All ranks save what they have, in one commit. Paths that are not URIs are handled by Lightning.
+All ranks save their shards in one commit. Paths that are not URIs are handled by Lightning.
 Tested with lightning 2.5.6 and 2.6.
 """
 
@@ -31,17 +31,17 @@ __all__ = [
 
 
 class CloudCheckpointIO(PluginOnStores, TorchCheckpointIO):  # type: ignore[misc]
-    """Saves whole checkpoints to URIs and loads them, on one device.
+    """Plugin for jobs on one device: saves whole checkpoints to URIs, and loads them.
 
     >>> trainer = Trainer(plugins=[CloudCheckpointIO()])  # doctest: +SKIP
 
-    On several ranks, use this package's strategies: Lightning's own would leave the other ranks
-    waiting at its next barrier if the save of the first one failed.
+    On several ranks use the strategies of this package: with Lightning's own ones, the other ranks
+    would wait at the next barrier forever if the save on the first rank failed.
     """
 
 
 class CloudDDPStrategy(FabricOnStores, DDPStrategy):  # type: ignore[misc]
-    """Fabric's ``DDPStrategy`` that also saves to URIs; the ranks share the work."""
+    """Fabric's ``DDPStrategy`` that also saves to URIs, with the work divided among the ranks."""
 
 
 class CloudModelParallelStrategy(FabricOnStores, ModelParallelStrategy):  # type: ignore[misc]

@@ -1,6 +1,7 @@
-"""Files that a framework has written to a local folder, as items of a checkpoint.
+"""Saves and loads the files of a local folder as items of a checkpoint.
 
-Each item is a memory-mapped tensor of the file's bytes: read when sent, written when loaded.
+Each item is a memory-mapped uint8 tensor of a file's bytes: sending it reads the file, and loading
+into it writes the file.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ _OF_RANK = re.compile(r"cloudckpt_rank_(\d+)/(.+)", re.DOTALL)
 
 
 def files_of(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
-    """This rank's share of the files beneath a folder; a collective call.
+    """Maps the files beneath a folder that this rank has to save; a collective call.
 
-    Ranks on one machine see the same files, other machines have their own: of files with the same
-    name one is saved, and the ranks that see it share the work.
+    Ranks on one machine see the same files; other machines have their own. Of several files with
+    one name, that of the lowest rank is saved. The files are divided among the ranks that see them.
 
     Args:
         folder: The folder on each rank's disk.
         meeting: The meeting of the ranks that save.
 
+    Returns:
+        The content of each file as a uint8 tensor, by path in the folder.
+
     Raises:
-        ConfigError: If no rank has a file there.
+        ConfigError: If no rank has a file in the folder.
         CloudCheckpointError: If a rank can't read its folder.
     """
     sizes = meeting.gathered(meeting.begin(lambda: _sizes(folder)))
@@ -55,16 +59,16 @@ def files_of(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
 
 
 def room_for(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
-    """Makes a new file to load an item into.
+    """Creates a file in a folder, and returns it as a mapped uint8 tensor to load an item into.
 
     Args:
-        folder: The folder to put it beneath.
-        name: Its path there, as it was saved.
-        nbytes: Its size in bytes.
-        uri: The checkpoint, for the error.
+        folder: The folder.
+        name: The path of the file in the folder, as it was saved.
+        nbytes: The size of the file in bytes.
+        uri: The location of the checkpoint, for the error message.
 
     Raises:
-        ConfigError: If its name leads out of the folder.
+        ConfigError: If ``name`` leads out of the folder.
     """
     path = os.path.normpath(os.path.join(folder, name))
     if not path.startswith(folder + os.sep):
@@ -79,7 +83,7 @@ def room_for(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
 
 
 def part_unlike(folder: str, meeting: Meeting) -> None:
-    """Moves files that ranks have written unlike under one name to a name of each rank.
+    """Moves files that differ between ranks into a subfolder named after the rank.
 
     Args:
         folder: A folder that only this rank writes to.
@@ -90,7 +94,7 @@ def part_unlike(folder: str, meeting: Meeting) -> None:
     """
 
     def checksum(name: str, size: int) -> tuple[int, int]:
-        content = _mapped(os.path.join(folder, name), size)  # is unmapped when this returns
+        content = _mapped(os.path.join(folder, name), size)  # unmapped when this returns
         return size, CRC32C.of(bytes_of(content))
 
     def checksums() -> dict[str, tuple[int, int]]:
@@ -109,7 +113,11 @@ def part_unlike(folder: str, meeting: Meeting) -> None:
 
 
 def chosen_for(names: Iterable[str], rank: int) -> list[str]:
-    """The files that a rank gets: those of all, and its own, or the first rank's, of a name."""
+    """Chooses the saved files that a rank gets back.
+
+    These are all files that were equal on all ranks; and of those that differed, the rank's own, or
+    that of the lowest rank if the rank has not saved one, which is logged.
+    """
     by_name: dict[str, dict[int, str]] = {}
     chosen = []
     for name in names:
@@ -133,14 +141,14 @@ def chosen_for(names: Iterable[str], rank: int) -> list[str]:
 
 
 def put_chosen(folder: str) -> None:
-    """Moves files of a rank to the names that they had when it wrote them."""
+    """Moves files out of the subfolders named after ranks, back to their original names."""
     for name in _sizes(folder):
         if (of_rank := _OF_RANK.fullmatch(name)) is not None:
             os.renames(os.path.join(folder, name), os.path.join(folder, of_rank[2]))
 
 
 def _sizes(folder: str) -> dict[str, int]:
-    """The sizes of the files beneath a folder, by path in it."""
+    """Returns the size in bytes of each file beneath a folder, by its path in the folder."""
     return {
         os.path.relpath(path, folder): os.path.getsize(path)
         for where, _, names in os.walk(folder)
@@ -149,7 +157,7 @@ def _sizes(folder: str) -> dict[str, int]:
 
 
 def _owners(sizes: list[dict[str, int]]) -> dict[str, int]:
-    """Which rank saves each file: in turn, the ranks that see the same file as the first one."""
+    """Assigns each file to a rank that has it in the size that the lowest rank sees, in turn."""
     seen_by: dict[str, list[int]] = {}
     for rank, files in enumerate(sizes):
         for name, size in files.items():
@@ -161,6 +169,7 @@ def _owners(sizes: list[dict[str, int]]) -> dict[str, int]:
 
 
 def _mapped(path: str, size: int) -> torch.Tensor:
+    """Maps a file into memory as a uint8 tensor."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)

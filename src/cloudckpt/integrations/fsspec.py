@@ -1,14 +1,14 @@
-"""fsspec file systems over our stores, for frameworks that list and delete through fsspec.
+"""fsspec file systems over cloudckpt's stores, for frameworks that list and delete by fsspec.
 
-Given ``s3://bucket/run``, a framework saves with torch's functions, but finds its checkpoints and
-removes old ones through fsspec, which needs s3fs, gcsfs or adlfs. :func:`register` substitutes the
-file systems here where those are not installed, so that the same credentials, endpoints and retries
-serve both.
+Given ``s3://bucket/run``, a framework saves with torch's functions, but lists its checkpoints and
+deletes old ones through fsspec, which needs s3fs, gcsfs or adlfs. Where these are not installed,
+:func:`register` registers the file systems of this module, so that saves, listings and deletions
+use the same credentials, endpoints and retries.
 
-They differ from those packages where it matters for checkpoints: no listing is cached; an
-unreachable store is an error, not "no such file", on which a trainer would start over; a file being
-written appears whole when it is closed, and never after an error; and when a folder is removed,
-what makes a checkpoint visible goes first.
+Four differences to these packages matter for checkpoints: no listing is cached; an unreachable
+store is an error, not "no such file", after which a trainer would start over; a written file
+appears whole when it is closed, and never after an error; and the deletion of a folder begins with
+the commit object.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ __all__ = [
 ]
 
 _COMMITS = {METADATA, MANIFEST, "model.safetensors.index.json"}
-"""Names of objects that make what lies beside them a checkpoint."""
+"""The names of commit objects, without which a folder is not a checkpoint."""
 
 
 class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """The files of one kind of store; paths are ``bucket/key``, with or without the scheme."""
+    """A file system for one scheme; paths are ``bucket/key``, with or without the scheme."""
 
     cachable = True
     root_marker = ""
@@ -67,32 +67,35 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def __init__(self, *args: Any, config: Config | None = None, **options: Any) -> None:
         """
         Args:
-            args: As fsspec's.
-            config: Options; those given to ``cloudckpt.install`` by default.
-            options: As fsspec's.
+            args: Arguments of fsspec's ``AbstractFileSystem``.
+            config: Options; by default those given to ``cloudckpt.install``.
+            options: Options of fsspec's ``AbstractFileSystem``.
         """
         super().__init__(*args, **options)
         self._given = config
 
     @property
     def _config(self) -> Config:
+        """The options of this file system, or else those given to :func:`register`."""
         return self._given or _installed or Config()
 
     def _uri(self, path: str) -> CheckpointURI:
+        """Converts a path to a URI."""
         return CheckpointURI.parse(f"{self.scheme}://{self._strip_protocol(path)}")
 
     def _place(self, path: str) -> tuple[ObjectStore, str, Retrier]:
+        """Returns the store of a path, the key of the path there, and a retrier."""
         uri = self._uri(path)
         return open_store(uri, self._config), uri.prefix, Retrier(self._config.retry)
 
     # ---- looking
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Describes what is at a path: a file, or a folder if there are files beneath it.
+        """Describes the file at a path, or else the folder if there are files beneath the path.
 
         Raises:
-            FileNotFoundError: If there is nothing.
-            StoreError: If the store does not answer that.
+            FileNotFoundError: If there is neither a file nor a folder.
+            StoreError: If the store refuses or stays unreachable.
         """
         path = self._strip_protocol(path)
         store, key, retrier = self._place(path)
@@ -116,7 +119,10 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return self._type(path) == "file"
 
     def _type(self, path: str) -> str | None:
-        """The type from `info`; fsspec's own version takes any error for an answer."""
+        """Returns ``"file"``, ``"directory"``, or None if nothing exists at the path.
+
+        Other errors are raised; fsspec's own methods would return False for them.
+        """
         try:
             return str(self.info(path)["type"])
         except FileNotFoundError as error:
@@ -124,10 +130,10 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return None
 
     def modified(self, path: str) -> datetime.datetime:
-        """When a file, or the newest file in a folder, was written, by the store's clock.
+        """Returns when a file, or the newest file in a folder, was written, by the store's clock.
 
         Raises:
-            FileNotFoundError: If there is nothing.
+            FileNotFoundError: If there is neither a file nor a folder.
         """
         store, key, retrier = self._place(path)
         file = next(iter(store.list(key, retrier.call)), None) if key else None
@@ -138,7 +144,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return datetime.datetime.fromtimestamp(max(times), datetime.timezone.utc)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """Lists what is directly beneath a path, or the file there; never cached."""
+        """Lists the files and folders directly in a folder, or a single file; never cached."""
         path = self._strip_protocol(path)
         store, key, retrier = self._place(path)
         level = list(store.list_level(f"{key}/" if key else "", retrier.call))
@@ -164,11 +170,12 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         on_error: Any = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """As fsspec's, but by default a denied path or missing bucket raises instead."""
+        """Walks a folder as fsspec does, but by default raises if a path is denied."""
         on_error = on_error or _omit_what_is_gone
         return super().walk(path, maxdepth, topdown, on_error, **kwargs)  # type: ignore[no-any-return]
 
     def _listed(self, path: str) -> list[ObjectInfo]:
+        """Lists all objects beneath a folder, at any depth."""
         store, key, retrier = self._place(path)
         return list(store.list(f"{key}/" if key else "", retrier.call))
 
@@ -207,7 +214,10 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
     ) -> bytes:
-        """The bytes of a file or of a slice of it; the slice may count from the file's end."""
+        """Reads a file, or the slice of it from ``start`` to ``end``; negative numbers count back.
+
+        The offsets are in bytes; negative ones count from the end of the file.
+        """
         if start is None and end is None:
             return load_file(self._uri(path), config=self._config)
         with self._open(path) as file:
@@ -251,14 +261,14 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def rm(
         self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None
     ) -> None:
-        """Removes files and the contents of folders; what makes a checkpoint visible goes first.
+        """Deletes files and folders; of a folder the commit objects first.
 
-        A checkpoint folder is removed as by :func:`cloudckpt.delete`: objects that neighbouring
-        checkpoints refer to stay until the last of these is removed.
+        The folder of a checkpoint is deleted as by :func:`cloudckpt.delete`: objects that other
+        checkpoints of the run refer to stay until the last of these is deleted.
 
         Raises:
-            FileNotFoundError: If there is nothing at a path.
-            StoreError: If something could not be removed; everything else was tried.
+            FileNotFoundError: If a path is neither a file nor a folder.
+            StoreError: If an object could not be deleted; the deletion of all others was tried.
         """
         for one in [path] if isinstance(path, str) else path:
             if not recursive or maxdepth is not None:
@@ -273,7 +283,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 self.rm_file(one)
 
     def _without_checkpoint(self, uri: CheckpointURI, keys: list[str]) -> list[str]:
-        """Deletes a folder's checkpoint; returns the other keys beneath it that are to go."""
+        """Deletes the checkpoint in a folder; returns the remaining keys that may be deleted."""
         if not uri.folder:
             return keys
         if uri.key(METADATA) in keys:
@@ -288,43 +298,46 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return [key for key in keys if key not in kept and not (kept and key in marks)]
 
     def _delete(self, path: str, keys: list[str]) -> None:
+        """Deletes objects of the bucket of a path."""
         store, _, _ = self._place(path)
         threads = self._config.requests_at_once
         delete_all(store, keys, self._config.retry, threads=threads, what="objects of a folder")
 
 
 class S3FileSystem(_StoreFileSystem):
-    """``s3://``."""
+    """fsspec file system for ``s3://`` paths, over cloudckpt's S3 store."""
 
     protocol = scheme = "s3"
 
 
 class GCSFileSystem(_StoreFileSystem):
-    """``gs://``."""
+    """fsspec file system for ``gs://`` paths, over cloudckpt's Google Cloud Storage store."""
 
     protocol = scheme = "gs"
 
 
 class AzureFileSystem(_StoreFileSystem):
-    """``az://``."""
+    """fsspec file system for ``az://`` paths, over cloudckpt's Azure Blob Storage store."""
 
     protocol = scheme = "az"
 
 
 def _omit_what_is_gone(error: OSError) -> None:
+    """Raises an error, unless it is a FileNotFoundError."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 def _makes_visible(key: str) -> bool:
+    """Returns whether a key is that of a commit object."""
     return key.rpartition("/")[2] in _COMMITS
 
 
 def file_system(scheme: str, config: Config | None = None) -> _StoreFileSystem:
-    """Our file system for a scheme, whether or not fsspec uses it.
+    """Makes cloudckpt's file system for a scheme, whether or not it is registered with fsspec.
 
     Raises:
-        InvalidURIError: If there is none.
+        InvalidURIError: If cloudckpt has no file system for the scheme.
     """
     if scheme not in _OURS:
         raise InvalidURIError(
@@ -340,16 +353,16 @@ _installed: Config | None = None
 
 
 def register(config: Config | None = None) -> list[str]:
-    """Serves ``s3``, ``gs`` and ``az`` to fsspec where no other package does.
+    """Registers file systems with fsspec for ``s3``, ``gs`` and ``az`` where no package has them.
 
-    A scheme is taken unless the package that fsspec names for it (s3fs, gcsfs, adlfs) is installed,
-    or a class is registered. Nothing is imported to find out.
+    A scheme is skipped if the package that fsspec names for it (s3fs, gcsfs, adlfs) is installed,
+    or another class is registered. The packages are not imported for this check.
 
     Args:
-        config: Options of file systems that are made without any, also of those made before.
+        config: Options of file systems made without options, including those made before.
 
     Returns:
-        The schemes that cloudckpt serves.
+        The schemes for which fsspec uses cloudckpt.
     """
     global _installed
     _installed = config
@@ -357,7 +370,7 @@ def register(config: Config | None = None) -> list[str]:
 
 
 def _serves(scheme: str, ours: type[_StoreFileSystem]) -> bool:
-    """Registers our class for a scheme unless another package serves it."""
+    """Registers a class for a scheme unless another package has it; returns whether it is used."""
     if scheme in registry:
         return registry[scheme] is ours
     name = f"{ours.__module__}.{ours.__name__}"

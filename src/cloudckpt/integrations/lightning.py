@@ -1,4 +1,4 @@
-"""Lightning's checkpoints on URIs: ``Trainer`` strategies, the plugin and the callback.
+"""Lightning's ``Trainer``: strategies, a plugin and a callback that save to URIs.
 
 >>> trainer = Trainer(  # doctest: +SKIP
 ...     strategy=CloudModelParallelStrategy(),
@@ -6,9 +6,9 @@
 ... )
 >>> trainer.fit(model, ckpt_path=cloudckpt.latest("s3://bucket/run"))  # doctest: +SKIP
 
-A checkpoint holds the model as ``state_dict`` and the optimizers as ``optimizer_0`` and so on,
-tensor by tensor, the random generators and dataloader positions of each rank, and whatever else the
-trainer keeps (loops, callbacks, hyperparameters) as one value. Paths that are not URIs are handled
+A checkpoint contains the model as ``state_dict`` and the optimizers as ``optimizer_0`` and so on,
+tensor by tensor; the random generators and dataloader positions of each rank; and all other state
+of the trainer (loops, callbacks, hyperparameters) as one value. Paths that are not URIs are handled
 by Lightning. Tested with lightning 2.5.6 and 2.6.
 """
 
@@ -49,24 +49,27 @@ class CloudModelParallelStrategy(TrainerOnStores, ModelParallelStrategy):  # typ
 
 
 class CloudDDPStrategy(TrainerOnStores, DDPStrategy):  # type: ignore[misc]
-    """Lightning's ``DDPStrategy`` that also saves to URIs; the ranks share the work."""
+    """Lightning's ``DDPStrategy`` that also saves to URIs, with work divided among the ranks."""
 
 
 class CloudFSDPStrategy(TrainerOnStores, FSDPStrategy):  # type: ignore[misc]
     """Lightning's ``FSDPStrategy`` (FSDP1) that saves shards, also to URIs."""
 
     def __init__(self, *args: Any, state_dict_type: str = "sharded", **kwargs: Any) -> None:
-        """As Lightning's, with ``config`` and ``asynchronous`` as of the others."""
+        """Takes Lightning's arguments, and ``config`` and ``asynchronous`` as the other strategies.
+
+        ``state_dict_type`` is sharded by default, as saves to URIs need it.
+        """
         super().__init__(*args, state_dict_type=state_dict_type, **kwargs)
 
 
 class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
-    """Lightning's ``ModelCheckpoint``, naming checkpoints so that ``cloudckpt.latest`` works.
+    """Lightning's ``ModelCheckpoint``, with checkpoint names that ``cloudckpt.latest`` recognizes.
 
-    Checkpoints are ``<dirpath>/step-<step>``, without ``.ckpt``, as they are not files. A
-    checkpoint that a job saves again is replaced when the new one is committed. ``save_top_k``,
-    ``save_last`` and ``ckpt_path="last"`` are Lightning's; the trainer needs one of our strategies
-    or plugins.
+    Checkpoints are named ``<dirpath>/step-<step>``, without ``.ckpt``, because they are folders. If
+    a job saves a checkpoint again, the old one is replaced by the commit of the new one.
+    ``save_top_k``, ``save_last`` and ``ckpt_path="last"`` work as in Lightning. The trainer needs a
+    strategy or plugin of this module.
     """
 
     FILE_EXTENSION = ""
@@ -84,11 +87,11 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         """
         Args:
             dirpath: The folder of the run, for example ``s3://bucket/run``.
-            filename: Lightning's.
-            auto_insert_metric_name: Lightning's.
-            enable_version_counter: Lightning's.
-            config: Options for finding checkpoints.
-            **kwargs: Lightning's.
+            filename: The pattern of checkpoint names, as in Lightning.
+            auto_insert_metric_name: As in Lightning.
+            enable_version_counter: As in Lightning.
+            config: Options for listing checkpoints.
+            **kwargs: Other arguments of Lightning's ``ModelCheckpoint``.
 
         Raises:
             InvalidURIError: If ``dirpath`` is not a valid location.
@@ -96,7 +99,7 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         self._root = uri_of(dirpath)
         self._config = config
         if self._root is not None:
-            register(chosen_config() or config)  # Lightning asks fsspec about folders
+            register(chosen_config() or config)  # Lightning lists folders through fsspec
         super().__init__(
             dirpath,
             filename,
@@ -105,10 +108,10 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             **kwargs,
         )
         if self._root is not None and self._root.startswith("file://"):
-            self.dirpath = self._root  # Lightning has made it relative to the working directory
+            self.dirpath = self._root  # Lightning took it as relative to the working directory
 
     def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; if the first rank can't look into the folder, all ranks raise."""
+        """Sets up the callback as Lightning does; an error on the first rank is raised on all."""
         if self._root is None:
             super().setup(trainer, *args, **kwargs)
             return
@@ -116,13 +119,19 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         Meeting.of(None, False).begin(lambda: setup(trainer, *args, **kwargs))
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """The newest committed one, for ``ckpt_path="last"``; Lightning loses the scheme."""
+        """Returns the newest committed checkpoint, for ``ckpt_path="last"``.
+
+        Lightning's own method would lose the scheme of the URI.
+        """
         if self._root is None:
             return set(super()._find_last_checkpoints(trainer))
         last = self.CHECKPOINT_NAME_LAST
 
         def age(one: CheckpointSummary) -> tuple[float, bool, int]:
-            """Within one second (stores' resolution) Lightning wrote the copy last."""
+            """Returns a sort key: time, then whether it is the "last" copy, then step.
+
+            Stores report times in seconds; within one second, Lightning writes the copy later.
+            """
             is_last = one.uri.rpartition("/")[2].startswith(last)
             return one.modified or 0.0, is_last, one.step or -1
 
@@ -133,10 +142,10 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         return set() if newest is None else {newest.uri}
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
-        """Never removes what another run saved, or what this run resumed from.
+        """Returns whether to delete ``previous``: not if it is outside of the run or resumed from.
 
-        Lightning keeps these rules on local disks only: its callback resumes with the best
-        checkpoint of the previous run, and the first save of the new run would delete that.
+        Lightning applies this rule on local disks only. Its callback takes over the best checkpoint
+        of the previous run, and the first save of the new run would delete it.
         """
         if self._root is None:
             return bool(super()._should_remove_checkpoint(trainer, previous, current))
@@ -150,6 +159,6 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two URIs are one location; one of ``az`` need not name its account."""
+    """Returns whether two URIs are the same location; ``az`` URIs may leave out the account."""
     places = (CheckpointURI.parse(uri) for uri in (one, other))
     return len({(place.scheme, place.bucket, place.prefix) for place in places}) == 1

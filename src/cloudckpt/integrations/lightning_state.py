@@ -1,8 +1,9 @@
-"""Checkpoints of Lightning on URIs: all ranks save what they have, in one commit.
+"""Mix-ins by which Lightning's strategies and plugins save to URIs, in one commit of all ranks.
 
-The classes here go before a Lightning strategy or plugin in the bases and pass paths on to it.
-Nothing here imports Lightning: a user may derive from the classes of ``pytorch_lightning`` and
-``lightning_fabric``, which have the same code under other names.
+Put a class of this module before a Lightning strategy or plugin in the base classes; paths that are
+not URIs are passed on to it. This module does not import Lightning: so users can also derive from
+the classes of ``pytorch_lightning`` and ``lightning_fabric``, which have the same code under other
+names.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ __all__ = ["FabricOnStores", "PluginOnStores", "TrainerOnStores"]
 logger = logging.getLogger("cloudckpt")
 
 _VALUES = "other_values"
-"""The item with everything but models and optimizers, as the bytes of ``torch.save``."""
+"""The name of the item that has all values but models and optimizers, pickled by ``torch.save``."""
 
 
 class _OnStores:
-    """Options, saves and deletions of a strategy or a plugin."""
+    """The common part of the mix-ins: options, saves and deletions."""
 
     config: Config | None = None
     _asynchronous = False
     _is_alone = False
-    _saves: Saves | None = None  # since the first save, until the end
+    _saves: Saves | None = None  # made by the first save, closed by teardown()
 
     def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,10 +58,16 @@ class _OnStores:
 
     @property
     def _config(self) -> Config:
-        """The options that were given, or those of ``install``."""
+        """The options given to this object, or else those given to ``install``."""
         return self.config or chosen_config() or Config()
 
     def _save(self, state: dict[str, Any], uri: str, storage_options: object) -> None:
+        """Saves a state dict to a URI, or begins to save it in the background.
+
+        Raises:
+            ConfigError: If ``storage_options`` were given.
+            CloudCheckpointError: The errors of :func:`cloudckpt.save`.
+        """
         if storage_options is not None:
             raise ConfigError(
                 "cloudckpt does not use storage_options=: pass config= to the strategy instead",
@@ -73,11 +80,12 @@ class _OnStores:
         self._saves.save(state, uri)
 
     def _finish(self) -> None:
+        """Waits until the last save is committed."""
         if self._saves is not None:
             self._saves.finish()
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a checkpoint if it exists, once the save under way is committed."""
+        """Deletes a checkpoint if it exists, after the save in progress is committed."""
         uri = uri_of(path)
         if uri is None:
             super().remove_checkpoint(path)  # type: ignore[misc]
@@ -86,10 +94,10 @@ class _OnStores:
             act() if self._saves is None else self._saves.then(act)
 
     def teardown(self) -> None:
-        """Waits for background saves; later ones are made at once.
+        """Waits for background saves; later saves are synchronous.
 
         Raises:
-            CloudCheckpointError: If a save fails and no other error is being raised.
+            CloudCheckpointError: If a save fails, and no other error is being raised.
         """
         saves, self._saves, self._asynchronous = self._saves, None, False
         if saves is not None:
@@ -98,15 +106,17 @@ class _OnStores:
 
 
 class _StrategyOnStores(_OnStores):
+    """The common part of the mix-ins for strategies of Fabric and the Trainer."""
+
     def _uri(self, path: str | os.PathLike[str]) -> str | None:
-        """The URI of the first rank; None for a path."""
+        """Returns the URI that the first rank was given; None if it was given a path."""
         return uri_of(self.broadcast(path))  # type: ignore[attr-defined]
 
     def _check_sharded(self, uri: str) -> None:
-        """Refuses to save state that a strategy gathers on one rank.
+        """Checks that the strategy saves shards, and does not gather the state on one rank.
 
         Raises:
-            ConfigError: If the strategy is set to do so, or does so by default.
+            ConfigError: If it gathers the state.
         """
         if not getattr(self, "_save_distributed_checkpoint", True):
             raise ConfigError(
@@ -121,15 +131,15 @@ class _StrategyOnStores(_OnStores):
             )
 
     def _with_values(self, parts: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        """The state to save: values are those of the first rank."""
+        """Adds the other values to the state to save, on the first rank only."""
         return {**parts, _VALUES: packed(values)} if self.is_global_zero else parts  # type: ignore[attr-defined]
 
 
 class FabricOnStores(_StrategyOnStores):
-    """Makes Fabric's strategies save to a URI: each rank its shards, in one commit.
+    """Mix-in by which Fabric's strategies save to URIs, each rank its shards, in one commit.
 
-    Dataloaders in the state, and what is marked by :func:`cloudckpt.per_rank`, are saved once a
-    rank, and come back to their rank.
+    Dataloaders in the state, and values marked by :func:`cloudckpt.per_rank`, are saved for each
+    rank, and loaded by the same rank.
     """
 
     def save_checkpoint(
@@ -139,10 +149,11 @@ class FabricOnStores(_StrategyOnStores):
         storage_options: Any = None,
         filter: Mapping[str, Any] | None = None,
     ) -> None:
-        """Saves on all ranks; to a URI, or where Lightning would.
+        """Saves a state to a URI on all ranks; a path is passed on to Lightning.
 
         Raises:
-            CloudCheckpointError: As :func:`cloudckpt.save`.
+            ConfigError: If the strategy gathers the state on one rank, or ``filter`` is given.
+            CloudCheckpointError: The errors of :func:`cloudckpt.save`.
         """
         uri = self._uri(path)
         if uri is None:
@@ -166,14 +177,14 @@ class FabricOnStores(_StrategyOnStores):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads into the models, optimizers and other values of ``state``, on any number of ranks.
+        """Loads models, optimizers and other values of ``state`` in place, on any number of ranks.
 
         Returns:
             The saved values that are not in ``state``.
 
         Raises:
-            MissingKeyError: If ``strict``, and the checkpoint lacks something in ``state``.
-            CloudCheckpointError: As :func:`cloudckpt.load`.
+            MissingKeyError: If ``strict``, and the checkpoint lacks a key of ``state``.
+            CloudCheckpointError: The errors of :func:`cloudckpt.load`.
         """
         uri = self._uri(path)
         if uri is None:
@@ -214,23 +225,23 @@ class FabricOnStores(_StrategyOnStores):
 
 
 class TrainerOnStores(_StrategyOnStores):
-    """Makes the Trainer's strategies save to a URI: each rank its shards, in one commit.
+    """Mix-in by which the Trainer's strategies save to URIs, each rank its shards, in one commit.
 
-    Each rank also saves its random generators, and where its dataloaders are that can say so.
+    Each rank also saves the states of its random generators, and of its stateful dataloaders.
     """
 
-    _is_ours = False  # whether the checkpoint that is being restored is on a URI
+    _is_ours = False  # whether the checkpoint being restored was given as a URI
 
     def __init__(
         self, *args: Any, config: Config | None = None, asynchronous: bool = False, **kwargs: Any
     ) -> None:
         """
         Args:
-            *args: Lightning's.
+            *args: Arguments of Lightning's strategy.
             config: Options for saving and loading.
-            asynchronous: Whether a save copies the state and continues in the background. A failure
-                is then raised by the next save, or at the end, on all ranks.
-            **kwargs: Lightning's.
+            asynchronous: Whether a save stages the state and continues in the background. A failure
+                is then raised by the next save, or at the end of training, on all ranks.
+            **kwargs: Keyword arguments of Lightning's strategy.
         """
         super().__init__(*args, config=config, **kwargs)
         self._asynchronous = asynchronous
@@ -241,11 +252,11 @@ class TrainerOnStores(_StrategyOnStores):
         filepath: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:
-        """Saves on all ranks; to a URI, or where Lightning would.
+        """Saves a checkpoint to a URI on all ranks; a path is passed on to Lightning.
 
         Raises:
-            ConfigError: If the strategy is set to gather the state on one rank.
-            CloudCheckpointError: As :func:`cloudckpt.save`.
+            ConfigError: If the strategy gathers the state on one rank.
+            CloudCheckpointError: The errors of :func:`cloudckpt.save`.
         """
         uri = self._uri(filepath)
         if uri is None:
@@ -254,7 +265,7 @@ class TrainerOnStores(_StrategyOnStores):
         self._check_sharded(uri)
         values = dict(checkpoint)
         parts = {"state_dict": values.pop("state_dict")}
-        if "optimizer_states" in values:  # else only the weights are wanted
+        if "optimizer_states" in values:  # missing if the Trainer saves weights only
             del values["optimizer_states"]
             parts |= Parts({}, self._named_optimizers()).state_dicts()
             own = {"random": random_state(), "loaders": _fit_loop(values).get("combined_loader")}
@@ -264,13 +275,13 @@ class TrainerOnStores(_StrategyOnStores):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads the model, and when fitting the optimizers, on any number of ranks.
+        """Loads the model in place, and in ``fit`` also the optimizers, on any number of ranks.
 
         Returns:
-            Everything else that the trainer had saved.
+            The other values of the Trainer's checkpoint: loops, callbacks, hyperparameters.
 
         Raises:
-            CloudCheckpointError: As :func:`cloudckpt.load`.
+            CloudCheckpointError: The errors of :func:`cloudckpt.load`.
         """
         uri = self._uri(checkpoint_path)
         self._is_ours = uri is not None
@@ -306,26 +317,30 @@ class TrainerOnStores(_StrategyOnStores):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether Lightning loads when optimizers exist; they are loaded with the model."""
+        """True: Lightning calls :meth:`load_checkpoint` after the optimizers were made."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning restores optimizers itself, which it does from paths."""
+        """Whether Lightning restores the optimizers itself: only for checkpoints at paths."""
         return not self._is_ours and bool(super().lightning_restore_optimizer)  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Restores the model from a path; :meth:`load_checkpoint` has done so from a URI."""
+        """Restores the model from a path's checkpoint; does nothing for a URI's.
+
+        For a URI, :meth:`load_checkpoint` has already restored the model.
+        """
         if not self._is_ours:
             super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
 
     def _named_optimizers(self) -> dict[str, tuple[Module, Optimizer]]:
+        """Returns the optimizers with the model, by their names in a checkpoint."""
         model, optimizers = self.model, self.optimizers  # type: ignore[attr-defined]
         return {f"optimizer_{index}": (model, one) for index, one in enumerate(optimizers)}
 
 
 class PluginOnStores(_OnStores):
-    """Makes Lightning's plugin save to a URI: one process saves, tensor by tensor."""
+    """Mix-in by which Lightning's plugin saves to URIs: one process saves, tensor by tensor."""
 
     _is_alone = True
 
@@ -333,9 +348,9 @@ class PluginOnStores(_OnStores):
         """
         Args:
             config: Options for saving and loading.
-            asynchronous: Whether a save copies the state and continues in the background; only for
+            asynchronous: Whether a save stages the state and continues in the background; only for
                 the Trainer, which waits for it at the end. A failure is then raised by the next
-                save, or at the end.
+                save, or at the end of training.
         """
         super().__init__(config=config)
         self._asynchronous = asynchronous
@@ -343,10 +358,10 @@ class PluginOnStores(_OnStores):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Saves to a URI, or where Lightning would.
+        """Saves a checkpoint to a URI; a path is passed on to Lightning.
 
         Raises:
-            CloudCheckpointError: As :func:`cloudckpt.save`.
+            CloudCheckpointError: The errors of :func:`cloudckpt.save`.
         """
         uri = uri_of(path)
         if uri is None:
@@ -362,15 +377,15 @@ class PluginOnStores(_OnStores):
         map_location: Any = "cpu",
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Returns what was saved, unchanged.
+        """Loads a checkpoint, and returns the dict that was saved.
 
         Args:
-            path: The checkpoint.
-            map_location: Lightning's; tensors from a URI are loaded to the host.
-            weights_only: With False, pickles in the checkpoint may run any code.
+            path: The URI of the checkpoint, or a path, which is passed on to Lightning.
+            map_location: Used for paths only; tensors from a URI are loaded to host memory.
+            weights_only: If False, pickles in the checkpoint may run any code.
 
         Raises:
-            CloudCheckpointError: As :func:`cloudckpt.load`.
+            CloudCheckpointError: The errors of :func:`cloudckpt.load`.
         """
         uri = uri_of(path)
         if uri is None:
@@ -389,23 +404,23 @@ class PluginOnStores(_OnStores):
 
 
 def _values_in(loaded: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
-    """Takes the values out of what was loaded; none if other software saved it."""
+    """Removes the pickled values from a loaded state, and returns them; empty if there are none."""
     buffer = loaded.pop(_VALUES, None)
     return {} if buffer is None else unpacked(buffer, weights_only)
 
 
 def _fit_loop(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the Trainer keeps of its loop: the positions of dataloaders are ``combined_loader``."""
+    """Returns the state of the Trainer's fit loop; dataloaders are in its ``combined_loader``."""
     loop = values.get("loops", {}).get("fit_loop", {})
     return loop.get("state_dict", {}) if isinstance(loop, dict) else {}
 
 
 def _parts(state: Mapping[str, Any], uri: str) -> Parts:
-    """The models and optimizers in ``state``.
+    """Returns the models and optimizers in ``state``.
 
     Raises:
-        ConfigError: If there are optimizers but not exactly one model, whose parameter names they
-            use.
+        ConfigError: If ``state`` has no model, or optimizers and several models: an optimizer's
+            state is saved by the parameter names of its model, which would be ambiguous.
     """
     models = {key: value for key, value in state.items() if isinstance(value, Module)}
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
@@ -419,7 +434,7 @@ def _parts(state: Mapping[str, Any], uri: str) -> Parts:
 
 
 def _is_of_tensors(value: object) -> bool:
-    """Whether it holds only tensors, numbers and strings in dicts and lists, and some tensor."""
+    """Returns whether a value has at least one tensor, and else only numbers, strings and None."""
     kinds = {type(leaf) for leaf in torch.utils._pytree.tree_leaves(value)}
     simple = {int, float, bool, str, type(None), torch.nn.Parameter, torch.Tensor}
     return kinds <= simple and not kinds.isdisjoint({torch.Tensor, torch.nn.Parameter})

@@ -1,8 +1,9 @@
-"""Models and optimizers of a framework as one checkpoint, with what it keeps beside them.
+"""Saves and loads the models and optimizers of a framework, with its other values beside them.
 
-Optimizers are saved by the names of parameters, which resharding does not change. torch makes the
-state of a fresh optimizer by a step with zero gradients and a learning rate of 0. That is right
-before a load, which replaces it. A save must not do it: the step would count.
+The states of an optimizer are saved by parameter names, which resharding does not change. To create
+the states of a fresh optimizer, torch makes a step with zero gradients and a learning rate of 0.
+Before a load that is right, as the load replaces the states. In a save it must not happen: the step
+would be counted by the optimizer.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ logger = logging.getLogger("cloudckpt")
 
 
 class Parts:
-    """The part of a training state that is saved tensor by tensor, each rank its shards."""
+    """The models and optimizers of a training, saved tensor by tensor, each rank its shards."""
 
     def __init__(
         self, models: Mapping[str, Module], optimizers: Mapping[str, tuple[Module, Optimizer]]
     ) -> None:
         """
         Args:
-            models: By their names in a checkpoint.
-            optimizers: Likewise; each with the model whose parameters it optimizes.
+            models: The models, by their names in a checkpoint.
+            optimizers: The optimizers, by their names in a checkpoint, each with its model.
         """
         self._models = models
         self._optimizers = optimizers
 
     def state_dicts(self) -> dict[str, Any]:
-        """What to save of each, by name; they stay as they are. A collective call."""
+        """Returns the state dicts to save, by name, without changing an optimizer; collective."""
         found: dict[str, Any] = {
             name: get_model_state_dict(model) for name, model in self._models.items()
         }
@@ -72,24 +73,24 @@ class Parts:
         strict: bool = True,
         trust_pickle: bool = False,
     ) -> dict[str, Any]:
-        """Loads them in place, on any number of ranks; a collective call.
+        """Loads the models and optimizers in place, on any number of ranks; a collective call.
 
-        An optimizer has the states that were saved afterwards, and no others. What was saved of one
-        and has no place here, for example as its options differ, is named in a warning.
+        Afterwards an optimizer has exactly the states that were saved. Saved states that the
+        optimizer can't take, for example because its options differ, are named in a warning.
 
         Args:
-            uri: The checkpoint.
+            uri: The location of the checkpoint.
             config: Options.
-            beside: What else to load, by name; what the checkpoint lacks is left out.
+            beside: Other values to load, by name; names that the checkpoint lacks are left out.
             strict: Whether all models and optimizers must be in the checkpoint.
             trust_pickle: Whether pickles in the checkpoint may run any code.
 
         Returns:
-            What was loaded of ``beside``.
+            The loaded values of ``beside``.
 
         Raises:
-            MissingKeyError: If ``strict``, and the checkpoint lacks some of them.
-            CloudCheckpointError: As :func:`cloudckpt.load`.
+            MissingKeyError: If ``strict``, and the checkpoint lacks a model or an optimizer.
+            CloudCheckpointError: The errors of :func:`cloudckpt.load`.
         """
         there = Meeting.of(None, False).broadcast_from_first(
             lambda: {item.name for item in inspect(uri, config=config).items}
@@ -125,7 +126,10 @@ class Parts:
 
 
 def _to_fill(model: Module, optimizer: Optimizer, saved: Collection[str]) -> dict[str, Any]:
-    """The state to load into: of the parameters whose state was saved, such as `weight.exp_avg`."""
+    """Makes the optimizer state to load into, of the parameters whose states were saved.
+
+    ``saved`` has the names of saved states, such as ``weight.exp_avg``.
+    """
     prepared = _with_all_states if saved else _without_a_step
     with prepared(optimizer):
         found = dict(get_optimizer_state_dict(model, optimizer))
@@ -141,7 +145,7 @@ def _to_fill(model: Module, optimizer: Optimizer, saved: Collection[str]) -> dic
 
 @contextlib.contextmanager
 def _restored_on_failure(optimizer: Optimizer) -> Iterator[None]:
-    """Removes the states that a load has made if it fails."""
+    """Restores the previous states of an optimizer if the block fails."""
     before = dict(optimizer.state)
     try:
         yield
@@ -153,7 +157,10 @@ def _restored_on_failure(optimizer: Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_a_step(optimizer: Optimizer) -> Iterator[None]:
-    """Keeps torch from making a state, which it does not do where a parameter has a gradient."""
+    """Prevents that torch creates states for a fresh optimizer, by setting a gradient.
+
+    torch makes its step only if no parameter has a gradient.
+    """
     parameters = _parameters(optimizer)
     if optimizer.state or not parameters or any(one.grad is not None for one in parameters):
         yield
@@ -168,7 +175,7 @@ def _without_a_step(optimizer: Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_all_states(optimizer: Optimizer) -> Iterator[None]:
-    """Lets torch make the states of all parameters unless they are there; gradients stay."""
+    """Makes torch create the states of all parameters, if any is missing; restores gradients."""
     parameters = _parameters(optimizer)
     if any(one.requires_grad and one not in optimizer.state for one in parameters):
         optimizer.state.clear()
@@ -183,19 +190,21 @@ def _with_all_states(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Returns all parameters of an optimizer."""
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def _below(prefix: str, names: Collection[str]) -> set[str]:
+    """Returns the names that begin with a prefix, without the prefix."""
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
 def uri_of(path: str | os.PathLike[str]) -> str | None:
-    """The URI, or None for a path.
+    """Returns the URI that a framework was given; None if it was given a local path.
 
     Raises:
-        InvalidURIError: If it is not a valid location, or ``pathlib`` has collapsed its slashes:
-            what is saved there would be lost with the machine.
+        InvalidURIError: If it is a URI, but not a valid location, or if ``pathlib`` has collapsed
+            its slashes: a save to that local path would be lost with the machine.
     """
     text = text_of(path) or ""
     if "://" in text or unfolded(text) is not None:
@@ -212,16 +221,16 @@ def remove(uri: str, config: Config) -> None:
 def keep_newest(
     run: Run, retention: Retention, saved: int, kept: Collection[int | None] = ()
 ) -> None:
-    """Deletes the checkpoints of a run that need not be kept; failures are left to the next call.
+    """Deletes the checkpoints of a run that ``retention`` does not keep; errors are only logged.
 
-    Checkpoints later than this job's belong to a training that was abandoned when the job went back
-    to an earlier step: they do not count, and stay.
+    Steps after ``saved`` belong to a training that was abandoned when the job went back to an
+    earlier step: they don't count, and stay. The next call deletes what could not be deleted.
 
     Args:
         run: The run.
-        retention: Which checkpoints are kept.
+        retention: The rules by which checkpoints are kept.
         saved: The step that the job has just saved.
-        kept: Other steps to keep, for example the one that the job resumed from.
+        kept: Other steps to keep, for example the step that the job resumed from.
     """
     if retention.max_to_keep is None:
         return

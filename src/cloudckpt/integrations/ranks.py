@@ -1,8 +1,8 @@
-"""What each rank of a training has of its own: random generators, and positions of dataloaders.
+"""Saves and restores the state that differs between ranks: random generators and dataloaders.
 
-They are saved once a rank (:func:`cloudckpt.per_rank`), and come back to the rank that saved them.
-A rank that has saved none, since there were fewer ranks then, keeps its random generators, and gets
-what the framework gives it for a position; a warning says so.
+It is saved for each rank (:func:`cloudckpt.per_rank`), and loaded by the same rank. A rank that did
+not exist at the save keeps its random generators, and its dataloader starts at the position that
+the framework chooses; a warning is logged.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from cloudckpt.dcp.content import PerRank, per_rank
 __all__ = ["OF_RANKS", "entries_of_rank", "packed", "put_random", "random_state", "unpacked"]
 
 OF_RANKS = "of_each_rank"
-"""The item with a rank's random generators and dataloaders, as the bytes of ``torch.save``."""
+"""The name of the item with each rank's random generators and dataloaders, by ``torch.save``."""
 
 
 def random_state() -> dict[str, Any]:
-    """The states of this process's random generators."""
+    """Returns the states of this process's random generators: Python, torch, device, numpy."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (device := _device()) is not None:
         state["device"] = device.get_rng_state()
@@ -35,7 +35,7 @@ def random_state() -> dict[str, Any]:
 
 
 def put_random(state: Mapping[str, Any]) -> None:
-    """Sets the random generators to what :func:`random_state` returned."""
+    """Sets this process's random generators to states that :func:`random_state` has returned."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "device" in state and (device := _device()) is not None:
@@ -46,13 +46,13 @@ def put_random(state: Mapping[str, Any]) -> None:
 
 
 def entries_of_rank(state: Mapping[str, Any]) -> dict[str, PerRank[Any]]:
-    """The entries of a state that each rank has of its own: dataloaders, and what is marked so."""
+    """Returns the entries that differ between ranks: dataloaders, and those marked ``per_rank``."""
     own = {key: one for key, one in state.items() if isinstance(one, (PerRank, DataLoader))}
     return {key: one if isinstance(one, PerRank) else per_rank(one) for key, one in own.items()}
 
 
 def packed(values: Mapping[str, Any]) -> io.BytesIO:
-    """Values as the bytes of ``torch.save``, which load like a framework's own small files."""
+    """Pickles values with ``torch.save`` into a buffer, as frameworks write their small files."""
     buffer = io.BytesIO()
     torch.save(dict(values), buffer)
     buffer.seek(0)
@@ -60,19 +60,20 @@ def packed(values: Mapping[str, Any]) -> io.BytesIO:
 
 
 def unpacked(buffer: io.BytesIO, weights_only: bool | None = None) -> dict[str, Any]:
-    """The values that :func:`packed` packed."""
+    """Loads the values that :func:`packed` has pickled; ``weights_only=False`` trusts pickles."""
     buffer.seek(0)
     return dict(torch.load(buffer, map_location="cpu", weights_only=weights_only is not False))
 
 
 def _device() -> Any:
-    """The module of the accelerator, such as ``torch.cuda``, if this process uses one."""
+    """Returns the accelerator's module, such as ``torch.cuda``; None if it is not initialized."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module = None if kind is None else torch.get_device_module(kind)
     return module if module is not None and module.is_initialized() else None
 
 
 def _numpy() -> Any:
+    """Returns ``numpy.random``; None if numpy is not installed."""
     try:
         import numpy
     except ImportError:  # torch works without it

@@ -1,4 +1,4 @@
-"""Ray Train V2: reports checkpoints that are already in the run's storage, without copying them.
+"""Ray Train V2: reports checkpoints that workers have saved to the run's storage, without a copy.
 
 Each worker saves with :func:`cloudckpt.save` beneath :func:`run_uri`, and reports the location::
 
@@ -6,10 +6,10 @@ Each worker saves with :func:`cloudckpt.save` beneath :func:`run_uri`, and repor
         {"loss": loss}, checkpoint=checkpoint(uri), checkpoint_upload_fn=checkpoint_upload_fn
     )
 
-Ray removes what ``num_to_keep`` does not keep, and returns the newest checkpoint after a crash.
-``checkpoint(uri)`` is a reference, with nothing that Ray could copy, or delete once it has been
-"uploaded"; :func:`checkpoint_upload_fn` makes it a checkpoint in Ray's storage. Nothing of Ray is
-changed. Tested with ray 2.60.
+Ray deletes the checkpoints that ``num_to_keep`` does not keep, and returns the newest one after a
+crash. ``checkpoint(uri)`` is a reference, without files that Ray could copy, or delete after the
+"upload"; :func:`checkpoint_upload_fn` turns it into a checkpoint in Ray's storage. Nothing in Ray
+is patched. Tested with ray 2.60.
 """
 
 from __future__ import annotations
@@ -37,21 +37,26 @@ except ModuleNotFoundError as error:
 __all__ = ["checkpoint", "checkpoint_upload_fn", "run_uri", "storage", "uri_of"]
 
 _SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az", "local": "file"}
-"""pyarrow's names for file systems, and their schemes here."""
+"""The scheme of each pyarrow file system, by pyarrow's name for it."""
 
 _OURS = "py::fsspec+"
-"""The prefix of pyarrow's names for our file systems; the scheme follows."""
+"""The prefix of pyarrow's name for cloudckpt's file systems; the scheme follows it."""
 
 
 def storage(uri: URILike, config: Config | None = None) -> dict[str, Any]:
-    """Where Ray keeps runs, for ``RunConfig(**storage("s3://bucket/runs"))``.
+    """Returns Ray's storage options for a folder, for ``RunConfig(**storage("s3://bucket/runs"))``.
 
     Ray also works with ``storage_path="s3://bucket/runs"``, through pyarrow. With this function it
-    reads, writes and deletes as cloudckpt does: with the same credentials, endpoints and retries,
-    and deleting a checkpoint starts with its commit, so that nobody sees it half deleted.
+    reads, writes and deletes through cloudckpt: with the same credentials, endpoints and retries.
+    The deletion of a checkpoint then begins with its commit object, so that a reader never sees a
+    partly deleted checkpoint.
+
+    Args:
+        uri: The folder of the runs, for example ``s3://bucket/runs``.
+        config: Options of the file system; None for those given to ``install``.
 
     Raises:
-        InvalidURIError: If it is not in a cloud: give Ray the path instead.
+        InvalidURIError: If ``uri`` is not in a cloud: pass the path to Ray instead.
     """
     place = CheckpointURI.parse(uri)
     if not place.is_cloud:
@@ -62,7 +67,7 @@ def storage(uri: URILike, config: Config | None = None) -> dict[str, Any]:
 
 
 def run_uri() -> str:
-    """Where Ray keeps this run and removes its checkpoints; for workers.
+    """Returns the URI of the folder in which Ray stores this run; call it in a worker.
 
     Raises:
         ConfigError: If the run's ``storage_path`` is neither in a cloud nor on a mounted disk.
@@ -72,17 +77,17 @@ def run_uri() -> str:
 
 
 def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
-    """A reference to a checkpoint beneath :func:`run_uri`, for ``ray.train.report``.
+    """Makes a reference to a checkpoint beneath :func:`run_uri`, for ``ray.train.report``.
 
-    Pass ``checkpoint_upload_fn=checkpoint_upload_fn`` with it.
+    Pass ``checkpoint_upload_fn=checkpoint_upload_fn`` to ``ray.train.report``, too.
 
     Args:
-        uri: The checkpoint.
+        uri: The location of the checkpoint.
         written: The future of a background save. The report waits for it, in one of Ray's threads
             with ``checkpoint_upload_mode=CheckpointUploadMode.ASYNC``, and fails if the save does.
 
     Raises:
-        ConfigError: If it is elsewhere: Ray would neither take nor remove it.
+        ConfigError: If ``uri`` is not beneath :func:`run_uri`: Ray could not delete it.
     """
     location, run = str(CheckpointURI.parse(uri)), run_uri()
     if not location.startswith(f"{run}/"):
@@ -91,15 +96,16 @@ def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
 
 
 def checkpoint_upload_fn(reported: Any, name: str) -> Any:
-    """Makes a reference a checkpoint in Ray's storage, once it is written; Ray calls it.
+    """Waits for a referenced checkpoint, and returns it as one in Ray's storage; Ray calls this.
 
     Args:
         reported: The result of :func:`checkpoint`.
-        name: Ray's name for it, which it does not get.
+        name: The name that Ray suggests for the checkpoint; it is ignored.
 
     Raises:
-        ConfigError: If it is something else, or was saved with ``incremental=True`` while Ray does
-            not use :func:`storage`, since Ray would delete what later checkpoints refer to.
+        ConfigError: If ``reported`` is not a result of :func:`checkpoint`, or if the checkpoint was
+            saved with ``incremental=True`` while Ray does not use :func:`storage`: Ray would then
+            delete objects that later checkpoints refer to.
         CloudCheckpointError: If the save failed.
     """
     if not isinstance(reported, _Reference):
@@ -125,20 +131,22 @@ def checkpoint_upload_fn(reported: Any, name: str) -> Any:
 
 
 def uri_of(found: Any) -> str:
-    """The URI of a checkpoint from Ray, for example from ``ray.train.get_checkpoint()``."""
+    """Returns the URI of one of Ray's checkpoints, such as ``ray.train.get_checkpoint()``."""
     return _uri(found.filesystem, found.path)
 
 
 class _Reference(ray.train.Checkpoint):  # type: ignore[misc]
+    """The result of :func:`checkpoint`: a URI, and the future of its save."""
+
     def __init__(self, uri: str, written: Future[Any] | None) -> None:
         super().__init__(uri, PyFileSystem(FSSpecHandler(_Nothing())))
         self.written = written
 
 
 class _Nothing(AbstractFileSystem):  # type: ignore[misc]
-    """Where a reference seems to be: nothing there can be read, and deleting does nothing.
+    """The file system of a reference: reading raises an error, and deleting does nothing.
 
-    With ``CheckpointUploadMode.ASYNC``, Ray deletes what was reported once it is uploaded.
+    With ``CheckpointUploadMode.ASYNC``, Ray deletes the reported checkpoint after the upload.
     """
 
     cachable = False
@@ -160,10 +168,16 @@ class _Nothing(AbstractFileSystem):  # type: ignore[misc]
 
 
 def _storage() -> Any:
+    """Returns Ray's storage context of this worker's run."""
     return ray.train.get_context().get_storage()
 
 
 def _uri(files: Any, path: str) -> str:
+    """Converts a path on a pyarrow file system to a URI.
+
+    Raises:
+        ConfigError: If cloudckpt has no store for that file system.
+    """
     kind = str(files.type_name)
     scheme = kind.removeprefix(_OURS) if kind.startswith(_OURS) else _SCHEMES.get(kind)
     if scheme not in _SCHEMES.values():

@@ -1,4 +1,4 @@
-"""A framework job's saves, immediate or in the background, and the actions that follow each."""
+"""Saves a framework's checkpoints one after another, and runs actions after their commits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = logging.getLogger("cloudckpt")
 
 
 class Saves:
-    """Saves one checkpoint after another; all ranks that save together make the same calls.
+    """Saves one checkpoint after another; all ranks that save together must make the same calls.
 
-    In the background there is one save at a time, in a thread: another process can seldom import a
-    framework's script. Deletions wait until the save is committed, so that there is always a
-    checkpoint.
+    There is at most one save in the background, in a thread: a saving process could often not
+    import the framework's script. Deletions wait until the save is committed, so that there is
+    always a committed checkpoint.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Saves:
             config: Options for saving.
             asynchronous: Whether saves run in the background.
             no_dist: Whether this process saves alone.
-            stager: Copies the state for a save in the background; None for cloudckpt's own.
+            stager: Stages the state for a background save; None for cloudckpt's own stager.
         """
         options = CheckpointerConfig(
             config=config, no_dist=no_dist, kind=AsyncCheckpointerType.THREAD, stager=stager
@@ -56,18 +56,19 @@ class Saves:
         self._left: list[Callable[[], object]] = []
 
     def save(self, state: dict[str, Any], uri: str) -> None:
-        """Saves, or begins to save, once the previous save is committed.
+        """Saves a state dict, or begins a background save, after the previous save has ended.
 
         Raises:
-            CloudCheckpointError: As :func:`cloudckpt.save`, for this save or the previous one.
+            CloudCheckpointError: The errors of :func:`cloudckpt.save`, of this save or the previous
+                one.
         """
         self.finish()
         self._checkpointer.save(uri, state)
 
     def then(self, act: Callable[[], object]) -> None:
-        """Calls ``act`` once everything saved is committed: now, or in a later call of this object.
+        """Calls ``act`` when the last save is committed: now, or in a later call of this object.
 
-        It is never called if the save fails.
+        If the save fails, ``act`` is not called.
         """
         if self._asynchronous:
             self._left.append(act)
@@ -78,7 +79,7 @@ class Saves:
         """Waits until the last save is committed.
 
         Raises:
-            CloudCheckpointError: If it failed; on all ranks.
+            CloudCheckpointError: If the save failed; raised on all ranks.
         """
         left, self._left = self._left, []
         self._checkpointer.wait()
@@ -86,10 +87,10 @@ class Saves:
             act()
 
     def close(self) -> None:
-        """Finishes and releases resources.
+        """Waits until the last save is committed, and releases threads and memory.
 
         Raises:
-            CloudCheckpointError: As :meth:`finish`; it is only logged if another error is being
+            CloudCheckpointError: If the save failed; it is only logged if another error is being
                 raised.
         """
         is_failing = sys.exc_info()[1] is not None
