@@ -141,9 +141,7 @@ if not TYPE_CHECKING:  # type checkers would otherwise accept any name
 
 
 def _tell_torchs_logger(event: events.Event) -> None:
-    """Passes an event on to torch's own logger, which exists once torch's checkpoint code is
-    imported.
-    """
+    """Passes an event on to torch's own logger, if torch's checkpoint code is imported."""
     if "torch.distributed.checkpoint" in sys.modules:
         with late_imports:
             from cloudckpt.checkpoint.torch_private import tell_torchs_logger

@@ -35,9 +35,7 @@ def refuse_unknown(function: str, known: Collection[str], given: Collection[str]
 
 
 def suggesting(function: _Callable) -> _Callable:
-    """Decorates a function so that its TypeError for an unknown keyword argument suggests the right
-    one.
-    """
+    """Decorates a function to suggest names in its TypeErrors for unknown keyword arguments."""
     known = list(inspect.signature(function).parameters)
     name = function.__qualname__.removesuffix(".__init__")
 

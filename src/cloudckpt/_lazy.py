@@ -14,8 +14,7 @@ __all__ = ["imported_later"]
 def imported_later(
     package: str, names: Mapping[str, str], modules: Iterable[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Returns the functions ``__getattr__`` and ``__dir__`` of a package with names imported on
-    first use.
+    """Returns ``__getattr__`` and ``__dir__`` for a package that imports names on first use.
 
     ``__dir__`` lists the package's ``__all__`` and `modules` only.
 

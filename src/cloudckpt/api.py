@@ -386,8 +386,7 @@ def exists(uri: URILike, *, config: Config | None = None) -> bool:
 
 
 def content_of(state_dict: dict[str, Any], rank: int) -> Content:
-    """Returns the content to save of a state dict; calls ``state_dict()`` of each ``Stateful`` in
-    it.
+    """Returns the content to save of a state dict; calls ``state_dict()`` of ``Stateful`` values.
 
     Args:
         state_dict: The state dict.

@@ -348,8 +348,7 @@ class AsyncCheckpointer(Checkpointer):
         self._saver.wait()
 
     def close(self) -> None:
-        """Waits for the saves in progress, and raises the first failure that no call has raised
-        yet.
+        """Waits for saves in progress, and raises the first failure that no call has raised yet.
 
         A second call does nothing, or finishes a close that was interrupted. In a process forked
         from the checkpointer's, it does nothing.

@@ -57,8 +57,8 @@ class ChecksumAlgorithm:
         return struct.calcsize(self.code)
 
     def combine(self, pieces: Iterable[tuple[int, int]]) -> int:
-        """Returns the checksum of adjacent pieces, given ``(checksum, length in bytes)`` of each in
-        order.
+        """Returns the checksum of adjacent pieces, given each piece's checksum and size in
+        bytes.
         """
         total = 0
         for checksum, length in pieces:

@@ -172,8 +172,10 @@ class MissingDependencyError(CloudCheckpointError, ImportError):
 
 
 class InstallError(CloudCheckpointError):
-    """``cloudckpt.install()`` does not support this version of torch, or a URI was given to a class
-    derived from torch's writer or reader for local files.
+    """``cloudckpt.install()`` does not support the installed torch or the class in use.
+
+    The installed version of torch is not supported, or a URI was given to a class derived from
+    torch's writer or reader for local files.
     """
 
 
@@ -226,8 +228,9 @@ class ClockError(CredentialsError):
 
 
 class TLSError(StoreError):
-    """The client and the server (or a proxy) can't agree on TLS: a certificate is not trusted, or
-    they share no version or cipher.
+    """The client can't establish a trusted TLS connection to the server or proxy.
+
+    A certificate is not trusted, or client and server share no TLS version or cipher.
     """
 
 
@@ -244,9 +247,7 @@ class WrongRegionError(StoreError):
 
 
 class PreconditionFailedError(StoreError):
-    """The object does not exist, exists already, or has another version than the condition
-    demands.
-    """
+    """The object is missing, exists already, or has another version than the condition demands."""
 
 
 class StorageFullError(StoreError):
@@ -410,8 +411,9 @@ class UntrustedPickleError(CheckpointError):
 
 
 class KeyCollisionError(CheckpointError, ValueError):
-    """Two entries of a state dict would have the same name, as keys become strings; or ranks have
-    different content under one name.
+    """Two entries would have the same name in the checkpoint.
+
+    Two keys of a state dict become the same string, or ranks have different content under one name.
     """
 
 
@@ -420,8 +422,9 @@ class MissingKeyError(CheckpointError, KeyError):
 
 
 class ShapeMismatchError(CheckpointError, ValueError):
-    """A tensor's shape differs from that of its target, or from the shape that a save has planned;
-    or the target is not a tensor.
+    """A tensor's shape differs from its target's, or from the one that a save has planned.
+
+    This is also raised if the target is not a tensor.
     """
 
 
@@ -438,9 +441,7 @@ class TensorChangedError(CheckpointError):
 
     @classmethod
     def of(cls, item: str | None, **context: Any) -> TensorChangedError:
-        """Returns the error for an item, with advice; `context` as in
-        :class:`CloudCheckpointError`.
-        """
+        """Returns the error for an item, with advice; `context` as in the base class."""
         return cls(
             f"{item or 'a tensor'} changed while it was saved, so that its checksum does not "
             "match the uploaded bytes: do not write to it before the save has returned (no "

@@ -201,9 +201,7 @@ def _tracer() -> Any:
 
 
 def _report_span(event: Event) -> None:
-    """Reports a completed phase as a child of this thread's current span, if OpenTelemetry is in
-    use.
-    """
+    """Reports a completed phase as a child of this thread's current OpenTelemetry span, if any."""
     tracer = _tracer() if event.seconds > 0 else None
     if tracer is None:
         return
@@ -275,9 +273,7 @@ class Timeline:
             self.events.append(event)
 
     def table(self) -> str:
-        """Returns a text table of the events: phase, start and duration in seconds, MiB,
-        rank, URI.
-        """
+        """Returns a table of the events: phase, start and duration in seconds, MiB, rank, URI."""
         if not self.events:
             return "no events were recorded"
         first = min(event.began for event in self.events)

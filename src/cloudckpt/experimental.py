@@ -85,8 +85,7 @@ class CloudCheckpointWriter(CheckpointWriter):
         self.transferred: Transferred | None = None
 
     def write(self, path: str, state_dict: dict[str, Any], **kwargs: Any) -> Future[None] | None:
-        """Sends the state, then calls ``pre_commit``, waits at the barrier, and calls
-        ``post_commit``.
+        """Sends the state, calls ``pre_commit``, waits at the barrier, and calls ``post_commit``.
 
         Besides the state it takes ``memory_budget`` bytes (64 MiB by default).
 
@@ -146,8 +145,7 @@ class CloudCheckpointReader(CheckpointReader):
         map_location: Any = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], list[str]]:
-        """Reads the whole state of the rank, or the entries of ``state_dict``, filling tensors in
-        place.
+        """Reads the state of the rank, or the entries of ``state_dict``, filling tensors in place.
 
         The whole file is read, which takes memory for one copy of the state, and ``memory_budget``
         bytes (64 MiB by default).
@@ -220,9 +218,7 @@ class _Merging:
         self._uri = uri
 
     def merged(self, target: Any, source: Any, path: _Path = ()) -> Any:
-        """Returns `target` filled with the file's values; for a target of None, the file's
-        value.
-        """
+        """Returns `target` filled with the file's values; for None, the file's value itself."""
         if target is None and not isinstance(source, (Mapping, list, tuple)):
             return source
         if target is not None and not _is_like(target, source):

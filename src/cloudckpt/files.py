@@ -233,9 +233,7 @@ def _put_on_condition(
     if_version: str | None,
     config: Config,
 ) -> ObjectInfo:
-    """Writes an object in one request, as some stores ignore the conditions of multipart
-    uploads.
-    """
+    """Writes an object in one request: some stores ignore conditions of multipart uploads."""
     if len(content) > store.capabilities.max_put_size:
         raise InvalidRequestError(
             f"{len(content)} bytes are too many for a single request, which a condition needs; "

@@ -47,8 +47,9 @@ Kind = Literal["dcp", "torch"]
 
 
 def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:
-    """Returns whether a location has a DCP checkpoint or a ``torch.save`` file, judged by its
-    objects.
+    """Returns whether a location has a DCP checkpoint or a ``torch.save`` file.
+
+    This is judged by the objects there, not by its name.
 
     Any file that is not a checkpoint counts as a ``torch.save`` file; reading it shows whether it
     is.
@@ -165,8 +166,7 @@ def _content_of(reader: CloudStorageReader) -> dict[Any, Any]:
 def _both_ends(
     source: URILike, target: URILike, config: Config
 ) -> tuple[CheckpointURI, CheckpointURI]:
-    """Parses source and target of a conversion to a checkpoint, and checks that the target may be
-    written.
+    """Parses source and target of a conversion, and checks that the target may be written.
 
     It raises before the whole source is read; the commit checks again.
     """

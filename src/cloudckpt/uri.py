@@ -219,9 +219,7 @@ class CheckpointURI:
 
     @classmethod
     def _azure(cls, scheme: str, rest: str, text: str) -> CheckpointURI:
-        """Parses the forms used by Hadoop and the portal: ``abfss`` with the account, and
-        ``https``.
-        """
+        """Parses the forms of Hadoop and the portal: ``abfss`` with the account, and ``https``."""
         authority, slash, path = rest.partition("/")
         if scheme == "https":
             container, host = "", authority.lower()
@@ -400,8 +398,7 @@ def text_of(location: object) -> str | None:
 
 
 def unfolded(path: str) -> str | None:
-    """Returns the URI that a local path was before ``pathlib`` or ``os.path`` collapsed it, or
-    None.
+    """Returns the URI that a local path was before ``pathlib`` collapsed it; else None.
 
     ``s3:/bucket/run`` was ``s3://bucket/run``, and so was ``/home/me/s3:/bucket/run``. A folder of
     such a name is never intended, and data saved there would be lost with the machine.

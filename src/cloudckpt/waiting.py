@@ -149,9 +149,7 @@ class _Lines:
                 self._failing.add(waiting)
 
     def ended(self, waiting: Waiting, succeeded: float | None) -> None:
-        """Notes that an operation has ended; `succeeded` is the time of its success, None if it
-        failed.
-        """
+        """Notes that an operation has ended, and the time of its success (None: it failed)."""
         with self._lock:
             self._failing.discard(waiting)
             if succeeded is not None:
@@ -184,14 +182,10 @@ _current: ContextVar[Waiting | None] = ContextVar("cloudckpt_waiting", default=N
 
 
 def is_stuck() -> bool:
-    """Returns whether operations are failing or silent, and none has succeeded in the last
-    second.
-    """
+    """Returns whether operations fail or are silent, and none has succeeded lately."""
     return _lines.is_stuck(time.monotonic())
 
 
 def current() -> Waiting | None:
-    """Returns the innermost operation around this call, in this thread or task; None outside of
-    any.
-    """
+    """Returns the innermost operation around this call, in this thread or task; or None."""
     return _current.get()

@@ -142,9 +142,7 @@ class AzureOptions(Options):
 
 
 def _check_tags(tags: Pairs, allowed: str) -> None:
-    """Raises ConfigError for invalid tags, which a store would refuse only after the data
-    was sent.
-    """
+    """Raises ConfigError for invalid tags, which a store would refuse only after the data."""
     require(len(tags) <= 10, f"tags: {len(tags)} tags are too many; the limit is 10")
     form = (
         "write names of 1 to 128 and values of up to 256 characters, of those that the store allows"

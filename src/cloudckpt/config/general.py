@@ -29,8 +29,9 @@ connection to S3 they fill 45 Gb/s.
 """
 
 NATIVE_TLS = "CLOUDCKPT_NATIVE_TLS"
-"""The environment variable that disables native TLS reads if it is ``0``: https responses are then
-received by Python's own calls, to rule out a fault in the calls of OpenSSL.
+"""The environment variable that disables native TLS reads if it is ``0``.
+
+https responses are then received by Python's own calls, to rule out a fault in those of OpenSSL.
 """
 
 _SMALL_REQUESTS = 16
@@ -190,9 +191,7 @@ def config_or_default(config: Config | None) -> Config:
 
 
 def _ranks_here() -> int:
-    """Returns the number of ranks on this machine, as reported by their launcher: torchrun,
-    or MPI.
-    """
+    """Returns the number of ranks on this machine, as reported by the launcher (torchrun, MPI)."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         text = os.environ.get(name, "")
         if text.isdigit() and int(text):
@@ -210,9 +209,7 @@ def _variables() -> frozenset[str]:
 
 @cache
 def _tell(strangers: frozenset[str]) -> None:
-    """Warns, once per process, of ``CLOUDCKPT_*`` variables that are not options, usually misspelt
-    ones.
-    """
+    """Warns, once per process, of ``CLOUDCKPT_*`` variables that are not options."""
     for name in sorted(strangers):
         if not name.startswith("CLOUDCKPT_TEST_"):  # tests read these to find a store
             near = difflib.get_close_matches(name, _variables(), n=1)

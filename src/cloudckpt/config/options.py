@@ -53,9 +53,7 @@ _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off"
 
 
 def option(default: T, doc: str, least: float = -math.inf, most: float = math.inf) -> T:
-    """Declares a field of :class:`Options`: its default, description, and valid range of
-    numbers.
-    """
+    """Declares a field of :class:`Options`: its default, description and range of numbers."""
     return cast(T, _Option(default, doc, least, most))
 
 
@@ -81,9 +79,7 @@ class _Option:
         return f"{self.variable} or {self.default!r}"
 
     def kind_and_words(self) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the type of the option's values (None if only words are valid), and the valid
-        words.
-        """
+        """Returns the type of the option's values (None: only words are valid), and its words."""
         hint = _hints_of(self.owner)[self.name]
         is_one = get_origin(hint) in (None, Annotated, Literal, tuple)
         kinds = [hint] if is_one else get_args(hint)
@@ -110,7 +106,7 @@ class _Option:
         """Validates a value; returns it in normalized form.
 
         Raises:
-            ConfigError: If it is not valid.
+            ConfigError: If the value is not valid.
         """
         kind, words = self.kind_and_words()
         shown = f"{self.owner.__name__}.{self.name}={value!r}"
@@ -136,8 +132,7 @@ class _Option:
 
 
 def whole_number(value: object) -> int | None:
-    """Converts an integer of Python, numpy or torch (zero-dimensional) to int; None for anything
-    else.
+    """Converts an integer of Python, numpy or torch (zero-dimensional) to int; else None.
 
     True is not an integer here, although Python's bool is an int, and neither is 5.0.
     """

@@ -101,9 +101,7 @@ def failed(found: str, advice: str, values: Values | None = None) -> Finding:
 
 
 def failed_by(error: CloudCheckpointError, needs: str = "") -> Finding:
-    """Returns the finding for an error; `needs` is the permission that the failed check
-    requires.
-    """
+    """Returns the finding for an error; `needs` is the permission that the check requires."""
     if needs and isinstance(error, AccessDeniedError):
         return failed(str(error), f"grant {needs}")
     advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), _REPORTED)

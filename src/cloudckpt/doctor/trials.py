@@ -93,9 +93,7 @@ class Trials:
         return ok("an object was written")
 
     def read(self, retrier: Retrier) -> Finding:
-        """Checks that an object can be read: the test object, or without one, a range of another
-        object.
-        """
+        """Checks that an object can be read: the test object, or without one, another object."""
         store, start = self._store, _BYTES // 4
         if self._written is None:
             found = retrier.call(self._first)

@@ -51,9 +51,7 @@ Progress = Callable[[int], None]
 
 
 class Retry(Protocol):
-    """Calls a request, and again after temporary failures, until it succeeds; returns its
-    result.
-    """
+    """Calls a request, again after temporary failures, until it succeeds; returns its result."""
 
     def __call__(self, request: Callable[[], T], /) -> T: ...
 
@@ -99,9 +97,7 @@ class ObjectInfo:
 
     @property
     def age(self) -> float | None:
-        """Seconds between the last write and the response, with a resolution of 1 s; None if
-        unknown.
-        """
+        """Seconds between the last write and the response, to the second; None if unknown."""
         if self.answered is None or self.modified is None or self.answered < self.modified:
             return None
         return self.answered - self.modified
@@ -175,8 +171,7 @@ class RangeReader(ABC):
         """
 
     def interrupt(self, threads: Collection[int]) -> None:  # noqa: B027 - most need nothing
-        """Breaks the connections that these threads (by identifier) are waiting for; their calls
-        fail soon.
+        """Breaks the connections of these threads (by identifier); their calls fail soon.
 
         Readers whose calls do not wait for a network do nothing.
         """
@@ -265,8 +260,7 @@ class ObjectStore(RangeReader):
         """Makes the object visible, from all its parts in order; `if_absent` as in `put`."""
 
     def copies_from(self, source: ObjectStore) -> bool:
-        """Returns whether `copy` accepts objects of `source`: same vendor, endpoint and
-        credentials.
+        """Returns whether `copy` takes objects of `source`: same vendor, endpoint, credentials.
 
         Read permission on the source is not checked; `copy` fails without it.
         """
@@ -309,9 +303,7 @@ class ObjectStore(RangeReader):
         start: int,
         stop: int,
     ) -> Part:
-        """Copies bytes ``start`` to ``stop`` of another object into part `number`, as
-        `copy` does.
-        """
+        """Copies bytes `start` to `stop` of another object into part `number`, as `copy` does."""
         raise self._makes_no_copies(upload.key)
 
     def _makes_no_copies(self, key: str) -> InvalidRequestError:
@@ -398,8 +390,7 @@ class ObjectStore(RangeReader):
         return info if attempt and info.attempt == attempt else None
 
     def checksum_of(self, info: ObjectInfo) -> int:
-        """Returns an object's checksum, from the store if it keeps one, else computed from a
-        download.
+        """Returns an object's checksum, as the store keeps it, else computed from a download.
 
         Raises:
             PreconditionFailedError: If the object is no longer ``info.version``.
@@ -490,7 +481,5 @@ name, and some proxies drop headers with underscores.
 
 
 def random_suffix() -> str:
-    """Returns 16 random hexadecimal digits (64 bits), unique across attempts, processes and
-    hosts.
-    """
+    """Returns 16 random hexadecimal digits (64 bits), unique across processes and hosts."""
     return os.urandom(8).hex()

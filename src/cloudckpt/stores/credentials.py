@@ -84,9 +84,7 @@ class Credentials(Generic[S]):
     """
 
     def __init__(self, look: Callable[[], S]) -> None:
-        """Looks the credentials up once; `look` returns a source from the current environment and
-        files.
-        """
+        """Looks up credentials; `look` returns a source from the current environment and files."""
         self._look = look
         self._lock = threading.Lock()
         self._looked_at = 0.0
@@ -98,8 +96,7 @@ class Credentials(Generic[S]):
         self.current = look()
 
     def source(self) -> S:
-        """Returns the credentials for the next request; looks them up again if they were missing
-        before.
+        """Returns the credentials for the next request, after another lookup if they were missing.
 
         If many threads need the lookup at the same time, one makes it and the others share its
         result.
@@ -123,8 +120,7 @@ class Credentials(Generic[S]):
         return self.current
 
     def failed(self, error: CredentialsError) -> StoreError:
-        """Returns the error for a request without credentials, and makes the next request look them
-        up.
+        """Returns the error for a request without credentials; the next request looks them up.
 
         If there were credentials before, they may come back: the error is transient, so that the
         request is retried until its deadline, each time with a lookup. Otherwise the error is

@@ -61,9 +61,7 @@ _VARIABLES = (
 
 
 def masked(text: str, secrets: Iterable[str] = ()) -> str:
-    """Returns a foreign text with all credentials replaced by ``***``; its length is not
-    limited.
-    """
+    """Returns a foreign text with all credentials replaced by ``***``, at full length."""
     return _without(text, _known(secrets))
 
 
@@ -109,9 +107,7 @@ def _proxy_users() -> Iterator[str]:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """Yields the spellings (quoted, escaped) of a secret, or of the secrets in a connection
-    string.
-    """
+    """Yields the spellings (quoted, escaped) of a secret, or of a connection string's secrets."""
     parts = re.findall(r"\b(?:sig|AccountKey)=([^&;\s]+)", value)
     for one in (value, value.strip(), *parts, *map(unquote, parts)):
         quoted = (quote(one, safe, errors="surrogatepass") for safe in ("/", ""))

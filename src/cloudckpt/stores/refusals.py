@@ -57,9 +57,7 @@ class Meaning(NamedTuple):
 
 _CODE = re.compile(r"[A-Za-z][\w.]{0,99}")
 _REQUEST_IDS = ("x-amz-request-id", "x-amz-id-2", "x-guploader-uploadid", "x-ms-request-id")
-"""The response headers with the request ID, by which a vendor's support finds a request in its
-logs.
-"""
+"""The response headers with the request ID, by which a vendor's support finds a request."""
 _TIMEOUTS = {"requesttimeout", "requesttimeoutexception", "operationtimedout"}  # in lower case
 
 _TEXTS: Mapping[type[StoreError], str] = {
@@ -201,9 +199,7 @@ def _is_certain(code: str, status: int, *, is_known: bool) -> bool:
 
 
 def _ahead(headers: Mapping[str, str]) -> float | None:
-    """Returns the seconds by which this machine's clock is ahead of a response's ``Date``,
-    if any.
-    """
+    """Returns the seconds by which this machine's clock is ahead of a response's date, if any."""
     date = _date(headers.get("date", ""))
     if date is None:
         return None

@@ -84,8 +84,7 @@ def checkpoint_location(location: URILike) -> CheckpointURI:
 
 
 def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
-    """Returns the store of a URI's bucket; the same object for the same bucket, options and
-    process.
+    """Returns the store of a URI's bucket; the same for equal options in a process.
 
     So all saves and loads of a process share connections, credentials and endpoint look-ups, while
     a forked child opens its own, even if its parent was just opening one. Opening may take minutes

@@ -153,9 +153,7 @@ class RestStore(ObjectStore):
         """Returns the exception for an error response."""
 
     def belated(self, headers: Mapping[str, str], body: bytes, action: str, uri: str) -> StoreError:
-        """Returns the exception for an error in the body of a 200, sent before the work was
-        done.
-        """
+        """Returns the exception for an error in the body of a 200, sent before the work ended."""
         error = self.failure(200, headers, body, action, uri)
         # throttled in the middle of the work, whose outcome is unknown
         if isinstance(error, ThrottledError):
@@ -179,9 +177,7 @@ class RestStore(ObjectStore):
     def _read(
         self, key: str, if_version: str | None, headers: Mapping[str, str]
     ) -> contextlib.AbstractContextManager[Reply]:
-        """Sends a GET for an object's content, only of version `if_version` if given; yields the
-        response.
-        """
+        """Sends a GET for an object's content, of `if_version` if given; yields the response."""
 
     def _version(self, reply: Reply, key: str) -> str:
         """Returns the object's version according to a response."""
@@ -190,9 +186,7 @@ class RestStore(ObjectStore):
         raise ConnectionLostError("the answer has no ETag", uri=self.uri(key))
 
     def _length(self, reply: Reply, key: str) -> int:
-        """Returns the object's size, from the response to a HEAD or to a GET of the whole
-        object.
-        """
+        """Returns the object's size, from the response to a HEAD or a GET of the whole object."""
         if reply.length is None:
             raise ConnectionLostError("the answer has no length", uri=self.uri(key))
         return reply.length
@@ -202,8 +196,7 @@ class RestStore(ObjectStore):
         return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
 
     def _made(self, key: str, size: int, tag: str | None, attempt: str) -> ObjectInfo:
-        """Returns the ObjectInfo of a written object; if the response has no ETag, from a HEAD
-        request.
+        """Returns the ObjectInfo of a written object, from a HEAD if the response has no ETag.
 
         Raises:
             ServerError: If a HEAD shows no object or another one, or fails: the write may have been
@@ -299,9 +292,7 @@ class RestStore(ObjectStore):
         return error
 
     def _advise(self, error: StoreError, signed: Signed | None) -> None:
-        """Adds store-specific advice to an error's message; `signed` is None if nothing was
-        sent.
-        """
+        """Adds store-specific advice to an error; `signed` is None if nothing was sent."""
 
     def _signed(self, request: Request) -> Signed:
         """Signs a request, after fetching credentials if necessary.
@@ -368,9 +359,7 @@ class RestStore(ObjectStore):
 
     @abstractmethod
     def _listed(self, prefix: str, retry: Retry, delimiter: str) -> Iterator[Page]:
-        """Yields the pages of a listing; keys that continue after `delimiter` are grouped into
-        folders.
-        """
+        """Yields the pages of a listing; keys beyond `delimiter` are grouped into folders."""
 
     def _all_pages(
         self, prefix: str, ask: Callable[[Marks], tuple[P, Marks | None]], retry: Retry

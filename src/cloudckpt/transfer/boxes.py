@@ -26,8 +26,9 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""The alignment of items in objects and in memory, in bytes: that of torch.save, enough for any
-dtype.
+"""The alignment of items in objects and memory, in bytes: as in torch.save.
+
+It is enough for any dtype.
 """
 
 Box = tuple[tuple[int, int], ...]
@@ -45,9 +46,7 @@ def padding(position: int, to: int = ALIGNMENT) -> int:
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides, in elements, of a row-major tensor; as in torch, a size of 0 counts as
-    1.
-    """
+    """Returns the strides of a row-major tensor in elements; as in torch, size 0 counts as 1."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -63,8 +63,9 @@ class CopyTask:
 
 
 class MismatchError(CheckpointCorruptError):
-    """The received bytes of an object do not match its checksum: the object or the transfer is
-    damaged.
+    """The received bytes of an object do not match its checksum.
+
+    The object is damaged, or was damaged during the transfer.
     """
 
 

@@ -116,9 +116,7 @@ def delete_quietly(
 def _try_each(
     store: ObjectStore, wanted: list[K], delete: Callable[[K], None], threads: int
 ) -> dict[K, StoreError]:
-    """Tries each deletion once; returns those left with their errors, beginning with those not
-    tried.
-    """
+    """Tries each deletion once; returns those left with their errors, untried ones first."""
     group = TaskGroup(threads, name="cloudckpt-delete", interrupt=store.interrupt)
     failed: dict[K, StoreError] = {}
     lost: list[ConnectionLostError] = []

@@ -106,9 +106,7 @@ class Shared(Protocol):
     """Fetches the bytes that other ranks need as well."""
 
     def carry_out(self, download: Download) -> Sequence[Segment]:
-        """Delivers the bytes that other ranks need too; returns the segments that are left to
-        fetch.
-        """
+        """Delivers the bytes that other ranks need too; returns the segments left to fetch."""
 
 
 def segments_for(wanted: Sequence[Wanted], config: Config) -> list[Segment]:
@@ -133,8 +131,7 @@ def _whole_blocks(want: Wanted, *, verify: bool) -> Segment:
 
 
 class Receiver:
-    """Fills memory with ranges of objects; all ranges of an object come from the same version of
-    it.
+    """Fills memory with ranges of objects; all ranges of an object are of the same version.
 
     Safe to use from many threads.
     """
@@ -264,9 +261,7 @@ class Download:
         return list(pack_requests(segments, limit=limit, merge_gap=MERGE_GAP))
 
     def _even_share(self, segments: Sequence[Segment]) -> int:
-        """Returns the size of requests in bytes; small if they need scratch memory, which is
-        limited.
-        """
+        """Returns the request size in bytes; small if requests need scratch memory."""
         wanted = [segment.want for segment in segments]
         if any(want.sink.memory is None for want in wanted):
             return even_share(0, self._config.most_connections)
@@ -278,15 +273,11 @@ class Download:
         self._land(request, functools.partial(self._receive, request))
 
     def read(self, request: Sequence[Segment], into: memoryview) -> None:
-        """Fetches the bytes of a request, from first to last, without verifying or
-        delivering them.
-        """
+        """Fetches the bytes of a request without verifying or delivering them."""
         self._receive(request, [into])
 
     def land(self, request: Sequence[Segment], data: memoryview) -> None:
-        """Verifies and delivers a request whose bytes are in `data`; fetches it if they are
-        damaged.
-        """
+        """Verifies and delivers a request whose bytes are in `data`; refetches it if damaged."""
         self._land(request, functools.partial(_copy, data))
 
     def _land(

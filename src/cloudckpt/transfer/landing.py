@@ -110,9 +110,7 @@ class BoxSink(Sink):
         dtype: torch.dtype,
         source_shape: tuple[int, ...] | None,
     ) -> None:
-        """Prepares the box; `source_shape` is the stored tensor's shape, None if the range is the
-        box itself.
-        """
+        """Prepares the box; `source_shape` is the stored tensor's; None if the range is the box."""
         super().__init__(None, pinned=target.is_cuda)
         self._target = narrow(target, box)
         self._dtype = dtype
@@ -129,9 +127,7 @@ class BoxSink(Sink):
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies `source` into `target` without autograd, in inference mode if `target`
-    requires that.
-    """
+    """Copies `source` into `target` without autograd, in inference mode if necessary."""
     with _mode_of(target):
         target.copy_(source)
 
@@ -213,9 +209,7 @@ class Segment:
     grain: int
 
     def cut(self, limit: int) -> tuple[Segment, Segment] | None:
-        """Splits the segment at its last permitted cut up to `limit`; returns None if it
-        has none.
-        """
+        """Splits the segment at its last permitted cut up to `limit`; None if it has none."""
         if self.grain == 0:
             return None
         origin = self.want.source.offset
@@ -258,9 +252,7 @@ class _Landed:
         self.data: torch.Tensor | None = None  # the needed bytes, if they are in scratch memory
 
     def place(self, scratch: torch.Tensor, memory: memoryview) -> None:
-        """Assigns the segment's bytes in scratch memory; `memory` shows the same bytes as
-        `scratch`.
-        """
+        """Assigns the segment's bytes in scratch memory, of which `memory` is a view."""
         if self.target is None:
             stop = self.at + self.segment.stop - self.segment.start
             self.views = [memory[self.at : stop]]
@@ -303,9 +295,7 @@ class ScatterPlan:
             position = segment.stop
 
     def _scratch(self, position: int, count: int) -> int:
-        """Reserves scratch memory for `count` bytes at `position` of the object; returns the offset
-        there.
-        """
+        """Reserves scratch memory for `count` bytes at `position`; returns the offset there."""
         if count == 0:
             return 0
         run = self._order[-1] if self._order else None

@@ -21,9 +21,7 @@ _ALL = 7 / 8
 """The share of the lanes that must move bytes for all of them to count as started."""
 
 _LONGEST_START = 0.5
-"""Seconds after which new lanes count as started: connecting by TLS to a distant store
-takes time.
-"""
+"""Seconds after which new lanes count as started: connecting by TLS takes time."""
 
 _CLEAR = 0.05
 """Seconds of measurement for a clear gain: most of what the additional lanes could contribute."""
@@ -150,9 +148,7 @@ class LaneSearch:
         return _CALM if is_unclear else _QUICK
 
     def add(self, tick: Tick) -> int:
-        """Takes the measurement since the last tick; returns the number of lanes that should be in
-        use.
-        """
+        """Takes the measurement since the last tick; returns the number of lanes to use."""
         if not tick.is_full or not tick.moved:
             self._started = max(self._started, 0.0) if self._window is None else 0.0
             self._window = None if self._window is None else _Window()
@@ -182,9 +178,7 @@ class LaneSearch:
         self._window = None
 
     def _measured(self, window: _Window) -> None:
-        """Uses the measured rate of the present lanes: reduces them if they are too many, else
-        grows.
-        """
+        """Compares the measured rate with that expected of the lanes: reduces or grows them."""
         rate = window.rate
         if self.each is not None and rate < _SLOWER * self.each * self.lanes:
             if window.seconds < _LOOK:

@@ -138,9 +138,7 @@ class SlabPool:
 
 
 class Packer:
-    """Packs items into the slabs of a pool; call `flush` before writing to the object by other
-    means.
-    """
+    """Packs items into slabs; call `flush` before writing to the object by other means."""
 
     def __init__(self, upload: PieceWriter, pool: SlabPool) -> None:
         self._upload = upload

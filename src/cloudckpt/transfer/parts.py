@@ -91,9 +91,7 @@ class PieceWriter(Protocol):
         """Appends a piece."""
 
     def close(self, end: Piece) -> None:
-        """Appends the last piece, whose bytes are filled in when all others have their
-        checksums.
-        """
+        """Appends the last piece, whose bytes are made when all others have their checksums."""
 
 
 @dataclass(slots=True)
@@ -128,8 +126,7 @@ class PartPlan:
         return algorithm.combine(found)
 
     def changed(self, algorithm: ChecksumAlgorithm) -> Piece | None:
-        """Returns a piece whose bytes have changed since their checksum was computed; None if none
-        has.
+        """Returns a piece whose bytes changed since their checksum was computed, or None.
 
         Only the user's memory is checked: nothing else writes to lent memory.
         """
@@ -179,9 +176,7 @@ class PartCutter:
         return done
 
     def finish(self) -> PartPlan | None:
-        """Returns the last part, if there are bytes left for it; nothing may be pushed
-        afterwards.
-        """
+        """Returns the last part, if any bytes are left; nothing may be pushed afterwards."""
         return self._part if self._part.size else None
 
 

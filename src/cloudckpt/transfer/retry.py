@@ -62,8 +62,8 @@ class Retrier:
 
     @classmethod
     def for_cleanup(cls, policy: RetryPolicy) -> Retrier:
-        """Returns a retrier for clean-up after a failure, with few tries, so that the failure is
-        raised soon.
+        """Returns a retrier for clean-up after a failure: with few tries, so as to raise it
+        soon.
         """
         attempts = min(policy.attempts or _CLEANUP_TRIES, _CLEANUP_TRIES)
         deadline = min(policy.deadline, 10.0)
@@ -160,9 +160,7 @@ class Pauses:
         self._last = policy.base or policy.cap / 100  # a base of 0 would never grow
 
     def after(self, error: TransientStoreError) -> float | None:
-        """Returns the seconds until the next try after a failure; None if there is no
-        further try.
-        """
+        """Returns the seconds until the next try after a failure; None if it was the last."""
         self._failures += 1
         spent = self._spent()
         is_last = self._failures == self._policy.attempts
@@ -238,8 +236,7 @@ def check_unchanged(
 
 
 def retry_if_replaced(load: Callable[[], T]) -> T:
-    """Returns the result of `load`, restarting it up to 4 times if the checkpoint was replaced
-    meanwhile.
+    """Returns the result of `load`, restarted up to 4 times if the checkpoint was replaced.
 
     Raises:
         CheckpointReplacedError: If that happened five times, or ``load`` has raised it for repeated

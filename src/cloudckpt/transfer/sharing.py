@@ -33,8 +33,10 @@ __all__ = ["Ring", "Share", "digests", "ring_allgather", "plan_shares", "shared_
 
 _LARGEST = 8 * 1024**2
 _SMALLEST = 256 * 1024
-"""The fewest and (above) the most bytes of a shared request: small enough that a rank holds
-several, large enough that a request to a store is worth its cost.
+"""The fewest and (above) the most bytes of a shared request.
+
+They are few enough that a rank holds several requests, and enough that a request to a store is
+worth its cost.
 """
 
 _WORTH = 64 * 1024
@@ -110,9 +112,7 @@ def plan_shares(of_ranks: Sequence[torch.Tensor], rank: int, hosts: Sequence[int
 
 
 def _numbers(numbers: Iterable[int]) -> torch.Tensor:
-    """Returns an int64 tensor in host memory, whatever the default device; `numbers` may be
-    empty.
-    """
+    """Returns an int64 tensor in host memory, whatever the default device."""
     return torch.tensor([*numbers], dtype=torch.int64, device="cpu")
 
 
@@ -255,9 +255,7 @@ class _HandOn:
         self._submit(fetched.fetch)
 
     def _submit(self, task: Callable[[], None]) -> bool:
-        """Runs a task on a thread of the download; returns False, and fails, if that is
-        impossible.
-        """
+        """Runs a task on a thread of the download; returns False, and fails, if it can't."""
         try:
             self._download.submit(task)
         except Exception as error:  # noqa: BLE001 - the download raises it, if it is the first
@@ -274,9 +272,7 @@ class _HandOn:
         return self._failed
 
     def _round(self, requests: Sequence[Sequence[Segment]]) -> None:
-        """Passes one request of each rank around the ring; the last round may have fewer
-        requests.
-        """
+        """Passes one request of each rank around the ring; fewer in the last round."""
         size, at = self._ring.size, self._ring.position
         held: _Message | None = None
         if at < len(requests):

@@ -120,9 +120,7 @@ class ScratchPool:
                 self._changed.notify_all()
 
     def _take(self, size: int) -> torch.Tensor | None:
-        """Waits for free memory; returns a free buffer that is large enough, or None to allocate
-        one.
-        """
+        """Waits for free memory; returns a free buffer of the size, or None to allocate one."""
         with self._changed:
             while self._lent and self._lent + size > self._limit:
                 self._changed.wait(0.2)

@@ -99,9 +99,7 @@ class ObjectUpload:
 
     @property
     def checksum(self) -> int:
-        """The checksum of the whole object, by the store's algorithm; available once it is
-        complete.
-        """
+        """The checksum of the complete object, by the store's algorithm."""
         assert self._whole is not None
         return self._whole
 
@@ -142,9 +140,7 @@ class ObjectUpload:
         self._send_waiting()
 
     def abandon(self) -> None:
-        """Removes everything of the object that reached the store; errors are logged, not
-        raised.
-        """
+        """Removes everything of the object from the store; errors are logged, not raised."""
         if self._upload is not None and self.info is None:
             self._abort(self._upload)
         if self._may_have_twin:
@@ -344,8 +340,7 @@ def _abort_all(
 
 
 def clear_away(store: ObjectStore, keys: Sequence[str], policy: RetryPolicy) -> None:
-    """Removes what a dead process has left of objects, complete or not; errors are logged, not
-    raised.
+    """Removes what a dead process has left of objects; errors are logged, not raised.
 
     Args:
         store: The store.

@@ -50,9 +50,7 @@ class View:
         return self.retrier.call(lambda: registry.open_store(self.location, self.config))
 
     def look(self, key: str) -> ObjectInfo:
-        """Returns size and version of an object; see
-        :meth:`~cloudckpt.stores.base.ObjectStore.look`.
-        """
+        """Returns an object's size and version; see :class:`~cloudckpt.stores.base.ObjectStore`."""
         with self.asking() as store:
             return self.retrier.call(lambda: store.look(key))
 

@@ -39,8 +39,10 @@ except ImportError as exc:
 __all__ = ["ContainerAccess"]
 
 API_VERSION = "2021-12-02"
-"""The REST API version of all requests: the first with the cold tier, and later than the versions
-that added encoded names in listings and large blocks.
+"""The REST API version of all requests.
+
+It is the first with the cold tier, and later than the versions that added encoded names in listings
+and large blocks.
 """
 
 _AZURE_HOST = re.compile(
@@ -164,17 +166,14 @@ class ContainerAccess:
         return url, headers
 
     def reaches(self, other: ContainerAccess) -> bool:
-        """Returns whether this container can be copied to from another: both are in the
-        same cloud.
-        """
+        """Returns whether another container can be copied to this one: both are in one cloud."""
         if self.is_azure and other.is_azure:
             zones = (_CLOUD.search(urlsplit(access.url).netloc) for access in (self, other))
             return len({zone and zone["suffix"] for zone in zones}) == 1
         return self._place.endpoint == other._place.endpoint
 
     def as_source(self, key: str) -> tuple[str, str | None]:
-        """Returns a URL from which the store can read a blob, and the Authorization header if
-        needed.
+        """Returns a URL from which the store can read a blob, and an Authorization header or None.
 
         An account key must not be sent; it signs a URL that permits reading this blob for two
         hours.
@@ -227,8 +226,7 @@ class _Source:
 
 
 class _SharedKey:
-    """Signs requests to an account's blobs with its key, without sending the key or a reusable
-    token.
+    """Signs requests to an account's blobs with its key; sends neither key nor reusable token.
 
     A shared access signature made from the key would be tied to an API version that not every Azure
     cloud supports, and to the account's policy.
@@ -372,9 +370,7 @@ def _is_azure(host: str | None) -> bool:
 
 
 def _first_of(endpoint: str) -> str:
-    """Returns the account's part of an endpoint: the path for emulators, else the first
-    host label.
-    """
+    """Returns the account in an endpoint: the path for emulators, else the first host label."""
     parts = urlsplit(endpoint)
     return parts.path.strip("/") or (parts.hostname or "").partition(".")[0]
 

@@ -86,9 +86,7 @@ class Tokens:
         return self._held.token
 
     def origin(self) -> Origin:
-        """Returns which azure-identity source supplied the token; azure-identity has no public name
-        for it.
-        """
+        """Returns which azure-identity source supplied the token (by a private attribute)."""
         found = getattr(self._credential, "_successful_credential", None) or self._credential
         source = f"azure-identity's {type(found).__name__}"
         return Origin(source=source, ends=self._held.ends or None)

@@ -84,9 +84,7 @@ class BucketAccess:
         self.credentials = Credentials(look)
 
     def shares_realm(self, other: BucketAccess) -> bool:
-        """Returns whether one request may involve both buckets: same endpoint, same kind of
-        access.
-        """
+        """Returns whether one request may involve both buckets: same endpoint, same user."""
         return (self.endpoint, self._is_anonymous) == (other.endpoint, other._is_anonymous)
 
     def authorize(
@@ -105,7 +103,7 @@ class BucketAccess:
 
 
 class _NoToken:
-    """The source of requests without credentials."""
+    """A credentials source for anonymous access, and for endpoints without credentials."""
 
     def secrets(self) -> tuple[str, ...]:
         return ()
@@ -119,8 +117,9 @@ def _universe() -> str:
 
 
 def _endpoint(options: GCSOptions) -> tuple[str, bool]:
-    """Returns the endpoint, and whether it may be sent credentials: not emulators, nor
-    plain http.
+    """Returns the endpoint's URL, and whether it is trusted with credentials.
+
+    Emulators and plain http endpoints are not.
     """
     if options.endpoint_url is not None:
         url = options.endpoint_url.rstrip("/")
@@ -152,8 +151,9 @@ def _check_universe(universe: str, endpoint: str, host: str, uri: str) -> None:
 
 
 class _Request(google.auth.transport.requests.Request):
-    """google-auth's HTTP transport to token services, with the store's timeouts instead of two
-    minutes.
+    """google-auth's HTTP transport to token services, with the store's timeouts.
+
+    google-auth's own timeout is two minutes.
     """
 
     timeout = (10.0, 60.0)  # seconds to connect, and to wait for a response

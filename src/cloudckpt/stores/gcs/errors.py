@@ -32,8 +32,10 @@ _LONGEST_BODY = 64 * 1024
 _LONGEST_TEXT = 500
 _OWN_TEXT = re.compile(r"No such object|bucket does not exist|storage\.\w+\.\w+|requester pays")
 _OF_EMULATORS = re.compile(rb"Not Found|.*\bdomain\W+global\b.*", re.DOTALL)
-"""Error bodies of emulators: of fake-gcs-server for reads; of storage-testbench for all requests,
-where an error is nested in another.
+"""The error bodies of emulators that lack a reason in Google's format.
+
+fake-gcs-server sends the first for reads, storage-testbench the second for all requests: an error
+nested in another.
 """
 
 _MEANINGS = (
@@ -136,9 +138,7 @@ def _decompressed(headers: Mapping[str, str], body: bytes) -> bytes:
 
 
 def _fields(body: bytes) -> tuple[str, str]:
-    """Returns the reason (or code) and the message of an error; empty if the body has another
-    format.
-    """
+    """Returns the reason (or code) and the message of an error; empty for other bodies."""
     begin = body.lstrip()[:1]
     if begin == b"<":
         fields = error_fields(body)

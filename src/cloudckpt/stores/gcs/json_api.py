@@ -86,9 +86,7 @@ def resource_of(options: GCSOptions, attempt: str = "") -> dict[str, Any]:
 
 
 def insertion(resource: Mapping[str, Any], boundary: str) -> tuple[bytes, bytes]:
-    """Returns the bytes before and after the object's content in the multipart request that writes
-    it.
-    """
+    """Returns the bytes before and after an object's content in the request that writes it."""
     head = (
         f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n"
         f"{json.dumps(resource)}\r\n"
@@ -130,9 +128,7 @@ def answer_of(reply: Reply) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def carried_out() -> Iterator[None]:
-    """Marks the errors of a request made after a successful write as uncertain: the object
-    exists.
-    """
+    """Marks errors of a request made after a successful write as uncertain."""
     try:
         yield
     except StoreError as error:
@@ -141,9 +137,7 @@ def carried_out() -> Iterator[None]:
 
 
 def generation(version: str) -> str:
-    """Returns `version` as a generation for a precondition; if not a number, an unused
-    generation.
-    """
+    """Returns `version` as a generation for a precondition; an unused one if not a number."""
     return version if version.isascii() and version.isdigit() else _NO_GENERATION
 
 
@@ -154,9 +148,7 @@ def parse_crc32c(text: str) -> int | None:
 
 
 def of_payload(progress: Progress | None, before: int, size: int) -> Progress | None:
-    """Returns a progress callback that counts only the `size` payload bytes after `before`
-    bytes.
-    """
+    """Returns a progress callback that counts only the `size` bytes after `before` others."""
     if progress is None:
         return None
     sent = reported = 0

@@ -311,7 +311,9 @@ class GCSStore(XmlStore):
         return self._all_pages(prefix, ask, retry)
 
     def _url(self, path: str, query: Mapping[str, str]) -> str:
-        """Returns a URL of the JSON API; a name in `path` must be one segment with encoded slashes.
+        """Returns a URL of the JSON API; names in `path` must be one segment with encoded slashes.
+
+        The query has the option ``user_project``, where the API's discovery document demands it.
 
         The API's discovery document demands ``userProject`` in the query.
         """
@@ -368,9 +370,7 @@ class GCSStore(XmlStore):
 
 
 def _replaced(uri: str, version: str | None = None) -> ConnectionLostError:
-    """Returns the error for an object replaced while it was read; `version` is the one to read
-    instead.
-    """
+    """Returns the error for an object replaced while it was read; `version` is the new one."""
     return ConnectionLostError(
         "the object was replaced while it was read: it is read again", version=version, uri=uri
     )

@@ -78,9 +78,7 @@ _WHOLE = re.compile("[0-9]{1,18}")
 
 
 def whole_number(text: str | None) -> int | None:
-    """Parses a size in bytes from a header; None unless it is a decimal number of up to 18
-    digits.
-    """
+    """Parses a size in bytes from a header; None unless it is a number of up to 18 digits."""
     return int(text) if text is not None and _WHOLE.fullmatch(text) else None
 
 
@@ -306,9 +304,7 @@ class Reply:
             data += piece
 
     def _step(self, view: memoryview) -> int:
-        """Receives into `view` by one call; if it stalls after some bytes, the next call raises
-        that.
-        """
+        """Receives into `view` by one call; a stall after some bytes is raised by the next call."""
         if self._is_stalled:
             raise LateError(self._watch.stalled)
         count = 0
@@ -322,9 +318,7 @@ class Reply:
         return count
 
     def close(self) -> None:
-        """Returns the connection to the pool if the body was read, or almost; otherwise
-        closes it.
-        """
+        """Returns the connection to the pool if the body was read, or almost; else closes it."""
         left = (
             self._raw.length
         )  # None: unknown; 0 also after HEAD, and for responses without a body

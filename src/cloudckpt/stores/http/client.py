@@ -353,9 +353,7 @@ class HttpClient:
             self._calls.pop(thread, None)
 
     def interrupt(self, threads: Collection[int]) -> None:
-        """Breaks the connections that these threads (by identifier) are using; their requests fail
-        soon.
-        """
+        """Breaks the connections of these threads (by identifier); their requests fail soon."""
         for thread in threads:
             call = self._calls.get(thread)
             if call is not None and call.connection is not None:
@@ -421,9 +419,7 @@ def proxy_url(proxy: str) -> urllib3.util.Url:
 
 
 def _refused_by_proxy(exc: BaseException, host: str) -> StoreError | None:
-    """Returns the error to raise if a proxy refuses to connect to the host; None if it may accept
-    later.
-    """
+    """Returns the error if a proxy refuses the host for good; None if it may accept later."""
     said = _TUNNEL.search(told(str(exc)))
     if said is None or int(said[1]) in (408, 425, 429):
         return None
@@ -447,9 +443,7 @@ def _never_connected(exc: BaseException) -> bool:
 
 
 def _plain(exc: BaseException) -> str:
-    """Returns the innermost cause of an exception, without urllib3's wrapping and object
-    addresses.
-    """
+    """Returns the innermost cause of an exception, without urllib3's wrapping."""
     for inner in causes(exc):
         if isinstance(inner, LateError):  # urllib3 would only report a timeout
             return str(inner)

@@ -191,9 +191,7 @@ class _Loaded(ctypes.Structure):
 
 
 def _loaded(address: int, library: ctypes.PyDLL) -> int | None:
-    """Returns the base address of the library that contains an address, which is not
-    dereferenced.
-    """
+    """Returns the base address of the library that contains an address (not dereferenced)."""
     found = _Loaded()
     return found.base if library.dladdr(address, ctypes.byref(found)) else None
 
@@ -295,8 +293,7 @@ class _Chain:
         self._upper = library.BIO_push(upper, records)
 
     def read_into(self, view: memoryview) -> int:
-        """Fills `view`, of more than 4 KiB; returns fewer bytes only at an error or the end of
-        data.
+        """Fills `view`, of more than 4 KiB; returns fewer bytes only at an error or the end.
 
         A BIO_f_buffer that is asked for more than it can hold reads straight into the destination.
         So the upper BIO never keeps plaintext that Python's own reads would miss.
@@ -351,14 +348,10 @@ class WatchedSocket(socket.socket):
     is_watched = False
 
     fills_buffers = True
-    """Whether a long read returns fewer bytes only if the connection ends, fails, or has no
-    more.
-    """
+    """Whether a long read returns fewer bytes only if there are no more, or at a failure."""
 
     def makefile(self, mode: str = "r", buffering: int | None = None, **text: Any) -> Any:
-        """Returns ``socket.makefile``'s file; a :class:`BodyReader` in place of a
-        BufferedReader.
-        """
+        """Returns ``socket.makefile``'s file, with a :class:`BodyReader` for a BufferedReader."""
         file = super().makefile(mode, buffering, **text)  # type: ignore[call-overload]
         if type(file) is not io.BufferedReader:
             return file
@@ -380,9 +373,7 @@ class LongReadSocket(WatchedSocket):
 
     @classmethod
     def of(cls, sock: socket.socket) -> LongReadSocket:
-        """Returns a socket that takes over the connection of `sock`, which can't be used
-        afterwards.
-        """
+        """Returns a socket that takes over the connection of `sock`, which becomes unusable."""
         return cls(sock.family, sock.type, sock.proto, fileno=sock.detach())
 
     def recv_into(self, buffer: WriteableBuffer, nbytes: int = 0, flags: int = 0) -> int:
@@ -408,9 +399,7 @@ class TLSSocket(ssl.SSLSocket):
         return "native_tls is off"
 
     def getpeername(self) -> Any:
-        """Returns the peer's address, which Python asks for before the handshake; closes a broken
-        socket.
-        """
+        """Returns the peer's address, as needed by the handshake; closes a broken socket."""
         try:
             return super().getpeername()
         except OSError as exc:

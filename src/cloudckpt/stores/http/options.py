@@ -58,8 +58,7 @@ class HttpOptions:
 
     @classmethod
     def of_environment(cls, config: Config, endpoint: str) -> HttpOptions:
-        """Returns the options with the proxy and CA certificates that ``requests`` finds in the
-        environment.
+        """Returns the options with the proxy and CA certificates that ``requests`` would use.
 
         Google's and Azure's own clients send their requests through ``requests``.
         """
@@ -94,9 +93,7 @@ class Route:
 
 
 def named_by(options: Options, name: str) -> str:
-    """Returns the setting that supplied an option's value: a variable or an argument; empty if
-    unset.
-    """
+    """Returns the setting that supplied an option's value (variable or argument); else empty."""
     value = getattr(options, name)
     if value is None:
         return ""

@@ -25,8 +25,10 @@ __all__ = ["SLOWEST", "Connection", "Counter", "LateError", "Traffic", "Watch", 
 logger = logging.getLogger("cloudckpt")
 
 Connection = socket.socket | SSLTransport | http.client.HTTPConnection
-"""A connection that the watch can break: a socket with or without TLS; TLS inside a proxy's TLS,
-which is not a socket; or an HTTP connection, which stands for its current socket.
+"""A connection that the watch can break.
+
+It is a socket with or without TLS; TLS inside a proxy's TLS, which is not a socket; or an HTTP
+connection, which stands for its current socket.
 """
 
 SLOWEST = 4096
@@ -47,9 +49,7 @@ class LateError(TimeoutError):
 
 
 class Counter(enum.Enum):
-    """A byte counter that the kernel keeps per connection; the value is its offset in ``struct
-    tcp_info``.
-    """
+    """A byte counter of the kernel per connection; its value is an offset in ``tcp_info``."""
 
     ACKNOWLEDGED = 120
     """Bytes that the peer has acknowledged."""
@@ -67,9 +67,7 @@ def break_connection(connection: Connection) -> None:
 
 
 def _beneath(connection: Connection) -> socket.socket | None:
-    """Returns the kernel's socket under a connection; None before it connects and after it is
-    closed.
-    """
+    """Returns the kernel's socket under a connection; None if it is not open."""
     found: Connection | None = connection
     if isinstance(found, http.client.HTTPConnection):
         found = found.sock
@@ -88,9 +86,7 @@ def _count(connection: Connection, counter: Counter) -> int | None:
 
 
 def _counters(sock: socket.socket | None) -> bytes | None:
-    """Returns the kernel's ``struct tcp_info`` up to the byte counters; None if it is not
-    available.
-    """
+    """Returns the kernel's ``tcp_info`` up to the byte counters; None if not available."""
     end = Counter.RECEIVED.value + 8
     if sock is None or _TCP_INFO is None:
         return None
@@ -102,9 +98,7 @@ def _counters(sock: socket.socket | None) -> bytes | None:
 
 
 class Traffic:
-    """Measures the bytes that connections move, even in the middle of a system call for
-    megabytes.
-    """
+    """Measures the bytes that connections move, even in the middle of a system call."""
 
     counts = _TCP_INFO is not None
     """Whether the kernel provides the counters; only on Linux."""
@@ -113,9 +107,7 @@ class Traffic:
         self._seen: weakref.WeakKeyDictionary[socket.socket, int] = weakref.WeakKeyDictionary()
 
     def since(self, connection: Connection) -> int:
-        """Returns the bytes moved both ways since the last call for this connection; 0 the first
-        time.
-        """
+        """Returns the bytes moved both ways since the last call for this connection; 0 at first."""
         sock = _beneath(connection)
         info = _counters(sock)
         if sock is None or info is None:
@@ -139,9 +131,7 @@ class _Step:
     expired: bool = False
 
     def look(self, now: float) -> None:
-        """Extends the deadline if enough bytes have moved; breaks the connection if it has
-        passed.
-        """
+        """Extends the deadline if enough bytes moved; breaks the connection if it has passed."""
         count = _count(self.connection, self.counter) if self.counter is not None else None
         if count != self.seen or (count is None and self.counter is not None):
             self.seen, self.moved = count, now

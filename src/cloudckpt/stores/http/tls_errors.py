@@ -42,8 +42,7 @@ _OF_FILES = ("ASN1", "PEM", "X509")
 def lasting_failure(
     error: BaseException, host: str, *, bundle: str | None = None
 ) -> TLSError | None:
-    """Returns a TLSError if `error` is caused by a lasting TLS failure; None if a retry may
-    succeed.
+    """Returns a TLSError if `error` comes of a lasting TLS failure; None if a retry may help.
 
     Args:
         error: The exception.
@@ -73,9 +72,7 @@ def lasting_failure(
 
 
 def _unread_file(chain: Sequence[BaseException]) -> OSError | None:
-    """Returns the error of reading the CA certificates' file, which urllib3 wraps in an
-    SSLError.
-    """
+    """Returns the error of reading the CA certificates' file, which urllib3 wraps."""
     for outer, inner in itertools.pairwise(chain):
         if not isinstance(outer, urllib3.exceptions.SSLError):
             continue

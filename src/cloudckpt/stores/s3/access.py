@@ -137,9 +137,7 @@ class BucketAccess:
         return None if said else self.dialect.addressing_style
 
     def _look(self, config: Config, unused: list[Any]) -> Keys | Sessions:
-        """Looks the credentials up now; `unused` holds a boto3 session created before, to be used
-        first.
-        """
+        """Looks credentials up; `unused` holds a boto3 session to use first, if any is left."""
         options = self._options
         if options.anonymous:
             return Keys(None, self._uri)
@@ -322,9 +320,7 @@ _SETTINGS = {"region": ("region", None, None, None), **METADATA_SETTINGS}
 
 
 def _client(session: Any, options: S3Options, region: str | None = None) -> Any:
-    """Returns a boto3 client that resolves endpoint and region and builds requests, but
-    sends none.
-    """
+    """Returns a boto3 client that resolves endpoints and builds requests, but sends none."""
     return session.client(
         "s3",
         region_name=region,
@@ -357,14 +353,11 @@ _OF_S3 = re.compile(
     r"s3(?:-fips|-accelerate|-global|-accesspoint(?:-fips)?|-external-1|express-[a-z0-9-]+)?"
     r"(?:\.dualstack)?(?:[.-][a-z]+(?:-[a-z]+)+-\d+)?(?:\.vpce)?"
 )
-"""The first part of the host names of Amazon's S3; other services are under Amazon's
-domains too.
-"""
+"""The host names of Amazon's S3, without the domain that other services share."""
 
 
 def _amazon_suffix(core: botocore.session.Session, host: str) -> str | None:
-    """Returns the domain suffix of the host's AWS partition; None if it is not a host of Amazon's
-    S3.
+    """Returns the domain suffix of a host of Amazon's S3; None for any other host.
 
     botocore knows the partitions; the client has loaded them. S3 on Outposts does not count.
     """

@@ -135,14 +135,14 @@ def _is_passing(exc: Exception) -> bool:
 
 
 fetching_keys = partial(fetching, "AWS", is_passing=_is_passing)
-"""A context manager that converts boto3's errors while it finds or refreshes credentials, see
-:func:`~cloudckpt.stores.credentials.fetching`.
+"""Converts boto3's errors while it finds or refreshes credentials; a context manager.
+
+See :func:`~cloudckpt.stores.credentials.fetching`.
 """
 
 
 class Sessions:
-    """The sessions of one directory bucket (S3 Express One Zone), and the credentials that begin
-    them.
+    """The sessions of a directory bucket (S3 Express One Zone), and their credentials.
 
     Requests are signed with keys that CreateSession issues for five minutes. boto3 requests them
     and botocore renews them, as for its own clients; this class keeps them.
@@ -162,9 +162,7 @@ class Sessions:
         """
         self._bucket, self._uri = bucket, uri
         self.identity = Keys(lambda: session, uri)
-        """The credentials that sign copies: they may read other buckets, which no session
-        covers.
-        """
+        """The credentials that sign copies, which may read buckets that no session covers."""
         self._client = client
         self._lock = threading.Lock()
         self._keys: Any = None
@@ -225,9 +223,7 @@ class Sessions:
 
 
 def _seconds(value: Any) -> Any:
-    """Parses botocore's metadata timeout: a pair (connect, read) stays, a single number becomes
-    int.
-    """
+    """Parses a timeout for botocore: a pair (connect, read) stays, a number becomes int."""
     return value if isinstance(value, tuple) else int(value)
 
 
@@ -245,7 +241,8 @@ METADATA_SETTINGS = {
         int,
     ),
 }
-"""The timeouts and attempts with which boto3 asks the instance metadata service, unless the user
-sets them (boto3's own defaults are one second and one attempt); in the form of botocore's session
+"""boto3's timeouts and attempts for the instance metadata, unless the user sets them.
+
+boto3's own defaults are one second and one attempt. The format is that of botocore's session
 variables.
 """

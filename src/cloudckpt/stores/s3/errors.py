@@ -118,8 +118,7 @@ def from_code(
     region: str = "",
     is_foreign: bool = False,
 ) -> StoreError:
-    """Returns the exception for an S3 error code; for an unknown or missing code, for the HTTP
-    status.
+    """Returns the exception for an S3 error code; for an unknown code, for the HTTP status.
 
     `region` is the bucket's region according to the body; `is_foreign` as in :func:`refusal`.
     """

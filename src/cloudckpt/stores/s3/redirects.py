@@ -56,7 +56,7 @@ class Redirects:
     def __init__(
         self, store: RestStore, http: HttpClient, head: Callable[[str], ObjectInfo]
     ) -> None:
-        """Stores the connections; nothing is sent yet.
+        """Prepares reads; nothing is sent yet.
 
         Args:
             store: The store that redirects.

@@ -285,9 +285,7 @@ class S3Store(XmlStore):
         return self.exchange("GET", self.object_url(key), headers, key=key)
 
     def recover(self, refused: StoreError, signed: Signed | None) -> bool:
-        """Returns whether a retry may succeed; switches to the region that S3 names after a
-        WrongRegionError.
-        """
+        """Returns whether a retry may succeed; follows S3 to the bucket's region if it names it."""
         if not isinstance(refused, WrongRegionError):
             return super().recover(refused, signed)
         if signed is None or refused.region is None:
@@ -359,8 +357,6 @@ def _folders_in(page: Element) -> list[str]:
 
 
 def _crc32c(made: Element) -> int | None:
-    """Returns a result's CRC32C; None if it is missing or composite (computed from those of
-    parts).
-    """
+    """Returns a result's CRC32C; None if it is missing, or composite (of those of parts)."""
     told = text(made, "ChecksumCRC32C")
     return from_base64(told) if told and "-" not in told else None
