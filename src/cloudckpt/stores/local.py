@@ -459,7 +459,7 @@ class LocalStore(ObjectStore):
             return None
 
     def _walk(self, prefix: str) -> Iterator[Path]:
-        """Yields the files whose path begins with `prefix`'s folder, in the order of keys."""
+        """Yields the files in and beneath the folder of `prefix`, in the order of keys."""
         folder, _, name = prefix.rpartition("/")
         with self._errors(prefix):
             yield from files_in(f"{folder}/", name)

@@ -313,9 +313,7 @@ class GCSStore(XmlStore):
     def _url(self, path: str, query: Mapping[str, str]) -> str:
         """Returns a URL of the JSON API; names in `path` must be one segment with encoded slashes.
 
-        The query has the option ``user_project``, where the API's discovery document demands it.
-
-        The API's discovery document demands ``userProject`` in the query.
+        The option ``user_project`` becomes a parameter, as the API's discovery document demands.
         """
         given = {name: value for name, value in query.items() if value}
         if self._options.user_project is not None:
