@@ -413,7 +413,7 @@ def test_a_stager_that_returns_no_state_dict_fails_the_save(local, is_future):
     ):
         error = one.save(filled(3, SMALL), local.writer()).written.exception(PATIENCE)
     assert isinstance(error, StagingError)
-    assert "has returned a NoneType: return a copy" in str(error)
+    assert "returned a NoneType: return a copy" in str(error)
     assert local.names() == []
 
 

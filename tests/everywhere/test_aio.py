@@ -77,7 +77,7 @@ def delete(place: Place, *names: str) -> None:
         registry.open_store(uri, place.config).delete(uri.key(name))
 
 
-def commit(place: Place, *steps: int, data: bytes = b"x") -> None:
+def commit(place: Place, *steps: int, data: bytes = b"b.") -> None:
     for step in steps:
         put(
             place, f"step-{step}/__0_0.0123456789abcdef.distcp", f"step-{step}/.metadata", data=data
@@ -91,7 +91,7 @@ def test_the_answers_are_those_of_the_functions(place) -> None:
     config = place.config
     commit(place, 9, 10)
     put(place, "step-11/__0_0.0123456789abcdef.distcp", "logs/events", "ein lauf/.metadata")
-    put(place, "step-12/.metadata", data=b"")  # nobody writes that, but it is there
+    put(place, "step-12/.metadata", data=b"b.")
 
     async def ask():
         return await asyncio.gather(

@@ -144,7 +144,7 @@ def test_a_proxy_with_a_certificate_of_an_unknown_authority_is_refused(
     end, _ = open_road()
     with forward_proxy(stranger.server()) as forward:
         monkeypatch.setenv("HTTPS_PROXY", forward.url)
-        with pytest.raises(TLSError, match=r"certificate of the proxy before .* is not trusted"):
+        with pytest.raises(TLSError, match=r"certificate of the proxy for .* is not trusted"):
             save(1, uri, end)
     assert end.requests() == []
 

@@ -137,7 +137,7 @@ def test_what_can_not_be_deleted_is_told_and_the_rest_is_gone(store) -> None:
             raise AccessDeniedError("on hold", uri=store.uri(key), certain=True)
 
     store.before = hold
-    with pytest.raises(AccessDeniedError, match=r"on hold \(.*left behind: 1\)"):
+    with pytest.raises(AccessDeniedError, match=r"on hold \(.*: 1\)"):
         delete(uri, config=CONFIG)
     assert keys(store) == sorted(set(held))
 

@@ -64,7 +64,7 @@ def test_training_goes_on_beside_failures_that_may_pass(tmp_path, asynchronous, 
     assert found == ([1, 2, 3, 4, 5, 6], None, [1, 4, 6])
     told = [one.getMessage() for one in caplog.records if "was not saved" in one.getMessage()]
     assert [text.split(" was")[0] for text in told] == ["step 2", "step 3", "step 5"]
-    assert "failure 2 in a row; 3 end the training" in told[1]
+    assert "failure 2 in a row; training ends after 3" in told[1]
     assert "come back later" in told[1]
 
 

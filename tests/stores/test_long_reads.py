@@ -564,7 +564,7 @@ def test_where_the_proof_fails_bodies_come_the_plain_way(talk, native, monkeypat
     monkeypatch.setattr(long_reads, "_ssl_of", refuse)
     peer, client = talk(answering(BODY))
     assert get(client, peer.url, len(BODY)) == BODY
-    assert ("record by record: another one" in caplog.text) == native
+    assert ("record by record, which is slower: another one" in caplog.text) == native
 
 
 @needs_native

@@ -155,7 +155,7 @@ NO_LISTINGS = [
 def test_a_listing_that_is_none_is_no_empty_one(store, server, verb, body):
     """A vendor's client would take it for one, and a training job begin anew."""
     server.answer(body=body)
-    with pytest.raises(ServerError, match="expected"):
+    with pytest.raises(ServerError):
         list(getattr(store, verb)("run/"))
 
 

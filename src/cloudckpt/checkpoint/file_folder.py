@@ -56,7 +56,6 @@ MOST_BLOCKS = 1024
 MOST_MANIFEST_BYTES = 1 << 28
 MOST_RECORD_BYTES = 1 << 20
 
-_BLOCK = 1024 * 1024  # bytes; the smallest block that is tried, a power of two
 
 _CONTENT = re.compile(r".+\.[0-9a-f]{16}\.cloudckpt", re.DOTALL)
 _RECORD = re.compile(r"(.+)\.([0-9a-f]{16})\.cloudckpt-pending", re.DOTALL)

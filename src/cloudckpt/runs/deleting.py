@@ -93,7 +93,7 @@ def delete_at(
         keys,
         config.retry,
         threads=config.requests_at_once,
-        what="objects of a deleted checkpoint that are",
+        what="objects of a deleted checkpoint",
     )
     with contextlib.suppress(ObjectNotFoundError, PreconditionFailedError, CheckpointReplacedError):
         again = retrier.call(partial(fetch, store, commit))
@@ -126,7 +126,7 @@ def delete_run(run: URILike, *, config: Config | None = None) -> None:
             delete(uri, config=config)
     sweep(location, older_than=0, config=config)
     store, claim = open_store(location, config), location.key(CLAIM)
-    delete_all(store, [claim], config.retry, threads=1, what="objects of a deleted run that are")
+    delete_all(store, [claim], config.retry, threads=1, what="objects of a deleted run")
     if location.scheme == "file":
         for folder in [*(CheckpointURI.parse(one.uri).prefix for one in found), location.prefix]:
             with contextlib.suppress(OSError):  # the folder holds other files

@@ -417,7 +417,7 @@ class FileFolders(VisibleFiles):
 
     def _delete(self, keys: list[str]) -> None:
         threads = self._config.requests_at_once
-        delete_all(self._store, keys, self._config.retry, threads=threads, what="files that are")
+        delete_all(self._store, keys, self._config.retry, threads=threads, what="files")
 
 
 class RecordedFile(WrittenFile):

@@ -21,8 +21,8 @@ _TRUST = (
 _LASTING = (
     (
         re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE"),
-        "{} does not speak TLS; if that is as it should be, begin the endpoint's URL (or the "
-        "proxy's) with http://",
+        "{} does not speak TLS; if it should not, begin the endpoint's URL (or the proxy's) with "
+        "http://",
     ),
     (
         re.compile(
@@ -30,8 +30,8 @@ _LASTING = (
             r"(HANDSHAKE_FAILURE|INSUFFICIENT_SECURITY|PROTOCOL_VERSION|ACCESS_DENIED|UNKNOWN_CA"
             r"|\w*CERTIFICATE\w*)"
         ),
-        "{} refuses this side's way to speak TLS: it wants another version or cipher, or a "
-        "certificate of the client that it accepts",
+        "{} refused the TLS handshake: it expects another TLS version or cipher, or a client "
+        "certificate that it accepts",
     ),
 )
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
