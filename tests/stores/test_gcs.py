@@ -304,5 +304,5 @@ def test_bytes_that_arrived_damaged_are_sent_again(store, server):
 
 def test_an_object_of_another_size_than_what_was_sent_is_a_broken_answer(store, server):
     server.answer(body=resource(size=3))
-    with pytest.raises(ServerError, match="4 bytes .* 3"):
+    with pytest.raises(ServerError, match=r"4 bytes .* 3"):
         put(store)

@@ -268,16 +268,10 @@ class _Worker:
             with theirs:
                 set_timeout(self._channel, _SIGN_OF_LIFE)
                 self._process = _start(theirs.fileno())
-            self._channel.send(_paths())
-            self._channel.send(
-                Settings(
-                    os.getpid(),
-                    _NICE,
-                    _SIGN_OF_LIFE,
-                    options.outlive,
-                    log_levels(),
-                )
-            )
+            settings = Settings(os.getpid(), _NICE, _SIGN_OF_LIFE, options.outlive, log_levels())
+            with contextlib.suppress(ConnectionError):  # it has ended: the first wait says how
+                self._channel.send(_paths())
+                self._channel.send(settings)
         except OSError as exc:
             undo.close()
             raise SaveProcessError(
