@@ -46,12 +46,11 @@ _FOREIGN = {  # schemes of other tools, and what to write instead
 _FOREIGN_SCHEME = re.compile(rf"({'|'.join(_FOREIGN)}):/", re.IGNORECASE)
 _AZURE_SCHEMES = frozenset({"abfss", "abfs", "https"})
 _CONTAINER = r"[a-z0-9$][a-z0-9-]*"
-_AZURE_HOST = (
-    re.compile(  # hosts of the public cloud, China, US Government, and of accounts in DNS zones
-        r"([a-z0-9]{3,24}(?:-secondary)?(?:-ipv6|-dualstack)?(?:\.z\d+)?(?:\.privatelink)?)"
-        r"\.(?:blob|dfs)\."
-        r"(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)"
-    )
+# hosts of the public cloud, China, US Government, and of accounts in DNS zones
+_AZURE_HOST = re.compile(
+    r"([a-z0-9]{3,24}(?:-secondary)?(?:-ipv6|-dualstack)?(?:\.z\d+)?(?:\.privatelink)?)"
+    r"\.(?:blob|dfs)\."
+    r"(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)"
 )
 # a folder named like a URI scheme of the three clouds, or like other tools' schemes
 _FOLDED = re.compile(

@@ -319,9 +319,8 @@ class Reply:
 
     def close(self) -> None:
         """Returns the connection to the pool if the body was read, or almost; else closes it."""
-        left = (
-            self._raw.length
-        )  # None: unknown; 0 also after HEAD, and for responses without a body
+        # None: unknown; 0 also after HEAD, and for responses without a body
+        left = self._raw.length
         try:
             if left == 0:
                 with contextlib.suppress(*_BROKEN):
