@@ -1,9 +1,9 @@
-"""The commit of a model: a few files and an index, of which readers see all or nothing.
+"""Commits a model: its files and their index, of which readers see all or nothing.
 
 No store changes several objects at once, and the names of the files are those that transformers
-expects, so a new model mostly has the names of the old one. What makes a model is therefore one
-object that is written last: the index, or the file of a model that has only one. Once all bytes are
-at the store, in uploads that are not visible yet, a commit goes like this:
+expects, so a new model mostly has the file names of the old one. So a model exists if one object
+does, which is written last: the index, or the only file of a model of one file. When the store has
+all bytes, in uploads that are not visible yet, the commit has four steps:
 
 1. The index is claimed: on the condition that it is what it was when the save began, or still
 missing, it is replaced by a text that is not an index, and that names the files to be deleted if
@@ -105,8 +105,8 @@ class FilesUnderConstruction:
         Args:
             uri: The folder of the model.
             config: Options.
-            files: What will be in it.
-            there: What :func:`look_for_older` found when the save began.
+            files: The files of the new model.
+            there: The result of :func:`look_for_older` when the save began.
         """
         self.uploads: list[Upload] = []
         self._uri = uri
@@ -121,7 +121,7 @@ class FilesUnderConstruction:
         self._may_be_there = False  # whether the last step was sent, and not refused
 
     def begin(self, part_sizes: Sequence[int]) -> None:
-        """Checks that what is there may be replaced, and begins the uploads.
+        """Checks that an existing model may be replaced, and begins the uploads.
 
         Args:
             part_sizes: The part size of each file, in bytes.
@@ -160,12 +160,12 @@ class FilesUnderConstruction:
         self.uploads = [one.upload for one in self._begun]
 
     def commit(self, parts: Sequence[Sequence[Part]]) -> None:
-        """Makes the files appear, each from its parts in order, then the index.
+        """Completes the files, each from its parts in order, and then writes the index.
 
-        Whatever this raises, nothing remains to be abandoned.
+        If this raises, the uploads have been aborted already.
 
         Raises:
-            CheckpointConflictError: If another writer was faster; what appeared is deleted.
+            CheckpointConflictError: If another writer was faster; this save's files are deleted.
             CommitUnknownError: If the store did not say whether it carried out the last step.
             StoreError: If the last step was certainly not carried out, and will not be.
         """
@@ -206,6 +206,7 @@ class FilesUnderConstruction:
         self._delete(self._there.values())
 
     def _commit_with_index(self, parts: Sequence[Sequence[Part]]) -> None:
+        """Commits a model that needs an index."""
         is_new = not self._there
         self._hide_old()
         assert self._claim is not None
@@ -225,6 +226,7 @@ class FilesUnderConstruction:
             raise
 
     def _commit_alone(self, parts: Sequence[Part]) -> None:
+        """Commits a model of one file without index."""
         old = self._there.pop(SINGLE_FILE, None)
         if self._there:
             self._hide_old()
@@ -261,7 +263,7 @@ class FilesUnderConstruction:
             ) from error
 
     def abandon(self) -> None:
-        """Ends the uploads, and deletes what has appeared without a commit; errors are logged."""
+        """Aborts the uploads, and deletes completed files; errors are only logged."""
         begun, self._begun = self._begun, []
         made = [one.info for one in begun if one.info is not None]
         retrier = Retrier.for_cleanup(self._config.retry)
@@ -278,11 +280,11 @@ class FilesUnderConstruction:
             delete(self._claim)
 
     def _replaces(self, name: str) -> bool:
-        """Whether a file replaces the old file of its name, which is not deleted first."""
+        """Returns whether a file replaces an old one of its name, which is not deleted before."""
         return name in self._there and not needs_index(self._files)
 
     def _look_for_own_names(self) -> None:
-        """Adds files with the names of this save's that no older model would be known by."""
+        """Adds existing files that have an unusual name of this save's to the old files."""
 
         def look(name: str) -> None:
             if (info := self._head(self._uri.key(name))) is not None:
@@ -292,19 +294,21 @@ class FilesUnderConstruction:
         self._each(sorted(name for name in names if not _is_usual(name)), look)
 
     def _head(self, key: str) -> ObjectInfo | None:
+        """Returns the version of an object; None if it does not exist."""
         try:
             return self._retrier.call(lambda: self._store.head(key))
         except ObjectNotFoundError:
             return None
 
     def _delete(self, found: Iterable[ObjectInfo]) -> None:
-        """Deletes objects, unless others have replaced them; first what readers open first."""
+        """Deletes objects that nobody has replaced; first the file that readers open first."""
         ordered = sorted(found, key=lambda info: info.key != self._uri.key(SINGLE_FILE))
         delete = functools.partial(self._delete_one, retrier=self._retrier)
         self._each(ordered[:1], delete)
         self._each(ordered[1:], delete)
 
     def _delete_one(self, info: ObjectInfo, retrier: Retrier) -> None:
+        """Deletes an object on the condition that it still has the given version."""
         version = info.version if self._conditional else None
         retrier.call(lambda: self._store.delete(info.key, if_version=version))
 
@@ -330,14 +334,14 @@ class FilesUnderConstruction:
             )
 
     def _each(self, items: Sequence[_T], action: Callable[[_T], None]) -> None:
-        """Calls ``action`` with each item, on as many threads as there may be connections."""
+        """Calls ``action`` with each item in parallel, in at most one thread per connection."""
         View(self._uri, self._config).each(action, items)
 
 
 def look_for_older(view: View) -> dict[str, ObjectInfo]:
-    """The index and files of a model that is there, or was being written, by name.
+    """Lists the index and files of an existing model, or of an interrupted save, by name.
 
-    Other files, such as adapters, are left alone.
+    Other files, such as adapters, are not listed.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.
@@ -359,12 +363,12 @@ def look_for_older(view: View) -> dict[str, ObjectInfo]:
 
 
 def _is_usual(name: str) -> bool:
-    """Whether a file is found by a listing, whatever index names it."""
+    """Returns whether a name is one of those that a listing finds without an index."""
     return name == SINGLE_FILE or _NUMBERED.fullmatch(name) is not None
 
 
 def _named_by(view: View) -> Iterable[str]:
-    """The files named by an index or a claim."""
+    """Returns the names of the files that an existing index or claim names."""
     uri = view.location
     try:
         data = view.read(uri.key(INDEX), limit=MOST_INDEX_BYTES)

@@ -1,8 +1,8 @@
 """Exports a committed checkpoint as a model in safetensors files, by store-side copies if possible.
 
-A part of a file is copied by the store if it is a range of one data object of the checkpoint. What
-is smaller than a part may be (headers, small tensors, the start of a tensor after them) is read and
-sent by this process.
+The store copies a part of a file if it is a range of one data object of the checkpoint. Ranges that
+are smaller than the least part (headers, small tensors, the start of a tensor after them) are read
+and sent by this process.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Exported:
 
     Attributes:
         files: The names of the files.
-        nbytes: Bytes of the files.
-        moved: Bytes that this process sent; the rest was copied within the store.
-        left_out: Names in the checkpoint that are not tensors, or that ``key_mapping`` left out.
+        nbytes: The bytes of the files.
+        moved: The bytes that this process sent; the rest was copied within the store.
+        left_out: The names of entries that are not tensors, or that ``key_mapping`` left out.
     """
 
     files: Sequence[str]
@@ -88,32 +88,35 @@ def export_checkpoint(
     key_mapping: KeyMapping | None = None,
     config: Config | None = None,
 ) -> Exported:
-    """Writes the tensors of a checkpoint as a model in safetensors files; see :func:`save`.
+    """Exports the tensors of a committed checkpoint as a model in safetensors files.
 
-    If the store can copy ranges, and reach both locations with the same credentials, it copies
-    nearly all bytes itself. Otherwise, and if types are converted, or tensors were saved in
-    columns, the files are made one after another, in about ``max_shard_size`` of memory. Call it on
-    one rank: it takes no part in collectives.
+    The files are those of :func:`save`, and are committed in the same way. If the store can copy
+    ranges, and reach both locations with the same credentials, it copies nearly all bytes itself.
+    Otherwise, and if types are converted, or tensors were saved in columns, this process writes the
+    files one after another, in about ``max_shard_size`` bytes of memory. Call it on one rank: it
+    uses no collectives.
 
     Args:
-        source: A committed checkpoint, of cloudckpt or of torch.
+        source: The location of a committed checkpoint, of cloudckpt or of torch.
         target: The folder of the model.
-        max_shard_size: Maximum bytes of tensors in a file.
-        dtype: The type that floating-point tensors are converted to; by default none are.
-        fqn_to_file: Instead, the file of each tensor, by its name there or by its number from 1.
+        max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``.
+        dtype: The type that floating-point tensors are converted to; None converts no tensor.
+        fqn_to_file: The file of each tensor, as a file name or a number from 1, instead of a
+            division by ``max_shard_size``.
         key_mapping: Returns the name in the model of a tensor of the checkpoint, or None to leave
-            it out, as usual for ``optim.…``.
-        config: Options, for both sides.
+            the tensor out, as usual for ``optim.…``.
+        config: Options, for both locations.
 
     Raises:
         InvalidURIError: If ``target`` is the location of a single file, or of the checkpoint.
-        CheckpointNotFoundError: If there is no checkpoint, or none of its tensors is left.
-        CheckpointExistsError: If there is a model and ``overwrite`` is off.
+        CheckpointNotFoundError: If there is no checkpoint, or ``key_mapping`` leaves out all
+            tensors.
+        CheckpointExistsError: If ``target`` has a model, and ``overwrite`` is off.
         CheckpointCorruptError: If bytes of the checkpoint are missing or damaged.
-        UnsupportedTensorError: If safetensors files can't hold a tensor.
+        UnsupportedTensorError: If the safetensors format can't represent a tensor.
         KeyCollisionError: If ``key_mapping`` gives two tensors the same name.
-        ConfigError: If it gives a tensor several names, as for a stack of experts.
-        CloudCheckpointError: As :func:`save`.
+        ConfigError: If ``key_mapping`` gives a tensor several names, as for a stack of experts.
+        CloudCheckpointError: The errors of :func:`save`.
     """
     config = config_or_default(config)
     stored, uri = CheckpointURI.parse(source), model_location(target)
@@ -131,7 +134,7 @@ def export_checkpoint(
         try:
             _export_by_copies(uri, config, files, there, found, stats)
             return _outcome(files, stats, found)
-        except InvalidRequestError as error:  # some servers want equal parts, or copy nothing
+        except InvalidRequestError as error:  # some servers need equal parts, or can't copy ranges
             logger.warning(
                 "the store can't copy this by itself, so the bytes pass through this machine: %s",
                 error,
@@ -149,18 +152,19 @@ def export_checkpoint(
 
 
 def _outcome(files: Sequence[FilePlan], stats: TransferStats, found: _Source) -> Exported:
+    """Makes the result of an export."""
     size = sum(file.size for file in files)
     names = [file.name for file in files]
     return Exported(names, size, stats.snapshot().nbytes, found.left_out)
 
 
 class _Source:
-    """The tensors of a checkpoint, and where their bytes are.
+    """The tensors of a checkpoint to export, and the positions of their bytes.
 
     Attributes:
-        tensors: As they will be stored, by their new names.
-        stored: The chunks of each tensor, with where they begin.
-        left_out: The other names.
+        tensors: The tensors as they will be stored in the model, with their new names.
+        stored: The chunks of each tensor, each with its offsets in the tensor.
+        left_out: The names of the entries that are not exported.
         is_copyable: Whether all bytes are in the checkpoint exactly as they will be in the files.
     """
 
@@ -226,7 +230,7 @@ class _Source:
         self.is_copyable = self.is_copyable and all(map(self._is_in_order, self.tensors))
 
     def _is_in_order(self, tensor: TensorPlan) -> bool:
-        """Whether its chunks, one after another, are the tensor; sorts them into that order."""
+        """Sorts the chunks of a tensor; returns whether they are its bytes in row-major order."""
         chunks = sorted(self.stored[tensor.name], key=lambda chunk: chunk[0])
         self.stored[tensor.name] = chunks
         rows = 0
@@ -238,10 +242,10 @@ class _Source:
         return rows == (tensor.shape[0] if tensor.shape else 1)
 
     def extents(self, tensor: TensorPlan) -> Iterator[Extent[StoredBytes]]:
-        """Where the bytes of a copyable tensor are, in order.
+        """Yields the stored bytes of a copyable tensor, in order.
 
-        A copy begins and ends with a block that has a checksum, if there are blocks, so that the
-        checksum that the store reports can be compared.
+        They are cut at blocks that have a checksum, if there are any, so that the checksum that the
+        store reports for a copy can be compared.
         """
         for _, stored in self.stored[tensor.name]:
             blocks = stored.elements.blocks
@@ -249,7 +253,7 @@ class _Source:
             yield Extent(stored.elements, stored.elements.nbytes, grain)
 
     def loaded(self, tensors: Sequence[TensorPlan]) -> dict[str, torch.Tensor]:
-        """Tensors, verified and converted, in memory."""
+        """Loads tensors into memory, verifies and converts them."""
         state = {
             self.names[tensor.name]: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             for tensor in tensors
@@ -269,7 +273,7 @@ def _sent_by_files(
     config: Config,
     stats: TransferStats,
 ) -> list[list[Part]]:
-    """Loads and sends the files one after the other; returns their parts."""
+    """Loads and sends the files one after another; returns the parts of each file."""
     names = [tensor.name for tensor in found.tensors]
     sent: list[list[Part]] = []
     for number, (file, upload) in enumerate(zip(files, uploads, strict=True)):
@@ -363,7 +367,7 @@ def _copy(
 
 
 def _checksum_of(planned: Range[StoredBytes], store: ObjectStore) -> int | None:
-    """The checksum that the copied bytes must have, from the blocks of the checkpoint."""
+    """Combines the checksums of the blocks in a range; None if it can't be known."""
     blocks = planned.extent.source.blocks
     algorithm = store.capabilities.checksum
     if blocks is None or blocks.algorithm.name != algorithm.name or planned.start % blocks.size:
@@ -384,7 +388,7 @@ def _relay(
     config: Config,
     stats: TransferStats,
 ) -> None:
-    """Reads and verifies the content of a part, and sends it."""
+    """Reads the content of a part from the checkpoint, verifies it, and sends it."""
     sinks = [one if isinstance(one, bytes) else BytesSink(one.nbytes) for one in content]
     wanted = [
         Wanted(one.extent.source, one.start, one.stop, sink, True)

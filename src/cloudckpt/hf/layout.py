@@ -1,8 +1,9 @@
-"""The files of a model: their names, their headers, where each tensor lies, and parts. No I/O.
+"""Plans the files of a model: names, headers, positions of tensors, and parts. No I/O.
 
-Parts follow what lies together: a shard's rows are parts of their own, which its rank sends from
-where they are, and which a store copies from a checkpoint. What is smaller than a part may be, and
-tensors that are cut in columns, are put together by one rank, the owner of the file.
+Parts are cut at the borders of shards: the rows of a shard are parts of their own, which its rank
+sends from the tensor's memory, or which a store copies from a checkpoint. Shards that are smaller
+than the least part, and tensors that are divided in columns, are assembled by one rank, the owner
+of the file.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _FILE_NAME = re.compile(r"[^/\x00-\x1f]+\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor that a rank holds, which is the item of that number in its plan."""
+    """A box of a tensor that a rank has, with its item's number in the rank's plan."""
 
     rank: int
     item: int
@@ -57,13 +58,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """A tensor of the model, as it will be stored, and the boxes that make it up.
+    """A tensor of the model as it will be stored.
 
     Attributes:
-        name: Its name.
-        dtype: Its type in the file.
-        shape: Its shape.
-        chunks: The boxes.
+        name: The name of the tensor.
+        dtype: The element type in the file.
+        shape: The shape of the whole tensor.
+        chunks: The boxes of which the tensor consists.
         aliases: Other names of the same tensor.
     """
 
@@ -81,7 +82,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file: its name, its header, its tensors in order, and its bytes."""
+    """A file of the model: its name, header, tensors in order, and size in bytes."""
 
     name: str
     header: bytes
@@ -94,12 +95,13 @@ def plan_files(
     max_shard_size: int,
     fqn_to_file: Mapping[str, str | int] | None,
 ) -> list[FilePlan]:
-    """Decides which file each tensor goes into, and where.
+    """Divides tensors among files, and computes their positions there.
 
     Args:
-        tensors: All of them, in the order in which they fill the files.
+        tensors: All tensors, in the order in which they fill the files.
         max_shard_size: Maximum bytes of tensors in a file; a larger tensor gets a file to itself.
-        fqn_to_file: Instead, the file of each tensor: its name, or its number from 1.
+        fqn_to_file: The file of each tensor, as a file name or a number from 1, instead of a
+            division by ``max_shard_size``.
 
     Raises:
         ConfigError: If ``fqn_to_file`` leaves out a tensor, or has file names that are invalid or
@@ -146,11 +148,13 @@ def plan_files(
 
 
 def _numbered(number: int, count: int) -> str:
+    """Returns the name of file ``number`` (from 1) of ``count``, as transformers expects it."""
     return SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}{SUFFIX}"
 
 
 def _file(name: str, tensors: Sequence[TensorPlan]) -> FilePlan:
-    # larger elements first: each then lies at a multiple of its size, for readers that map it
+    """Plans one file."""
+    # larger elements first, so that each tensor is aligned to its element size, for mapping readers
     ordered = sorted(tensors, key=lambda one: -one.dtype.itemsize)
     header = header_bytes(
         [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered],
@@ -161,12 +165,12 @@ def _file(name: str, tensors: Sequence[TensorPlan]) -> FilePlan:
 
 
 def needs_index(files: Sequence[FilePlan]) -> bool:
-    """Whether readers need an index to find the tensors."""
+    """Returns whether the model needs an index: unless it is one file of the usual name."""
     return [file.name for file in files] != [SINGLE_FILE]
 
 
 def weight_map(files: Sequence[FilePlan]) -> dict[str, str]:
-    """The file of each tensor, for the index."""
+    """Returns the file name of each tensor name, for the index."""
     found: dict[str, str] = {}
     for file in files:
         for tensor in file.tensors:
@@ -179,7 +183,7 @@ def weight_map(files: Sequence[FilePlan]) -> dict[str, str]:
 
 
 def natural(name: str) -> list[tuple[bool, int, str]]:
-    """A sort key that orders names by the numbers in them: layer 2 before layer 10."""
+    """Returns a sort key that orders names by the numbers in them: layer 2 before layer 10."""
     parts = re.split(r"(\d+)", name)
     return [
         (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part
@@ -188,14 +192,14 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Extent(Generic[T]):
-    """Bytes that follow one another in a file.
+    """A range of a file whose bytes have one source.
 
     Attributes:
-        source: Where they come from.
+        source: The source of the bytes.
         nbytes: The number of bytes.
-        grain: They may be cut at multiples of so many bytes.
-        is_scattered: Whether they lie in another order, or apart: all of them have to be collected
-            before any can be sent.
+        grain: The range may be cut at multiples of so many bytes.
+        is_scattered: Whether the source has the bytes in another order, or in several pieces: then
+            all of them must be collected before any can be sent.
     """
 
     source: T
@@ -219,24 +223,27 @@ class Range(Generic[T]):
 
 
 Mixed = list[bytes | Range[T]]
-"""What is to be put together in memory before it can be sent."""
+"""A sequence of bytes and ranges that is assembled in memory before it is sent."""
 
 
 def least_part(size: int, limits: Capabilities) -> int:
-    """Minimum bytes of a part of a file of so many bytes: it may have only so many parts."""
+    """Returns the minimum part size in bytes for a file of ``size`` bytes.
+
+    It follows from the store's minimum, and from the number of parts that an object may have.
+    """
     return max(limits.min_part_size, MIB, -(-size // (limits.max_parts - 1)))
 
 
 def cut(
     header: bytes, extents: Iterable[Extent[T]], *, least: int, most: int
 ) -> Iterator[Range[T] | Mixed[T]]:
-    """Cuts a file into ranges that go from where they are, and what is put together.
+    """Cuts a file into ranges that are sent from their source, and pieces to assemble in memory.
 
-    Each has at least ``least`` bytes, but for the last.
+    Each has at least ``least`` bytes, except the last.
 
     Args:
-        header: The bytes at the start.
-        extents: The rest, in order.
+        header: The bytes at the start of the file.
+        extents: The ranges after the header, in order.
         least: Minimum bytes of a part.
         most: Maximum bytes of a range; at least twice ``least``.
     """

@@ -31,32 +31,33 @@ def load(
 ) -> LoadReport:
     """Loads a model in safetensors files into a state dict, in place.
 
-    All ranks call it. Each fetches only the bytes of its shards, straight into tensors that are
-    contiguous in host memory, and converts types where they differ. The files have no checksums of
-    their own: TLS and the store guard the bytes; this checks that headers and index are sound, and
-    that all ranges of a file are of one version of it.
+    All ranks must call it. Each rank reads only the bytes of its shards, directly into tensors that
+    are contiguous in host memory, and converts types where they differ. The files have no checksums
+    of their own: TLS and the store protect the bytes. This function checks that headers and index
+    are valid, and that all ranges of a file are read from one version of the file.
 
     Args:
-        state_dict: What to load: its keys say what, its tensors say where and how sharded.
+        state_dict: The state dict to load into: its keys are the tensors to load, and its tensors
+            are filled in place, each with the shards that it has.
         uri: The folder of the model, or one safetensors file.
-        key_mapping: Returns a tensor's name in the state dict, or None to leave it out; called with
-            each name in the files.
-        strict: Whether a key that the model lacks, or a tensor that does not fit, is an error;
-            otherwise it keeps its value, such as tied weights, which most models store once.
-        process_group: The ranks that load; all if not given.
+        key_mapping: Called with each name in the files; returns the tensor's name in the state
+            dict, or None to leave the tensor out.
+        strict: Whether it is an error if the model lacks a key, or a tensor does not fit. If False,
+            such tensors keep their values, for example tied weights, which most models store once.
+        process_group: The ranks that load; None for all.
         no_dist: Whether this process loads alone.
         config: Options.
 
     Returns:
-        What was loaded, and what was not.
+        The names that were loaded, missing, unexpected, or converted.
 
     Raises:
-        CheckpointNotFoundError: If there is no model.
+        CheckpointNotFoundError: If there is no model at ``uri``.
         MissingKeyError: If the model lacks a key of the state dict, and ``strict`` is on.
         ShapeMismatchError: If a shape differs.
         KeyCollisionError: If ``key_mapping`` gives two tensors the same name.
-        CheckpointCorruptError: If files are missing, cut off, or not what the format says.
-        CheckpointReplacedError: If writers replaced it again and again meanwhile.
+        CheckpointCorruptError: If files are missing, truncated, or violate the format.
+        CheckpointReplacedError: If the model was replaced meanwhile, again and again.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
     """

@@ -32,35 +32,36 @@ def save(
 ) -> None:
     """Saves tensors, sharded or not, as a model that transformers, vLLM and safetensors read.
 
-    All ranks call it. It writes ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and
-    so on with ``model.safetensors.index.json``. When this returns, the model is there and complete.
-    If it raises, it raises on every rank, and what was sent is deleted; what was there before is
-    untouched, unless the store fails after all files are sent, while they are made visible: then
-    there is no index, and readers find no model.
+    All ranks must call it. It writes ``model.safetensors``, or files named
+    ``model-00001-of-00003.safetensors`` and so on with ``model.safetensors.index.json``. When this
+    returns, the model is complete and visible. If it raises, it raises on every rank, and the files
+    of this save are deleted. An existing model then stays unchanged, unless the store fails while
+    the new files are made visible: then there is no index, and readers see no model.
 
-    A rank sends its rows straight from memory. What is smaller than a part, and tensors that are
-    cut in columns, go through the rank that has most of the file, which holds one such tensor at a
-    time. Tied weights, which are one memory at the call, are written once: a file has the other
-    names in its metadata, where :func:`load` finds them.
+    A rank sends its rows directly from tensor memory. Shards that are smaller than a part, and
+    tensors that are divided in columns, are sent by the rank that has most of the file, which has
+    one such tensor in memory at a time. Tied weights, which share their memory, are written once:
+    the file's metadata has the other names, which :func:`load` reads.
 
     Args:
-        state_dict: Tensors by name; nested dicts are allowed, whose names are joined by dots.
-            Replicated tensors are written once.
-        uri: The folder: ``s3://bucket/model`` or another location.
+        state_dict: Tensors by name; the names of nested dicts are joined by dots. Replicated
+            tensors are written once.
+        uri: The folder of the model, for example ``s3://bucket/model``.
         max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``; a
             larger tensor gets a file to itself.
-        dtype: The type that floating-point tensors are converted to; by default none are.
-        fqn_to_file: Instead, the file of each tensor, by its name or by its number from 1.
-        process_group: The ranks that save; all if not given.
-        no_dist: Whether this process alone saves what it has.
+        dtype: The type that floating-point tensors are converted to; None converts no tensor.
+        fqn_to_file: The file of each tensor, as a file name or a number from 1, instead of a
+            division by ``max_shard_size``.
+        process_group: The ranks that save; None for all.
+        no_dist: Whether this process saves alone.
         config: Options.
 
     Raises:
-        CheckpointExistsError: If there is a model and ``overwrite`` is off.
-        CheckpointConflictError: If another writer wrote there meanwhile.
-        ConfigError: If it is the folder of a run, which is never a model, too.
+        CheckpointExistsError: If the folder has a model, and ``overwrite`` is off.
+        CheckpointConflictError: If another writer has written to the folder meanwhile.
+        ConfigError: If ``uri`` is the folder of a run, which can't be a model, too.
         UnsupportedTensorError: If a value is not a tensor, or of a type that the format lacks.
-        IncompleteSaveError: If the ranks that save have only parts of a tensor.
+        IncompleteSaveError: If the ranks that save do not have all of a tensor.
         CommitUnknownError: If the store did not say whether it carried out the last step.
         CloudCheckpointError: The cause, if all ranks that failed did so for the same reason.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.

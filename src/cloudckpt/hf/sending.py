@@ -1,7 +1,9 @@
-"""Which rank sends what of a model, and how: from tensor memory, or put together by an owner.
+"""Divides the parts of a model among the ranks, and sends them.
 
-What is put together is handed to the owner of the file in rounds, which all ranks take part in, in
-the same order. In a round an owner assembles one thing: some small tensors, or one large one.
+Parts are sent from tensor memory by the rank that has them, or assembled by the owner of the file.
+The other ranks send their pieces of assembled parts to the owner in rounds, in which all ranks take
+part in the same order. In a round an owner assembles one piece: some small tensors, or one large
+tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _PARTS_IN_POOL = 6  # see transfer.parts.choose_part_size
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Elements of a chunk, counted in row-major order, and the type that they are stored as."""
+    """A range of a chunk's elements in row-major order, and the type in which they are stored."""
 
     chunk: Chunk
     start: int
@@ -51,12 +53,12 @@ class Elements:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Bytes of a file that one rank sends: a range from where it is, or what it puts together.
+    """Bytes of a file that one rank sends: from one range of tensor memory, or assembled.
 
     Attributes:
-        file: The file.
-        parts: The parts that they are sent in: their numbers, and sizes in bytes.
-        of: A range of a tensor, or of a part of one; or several, and other bytes.
+        file: The index of the file.
+        parts: The parts in which the bytes are sent: numbers, and sizes in bytes.
+        of: The range of a tensor; or the ranges and bytes to assemble.
     """
 
     file: int
@@ -64,14 +66,14 @@ class Content:
     of: Range[TensorPlan] | Mixed[TensorPlan]
 
     def elements(self) -> Iterator[Elements]:
-        """What it is made of, in order."""
+        """Yields the tensor elements of which the bytes consist, in order."""
         for one in self.of if isinstance(self.of, list) else [self.of]:
             if not isinstance(one, bytes):
                 yield from _elements(one)
 
 
 def _elements(one: Range[TensorPlan]) -> Iterator[Elements]:
-    """What a range is made of; a scattered one is always whole."""
+    """Yields the elements of a range; a scattered extent is never cut, so all of its chunks."""
     source = one.extent.source
     if one.extent.is_scattered:
         yield from (Elements(chunk, 0, chunk.numel, source.dtype) for chunk in source.chunks)
@@ -82,7 +84,7 @@ def _elements(one: Range[TensorPlan]) -> Iterator[Elements]:
 
 @dataclass
 class Round:
-    """A rank's work in a round: what it hands to other ranks, and what it then puts together."""
+    """A rank's work in a round: elements to send to owners, and the content it then assembles."""
 
     gifts: list[tuple[int, Elements]] = field(default_factory=list)
     made: Content | None = None
@@ -90,7 +92,7 @@ class Round:
 
 @dataclass(frozen=True)
 class RankWork:
-    """A rank's work: rounds, the same number on all ranks, and what is only its own."""
+    """A rank's work: rounds, equally many on all ranks, and contents from its own memory alone."""
 
     rounds: Sequence[Round]
     own: Sequence[Content]
@@ -104,16 +106,16 @@ def plan_work(
     *,
     by_position: bool,
 ) -> tuple[list[int], list[RankWork]]:
-    """The part size to begin the upload of each file with, and the work of each rank.
+    """Plans the part size of each file's upload, and the work of each rank.
 
-    Where a store wants equal parts, the owner of a file puts all of it together.
+    If the store needs equal parts, the owner of a file assembles the whole file.
 
     Args:
         files: The files.
         ranks: The number of ranks.
         config: Options.
         limits: The limits of the store.
-        by_position: Whether a part's number says where it begins, as in a local file.
+        by_position: Whether a part's number determines its offset, as in a local file.
     """
     own: list[list[Content]] = [[] for _ in range(ranks)]
     queues: list[list[Content]] = [[] for _ in range(ranks)]  # of what needs others
@@ -152,7 +154,7 @@ def plan_work(
 def _cut(
     file: FilePlan, config: Config, limits: Capabilities
 ) -> tuple[int, Iterator[Range[TensorPlan] | Mixed[TensorPlan]]]:
-    """The part size of a file, and what it is cut into."""
+    """Returns the part size of a file, and the ranges and assembled pieces that it is cut into."""
     size = choose_part_size(
         file.size,
         config.part_size,
@@ -172,7 +174,7 @@ def _cut(
 def _lengths(
     content: Range[TensorPlan] | Mixed[TensorPlan], size: int, are_equal: bool
 ) -> list[int]:
-    """The bytes of the parts of some content; only the last part of a file may be a small one."""
+    """Returns the sizes in bytes of a content's parts; only a file's last part may be small."""
     if isinstance(content, Range):
         return [content.nbytes]
     nbytes = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in content)
@@ -181,7 +183,7 @@ def _lengths(
 
 
 def _extents(tensor: TensorPlan) -> Iterator[Extent[TensorPlan]]:
-    """What a tensor lies in: its chunks, or all of it if these are not ranges of the file."""
+    """Yields one extent per chunk of a tensor, or one of the whole if chunks are not ranges."""
     chunks = [chunk for chunk in tensor.chunks if chunk.numel]
     itemsize = tensor.dtype.itemsize
     if not all(_is_range(chunk.box, tensor.shape) for chunk in chunks):
@@ -200,7 +202,7 @@ def _extents(tensor: TensorPlan) -> Iterator[Extent[TensorPlan]]:
 
 
 def _is_range(box: Box, shape: Sequence[int]) -> bool:
-    """Whether the elements of a box follow one another in a row-major tensor."""
+    """Returns whether the elements of a box are contiguous in the row-major tensor."""
     axis = 0
     while axis < len(shape) and box[axis][1] == 1:
         axis += 1
@@ -208,7 +210,7 @@ def _is_range(box: Box, shape: Sequence[int]) -> bool:
 
 
 class FileUpload(ObjectUpload):
-    """A file whose parts any rank may send, and that appears only on :meth:`appear`."""
+    """An upload of a file whose parts any rank may send; :meth:`appear` makes it visible."""
 
     def attach(self, upload: Upload) -> None:
         """Continues an upload that another process may have begun."""
@@ -269,12 +271,12 @@ def send_work(
     stats: TransferStats,
     group: dist.ProcessGroup | None,
 ) -> list[list[Part]]:
-    """Does a rank's work; returns, for each file, the parts that it has sent.
+    """Sends a rank's share of the files; returns, for each file, the parts that it has sent.
 
-    All ranks of ``group`` call it together. One that fails takes part in the rounds to their end.
+    All ranks of ``group`` must call it. A rank that fails still takes part in all rounds.
 
     Args:
-        work: What to do.
+        work: The work of this rank.
         uploads: The uploads of the files.
         resolve: Returns the tensor of an item of this rank's plan.
         store: The store of the files.
@@ -283,7 +285,7 @@ def send_work(
         group: The ranks, or None if this process is alone.
 
     Raises:
-        CloudCheckpointError: The reason why this rank failed.
+        CloudCheckpointError: If this rank failed to send its share.
     """
     tasks = transfer_group(store, config, "out", name="cloudckpt-save")
     retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
@@ -306,7 +308,7 @@ def send_work(
             if failure is None and each.made is not None:
                 try:
                     sender.send(each.made, received)
-                except Exception as error:  # noqa: BLE001 - the others wait in the next round
+                except Exception as error:  # noqa: BLE001 - the other ranks need this one in rounds
                     failure = error
         if failure is not None:
             raise failure
@@ -335,15 +337,15 @@ class _Sender:
         self._last: tuple[int, torch.Tensor] | None = None  # a strided tensor is copied once
 
     def _own(self, elements: Elements) -> torch.Tensor:
-        """Elements of this rank, in row-major order."""
+        """Returns elements of this rank's tensors, in row-major order."""
         item = elements.chunk.item
         if self._last is None or self._last[0] != item:
-            self._last = None  # before the next is copied
+            self._last = None  # frees the previous copy before the next one is made
             self._last = item, self._resolve(item).reshape(-1)
         return self._last[1][elements.start : elements.stop]
 
     def send(self, content: Content, received: Mapping[int, torch.Tensor]) -> None:
-        """Sends something, of own elements, and of those that were received, by rank."""
+        """Sends a content, from this rank's elements and from received bytes, given by rank."""
         if isinstance(content.of, list):
             whole = self._assembled(content, content.of, received)
             pieces = [Piece(bytes_of(whole).toreadonly(), owner=whole)]
@@ -363,7 +365,7 @@ class _Sender:
                 self._files[content.file].send(PartPlan(number, pieces, nbytes))
 
     def handed_out(self, each: Round, ranks: int) -> tuple[list[torch.Tensor], Exception | None]:
-        """What this rank hands to each rank in a round, and why it can't, if it can't."""
+        """Returns the bytes that this rank sends to each rank in a round, and its error or None."""
         out = [
             torch.zeros(size, dtype=torch.uint8, device="cpu") for size in _sizes(each.gifts, ranks)
         ]
@@ -412,7 +414,7 @@ class _Sender:
 
 
 def _sizes(gifts: Sequence[tuple[int, Elements]], ranks: int) -> list[int]:
-    """The bytes for, or of, each rank."""
+    """Returns the number of bytes exchanged with each rank."""
     sizes = [0] * ranks
     for rank, elements in gifts:
         sizes[rank] += aligned(elements.nbytes, _GRAIN)
@@ -422,7 +424,7 @@ def _sizes(gifts: Sequence[tuple[int, Elements]], ranks: int) -> list[int]:
 def _exchanged(
     out: Sequence[torch.Tensor], each: Round, group: dist.ProcessGroup
 ) -> dict[int, torch.Tensor]:
-    """Hands out what each rank gets; returns what this rank has received, by rank."""
+    """Exchanges bytes with all ranks; returns the bytes that this rank has received, by rank."""
     rank, device = dist.get_rank(group), torch.device(device_for_collectives(group))
     needed = [] if each.made is None else each.made.elements()
     others = [(one.chunk.rank, one) for one in needed if one.chunk.rank != rank]

@@ -53,10 +53,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
 def bytes_of_size(size: int | str) -> int:
-    """``"5GB"`` as bytes; GB are 10**9 bytes, as in transformers, and GiB 2**30.
+    """Converts a size such as ``"5GB"`` to bytes; GB are 10**9, as in transformers, GiB 2**30.
 
     Raises:
-        ConfigError: If it is not a valid size.
+        ConfigError: If ``size`` is not a valid size.
     """
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
@@ -74,10 +74,10 @@ def bytes_of_size(size: int | str) -> int:
 
 
 def model_location(uri: URILike) -> CheckpointURI:
-    """Where a model is to be written.
+    """Parses the location of a model to be written.
 
     Raises:
-        InvalidURIError: If it is not a valid location, or that of a single file.
+        InvalidURIError: If ``uri`` is not a valid location, or that of a single file.
     """
     found = CheckpointURI.parse(uri)
     if found.prefix.endswith(SUFFIX):
@@ -90,7 +90,7 @@ def model_location(uri: URILike) -> CheckpointURI:
 
 @dataclass(frozen=True)
 class _Task:
-    """The coordinator's orders to a rank; they travel with the rank's plan."""
+    """The work that the coordinator assigns to a rank, sent with the rank's plan."""
 
     ranks: int
     work: RankWork
@@ -100,14 +100,14 @@ class _Task:
 class SafetensorsWriter(OurWriter):
     """Writes a model as safetensors files, and their index, from any number of ranks.
 
-    Works wherever torch takes a ``storage_writer``. Each rank sends its shards straight from tensor
-    memory; what is smaller than a part, and tensors that are cut in columns, go through the rank
-    that has most of the file. The files appear when all of them are complete, and the index after
-    them.
+    Pass it to torch's functions as ``storage_writer``. Each rank sends its shards directly from
+    tensor memory; shards that are smaller than a part, and tensors that are divided in columns, are
+    sent by the rank that has most of the file. The files become visible when all of them are
+    complete, and then the index.
 
     Attributes:
-        transferred: What this rank sent in the last save.
-        failure: The error of the last save, for all ranks.
+        transferred: The bytes and requests that this rank sent in the last save.
+        failure: The error of the last save, the same on all ranks; None if it succeeded.
     """
 
     def __init__(
@@ -126,16 +126,17 @@ class SafetensorsWriter(OurWriter):
             checkpoint_id: The folder of the model.
             max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or
                 ``"4GiB"``.
-            dtype: The type that floating-point tensors are converted to; by default none are.
-            fqn_to_file: Instead, the file of each tensor, by its name or by its number from 1.
-            config: Options; those not given are read from the environment.
-            process_group: The ranks that save; all if not given.
+            dtype: The type that floating-point tensors are converted to; None converts no tensor.
+            fqn_to_file: The file of each tensor, as a file name or a number from 1, instead of a
+                division by ``max_shard_size``.
+            config: Options; None reads them from the environment.
+            process_group: The ranks that save; None for all.
             planner: The planner of the save; if given, tied weights are written once.
 
         Raises:
             InvalidURIError: If ``checkpoint_id`` is not a valid location, or that of a single file.
             ConfigError: If another argument is invalid.
-            UnsupportedTensorError: If safetensors files can't hold ``dtype``.
+            UnsupportedTensorError: If the safetensors format lacks ``dtype``.
         """
         super().__init__()
         self.config = config_or_default(config)
@@ -152,16 +153,16 @@ class SafetensorsWriter(OurWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The location, as a string."""
+        """The location of the model, as a string."""
         return str(self.uri)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether the location can be parsed."""
+        """Returns whether a location is valid."""
         return CheckpointURI.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Starts over, at another location if one is given."""
+        """Prepares the writer for another save, at another location if one is given."""
         if checkpoint_id:
             self.uri = model_location(checkpoint_id)
         self._under_construction = None
@@ -198,11 +199,11 @@ class SafetensorsWriter(OurWriter):
         return dataclasses.replace(plan, storage_data=_tied(plan, self._planner))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Plans the files and begins their uploads.
+        """Plans the files, and begins their uploads; called on the coordinator.
 
         Raises:
-            CheckpointExistsError: If there is a model and ``overwrite`` is off.
-            IncompleteSaveError: If ranks lack a part of a tensor.
+            CheckpointExistsError: If the folder has a model, and ``overwrite`` is off.
+            IncompleteSaveError: If the ranks do not have all of a tensor.
         """
         ties = _agreed([plan.storage_data for plan in plans])
         tensors = _tensors(plans, self.dtype, ties)
@@ -222,7 +223,7 @@ class SafetensorsWriter(OurWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Sends this rank's parts; all ranks raise if one fails."""
+        """Sends this rank's parts; if any rank fails, all ranks raise."""
         task = plan.storage_data
         assert isinstance(task, _Task)
         meeting = Meeting.of(self._group, no_dist=task.ranks == 1)
@@ -263,7 +264,7 @@ class SafetensorsWriter(OurWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Makes the files appear, then the index; on the coordinator.
+        """Commits the files and the index; called on the coordinator.
 
         Raises:
             CheckpointConflictError: If another writer was faster.
@@ -279,14 +280,14 @@ class SafetensorsWriter(OurWriter):
         building.commit([sorted(each, key=lambda part: part.number) for each in parts])
 
     def discard(self) -> None:
-        """Aborts what was begun and not committed; errors are logged."""
+        """Aborts the uploads of a save that was not committed; errors are only logged."""
         building, self._under_construction = self._under_construction, None
         if building is not None:
             building.abandon()
 
 
 def _tied(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
-    """For each name whose elements this rank has, the first name of the same memory."""
+    """Returns, for each name of which this rank has elements, the first name with that memory."""
     if planner is None:
         return {}
     memory: dict[str, list[Any]] = {}
@@ -311,7 +312,7 @@ def _tied(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
 
 
 def _agreed(ties: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The names that are tied to another one on all ranks that have elements of them."""
+    """Returns the names that all ranks with their elements report as tied, each with its tie."""
     of: dict[str, set[str]] = {}
     for ties_of_rank in ties:
         for name, first in ties_of_rank.items():
@@ -322,7 +323,7 @@ def _agreed(ties: Sequence[Mapping[str, str]]) -> dict[str, str]:
 def _tensors(
     plans: Sequence[SavePlan], dtype: torch.dtype | None, ties: Mapping[str, str]
 ) -> list[TensorPlan]:
-    """The tensors in the ranks' plans, in the natural order of their names."""
+    """Collects the tensors of all ranks' plans, in the natural order of their names."""
     chunks: dict[str, list[Chunk]] = {}
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for rank, plan in enumerate(plans):
@@ -358,6 +359,7 @@ def _tensors(
 
 
 def _stored_as(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Returns the type in which a tensor is stored: floating-point types are converted."""
     return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
