@@ -1,1 +1,1 @@
-"""``torch.save`` files on a store: written whole or not at all, read in parts, sent to ranks."""
+"""Writes ``torch.save`` files to a store atomically, reads them, and broadcasts them to ranks."""

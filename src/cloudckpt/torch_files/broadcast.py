@@ -41,12 +41,12 @@ __all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
 
 
 class _Script(NamedTuple):
-    """What the reading rank sends to all, in this order.
+    """The content of a file, as the reading rank announces it to all ranks.
 
     Attributes:
-        tensors: Element types and shapes, by name.
-        values: Everything that is not a tensor, as written by ``torch.save``.
-        world: How many ranks take part.
+        tensors: The element type and shape of each tensor, by name, in the order of the broadcasts.
+        values: All values that are not tensors, pickled by ``torch.save``.
+        world: The number of ranks that take part.
     """
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -55,7 +55,7 @@ class _Script(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """A tensor that takes a region of a tensor in the file."""
+    """A tensor of this rank, and the region of a tensor in the file that it is filled with."""
 
     item: ReadItem
     tensor: torch.Tensor
@@ -65,16 +65,16 @@ class _Target(NamedTuple):
 class BroadcastingTorchSaveReader(OurReader):
     """Reads a ``torch.save`` file at a URI on one rank and broadcasts it to the others.
 
-    Use it with :class:`DynamicMetaLoadPlanner` (ours or torch's), in ``cloudckpt.load`` or in
-    ``torch.distributed.checkpoint.load``, to load the file into state dicts of any sharding. The
-    reading rank holds the whole file in host memory; each rank holds one tensor of it at a time,
-    besides its state.
+    Use it with :class:`DynamicMetaLoadPlanner` (cloudckpt's or torch's), in ``cloudckpt.load`` or
+    in ``torch.distributed.checkpoint.load``, to load the file into state dicts of any sharding. The
+    reading rank needs host memory for the whole file; the other ranks need memory for one of its
+    tensors at a time, besides their state.
 
     If a rank fails or is interrupted, all ranks stop before the next tensor, and raise.
 
     Attributes:
-        checkpoint_id: The location, as a string.
-        transferred: What this rank received from the store in the last load.
+        checkpoint_id: The location of the file, as a string.
+        transferred: The bytes and requests that this rank received in the last load.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class BroadcastingTorchSaveReader(OurReader):
     ) -> None:
         """
         Args:
-            checkpoint_id: The file, if it is not passed to ``load``.
+            checkpoint_id: The location of the file, if it is not passed to ``load``.
             coordinator_rank: The global rank that reads. It must be the first in the group.
-            process_group: The group passed to ``load``, if any.
+            process_group: The group that is passed to ``load``, if any.
             config: Options.
             trust_pickle: Whether the file's pickle may run any code.
 
@@ -112,22 +112,22 @@ class BroadcastingTorchSaveReader(OurReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether the location can be parsed."""
+        """Returns whether a location is valid."""
         return CheckpointURI.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Switches to another location, if given."""
+        """Prepares the reader for another load, from another location if one is given."""
         if checkpoint_id:
             self._uri = CheckpointURI.parse(checkpoint_id)
         self.transferred = None
-        self._content: dict[str, Any] = {}  # of the file, on the reading rank
+        self._content: dict[str, Any] = {}  # the content of the file; empty on other ranks
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Returns empty metadata: :class:`DynamicMetaLoadPlanner` makes it from the state dict."""
         return Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Checks the arguments.
+        """Checks the location and the coordinator.
 
         Raises:
             InvalidURIError: If no location was given.
@@ -145,18 +145,18 @@ class BroadcastingTorchSaveReader(OurReader):
             )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Reports the group in which this rank will receive."""
+        """Adds the ranks of this reader's process group to the plan, for the coordinator."""
         ranks = dist.get_process_group_ranks(self._group) if dist.is_initialized() else [0]
         return dataclasses.replace(plan, storage_data=tuple(ranks))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Reads the file and decides what will be sent; on the reading rank only.
+        """Reads the file, and chooses the entries to broadcast; on the reading rank only.
 
         Raises:
-            CheckpointNotFoundError: If there is no such file.
-            CheckpointCorruptError: If it can't be read, or is not a ``torch.save`` file.
+            CheckpointNotFoundError: If the file does not exist.
+            CheckpointCorruptError: If the file can't be read, or was not written by ``torch.save``.
             UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
-            MissingKeyError: If it lacks a key.
+            MissingKeyError: If the file lacks a key of the state dict.
             UnsupportedTensorError: If an entry is a tensor in the file but not in the state dict,
                 or vice versa, or is a kind of tensor without plain elements.
             ConfigError: If the ranks' readers use a different group than the load.
@@ -203,9 +203,9 @@ class BroadcastingTorchSaveReader(OurReader):
         return script
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Receives what the ranks need, tensor by tensor.
+        """Fills this rank's tensors from the broadcasts of all tensors in the file.
 
-        A rank returns early if another rank has failed; torch then raises the failure on all.
+        A rank returns early if another rank has failed; torch then raises the failure on all ranks.
 
         Raises:
             ShapeMismatchError: If a tensor has a different shape in the file and the state dict.
@@ -227,10 +227,10 @@ class BroadcastingTorchSaveReader(OurReader):
         return future
 
     def _receive(self, script: _Script, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Receives tensor after tensor as long as no rank has failed.
+        """Broadcasts tensor after tensor until a rank has failed.
 
         Before each tensor the ranks exchange whether they have failed. A rank that fails or is
-        interrupted stays until then: if it left at once, the others would wait for it in vain.
+        interrupted still takes part in that exchange: otherwise the others would wait forever.
         """
         device = device_for_collectives(self._group) if script.world > 1 else "cpu"
         failed = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -272,7 +272,7 @@ class BroadcastingTorchSaveReader(OurReader):
     def _room(
         self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
     ) -> torch.Tensor:
-        """The tensor on the reading rank, room for it on others; row-major."""
+        """Returns a row-major tensor: the file's on the reading rank, an empty one on others."""
         stored: torch.Tensor | None = self._content.get(fqn)
         if stored is not None:
             plain = stored.detach().resolve_conj().resolve_neg()
@@ -282,7 +282,7 @@ class BroadcastingTorchSaveReader(OurReader):
     def _targets(
         self, script: _Script, plan: LoadPlan, planner: LoadPlanner
     ) -> dict[str, list[_Target]]:
-        """The tensors of this rank that are loaded into, by name.
+        """Returns the tensors of this rank to fill, by their names in the file.
 
         Raises:
             ShapeMismatchError: If a tensor has another shape in the file than in the state dict.
@@ -295,7 +295,7 @@ class BroadcastingTorchSaveReader(OurReader):
                 continue
             fqn, start = item.storage_index.fqn, item.storage_index.offset
             begin = start if start is not None else (0,) * len(item.storage_offsets)
-            # the planner's chunks are those of the state dict: the file has all of each tensor
+            # the planner's chunks are those of the state dict; the file has whole tensors
             offsets = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
             tensor, (_, stored) = (
                 settled(planner.resolve_tensor(item)).detach(),
@@ -316,10 +316,10 @@ class BroadcastingTorchSaveReader(OurReader):
 
 
 def check_fillable(tensor: torch.Tensor, name: str, uri: str) -> None:
-    """Refuses a tensor that can't be loaded into.
+    """Checks that a tensor of the state dict can be filled in place.
 
     Raises:
-        UnsupportedTensorError: If it has no memory of its own.
+        UnsupportedTensorError: If it can't, for example because it has no memory of its own.
     """
     why = "" if travels_as_bytes(tensor) else why_not_filled(tensor)
     if why:
@@ -329,7 +329,7 @@ def check_fillable(tensor: torch.Tensor, name: str, uri: str) -> None:
 
 
 def _why_not_sent(stored: Any, kind: LoadItemType) -> str:
-    """Why an entry of the file can't be loaded as what the planner asks for; empty if it can."""
+    """Returns why an entry can't be loaded as the planned kind of item; empty if it can be."""
     wants_tensor = kind != LoadItemType.BYTE_IO
     if isinstance(stored, torch.Tensor) != wants_tensor:
         wanted = "a tensor" if wants_tensor else "none"
@@ -352,7 +352,7 @@ def _why_not_sent(stored: Any, kind: LoadItemType) -> str:
 
 
 def _by_name(state: Any, uri: str) -> dict[str, Any]:
-    """The entries by name, both flattened and unflattened."""
+    """Returns the entries of a nested state by their flattened names, and by their own keys."""
     if not isinstance(state, dict):
         raise CheckpointError(
             f"the file contains a {type(state).__name__}, but only a dict can be loaded by key: "
@@ -372,10 +372,13 @@ def _by_name(state: Any, uri: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _kept(failures: list[BaseException], *, interrupts_only: bool = False) -> Iterator[None]:
-    """Adds what is raised to ``failures``; an interrupted collective has taken place, too."""
+    """Appends errors of the block to ``failures``, or only interrupts, instead of raising them.
+
+    A collective that was interrupted has nevertheless taken place.
+    """
     try:
         yield
     except BaseException as error:
         if interrupts_only and isinstance(error, Exception):
-            raise  # the group is broken, nobody waits
+            raise  # the process group is broken, so no other rank waits for this one
         failures.append(error)

@@ -1,4 +1,4 @@
-"""An object as a readable file: one version, read by ranges over parallel connections."""
+"""Reads one version of an object like a file, by ranges over parallel connections."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _REQUESTS = 64  # of that size at most: then larger ones occupy all connections,
 
 
 def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
-    """The store and the key of a file.
+    """Returns the store and the key of a file.
 
     Raises:
         InvalidURIError: If the location is a bucket, or the root of the file system.
@@ -48,11 +48,11 @@ def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
 
 
 class PinnedObject(RangeReader):
-    """One version of an object: everything read from it is consistent.
+    """Reads one version of an object: a read after a replacement of the object raises.
 
     Attributes:
-        info: Its size and version when it was opened.
-        grain: Bytes of the blocks that are fetched whole, to verify their checksums.
+        info: The size and version of the object when this was made.
+        grain: The size in bytes of the blocks that are read whole, to verify their checksums.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class PinnedObject(RangeReader):
         """
         Args:
             store: The store.
-            key: The key.
+            key: The key of the object.
             config: Options.
-            stats: Counts what is received.
-            blocks: The expected checksums of its blocks, if known: then every read is verified.
+            stats: Counts the bytes received.
+            blocks: The expected checksums of the object's blocks; if given, each read is verified.
 
         Raises:
-            ObjectNotFoundError: If there is no such object.
+            ObjectNotFoundError: If the object does not exist.
         """
         self.key = key
         self._store = store
@@ -85,19 +85,19 @@ class PinnedObject(RangeReader):
 
     @property
     def transferred(self) -> Transferred:
-        """What was received so far."""
+        """The bytes and requests received so far."""
         return self._stats.snapshot()
 
     def source(self, offset: int, nbytes: int) -> StoredBytes:
-        """``nbytes`` bytes from ``offset``."""
+        """Describes ``nbytes`` bytes of the object from ``offset`` on, for a download."""
         return StoredBytes(self.key, offset, nbytes, None, self.info.size, self.key)
 
     def fetch(self, wanted: Sequence[Wanted], *, request_size: int | None = None) -> None:
-        """Delivers what is wanted, over parallel connections; see :func:`download`.
+        """Reads ranges of the object over parallel connections, and delivers them to their sinks.
 
         Args:
-            wanted: Bytes of this object.
-            request_size: Most bytes of a request; by default it follows from what is wanted.
+            wanted: The ranges, each with its sink.
+            request_size: Maximum bytes of a request; by default it is chosen from the ranges.
 
         Raises:
             CheckpointReplacedError: If the object was replaced or deleted since it was opened.
@@ -112,7 +112,7 @@ class PinnedObject(RangeReader):
             raise
 
     def read(self, ranges: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Fills each byte tensor with the bytes from a position on."""
+        """Fills byte tensors with ranges of the object; each is given with its first offset."""
         wanted = []
         for start, room in ranges:
             sink = FlatSink(room, torch.uint8)
@@ -122,7 +122,7 @@ class PinnedObject(RangeReader):
             size = self.info.size
             whole = StoredBytes(self.key, 0, size, self._blocks, size, self.key)
             wanted.append(Wanted(whole, start, start + room.nbytes, sink, True))
-        # each connection is to have a part of it
+        # small requests, so that all connections are used
         few = sum(room.nbytes for _, room in ranges) < _REQUESTS * _REQUEST
         self.fetch(wanted, request_size=_REQUEST if few else None)
 
@@ -135,39 +135,39 @@ class PinnedObject(RangeReader):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        """As the store's, for the pinned version only."""
+        """Reads a range as :meth:`RangeReader.get_range` does, of the pinned version only."""
         version = if_version or self.info.version
         found = self._store.get_range(key, start, into, if_version=version, progress=progress)
-        if found.version != self.info.version:  # of a store that ignores the condition
+        if found.version != self.info.version:  # the store has ignored the condition
             raise PreconditionFailedError(
                 "the object was replaced while it was read: open it again", uri=self._store.uri(key)
             )
         return found
 
     def interrupt(self, threads: Collection[int]) -> None:
-        """As the store's."""
+        """Interrupts requests of threads, as the store does."""
         self._store.interrupt(threads)
 
     def moved(self, threads: Collection[int]) -> Sequence[int] | None:
-        """As the store's."""
+        """Returns the bytes that threads' connections have moved, as the store does."""
         return self._store.moved(threads)
 
     def uri(self, key: str) -> str:
-        """As the store's."""
+        """Returns the URI of a key in the store."""
         return self._store.uri(key)
 
 
 class ObjectFile(io.RawIOBase):
-    """A seekable file over the ranges of an object.
+    """A seekable binary file that reads from an object.
 
-    Reads of 32 MiB and more go over parallel connections straight into the reader's memory. Smaller
+    Reads of 32 MiB and more go over parallel connections directly into the caller's memory. Smaller
     reads are served from windows, which grow from 64 KiB to 32 MiB while reads are sequential; the
-    last two windows are kept. It uses at most 64 MiB of memory, or ``memory_budget`` if that is
+    last two windows are cached. It uses at most 64 MiB of memory, or ``memory_budget`` if that is
     less.
 
     Attributes:
-        failure: The first error of a read, or an interrupt. Readers written in C++ replace it with
-            their own error.
+        failure: The first error or interrupt of a read; None before. Callers written in C++ replace
+            the raised error with their own, so it is kept here.
     """
 
     def __init__(self, pinned: PinnedObject, config: Config) -> None:
@@ -197,7 +197,7 @@ class ObjectFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Fills ``buffer``; less only at the end of the object."""
+        """Fills ``buffer``, or as much of it as is left of the object; returns the bytes read."""
         if self.failure is not None:
             raise self.failure
         view = memoryview(buffer).cast("B")
@@ -224,15 +224,15 @@ class ObjectFile(io.RawIOBase):
         view[:] = bytes_of(window)[self._at - first : stop - first]
 
     def _look(self, count: int) -> tuple[int, torch.Tensor]:
-        """A new window with ``count`` bytes from here, and perhaps more."""
+        """Reads a new window that has the next ``count`` bytes; returns its offset and bytes."""
         follows = any(
             first <= self._at <= first + window.nbytes + _FIRST_WINDOW
             for first, window in self._windows
         )
         self._ahead = min(self._ahead * _GROWTH, self._largest) if follows else _FIRST_WINDOW
         size = min(max(count, self._ahead), self._size)
-        first = min(self._at, self._size - size)  # at the end of the object: what stands before
-        if (grain := self._object.grain) > 1:  # whole blocks arrive anyway
+        first = min(self._at, self._size - size)  # a window at the end begins earlier
+        if (grain := self._object.grain) > 1:  # blocks are read whole in any case
             stop = min(aligned(first + size, grain), self._size)
             first = first // grain * grain
             size = stop - first

@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` on a store: written whole or not at all, and read whole."""
+"""Writes a ``torch.save`` file to a store atomically, and loads it from one version."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ from cloudckpt.uri import CheckpointURI
 __all__ = ["check_destination", "load_torch_file", "size_of", "write_torch_file"]
 
 _BEGINNINGS = (b"PK\3\4", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.")
-"""Of a file of torch.save, and of one of before torch 1.6: its magic number, pickled."""
+"""The first bytes of a ``torch.save`` file: of its zip format, and of the format before torch 1.6
+(a pickled magic number)."""
 
 _OTHER_FORMATS = {".gguf", ".h5", ".hdf5", ".json", ".keras", ".msgpack", ".npy", ".npz", ".onnx"}
 _OTHER_FORMATS |= {".pte", ".safetensors", ".tflite"}
-"""Names under which other programs expect something other than a ``torch.save`` file."""
+"""File name extensions of formats other than ``torch.save``'s."""
 
 _NOT_OF_THE_FILE = (CloudCheckpointError, Warning, MemoryError, torch.OutOfMemoryError)
-"""Errors that say nothing about a file."""
+"""Errors of ``torch.load`` that do not mean that the file is damaged."""
 
 
 def check_destination(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
-    """The store and the key of a file to write.
+    """Checks that a file may be written to a location; returns its store and key.
 
     Raises:
-        InvalidURIError: If the location can't be that of a file, or is named like a file of another
-            format, whose readers would expect other contents.
-        CheckpointExistsError: If something exists there and ``overwrite`` is off. This checks once:
-            it does not keep two writers apart.
+        InvalidURIError: If the location can't be that of a file, or has the extension of another
+            file format.
+        CheckpointExistsError: If the file exists, and ``overwrite`` is off. This is checked only
+            once, so two concurrent writers may both pass.
     """
     store, key = object_at(uri, config)
     if PurePosixPath(key).suffix.lower() in _OTHER_FORMATS:
@@ -74,21 +75,24 @@ def check_destination(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, 
 def write_torch_file(
     value: Any, uri: CheckpointURI, config: Config, *, rank: int = 0
 ) -> Transferred:
-    """``torch.save`` to a location: atomic, in parallel parts.
+    """Writes a value with ``torch.save`` to a location, atomically and in parallel parts.
 
-    The file appears, or replaces the existing file, when it is complete. Besides ``value`` it takes
-    ``memory_budget``; storages of accelerators pass through host memory one by one.
+    The file appears, or replaces the existing file, when it is complete; after an error nothing has
+    changed at the location. It uses at most ``memory_budget`` bytes besides ``value``; storages of
+    accelerators are copied to host memory one at a time.
 
     Args:
-        value: What to write.
-        uri: Where to write.
+        value: The value to write.
+        uri: The location of the file.
         config: Options.
-        rank: The writing rank, for the events.
+        rank: The number of the writing rank, for events.
+
+    Returns:
+        The bytes and requests that were sent.
 
     Raises:
         CheckpointError: If ``torch.save`` can't write ``value``.
-        StoreError: If the store refuses or stays unreachable. As with any failure, nothing changes
-            at the location.
+        StoreError: If the store refuses or stays unreachable.
     """
     store, key = check_destination(uri, config)
     expected = size_of(value)
@@ -119,23 +123,23 @@ def load_torch_file(
     map_location: Any = "cpu",
     trust_pickle: bool = False,
 ) -> Any:
-    """``torch.load`` of a location, all from one version; large storages in parallel.
+    """Loads a file with ``torch.load`` from one version of the object, large storages in parallel.
 
-    It takes one copy of the state and ``memory_budget``.
+    It needs memory for one copy of the state, and ``memory_budget`` bytes.
 
     Args:
-        uri: The file.
+        uri: The location of the file.
         config: Options.
-        stats: Counts what is received.
-        map_location: As in ``torch.load``.
-        trust_pickle: Whether its pickle may run any code.
+        stats: Counts the bytes received.
+        map_location: The devices of the tensors, as in ``torch.load``.
+        trust_pickle: Whether the file's pickle may run any code.
 
     Raises:
-        CheckpointNotFoundError: If there is no such file.
-        CheckpointCorruptError: If it is truncated, or not a ``torch.save`` file.
-        CheckpointError: If the device named by ``map_location`` or the file does not exist.
-        CheckpointReplacedError: If it was replaced or deleted meanwhile.
-        UntrustedPickleError: If it needs code that is not on torch's allow-list.
+        CheckpointNotFoundError: If the file does not exist.
+        CheckpointCorruptError: If the file is truncated, or was not written by ``torch.save``.
+        CheckpointError: If a device that ``map_location`` or the file names does not exist.
+        CheckpointReplacedError: If the file was replaced or deleted meanwhile.
+        UntrustedPickleError: If the pickle needs code that is not on torch's allow-list.
     """
     store, key = object_at(uri, config)
     try:
@@ -156,7 +160,7 @@ def load_torch_file(
     except CheckpointCorruptError as error:
         if file.failure is not None or str(map_location) == "cpu":
             raise
-        _loaded(file, "cpu", trust_pickle, str(uri))  # which fails, too, if the file is damaged
+        _loaded(file, "cpu", trust_pickle, str(uri))  # raises if the file is damaged
         raise CheckpointError(
             "torch.load can't place the tensors on the device that map_location or the file "
             'names: map_location="cpu" works on every machine',
@@ -166,6 +170,7 @@ def load_torch_file(
 
 
 def _loaded(file: ObjectFile, map_location: Any, trust_pickle: bool, uri: str) -> Any:
+    """Loads a file with ``torch.load``, and maps its errors to cloudckpt's."""
     file.seek(0)
     try:
         return load_saved(cast(IO[bytes], file), map_location, trust=trust_pickle)
@@ -185,13 +190,13 @@ def _loaded(file: ObjectFile, map_location: Any, trust_pickle: bool, uri: str) -
 
 
 def size_of(value: Any) -> int:
-    """About how many bytes ``torch.save`` will write."""
+    """Estimates how many bytes ``torch.save`` will write for a value."""
     storages: dict[int, int] = {}
     waiting, seen = [value], set[int]()
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor):
-            with contextlib.suppress(Exception):  # subclasses without a storage
+            with contextlib.suppress(Exception):  # some tensor subclasses have no storage
                 storage = value.untyped_storage()
                 storages[storage._cdata] = max(storage.nbytes(), value.nbytes)
         elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:

@@ -1,4 +1,4 @@
-"""A file that is sent while it is written, and appears when it is closed."""
+"""Writes an object like a file: sends it while it is written, and makes it visible on close."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ __all__ = ["WrittenFile"]
 logger = logging.getLogger("cloudckpt")
 
 _PARTS_IN_BUDGET = 6  # see choose_part_size
-_UNCOPIED = 64 * 1024  # fewer bytes are cheaper to copy than to send as a piece of their own
+_UNCOPIED = 64 * 1024  # bytes; smaller writes are copied, which is cheaper than a separate piece
 
 
 class WrittenFile(io.BufferedIOBase):
-    """An object that appears, or is replaced, when this is closed.
+    """A writable binary file whose object appears, or is replaced, when the file is closed.
 
-    What is written is copied, and sent in parallel parts, out of at most ``memory_budget`` of
-    memory; for objects of more than about 100 GiB, whose parts must be larger, 1/1500 of
-    ``expected``. After an error, also one in a ``with`` block, and where it is dropped without
-    being closed, nothing changes at the key, and no parts are left in the store; only if the answer
-    to the last request was lost may the new object exist, whole. For one writer: it is not safe to
-    use from several threads.
+    Written bytes are copied, and sent in parallel parts, from at most ``memory_budget`` bytes of
+    memory; objects of more than about 100 GiB need larger parts, and so 1/1500 of ``expected``.
+    After an error, also one in a ``with`` block, or if the file is not closed, nothing changes at
+    the key, and no parts are left in the store; only if the answer to the last request was lost,
+    the complete new object may exist. Not safe for use from several threads.
 
     Attributes:
-        info: The object as the store has written it, once this is closed.
-        failure: The first error, or an interrupt. Writers written in C++ replace it with their own.
+        info: The store's information on the object; None until the file is closed.
+        failure: The first error or interrupt; None before. Callers written in C++ replace the
+            raised error with their own, so it is kept here.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class WrittenFile(io.BufferedIOBase):
         """
         Args:
             store: The store.
-            key: The key.
+            key: The key of the object.
             config: Options.
-            expected: Approximate bytes to write.
-            stats: Counts what is sent.
-            checks: Collects the checksums of what is sent; the key must then be random, so that
-                nothing else can be there.
-            is_immutable: Whether memory being written stays unchanged until the file is closed: it
+            expected: The approximate size of the object in bytes.
+            stats: Counts the bytes sent.
+            checks: Collects the checksums of the parts sent; only for random keys, at which no
+                other object can exist.
+            is_immutable: Returns whether some memory stays unchanged until the file is closed: it
                 is then sent without a copy.
         """
         self.info: ObjectInfo | None = None
@@ -104,10 +104,10 @@ class WrittenFile(io.BufferedIOBase):
         return self._at
 
     def write(self, data: ReadableBuffer) -> int:
-        """Takes all of ``data``; blocks while the network is behind.
+        """Writes all of ``data``; blocks while the memory is full of bytes that are not sent yet.
 
         Raises:
-            StoreError: Why it can't be sent.
+            StoreError: If bytes can't be sent.
         """
         if self.closed:
             raise ValueError("write to a closed file")
@@ -124,6 +124,7 @@ class WrittenFile(io.BufferedIOBase):
         raise self.failure
 
     def _send(self, upload: ObjectUpload, view: memoryview) -> None:
+        """Sends immutable memory as it is, and copies other memory into slabs, which are sent."""
         if self._at + view.nbytes > self._most:
             raise InvalidRequestError(
                 f"the object exceeds {self._most} bytes, the limit with parts of this size: "
@@ -146,12 +147,13 @@ class WrittenFile(io.BufferedIOBase):
                 self._send_slab(upload)
 
     def _send_slab(self, upload: ObjectUpload) -> None:
+        """Sends the slab that is being filled, if there is one."""
         if self._slab is not None:
             slab, self._slab = self._slab, None
             upload.write(Piece(slab.view[: self._filled], self._checks, upload.position, slab))
 
     def close(self) -> None:
-        """Completes the object.
+        """Sends the rest, and makes the object visible.
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
@@ -163,7 +165,7 @@ class WrittenFile(io.BufferedIOBase):
                 raise self.failure
 
     def discard(self) -> None:
-        """Ends it; nothing changes at the key."""
+        """Closes the file without an object: aborts the upload, and leaves the key unchanged."""
         if not self.closed:
             has_ended = self._upload is None
             self._end(
@@ -177,9 +179,9 @@ class WrittenFile(io.BufferedIOBase):
                 raise self.failure
 
     def _end(self, error: BaseException | None = None) -> None:
-        """Completes the object, or, because of an error, leaves all as it was; only once."""
+        """Completes the upload, or aborts it if an error is given; a second call does nothing."""
         upload, self._upload = self._upload, None
-        if upload is None or self._process != os.getpid():  # a fork has none of its threads
+        if upload is None or self._process != os.getpid():  # a forked child lacks the threads
             return
 
         def finish() -> None:
@@ -191,7 +193,7 @@ class WrittenFile(io.BufferedIOBase):
         try:
             self._group.run(finish)
             self.info = upload.info
-        except BaseException as failure:  # noqa: BLE001 - it is the writer's to hear of
+        except BaseException as failure:  # noqa: BLE001 - raised by the caller
             self.failure = failure
             upload.abandon()
         finally:
@@ -209,16 +211,16 @@ class WrittenFile(io.BufferedIOBase):
             return
         self.discard()
         is_ours = isinstance(self.failure, TransferCancelledError) or self.failure is error
-        if self.failure is not None and not is_ours:  # which another writer has replaced
+        if self.failure is not None and not is_ours:  # C++ callers raise another error instead
             raise self.failure from error
 
     def __del__(self) -> None:
-        if hasattr(self, "_upload"):  # else it was never made
+        if hasattr(self, "_upload"):  # missing if __init__ has raised
             self.discard()
 
 
 class _NamedUpload(ObjectUpload):
-    """An upload to a key that the user chose: nothing else at that key is touched."""
+    """An upload to a key that the user chose: other uploads to that key are not aborted."""
 
     def abandon(self) -> None:
         if self._upload is not None and self.info is None:
@@ -227,7 +229,7 @@ class _NamedUpload(ObjectUpload):
 
     def _abort_twins(self) -> None:
         if self._may_have_twin:
-            # unlike one with a random key, it may be somebody else's upload
+            # at a key that is not random, it may be the upload of another program
             logger.warning(
                 "%s: an empty multipart upload could not be aborted; cloudckpt sweep aborts it "
                 "later",
