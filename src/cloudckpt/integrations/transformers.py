@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: a callback that saves each of its checkpoints to a run and restores them.
+"""Hugging Face Trainer: a callback that saves its checkpoints to a run, and restores them.
 
 >>> from cloudckpt.integrations.transformers import CloudCheckpointCallback  # doctest: +SKIP
 >>> saved = CloudCheckpointCallback("s3://bucket/run", max_to_keep=3)  # doctest: +SKIP
@@ -62,9 +62,9 @@ logger = logging.getLogger("cloudckpt")
 class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     """Saves each checkpoint of a Trainer to a run, and restores the newest on a fresh node.
 
-    It saves after the Trainer has saved: all files, whatever wrote them, including FSDP's shards,
-    the optimizer, random states and ``trainer_state.json``. A failure is raised on every rank,
-    unless ``on_failure`` says to log it. ``save_total_limit=1`` is enough for the local disk.
+    After each save of the Trainer it saves all files of the checkpoint's folder, including FSDP's
+    shards, the optimizer, random states and ``trainer_state.json``. A failure is raised on every
+    rank, unless ``on_failure`` is ``"log"``. On the local disk, ``save_total_limit=1`` is enough.
     """
 
     def __init__(
@@ -83,21 +83,21 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         Args:
             run: The folder of the run, for example ``s3://bucket/run``.
             max_to_keep: How many of the newest checkpoints are kept in the run; None keeps all. The
-                Trainer's best checkpoint and the one that this job restored are also kept.
-                Checkpoints of later steps, from before this job went back, stay.
-            keep_period: Steps that are multiples of it are also kept.
+                Trainer's best checkpoint and the checkpoint that this job restored are also kept,
+                and so are later steps, if this job went back to an earlier one.
+            keep_period: Steps that are multiples of this number are also kept.
             asynchronous: Whether a checkpoint's files are sent while training continues. A failure
                 is then raised when the next checkpoint is saved, or training ends.
-            keep_local: Whether the Trainer's own folder stays once its files are saved; needed for
-                ``load_best_model_at_end``.
-            on_failure: Whether a failure to save ends the training or is logged; if it is logged,
-                training continues, and the files stay on the local disk. Ranks that lost each other
-                always raise.
-            step_name: How the folders of checkpoints are named.
-            config: Options for saving and loading; None for those of ``install``.
+            keep_local: Whether the Trainer's own folder stays after its files were saved; needed
+                for ``load_best_model_at_end``.
+            on_failure: Whether the error of a save is raised or logged. If it is logged, training
+                continues, and the files stay on the local disk. If the ranks lose contact with each
+                other, the error is always raised.
+            step_name: The pattern of the checkpoints' folder names.
+            config: Options for saving and loading; None for those given to ``install``.
 
         Raises:
-            ConfigError: If an option makes no sense.
+            ConfigError: If an option is invalid.
             InvalidURIError: If ``run`` is not a valid location.
         """
         if on_failure not in ("raise", "log"):
@@ -115,33 +115,34 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._restored: str | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Records where the Trainer writes.
+        """Stores the Trainer's arguments, among them its ``output_dir``.
 
         Raises:
-            ConfigError: If the Trainer would read something that is not kept.
+            ConfigError: If ``load_best_model_at_end`` is on, and ``keep_local`` off.
         """
         self._args = args
         if args.load_best_model_at_end and not self._keep_local:
             raise ConfigError("load_best_model_at_end reads the local disk: leave keep_local out")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Saves what the Trainer has just written; it calls this on all ranks.
+        """Saves the files of the checkpoint that the Trainer has just written, on all ranks.
 
         Raises:
-            CloudCheckpointError: As :func:`cloudckpt.save`, for this save or the previous one.
+            CloudCheckpointError: The errors of :func:`cloudckpt.save`, of this save or the previous
+                one.
         """
         self._unless_logged(self._finish)
         self._unless_logged(lambda: self._save(args, state, state.global_step))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Notes whether the Trainer was asked to end, and just wrote a checkpoint for that."""
+        """Records the step at which the Trainer stops early, and has just written a checkpoint."""
         if control.should_training_stop and self._told_to_end is None:
             self._told_to_end = state.global_step
 
     on_pre_optimizer_step = on_step_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Deletes the restored copy, which all ranks have read by now."""
+        """Deletes the local copy of the restored checkpoint, which all ranks have read by now."""
         self._forget_restored()
         self.on_step_begin(args, state, control)
 
@@ -149,7 +150,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """Waits until the last save is committed.
 
         Raises:
-            CloudCheckpointError: As :meth:`on_save`.
+            CloudCheckpointError: The errors of :meth:`on_save`.
         """
         self._forget_restored()
         step, self._told_to_end = self._told_to_end, None
@@ -165,23 +166,24 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def restore(self, step: int | None = None) -> str | None:
         """Copies the newest intact checkpoint to the local disk of each node.
 
-        All ranks call it, after making the ``TrainingArguments``, which connect them. The ranks of
-        a node share the work. The copy is in ``output_dir`` if the Trainer already has this
-        callback, else in a temporary folder; it is deleted once the Trainer has taken its first
-        step, or when the process ends. With ``load_best_model_at_end``, the best checkpoint is also
-        copied to its place in ``output_dir``, if the run still has it.
+        All ranks must call it, after making the ``TrainingArguments``, which connect the ranks. The
+        files are divided among the ranks of a node. The copy is in ``output_dir`` if the Trainer
+        already has this callback, otherwise in a temporary folder; it is deleted after the
+        Trainer's first step, or when the process ends. With ``load_best_model_at_end``, the best
+        checkpoint is also copied to its folder in ``output_dir``, if the run still has it.
 
         Args:
             step: The step to restore instead of the newest.
 
         Returns:
-            The folder, for ``resume_from_checkpoint``; None if nothing was saved yet.
+            The local folder, for ``resume_from_checkpoint``; None if the run has no checkpoint.
 
         Raises:
             CheckpointNotFoundError: If ``step`` has no checkpoint.
             CheckpointCorruptError: If all checkpoints are damaged.
-            ConfigError: If other software saved it, or the ranks are not connected.
-            CloudCheckpointError: As :func:`cloudckpt.load`.
+            ConfigError: If the checkpoint was not saved by this class, or the ranks are not
+                connected.
+            CloudCheckpointError: The errors of :func:`cloudckpt.load`.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             raise ConfigError("the ranks are not connected yet: create the TrainingArguments first")
@@ -203,9 +205,10 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         return None
 
     def _save(self, args: Any, state: Any, step: int) -> None:
+        """Saves the folder of a step, or begins to save it, and deletes old steps afterwards."""
         meeting = Meeting.of(None, False)
         folder = _folder(args.output_dir, step)
-        meeting.begin(lambda: None)  # all have written
+        meeting.begin(lambda: None)  # waits until all ranks have written their files
         files = files_of(folder, meeting)
         if self._saves is None:
             self._saves = Saves(self._run.config, asynchronous=self._asynchronous, stager=_AsItIs())
@@ -223,11 +226,12 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._saves.then(clean)
 
     def _finish(self) -> None:
-        """Ends the save under way."""
+        """Waits until the save in progress is committed."""
         if self._saves is not None:
             self._saves.finish()
 
     def _unless_logged(self, act: Callable[[], None]) -> None:
+        """Calls ``act``, and logs its error instead of raising it if ``on_failure`` says so."""
         try:
             act()
         except ProcessGroupError:
@@ -238,6 +242,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             logger.error("a checkpoint was not saved, and training continues: %s", error)
 
     def _bring(self, meeting: Meeting, step: int) -> str:
+        """Copies a step to each node; returns its local folder."""
         local_rank, _ = _place()
         output_dir = None if self._args is None else self._args.output_dir
 
@@ -264,7 +269,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         return folder
 
     def _bring_best(self, meeting: Meeting, folder: str, root: str) -> None:
-        """Copies the best checkpoint to where the Trainer looks for it, and makes it look there."""
+        """Copies the best checkpoint to each node, and writes its path into the Trainer's state."""
         file = os.path.join(folder, TRAINER_STATE_NAME)
 
         def look() -> int | None:
@@ -304,7 +309,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         meeting.begin(put)
 
     def _fetch(self, meeting: Meeting, step: int, folder: str) -> None:
-        """Copies a checkpoint to a folder on each node; the ranks of a node share the work."""
+        """Copies a checkpoint to a folder on each node, divided among the ranks of the node."""
         local_rank, local_size = _place()
 
         def fetch() -> None:
@@ -318,14 +323,16 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         meeting.begin(fetch)
 
     def _forget_restored(self) -> None:
+        """Deletes the local copy of the restored checkpoint."""
         if self._restored is not None:
             shutil.rmtree(self._restored, ignore_errors=True)
             self._restored = None
 
 
 class _AsItIs(AsyncStager):
-    """A stager that copies nothing: a checkpoint's files never change, and mapped files stay
-    readable after they are deleted.
+    """A stager that does not copy, because the files of a checkpoint never change.
+
+    Mapped files stay readable after they are deleted.
     """
 
     _synchronize_after_execute = False
@@ -339,7 +346,7 @@ class _AsItIs(AsyncStager):
 
 
 def _tell_random_states(folder: str, meeting: Meeting) -> None:
-    """Warns if the Trainer has no random state of this rank to restore."""
+    """Logs a warning if the checkpoint has random states, but not those of this rank."""
     found = {name for name in os.listdir(folder) if name.startswith("rng_state")}
     own = "rng_state.pth" if meeting.size == 1 else f"rng_state_{meeting.rank}.pth"
     if found and own not in found:
@@ -351,25 +358,32 @@ def _tell_random_states(folder: str, meeting: Meeting) -> None:
 
 
 def _folder(output_dir: str, step: int) -> str:
+    """Returns the Trainer's folder of a step."""
     return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
 def _step_of(folder: str | None) -> int | None:
-    """The step of a checkpoint's folder. The Trainer need not have saved its best step: what it
-    takes for its best checkpoint is a step that it has saved.
+    """Returns the step of a Trainer's checkpoint folder; None if it is not one.
+
+    The folder of the best checkpoint may be of a later step than the best one: the next saved step.
     """
     name = os.path.basename(folder or "").removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     return int(name) if name.isdecimal() else None
 
 
 def _place() -> tuple[int, int]:
-    """This rank's index on its node, and the node's number of ranks, from the launcher."""
+    """Returns this rank's index on its node, and the node's number of ranks, by the launcher."""
     if not dist.is_initialized():
         return 0, 1
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _room(folder: str, item: StoredItem, uri: str) -> torch.Tensor:
+    """Creates a local file to load an item into.
+
+    Raises:
+        ConfigError: If the item is not a saved file.
+    """
     if item.dtype != "uint8" or item.shape is None or len(item.shape) != 1:
         raise ConfigError(
             f"{item.name!r} is not a file of a Trainer: this checkpoint was not saved by one",

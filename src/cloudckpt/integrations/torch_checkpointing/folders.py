@@ -82,13 +82,13 @@ from cloudckpt.transfer.upload import put_whole
 
 __all__ = ["FileFolders", "is_tensor_memory"]
 
-_BLOCK = 1024 * 1024  # bytes that share a checksum, in files of up to 1 GiB
+_BLOCK = 1024 * 1024  # bytes of a block with one checksum, in files of up to 1 GiB
 _PIECE = 4 * 1024 * 1024  # bytes read at a time
-_DEPTH = 2  # how far above a file its temporary folder may be: others above it are not ours
+_DEPTH = 2  # how many levels above a file its temporary folder may be
 
 
 class FileFolders(VisibleFiles):
-    """Files and folders of a bucket, by key. Safe to use from many threads.
+    """Reads, writes, commits and deletes files and folders; safe for use from several threads.
 
     Store errors are those of :mod:`cloudckpt.errors`; errors that any file system may have are
     also ``OSError``.
@@ -117,9 +117,9 @@ class FileFolders(VisibleFiles):
     # ---- files
 
     def opened(self, key: str) -> io.RawIOBase:
-        """Opens a file for reading; what arrives is compared with the checksums of its blocks.
+        """Opens a file for reading, and compares read blocks with their checksums.
 
-        A plain object, which another program may have written, has no such checksums.
+        Plain objects, which other programs may have written, have no checksums.
 
         Raises:
             FileNotFoundError: If there is no such file.
@@ -156,7 +156,7 @@ class FileFolders(VisibleFiles):
         return ObjectFile(pinned, config)
 
     def read(self, key: str) -> bytes:
-        """Reads a whole file; errors as for :meth:`opened`."""
+        """Reads a whole file; its errors are those of :meth:`opened`."""
         file = self.opened(key)
         room = bytearray(file.seek(0, io.SEEK_END))
         file.seek(0)
@@ -174,12 +174,12 @@ class FileFolders(VisibleFiles):
         """Opens a file for writing; it appears when it is closed, and never after an error.
 
         Args:
-            key: The key.
-            expected: Approximate size in bytes.
-            is_immutable: Whether memory being written stays unchanged until the file is closed.
+            key: The key of the file.
+            expected: The approximate size of the file in bytes.
+            is_immutable: Returns whether some memory stays unchanged until the file is closed.
 
         Raises:
-            FileExistsError: If it is a file of a committed folder.
+            FileExistsError: If the file belongs to a committed folder.
         """
         store, config = self._store, self._config
         if (place := self._place(key)) is not None:  # only this job sees such a file
@@ -192,11 +192,11 @@ class FileFolders(VisibleFiles):
         return WrittenFile(store, key, config, expected=expected, is_immutable=is_immutable)
 
     def delete(self, key: str) -> None:
-        """Removes a file.
+        """Deletes a file.
 
         Raises:
             FileNotFoundError: If there is no such file.
-            FileExistsError: If it is part of a committed folder, which can only be removed whole.
+            FileExistsError: If the file belongs to a committed folder: delete that folder instead.
         """
         found = self.existing(key)
         if isinstance(found, CommittedFile):
@@ -208,16 +208,16 @@ class FileFolders(VisibleFiles):
     # ---- commits
 
     def rename_folder(self, source: str, target: str) -> None:
-        """Commits what this job has written into one folder as another folder.
+        """Commits the files that this job has written into a temporary folder as another folder.
 
-        Nothing is copied: the source's name must be the temporary prefix followed by the target's
+        No bytes are copied: the source's name must be the temporary prefix followed by the target's
         name.
 
         Raises:
-            FileNotFoundError: If this job has written nothing there.
-            FileExistsError: If something is at the target: both stay as they are.
-            ConfigError: If what was written does not lie beneath the target.
-            CheckpointCorruptError: If what was written is gone.
+            FileNotFoundError: If this job has written no file into the source.
+            FileExistsError: If the target exists: both stay unchanged.
+            ConfigError: If an object of the files is not beneath the target.
+            CheckpointCorruptError: If an object of the files is missing.
             IncompleteSaveError: If the first file was written too long ago.
             CommitUnknownError: If the store does not say whether the commit took place.
             StoreError: If the commit did not and will not take place.
@@ -233,7 +233,12 @@ class FileFolders(VisibleFiles):
         forget_listings()
 
     def _own_records(self, folder: str) -> list[ObjectInfo]:
-        """The records that this job has written beneath a folder, where nothing else may be."""
+        """Lists the records of this job's files beneath a temporary folder.
+
+        Raises:
+            FileExistsError: If the folder has a plain file, which can't be committed.
+            FileNotFoundError: If this job has no file there.
+        """
         records = []
         for info in self.beneath_folder(folder):
             if not is_record_name(info.key):
@@ -253,7 +258,7 @@ class FileFolders(VisibleFiles):
         return records
 
     def _commit(self, records: list[ObjectInfo], source: str, target: str) -> None:
-        """Writes the manifest of what the records name, and removes them."""
+        """Writes the manifest of the recorded files, and deletes the records."""
         store, key = self._store, inside(target) + MANIFEST
         times = [info.modified for info in records if info.modified is not None]
         age = max(0.0, time.time() - min(times)) if times else 0.0
@@ -289,12 +294,13 @@ class FileFolders(VisibleFiles):
         delete_quietly(store, keys, self._config.retry, threads=self._config.requests_at_once)
 
     def _check_written(self, target: str, files: dict[str, StoredFile]) -> None:
-        """Checks that each object exists with its size: other ranks may use another store.
+        """Checks that each object exists beneath the target with its recorded size.
+
+        An object is missing, for example, if a rank is configured for another store.
 
         Raises:
-            ConfigError: If a file lies elsewhere than beneath the target, where a manifest can't
-                name it.
-            CheckpointCorruptError: If one is not there.
+            ConfigError: If an object is not beneath the target, where the manifest can't name it.
+            CheckpointCorruptError: If an object is missing or has another size.
         """
         listed = self._store.list(inside(target), self._retrier.call)
         there = {(info.key, info.size) for info in listed}
@@ -348,7 +354,10 @@ class FileFolders(VisibleFiles):
         forget_listings()
 
     def _make_plain(self, key: str, source: str, target: str) -> None:
-        """Replaces the object at a key by a copy of a file's object."""
+        """Copies the object ``key`` of the file ``source`` to the key ``target``.
+
+        The store copies it if it can; otherwise the bytes pass through this process.
+        """
         found = self._retrier.call(lambda: self._store.head(key))
         if copies_within(self._store, self._store, found.size) and (
             found.size <= self._store.capabilities.max_copy_size
@@ -359,14 +368,14 @@ class FileFolders(VisibleFiles):
             shutil.copyfileobj(read, file, _PIECE)
 
     def remove_folder(self, key: str) -> None:
-        """Removes a folder: its manifest first, on the condition that it is unchanged.
+        """Deletes a folder: first its manifest, on the condition that it is unchanged.
 
-        Objects that may belong to a save under way stay, and are swept when they are old.
+        Objects that may belong to a save in progress stay, and are swept when they are old.
 
         Raises:
             FileNotFoundError: If there is no such folder.
-            FileExistsError: If another writer has committed there meanwhile; that commit stays.
-            StoreError: If something could not be removed; everything else was tried.
+            FileExistsError: If another writer has committed the folder meanwhile; it then stays.
+            StoreError: If an object could not be deleted; the deletion of all others was tried.
         """
         listed = list(self._store.list(inside(key), self._retrier.call))
         visible = [info for info in listed if self.sees(info.key)]
@@ -403,9 +412,9 @@ class FileFolders(VisibleFiles):
     # ---- shared
 
     def _place(self, key: str) -> str | None:
-        """A key for the object of a file in a temporary folder: beneath what that becomes.
+        """Returns a random key for a file in a temporary folder, beneath the folder to commit.
 
-        None if neither the folder of the file nor the one above is temporary.
+        None if neither the folder of the file nor that folder's parent is temporary.
         """
         *folders, name = key.split("/")
         prefix = self._temporary
@@ -421,7 +430,7 @@ class FileFolders(VisibleFiles):
 
 
 class RecordedFile(WrittenFile):
-    """A file whose record is written once all of the file is in the store."""
+    """A pending file: its record is written when the store has all of its bytes."""
 
     def __init__(
         self,
@@ -444,7 +453,7 @@ class RecordedFile(WrittenFile):
         )
 
     def __enter__(self) -> RecordedFile:
-        """Makes ``torch.save`` leave out the CRC32, which nobody reads, in this thread."""
+        """Makes ``torch.save`` skip its CRC32 in this thread, because no reader checks it."""
         self._before = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
         return self
@@ -459,7 +468,7 @@ class RecordedFile(WrittenFile):
         super().__exit__(kind, error, trace)
 
     def close(self) -> None:
-        """Completes the file and makes it visible to others.
+        """Completes the object, and writes the record, which makes the file visible to the job.
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
@@ -474,7 +483,7 @@ class RecordedFile(WrittenFile):
 
 
 def is_tensor_memory(value: object) -> Callable[[memoryview], bool]:
-    """A test of whether memory belongs to a tensor in host memory anywhere in ``value``."""
+    """Returns a function that tests whether memory belongs to a host tensor in ``value``."""
     ranges: set[tuple[int, int]] = set()
     waiting, seen = [value], set[int]()
     while waiting:

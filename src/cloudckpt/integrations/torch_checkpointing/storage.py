@@ -1,10 +1,10 @@
-"""The storage that torch_checkpointing calls, with its paths as URIs.
+"""Implements torch_checkpointing's storage interface for URIs.
 
-A checkpoint is committed when its temporary folder is renamed, so its writer is not to write in
-place: leave ``write_to_temp_dir`` on.
+A checkpoint is committed by renaming its temporary folder, so leave the writer's
+``write_to_temp_dir`` on.
 
-Its writers pass paths that ``pathlib`` has made from URIs (``s3:/bucket/run``). Elsewhere cloudckpt
-refuses that form, since it means a local folder; here it can only mean the URI.
+torch_checkpointing passes paths that ``pathlib`` has made from URIs (``s3:/bucket/run``). Other
+parts of cloudckpt refuse that form, because it means a local folder; here it can only mean the URI.
 
 Tested with torch_checkpointing 0.1.1.
 """
@@ -43,19 +43,20 @@ __all__ = ["CloudStorage", "CloudStorageConfig"]
 _KEY = "cloudckpt/torch_checkpointing"
 
 _jobs: dict[int, str] = {}
-"""By process: the result of :func:`_job`; a forked child is a separate writer."""
+"""The result of :func:`_job` by process id, because a forked child is a separate writer."""
 
 
 @dataclass
 class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
-    """A storage config whose checkpoints are in stores and whose paths are URIs.
+    """A storage config by which torch_checkpointing saves to URIs.
 
     Attributes:
-        config: Options; read from the environment by default.
-        temp_dir_prefix: That of ``CheckpointWriterConfig``: with another one, commits are refused.
-            Files in a folder with this prefix, or in a folder within it, wait for their commit.
-        job: Sixteen hexadecimal digits shared by all ranks of the job, and by no other job; agreed
-            on through the store of torch's process group when this is first used.
+        config: Options; None reads them from the environment.
+        temp_dir_prefix: The ``temp_dir_prefix`` of the ``CheckpointWriterConfig``; if it differs,
+            commits are refused. Files in a folder with this prefix, or in a subfolder of it, are
+            pending until their commit.
+        job: Sixteen hexadecimal digits that all ranks of the job share, and no other job has; set
+            at the first use, through the store of torch's process group.
     """
 
     config: Config | None = None
@@ -67,7 +68,7 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
         return CloudStorage(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Includes the job, for the saving process, which has no process group to ask."""
+        """Sets the job before pickling: the saving process has no process group to do so."""
         self._agree()
         return dict(self.__dict__)
 
@@ -76,17 +77,17 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
 
 
 class CloudStorage(Storage):  # type: ignore[misc]
-    """torch_checkpointing's reads and writes, on our stores."""
+    """torch_checkpointing's storage interface on cloudckpt's stores."""
 
     def __init__(self, config: CloudStorageConfig) -> None:
         self._config = config
         self._folders: dict[tuple[object, ...], FileFolders] = {}
 
     def _at(self, path: str | os.PathLike[str]) -> tuple[FileFolders, str]:
-        """The bucket of a path, and its key there.
+        """Returns the files of a path's bucket, and the key of the path there.
 
         Raises:
-            InvalidURIError: If it is not a path in a store.
+            InvalidURIError: If the path is not in a cloud.
         """
         uri, config = _uri(path), config_or_default(self._config.config)
         bucket = (os.getpid(), uri.scheme, uri.bucket, uri.account)
@@ -102,7 +103,7 @@ class CloudStorage(Storage):  # type: ignore[misc]
     # ---- files
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """A file for reading, every byte of which has passed its checksum."""
+        """Opens a file for reading; bytes are compared with their checksums before they arrive."""
         folders, key = self._at(path)
         return folders.opened(key)
 
@@ -115,9 +116,9 @@ class CloudStorage(Storage):  # type: ignore[misc]
         return folders.written(key)
 
     def get_write_stream(self, path: Path, data: object) -> io.IOBase:
-        """A file for ``data``, whose tensors in host memory are sent without a copy.
+        """Opens a file to write ``data``, whose tensors in host memory are sent without a copy.
 
-        They must not change until the file is closed.
+        The tensors must not change until the file is closed.
         """
         folders, key = self._at(path)
         return folders.written(key, expected=size_of(data), is_immutable=is_tensor_memory(data))
@@ -146,12 +147,12 @@ class CloudStorage(Storage):  # type: ignore[misc]
         folders.remove_folder(key)
 
     def ls(self, path: Path) -> list[str]:
-        """Names in a folder, without folders that have nothing committed."""
+        """Lists the names in a folder that this job sees."""
         folders, key = self._at(path)
         return folders.names(key)
 
     def exists(self, path: Path) -> bool:
-        """Whether there is a file, or a folder that is committed or being written."""
+        """Returns whether a file exists, or a folder that is committed or written by this job."""
         folders, key = self._at(path)
         return folders.exists(key)
 
@@ -173,8 +174,8 @@ class CloudStorage(Storage):  # type: ignore[misc]
         """Commits a folder by one conditional write, or moves a file to another path.
 
         Raises:
-            FileExistsError: If something is in the way; it is left as it is.
-            FileNotFoundError: If there is nothing to rename.
+            FileExistsError: If the target exists; both stay unchanged.
+            FileNotFoundError: If the source does not exist.
             CommitUnknownError: If the store did not say whether it carried out the commit.
         """
         source, target = _uri(src_path), _uri(dst_path)
@@ -205,10 +206,9 @@ def _uri(path: str | os.PathLike[str]) -> CheckpointURI:
 
 
 def _job() -> str:
-    """An identifier shared by all ranks of this job, and by no other job.
+    """Returns an identifier that all ranks of this job share, and no other job has.
 
-    Ranks without a process group can't agree on one: if there are several ranks, they derive it
-    from torchrun's environment.
+    Several ranks without a process group derive it from torchrun's environment.
     """
     if dist.is_available() and dist.is_initialized():
         agreed: bytes = default_store().compare_set(_KEY, "", random_suffix())

@@ -1,8 +1,9 @@
-"""What a job sees in a bucket: plain objects, its own files, and files of committed folders.
+"""Resolves paths to files: files of committed folders, a job's pending files, and plain objects.
 
-A file is one of three things (:data:`Found`): named by a manifest, and immutable; named by a
-record, in a temporary folder of the job; or a plain object, which other programs read and write. If
-several exist at one path, the first of these is seen.
+There are three kinds of files (:data:`Found`): committed files, which a manifest names and which
+never change; pending files, which a record names, in a temporary folder of the job; and plain
+objects, which other programs read and write. If a path has several, they take precedence in this
+order.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ __all__ = ["CommittedFile", "Found", "PendingFile", "PlainFile", "VisibleFiles"]
 
 @dataclass(frozen=True)
 class PlainFile:
-    """A file that other programs also see: an object at its own key."""
+    """A file that is an object at its own key, so that other programs see it, too."""
 
     info: ObjectInfo
 
 
 @dataclass(frozen=True)
 class PendingFile:
-    """A file of this job that waits for its commit, and the key of its record."""
+    """A file of this job in a temporary folder, with the key of its record."""
 
     file: StoredFile
     record: str
@@ -52,7 +53,7 @@ class PendingFile:
 
 @dataclass(frozen=True)
 class CommittedFile:
-    """A file of a committed folder, and the version of the manifest."""
+    """A file of a committed folder, with the folder's key and the version of its manifest."""
 
     file: StoredFile
     folder: str
@@ -63,7 +64,7 @@ Found = PlainFile | PendingFile | CommittedFile
 
 
 class VisibleFiles:
-    """What one job sees of the files and folders of a bucket. Safe to use from many threads."""
+    """The files and folders of a bucket that one job sees; safe for use from several threads."""
 
     def __init__(self, store: ObjectStore, job: str, retrier: Retrier) -> None:
         """
@@ -78,11 +79,11 @@ class VisibleFiles:
         self._manifests: dict[str, tuple[str, FileManifest]] = {}
 
     def exists(self, key: str) -> bool:
-        """Whether there is a file, or a folder with any."""
+        """Returns whether a key is that of a file, or of a folder with files."""
         return self.manifest(key) is not None or self.find(key) is not None or self.is_folder(key)
 
     def is_folder(self, key: str) -> bool:
-        """Whether there is a folder with any files."""
+        """Returns whether a key is that of a folder with files."""
         if self.manifest(key) is not None or any(self.beneath_folder(key)):
             return True
         return any(
@@ -93,10 +94,10 @@ class VisibleFiles:
         )
 
     def names(self, key: str) -> list[str]:
-        """The names of the files and folders in a folder.
+        """Lists the names of the files and folders directly in a folder, sorted.
 
         Raises:
-            FileNotFoundError: If there are none.
+            FileNotFoundError: If the folder has none.
         """
         found: set[str] = set()
         for folder in (key, *folders_above(key)):
@@ -119,19 +120,19 @@ class VisibleFiles:
         return sorted(found)
 
     def beneath_folder(self, folder: str) -> Iterator[ObjectInfo]:
-        """What this job sees beneath a folder, at any depth; listed lazily."""
+        """Yields the objects beneath a folder, at any depth, that this job sees; listed lazily."""
         listed = self._store.list(inside(folder), self._retrier.call)
         return (info for info in listed if self.sees(info.key))
 
     def sees(self, key: str) -> bool:
-        """Whether an object is a file, a manifest, or the record of a file that this job sees."""
+        """Returns whether an object is a plain file, a manifest, or a record of this job."""
         name = key.rpartition("/")[2]
         if is_record_name(name):
             return name_of_record(name)[1] == self._job
         return bool(name) and not is_content_name(name) and not is_drawn_name(name)
 
     def find(self, key: str) -> Found | None:
-        """What a file is, if it exists: committed files take precedence."""
+        """Returns the committed, pending or plain file at a key; None if there is no file."""
         for folder in folders_above(key):
             if (manifest := self.manifest(folder)) is not None:
                 version, said = manifest
@@ -145,7 +146,7 @@ class VisibleFiles:
         return None
 
     def existing(self, key: str) -> Found:
-        """Like :meth:`find`, for a file that must exist.
+        """Returns the file at a key, as :meth:`find` does.
 
         Raises:
             FileNotFoundError: If there is no such file.
@@ -156,20 +157,20 @@ class VisibleFiles:
         return found
 
     def record(self, key: str) -> StoredFile:
-        """Reads a record.
+        """Reads the record of a pending file.
 
         Raises:
-            ObjectNotFoundError: If there is no such record.
-            CheckpointCorruptError: If it is damaged.
+            ObjectNotFoundError: If the record does not exist.
+            CheckpointCorruptError: If the record is damaged.
         """
         data, _ = self._retrier.call(lambda: self._store.get_latest(key, limit=MOST_RECORD_BYTES))
         return read_record(data, self._store.uri(key))
 
     def manifest(self, folder: str) -> tuple[str, FileManifest] | None:
-        """The version of a folder's manifest, and what it says, if there is one.
+        """Reads a folder's manifest, with its version; None if the folder is not committed.
 
         Raises:
-            CheckpointCorruptError: If it is damaged.
+            CheckpointCorruptError: If the manifest is damaged.
         """
         key = inside(folder) + MANIFEST
         try:
@@ -183,11 +184,11 @@ class VisibleFiles:
         except ObjectNotFoundError:
             return None
         read = (info.version, read_manifest(data, folder, self._store.uri(key)))
-        self._manifests = {folder: read}  # of the checkpoint being read
+        self._manifests = {folder: read}  # cached for the checkpoint being read
         return read
 
     def size(self, key: str) -> int:
-        """The size of a file in bytes.
+        """Returns the size of a file in bytes.
 
         Raises:
             FileNotFoundError: If there is no such file.
