@@ -1,6 +1,6 @@
-"""The command ``cloudckpt``: looks at runs and checkpoints, verifies them, and deletes them."""
+"""The command ``cloudckpt``: lists, verifies, copies, converts and deletes checkpoints."""
 
-# each adds its commands to the app, in the order of the help
+# each module adds its commands to the app; the order is that of the help
 from cloudckpt.cli import runs, looking, moving, converting, doctor  # noqa: I001
 from cloudckpt.cli.app import main
 

@@ -1,4 +1,4 @@
-"""The app, its exit codes, and how failures are told."""
+"""The typer app, its exit codes, and the output of error messages."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from cloudckpt.errors import (
 )
 
 FAILED, WRONG, NOTHING_THERE, DAMAGED = 1, 2, 3, 4
-"""Exit codes; `WRONG` is also typer's for wrong arguments, and 130 is its for Ctrl-C."""
+"""Exit codes; typer also uses ``WRONG``, for wrong arguments, and 130 for Ctrl-C."""
 
 app = typer.Typer(
     name="cloudckpt",
@@ -33,14 +33,14 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Runs the command line; ends the process with its exit code."""
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch, where there is none
+    """Runs the command line, and ends the process with an exit code."""
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # by torch without numpy
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed, as by >&-: what is printed there goes nowhere
+        if getattr(sys, name) is None:  # closed, as by >&-: output to it is discarded
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # names that its encoding does not have
+            stream.reconfigure(errors="backslashreplace")  # for names that it can't encode
     try:
         try:
             app()
@@ -48,27 +48,27 @@ def main() -> None:
             sys.stdout.flush()
     except CloudCheckpointError as error:
         fail(error, code_of(error))
-    except BrokenPipeError:  # who reads has seen enough; nor is there anybody to be told
+    except BrokenPipeError:  # the reader of the pipe has ended, as head does: no message
         sys.stdout = sys.stderr
         sys.exit(FAILED)
     except OSError as error:
-        sys.stdout = sys.stderr  # what it still holds is not written at exit either
+        sys.stdout = sys.stderr  # so that the rest of the output is not written at exit
         fail(f"the operating system reported an error: {error}", FAILED)
 
 
 def fail(error: object, code: int) -> NoReturn:
-    """Says what went wrong on stderr, and ends the process."""
+    """Prints an error to stderr, and ends the process with an exit code."""
     say(error)
     sys.exit(code)
 
 
 def say(error: object) -> None:
-    """Says what went wrong on stderr."""
+    """Prints an error to stderr."""
     print(f"cloudckpt: {safe(str(error))}", file=sys.stderr, flush=True)
 
 
 def code_of(error: CloudCheckpointError) -> int:
-    """The exit code of a command that has failed."""
+    """Returns the exit code for an error."""
     codes = {
         CheckpointCorruptError: DAMAGED,
         CheckpointNotFoundError: NOTHING_THERE,

@@ -1,7 +1,7 @@
-"""What every command is given: the options that all share, and how it shows its result.
+"""Adds commands to the app, with the options that all commands share, and prints their results.
 
-The options of a command are the parameters of its function, and its docstring says what they mean:
-those behind a ``*`` are options, the others arguments.
+A command is a function: its positional parameters are the arguments of the command, its
+keyword-only parameters the options, and its docstring is their help text.
 """
 
 # no `from __future__ import annotations`: typer reads the annotations of functions
@@ -23,7 +23,7 @@ from cloudckpt.cli.output import print_json, print_table
 from cloudckpt.config import AzureOptions, Config, GCSOptions, S3Options, config_or_default
 
 RUNS, CHECKPOINTS, PLACES = "Runs", "Checkpoints", "Places"
-"""Panels of the help."""
+"""The panels of the help."""
 
 _OTHER_NAMES = {
     "as_json": ["--json"],
@@ -40,10 +40,10 @@ _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 
 
 def seconds(duration: str) -> float:
-    """Seconds of ``90s``, ``15min``, ``2h`` or ``1d``; a bare number might be meant as any of them.
+    """Converts ``90s``, ``15min``, ``2h`` or ``1d`` to seconds; a number needs a unit.
 
     Raises:
-        typer.BadParameter: If it is nothing of the kind.
+        typer.BadParameter: If ``duration`` is not such a text.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h|d)|0", duration.strip())
     if match is None:
@@ -55,14 +55,15 @@ def seconds(duration: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A command as it was called.
+    """The shared options of one call of a command.
 
     Attributes:
-        config: The options that it was given; None if all are those of the environment.
-        as_json: Whether JSON is printed.
-        quiet: Whether only results that were asked for are printed, and errors.
-        dry_run: Whether nothing is to be changed.
-        yes: Whether the user has agreed already.
+        config: The options given on the command line; None if there are none, so that all are read
+            from the environment.
+        as_json: Whether the result is printed as JSON.
+        quiet: Whether only requested results and errors are printed.
+        dry_run: Whether nothing is changed.
+        yes: Whether deletions need no confirmation.
     """
 
     config: Config | None
@@ -78,11 +79,11 @@ class Call:
 
     @property
     def has_reader(self) -> bool:
-        """Whether somebody reads the result on a terminal."""
+        """Whether the result is printed on a terminal as text."""
         return sys.stdout.isatty() and self.talks
 
     def having(self, overwrite: bool | None) -> Config:
-        """The options, with what the user has said about overwriting, if anything."""
+        """Returns the options with ``overwrite``, unless that is None."""
         config = config_or_default(self.config)
         return config if overwrite is None else replace(config, overwrite=overwrite)
 
@@ -92,22 +93,22 @@ class Call:
         document: object = None,
         styles: Mapping[str, str] | None = None,
     ) -> None:
-        """Prints what was asked for: a table, or as JSON ``document``, or else the rows."""
+        """Prints a table; with ``--json``, prints ``document``, or the rows if it is None."""
         if self.as_json:
             print_json(rows if document is None else document)
         else:
             print_table(rows, styles)
 
     def done(self, rows: Sequence[Mapping[str, object]], document: Mapping[str, object]) -> None:
-        """Prints what was done, or would be; nothing if that is not wanted."""
+        """Prints what a command has done, or in a dry run would do; with ``--quiet``, nothing."""
         if self.as_json or self.dry_run or not self.quiet:
             self.show(rows, {"dry_run": self.dry_run, **document})
 
     def confirm(self, question: str) -> None:
-        """Asks on a terminal, unless the user has said yes already.
+        """Asks the user a question on the terminal, unless ``--yes`` was given.
 
         Raises:
-            typer.BadParameter: If there is nobody to ask.
+            typer.BadParameter: If stdin is not a terminal.
             typer.Exit: If the answer is no.
         """
         if not self.yes and not sys.stdin.isatty():
@@ -121,13 +122,15 @@ class Call:
 def command(
     panel: str, name: str | None = None, *, writes: bool = False, asks: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds a command to the app: a function of a :class:`Call` and of its own options.
+    """Returns a decorator that adds a command to the app.
+
+    The function gets a :class:`Call` and the command's own arguments and options.
 
     Args:
-        panel: Where the help lists it.
-        name: Its name, if it is not that of the function.
-        writes: Whether it has ``--dry-run``.
-        asks: Whether it has ``--yes``.
+        panel: The panel of the help in which the command is listed.
+        name: The name of the command; None for that of the function.
+        writes: Whether the command has ``--dry-run``.
+        asks: Whether the command has ``--yes``.
     """
     left_out = {name for name, has in (("dry_run", writes), ("yes", asks)) if not has}
 
@@ -151,7 +154,7 @@ def command(
 
 
 def _parameters(function: Callable[..., Any], panel: str) -> list[inspect.Parameter]:
-    """The parameters of a function but the first, as typer wants them."""
+    """Returns the parameters of a function without the first, annotated for typer."""
     found, help = [], _described(function)[1]
     for one in list(inspect.signature(function).parameters.values())[1:]:
         text, dashed = help.get(one.name, ""), f"--{one.name.replace('_', '-')}"
@@ -168,7 +171,7 @@ def _parameters(function: Callable[..., Any], panel: str) -> list[inspect.Parame
 
 
 def _described(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What the docstring of a function says of it, and of each parameter."""
+    """Parses a docstring; returns the text about the function, and that of each parameter."""
     text, _, parameters = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
     found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", parameters, re.MULTILINE)
     return text, {name: " ".join(meaning.split()) for name, meaning in found}
@@ -188,7 +191,9 @@ def _call(
     profile: str | None = None,
     region: str | None = None,
 ) -> Iterator[Call]:
-    """What the options that all commands share say, for as long as the command runs.
+    """Makes the :class:`Call` of a command from the options that all commands share.
+
+    The docstrings of these parameters are the help texts of the options.
 
     Args:
         given: The options of the command itself, among them its locations.
@@ -219,7 +224,7 @@ def _call(
 
 
 def _of_store(given: Mapping[str, Any], **wanted: str | None) -> dict[str, Any]:
-    """Options of the one cloud that has them, of those in which the locations are."""
+    """Builds the options of the one cloud, among those of the locations, that has such options."""
     texts = [text for one in given.values() for text in (one if isinstance(one, list) else [one])]
     schemes = [text.partition("://")[0].lower() for text in texts if isinstance(text, str)]
     clouds = {_CLOUDS[scheme] for scheme in schemes if scheme in _CLOUDS}

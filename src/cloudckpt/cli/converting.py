@@ -1,4 +1,4 @@
-"""Commands that write a checkpoint in another form."""
+"""Commands that convert checkpoints: ``convert``, ``export`` and ``import``."""
 
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
@@ -21,7 +21,7 @@ from cloudckpt.uri import CheckpointURI
 
 Kind = Literal["dcp", "torch"]
 
-_FILES = frozenset({".bin", ".ckpt", ".pt", ".pth"})  # what files of torch.save are called
+_FILES = frozenset({".bin", ".ckpt", ".pt", ".pth"})  # the usual extensions of torch.save files
 
 
 @command(CHECKPOINTS, writes=True)
@@ -66,10 +66,10 @@ def convert(
 
 
 def _wanted(found: Kind, target: str, to: Kind | None) -> Kind:
-    """What is to be written.
+    """Decides whether a checkpoint or a ``torch.save`` file is written.
 
     Raises:
-        typer.BadParameter: If nobody can tell.
+        typer.BadParameter: If neither ``to`` nor the name of the target decides it.
     """
     suffix = PurePosixPath(target).suffix.lower()
     if found == to == "torch":
@@ -184,11 +184,11 @@ def import_(call: Call, source: str, checkpoint: str, *, overwrite: bool | None 
 
 @contextmanager
 def _writing(call: Call, target: str, config: Config) -> Iterator[None]:
-    """Around what is written, or would be; refuses what may not be written to, and shows progress.
+    """Checks a target before the block writes to it, and shows progress during the block.
 
     Raises:
         ConfigError: If the target is the folder of a run.
-        CheckpointExistsError: Of a dry run, if something is there, and is not to be replaced.
+        CheckpointExistsError: In a dry run, if the target exists and must not be replaced.
     """
     from cloudckpt.checkpoint.baseline import refuse_run
     from cloudckpt.format_utils import kind_of

@@ -1,4 +1,4 @@
-"""The command for those whose save fails in new surroundings."""
+"""The command ``doctor``, which checks all that saving and loading need."""
 
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
@@ -47,8 +47,8 @@ def doctor(
 
     logger = logging.getLogger("cloudckpt")
     level = logger.level
-    if level == logging.NOTSET:  # else the user wants more
-        logger.setLevel(logging.ERROR)  # what is tried again is no finding, or one
+    if level == logging.NOTSET:  # otherwise --verbose has set it
+        logger.setLevel(logging.ERROR)  # warnings about retries are not shown among the findings
     try:
         found = examine(
             location,
@@ -68,7 +68,7 @@ def doctor(
 
 
 def _print(finding: "Finding") -> None:
-    """A paragraph on a terminal; else a line whose fields are separated by tabs."""
+    """Prints a finding as a paragraph on a terminal, elsewhere as a line of tabbed fields."""
     if not sys.stdout.isatty():
         fields = (finding.outcome, finding.check, finding.found, finding.advice)
         print("\t".join(map(safe, fields)), flush=True)

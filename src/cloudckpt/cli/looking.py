@@ -1,4 +1,4 @@
-"""Commands that look into checkpoints without reading their tensors."""
+"""Commands that read checkpoints without their tensors: ``inspect`` and ``diff``."""
 
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
@@ -61,7 +61,7 @@ def inspect(call: Call, checkpoint: str, pattern: str = "*", *, html: str | None
 
 
 def _print_notes(found: "CheckpointContents", items: "tuple[StoredItem, ...]") -> None:
-    """What else there is to say to somebody who reads."""
+    """Prints the notes and other facts of a checkpoint beneath the table of its entries."""
     print(f"{len(items)} entries, {Size(sum(item.nbytes for item in items))}")
     for uri, nbytes in found.shared.items():
         print(
@@ -126,7 +126,7 @@ def _write(name: str, text: str) -> None:
 
 
 def _form(item: "StoredItem | None") -> str:
-    """Type and shape of an entry."""
+    """Returns the type and shape of an entry as text; empty if there is no entry."""
     if item is None or item.shape is None:
         return "" if item is None else "value"
     return f"{item.dtype} {_shape(item)}"

@@ -1,4 +1,4 @@
-"""Commands that read all of a checkpoint."""
+"""Commands that read all bytes of a checkpoint: ``verify``, ``cp`` and ``unshare``."""
 
 # no `from __future__ import annotations`: typer reads the annotations of functions
 

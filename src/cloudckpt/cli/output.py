@@ -1,4 +1,4 @@
-"""How results and progress are printed: tables, JSON, bars and lines."""
+"""Prints results as tables or JSON, and progress as bars or lines."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _BETWEEN_LINES = 10.0  # seconds between two lines about progress
 
 
 def safe(text: str) -> str:
-    """A text that others have written, such as a name, on one line and without control characters.
+    """Escapes the control characters of a text from a store, such as a name.
 
-    They are shown as Python writes them, so that a name can neither move a terminal's cursor nor
-    pass for another field or line.
+    Escaped as in Python, a name can neither move a terminal's cursor nor look like another field or
+    line.
     """
     if text.isprintable():
         return text
@@ -40,12 +40,12 @@ def safe(text: str) -> str:
 
 
 def print_json(document: Any) -> None:
-    """Prints the result of a command for programs: dicts, lists and plain values."""
+    """Prints the result of a command as JSON."""
     print(json.dumps(_strict(document), indent=2, default=str, allow_nan=False))
 
 
 def _strict(value: Any) -> Any:
-    """What JSON has no numbers for becomes ``"nan"``, ``"inf"`` and ``"-inf"``."""
+    """Replaces the floats that JSON lacks by ``"nan"``, ``"inf"`` and ``"-inf"``, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -56,14 +56,14 @@ def _strict(value: Any) -> Any:
 
 
 class Size(int):
-    """A number of bytes, in a table with a unit."""
+    """A number of bytes that a table shows with a unit."""
 
     def __str__(self) -> str:
         return as_size(self)
 
 
 class Moment(float):
-    """Seconds since 1970, in a table as an age: such as ``3 h``; if the clock is ahead, ``0 s``."""
+    """A time in seconds since 1970 that a table shows as an age, such as ``3 h``, from ``0 s``."""
 
     def __str__(self) -> str:
         seconds = time.time() - self
@@ -76,12 +76,12 @@ class Moment(float):
 def print_table(
     rows: Sequence[Mapping[str, object]], styles: Mapping[str, str] | None = None
 ) -> None:
-    """Prints columns on a terminal, and elsewhere lines whose fields are separated by tabs.
+    """Prints a table with columns on a terminal, elsewhere lines of tab-separated fields.
 
     Args:
-        rows: Fields by the heads of their columns, which are shown on a terminal only. Numbers are
-            aligned to the right; None is left empty.
-        styles: The style of a whole row that has this text in one of its fields.
+        rows: The rows, each with its fields by column head; heads are shown on a terminal only.
+            Numbers are aligned to the right; None is an empty field.
+        styles: By the text of a field, the style of the rows that have such a field.
     """
     fields = [["" if one is None else safe(str(one)) for one in row.values()] for row in rows]
     if not sys.stdout.isatty():
@@ -104,14 +104,14 @@ def print_table(
 
 @contextmanager
 def progress_bar(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """Shows the bytes of a transfer: a bar on a terminal, and else a line now and then, on stderr.
+    """Shows the progress of a transfer on stderr: a bar on a terminal, elsewhere a line at times.
 
     Args:
-        what: What is done, such as ``verifying``.
-        shown: Whether anything is shown.
+        what: The name of the activity, such as ``verifying``.
+        shown: Whether progress is shown.
 
     Yields:
-        What is to be called with the bytes that are done and those that there are, by any thread.
+        A function to be called with the bytes done and the bytes in all, from any thread.
     """
     if not shown:
         yield lambda done, total: None
@@ -131,7 +131,7 @@ def progress_bar(what: str, *, shown: bool) -> Iterator[Callable[[int, int], Non
 
 
 class _Lines:
-    """Tells of a transfer in lines, for logs; the first one when it has taken a while."""
+    """Prints the progress of a transfer as lines, for logs, at most one in ten seconds."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -1,7 +1,7 @@
-"""A checkpoint as one HTML file: sizes by module, entries, notes, and how it was saved.
+"""Renders a checkpoint as one HTML file: sizes by module, entries, notes, and times of the save.
 
-The file loads nothing. What comes from the checkpoint stands in it as JSON, which its script shows
-as text; a policy in the file allows that script and no other, so that no name or note can run code.
+The file loads no other files. The checkpoint's data is in it as JSON, which its script shows as
+text; a content security policy allows only that script, so that no name or note can run code.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ if TYPE_CHECKING:
 __all__ = ["page"]
 
 _MOST = 20_000
-"""Entries that have a row of their own: the largest. A browser takes a second to draw them."""
+"""The maximum number of entries shown, the largest ones: a browser draws them in a second."""
 
 
 def page(contents: CheckpointContents) -> str:
-    """The file, as text."""
+    """Returns the HTML file for a checkpoint."""
     template = files("cloudckpt.cli").joinpath("page.html").read_text("utf-8")
     for name, tag in (("SCRIPT", "script"), ("STYLE", "style")):
         [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", template, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         template = template.replace(f"'{name}'", f"'sha256-{digest}'")
     data = json.dumps(_document(contents), separators=(",", ":"), ensure_ascii=True)
-    for one in "<>&":  # nothing in it may look like the end of the script, or begin a comment
+    for one in "<>&":  # escaped, so that no text can end the script element or begin a comment
         data = data.replace(one, f"\\u{ord(one):04x}")
     return template.replace(">DATA<", f">{data}<")
 
 
 def _document(contents: CheckpointContents) -> dict[str, Any]:
+    """Returns the data of the page, which is put into it as JSON."""
     items = sorted(contents.items, key=lambda item: item.nbytes, reverse=True)
     kept, others = items[:_MOST], items[_MOST:]
     weights = Counter[str]()
@@ -63,11 +64,12 @@ def _document(contents: CheckpointContents) -> dict[str, Any]:
 
 
 def _type(item: StoredItem) -> str:
+    """Returns the element type of an entry; ``value`` if it is not a tensor."""
     return item.dtype or "value"
 
 
 def _rows(items: list[StoredItem], types: dict[str, int]) -> list[list[Any]]:
-    """Entries, each with how many parts of its name are those of the one before."""
+    """Returns a row for each entry, without the parts of the name shared with the previous row."""
     rows: list[list[Any]] = []
     before: list[str] = []
     for item in items:
@@ -80,6 +82,7 @@ def _rows(items: list[StoredItem], types: dict[str, int]) -> list[list[Any]]:
 
 
 def _save(times: SaveTimes) -> dict[str, Any]:
+    """Returns the times of a save, in milliseconds since its beginning, which is in seconds."""
     began = min(row[1] for row in times.ranks)
     return {
         "began": began / 1000,

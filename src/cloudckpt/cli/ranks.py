@@ -1,9 +1,9 @@
-"""Commands that a launcher has started on several ranks, of which the first one speaks.
+"""Runs a command on the ranks of a launcher, of which only rank 0 prints.
 
-``WORLD_SIZE`` alone does not say so: pods of training jobs have it, with ``RANK`` and
-``MASTER_ADDR``, and whoever looks at a checkpoint from within one (``kubectl exec``) would wait at
-the store of the running job for ranks that never come. torchrun gives its processes a
-``TORCHELASTIC_RUN_ID`` besides; under other launchers the user says so by a flag.
+``WORLD_SIZE`` alone does not show that a launcher has started the command: pods of training jobs
+have it, with ``RANK`` and ``MASTER_ADDR``, and a command started in such a pod (``kubectl exec``)
+would wait at the store of the running job for ranks that never come. torchrun also sets
+``TORCHELASTIC_RUN_ID``; with other launchers the user passes a flag.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from cloudckpt.errors import CloudCheckpointError, ProcessGroupError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_MEETING = timedelta(minutes=5)  # in which all ranks must have started
-_LONGEST = timedelta(days=1)  # that ranks wait for the slowest; one that is gone is noticed at once
+_MEETING = timedelta(minutes=5)  # the time in which all ranks must start
+_LONGEST = timedelta(days=1)  # how long ranks wait for the slowest; a dead rank is detected at once
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who takes part in a command.
+    """The ranks that take part in a command.
 
     Attributes:
-        are_many: Whether there are others than this one.
-        speaks: Whether this one prints.
+        are_many: Whether there are several ranks.
+        speaks: Whether this rank prints.
     """
 
     are_many: bool = False
@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """All ranks; None if this process is alone. Whoever keeps it keeps its threads."""
+        """The group of all ranks, None for a single process; a reference keeps its threads."""
         if not self.are_many:
             return None
         import torch.distributed as dist
@@ -57,16 +57,16 @@ class Ranks:
 def together(wanted: bool | None) -> Iterator[Ranks]:
     """Joins the ranks of a launcher, on one machine or many, for the time of the block.
 
-    A failure, which the block raises on all ranks alike, is printed by the first one, and ends all
-    with the same exit code, none of them before it was printed: torchrun stops the rest when the
+    An error, which the block must raise on all ranks, is printed by rank 0, and ends all ranks with
+    the same exit code. No rank ends before it is printed, because torchrun stops all ranks when the
     first process ends.
 
     Args:
-        wanted: Whether there are others, as the user says; None if torchrun is to say so.
+        wanted: Whether there are several ranks, by the user's flag; None checks for torchrun.
 
     Raises:
-        typer.BadParameter: If the user says so, and the environment does not say how many.
-        ProcessGroupError: If the ranks do not find each other.
+        typer.BadParameter: If ``wanted``, and the environment lacks the number of ranks.
+        ProcessGroupError: If the ranks can't connect to each other.
     """
     if not _are_many(wanted):
         yield Ranks()
@@ -77,7 +77,7 @@ def together(wanted: bool | None) -> Iterator[Ranks]:
     from cloudckpt.dcp.arrivals import no_more_expected
     from cloudckpt.dcp.failures import release_frames
 
-    # torchrun stops the others like this when one dies; then they clean up, as after Ctrl-C
+    # torchrun sends SIGTERM to the other ranks when one dies; they clean up as after Ctrl-C
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         dist.init_process_group("gloo", timeout=_MEETING)
@@ -92,7 +92,7 @@ def together(wanted: bool | None) -> Iterator[Ranks]:
     try:
         yield Ranks(are_many=True, speaks=speaks)
     except BaseException as error:
-        # its frames keep the group, whose threads abort a process that ends before them
+        # the error's frames refer to the group, whose threads would abort the ending process
         release_frames(error)
         if isinstance(error, ProcessGroupError) or not isinstance(error, CloudCheckpointError):
             raise
@@ -109,6 +109,11 @@ def together(wanted: bool | None) -> Iterator[Ranks]:
 
 
 def _are_many(wanted: bool | None) -> bool:
+    """Returns whether several ranks take part: by the flag, or else by torchrun's environment.
+
+    Raises:
+        typer.BadParameter: If the flag is given, and the environment lacks the number of ranks.
+    """
     if wanted is None:
         wanted = "TORCHELASTIC_RUN_ID" in os.environ
         if not wanted and os.environ.get("WORLD_SIZE", "1") != "1":

@@ -1,4 +1,4 @@
-"""Commands about runs: which checkpoints there are, and which are to go."""
+"""Commands about runs, which list, prune, sweep, recover and delete checkpoints."""
 
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
@@ -53,14 +53,14 @@ def ls(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) ->
         }
         for one in found
     ]
-    if not any(one.is_abandoned for one in found):  # else it matters whose each of them is
+    if not any(one.is_abandoned for one in found):  # jobs are shown if some steps are abandoned
         for row in rows:
             del row["job"]
     call.show(rows, [dataclasses.asdict(one) for one in found], _YELLOW)
 
 
 def _checkpoints(call: Call, locations: Sequence[str], step_name: str) -> list[CheckpointSummary]:
-    """The checkpoints of one run, or those among several locations."""
+    """Lists the checkpoints of one run, or the locations that are checkpoints."""
     uris = [uri for one in locations for uri in finding.matching(one, call.config)]
     if uris == locations and len(uris) == 1:
         return cloudckpt.list_checkpoints(uris[0], step_name=step_name, config=call.config)
@@ -74,10 +74,12 @@ def _checkpoints(call: Call, locations: Sequence[str], step_name: str) -> list[C
 
 
 def _is_checkpoint(call: Call, uri: CheckpointURI) -> bool:
+    """Returns whether a folder directly contains objects of a checkpoint."""
     return finding.is_checkpoint(Run(uri.parent, config=call.config).view, uri)
 
 
 def _state(one: CheckpointSummary) -> str:
+    """Returns the state of a checkpoint, as ``ls`` prints it."""
     if one.is_committed:
         return "abandoned" if one.is_abandoned else "committed"
     if one.is_pending:
@@ -110,6 +112,7 @@ def _runs_beneath(
 
 
 def _refuse_none(found: Sequence[object], locations: Sequence[str]) -> None:
+    """Raises a CheckpointNotFoundError if nothing was found at the locations."""
     if not found:
         what = "there are no checkpoints here, and none in its folders"
         raise CheckpointNotFoundError(what, uri=", ".join(locations))
@@ -285,10 +288,11 @@ def prune(
 
 
 def _delete(call: Call, uris: Sequence[str], runs: Sequence[Run] = ()) -> None:
-    """Deletes checkpoints and whole runs once that is confirmed.
+    """Deletes checkpoints and whole runs, after a confirmation by the user.
 
     Raises:
-        CheckpointNotFoundError: At the end, for the first that is not there; it stops no other.
+        CheckpointNotFoundError: For the first checkpoint that does not exist, after all others were
+            deleted.
     """
     from cloudckpt.runs.deleting import delete_run
 

@@ -157,9 +157,9 @@ def _restored_on_failure(optimizer: Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_a_step(optimizer: Optimizer) -> Iterator[None]:
-    """Prevents that torch creates states for a fresh optimizer, by setting a gradient.
+    """Keeps torch from creating states for a fresh optimizer during the block.
 
-    torch makes its step only if no parameter has a gradient.
+    torch creates them only if no parameter has a gradient, so this sets the gradient of one.
     """
     parameters = _parameters(optimizer)
     if optimizer.state or not parameters or any(one.grad is not None for one in parameters):

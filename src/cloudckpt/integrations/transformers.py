@@ -135,7 +135,10 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._unless_logged(lambda: self._save(args, state, state.global_step))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Records the step at which the Trainer stops early, and has just written a checkpoint."""
+        """Records the current step if the Trainer was told to stop training, for the last save.
+
+        With ``enable_jit_checkpoint`` the Trainer then writes a checkpoint without ``on_save``.
+        """
         if control.should_training_stop and self._told_to_end is None:
             self._told_to_end = state.global_step
 

@@ -150,7 +150,7 @@ def steps_of(view: View, run: Run) -> list[int]:
 
 
 def newest_step(view: View, run: Run) -> int | None:
-    """Returns the newest committed step on the run's line; None if no step is committed."""
+    """Returns the newest committed step on the run's line; None if the line has none."""
     return newest_of(view, run, steps_of(view, run))
 
 

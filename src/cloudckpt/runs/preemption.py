@@ -39,7 +39,8 @@ def _is_time(given: object) -> bool:
 class Preemption:
     """Detects that this job is about to end, by a signal, a function or a deadline.
 
-    A :class:`CheckpointManager` that is given one saves a last time when any rank has detected it.
+    Pass it to a :class:`CheckpointManager` as ``preemption``: when any rank has detected the end,
+    all ranks save a last time at the same step.
     """
 
     def __init__(
