@@ -5,33 +5,35 @@ expects, so a new model mostly has the file names of the old one. So a model exi
 does, which is written last: the index, or the only file of a model of one file. When the store has
 all bytes, in uploads that are not visible yet, the commit has four steps:
 
-1. The index is claimed: on the condition that it is what it was when the save began, or still
-missing, it is replaced by a text that is not an index, and that names the files to be deleted if
-this save does not complete. Readers find no model from here on.
-2. The files of the old model are deleted, each on the condition that it is what it was.
-3. The new files appear, each on the condition that there is none of its name.
-4. The index replaces the claim, on the condition that the claim is still there.
+1. The index is claimed: on the condition that it has not changed since the save began, it is
+replaced by a text that is not an index, and that names the files to delete if this save does not
+complete. From now on readers see no model.
+2. The files of the old model are deleted, each on the condition that it has not changed.
+3. The uploads of the new files are completed, each on the condition that no file has its name.
+4. The index replaces the claim, on the condition that the claim has not changed.
 
-A model of one file needs no index. If anything but such a file is there, steps 1 and 2 are done and
-the claim is deleted; then the file appears, or replaces its predecessor at once. A save of one file
-and a save of several each look for the other's model before or after their last step: at least one
-sees the other, and gives up. Of two saves that replace the same file both may succeed, one after
-the other: stores complete an upload on the condition that there is no object, and on no other.
+A model of one file needs no index. If the folder has other files of a model, steps 1 and 2 are
+done, and the claim is deleted; then the upload of the file is completed, which replaces an old file
+at once. A save of one file and a save of several files each check for the other's model before or
+after their last step: at least one of them sees the other, and fails. Two saves that replace the
+same file may both succeed, one after the other: stores can complete an upload only on the condition
+that no object exists, not that an object is unchanged.
 
-This rules out the following, where A and B are two jobs, or a process that was thought dead and the
-one that was started in its place:
+This handles the following cases, where A and B are two jobs, or a process that was thought dead and
+its replacement:
 
 - *A dies.* Before step 1 the old model is intact. Until step 4 there is no model: the claim is not
-  an index, and files that no index names do not count as a model. After that the new model is
-  complete. The next save deletes what A has left.
-- *A and B save at the same time.* One of them claims first; the other's condition does not hold. If
-  B begins during A's commit, and takes the claim from A, then A's step 4 fails; meanwhile neither
-  replaces files that the other makes, so that all files of the one that commits are its own.
+  an index, and files that no index names do not count as a model. After step 4 the new model is
+  complete. The next save deletes the files that A has left.
+- *A and B save at the same time.* One of them claims the index first, and the other's claim fails.
+  If B begins during A's commit, and replaces A's claim, then A's step 4 fails; meanwhile neither
+  replaces files of the other, so that all files of the model that is committed are of one save.
 - *A reader has the old index, and the files are replaced while it reads them.* It reads each file
-  on the condition that it is what it was, and an old file is deleted before any new one appears: so
+  on the condition that it has not changed, and an old file is deleted before a new one appears: so
   the read fails, and starts again (``transfer.retry.retry_if_replaced``).
-- *The answer to the last step is lost.* As in ``checkpoint.commit``: the store is asked what is
-  there; if it does not say, that is a :class:`CommitUnknownError`, and nothing is deleted.
+- *The answer to the last step is lost.* As in ``checkpoint.commit``, the object is read again; if
+  that does not show whether the step took place, the save raises :class:`CommitUnknownError`, and
+  nothing is deleted.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ class FilesUnderConstruction:
         self._begun: list[FileUpload] = []
         self._claim: ObjectInfo | None = None
         self._conditional = True
-        self._may_be_there = False  # whether the last step was sent, and not refused
+        self._may_be_there = False  # whether the model may be visible: the last step was sent
 
     def begin(self, part_sizes: Sequence[int]) -> None:
         """Checks that an existing model may be replaced, and begins the uploads.
@@ -276,7 +278,7 @@ class FilesUnderConstruction:
 
         self._each([one for one in begun if one.info is None], FileUpload.abandon)
         self._each(made, delete)
-        if self._claim is not None:  # last: some readers take files without an index for a model
+        if self._claim is not None:  # last: some readers accept files without an index as a model
             delete(self._claim)
 
     def _replaces(self, name: str) -> bool:
@@ -349,7 +351,7 @@ def look_for_older(view: View) -> dict[str, ObjectInfo]:
     uri = view.location
     below = uri.key("")
     found: dict[str, ObjectInfo] = {}
-    for prefix in (SINGLE_FILE, "model-"):  # index first: then its files exist
+    for prefix in (SINGLE_FILE, "model-"):  # the index before the files that it names
         for info in view.objects(below + prefix):
             name = info.key.removeprefix(below)
             if name == INDEX or _is_usual(name):

@@ -118,7 +118,7 @@ def plan_work(
         by_position: Whether a part's number determines its offset, as in a local file.
     """
     own: list[list[Content]] = [[] for _ in range(ranks)]
-    queues: list[list[Content]] = [[] for _ in range(ranks)]  # of what needs others
+    queues: list[list[Content]] = [[] for _ in range(ranks)]  # contents with other ranks' bytes
     owned: Counter[int] = Counter()
     sizes: list[int] = []
     for index, file in enumerate(files):
@@ -213,11 +213,11 @@ class FileUpload(ObjectUpload):
     """An upload of a file whose parts any rank may send; :meth:`appear` makes it visible."""
 
     def attach(self, upload: Upload) -> None:
-        """Continues an upload that another process may have begun."""
+        """Uses an upload that was begun before, possibly by another process."""
         self._upload = upload
 
     def begin(self) -> None:
-        """Begins the upload; nothing is visible."""
+        """Begins the upload; the file is not visible before :meth:`appear`."""
         self._upload = self._create()
 
     @property
@@ -227,35 +227,35 @@ class FileUpload(ObjectUpload):
         return self._upload
 
     def send(self, part: PartPlan) -> None:
-        """Sends a part, on a thread of the group."""
+        """Sends a part in a thread of the task group."""
         self._group.submit(lambda: self._put_part(part))
 
     def send_now(self, part: PartPlan) -> None:
-        """Sends a part, on the calling thread."""
+        """Sends a part in the calling thread."""
         self._put_part(part)
 
     def record_part(self, part: Part) -> None:
-        """Records a part that the store has made itself."""
+        """Records a part that the store has copied itself."""
         self._took(part)
 
     @property
     def sent(self) -> list[Part]:
-        """The parts sent from here."""
+        """Returns the parts that this process has sent or recorded."""
         return self._sent
 
     def appear(self, parts: Sequence[Part]) -> None:
         """Creates the object from the parts that all ranks have sent.
 
         Raises:
-            PreconditionFailedError: If it exists, and must not be replaced.
-            StoreError: If it did not appear; ``is_doubtful`` says whether it yet may.
+            PreconditionFailedError: If the object exists, and must not be replaced.
+            StoreError: If the object was not created; if ``is_doubtful``, it still may be.
         """
         self._sent = list(parts)
         self.position = sum(part.size for part in parts)
         self._complete()
 
     def abandon(self) -> None:
-        """Aborts the upload; what is at the key stays."""
+        """Aborts the upload; an existing object at the key stays."""
         if self._upload is not None:
             self._abort(self._upload)
         if self._may_have_twin:
@@ -357,7 +357,7 @@ class _Sender:
             else:
                 pieces = [*self._pool.pieces(tensor, source.dtype)]
         for number, nbytes in content.parts:
-            if len(content.parts) > 1:  # of what was put together
+            if len(content.parts) > 1:  # only assembled content has several parts
                 piece, rest = pieces[0].split(nbytes)
                 self._files[content.file].send(PartPlan(number, [piece], nbytes))
                 pieces = [rest]

@@ -154,7 +154,7 @@ class _Adoption:
         return View(self._uri, self._config)
 
     def _owner(self) -> str:
-        """The job that holds the run's claim; empty if the run is not claimed."""
+        """Reads the name of the job that holds the run's claim; empty if the run is not claimed."""
         owner = Owner.read(self._store, self._run.key(CLAIM), self._retrier)
         return "" if owner is None else owner.job
 

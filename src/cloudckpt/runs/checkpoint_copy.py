@@ -55,7 +55,7 @@ _NOT_COPIED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """How much a copy has copied.
+    """The result of a copy: numbers of checkpoints, objects and bytes.
 
     Attributes:
         checkpoints: The number of copied checkpoints.
@@ -225,7 +225,7 @@ def _objects(part: ReadContent, source: Place, target: Place) -> list[CopyTask]:
             for one in part.said.objects
             if one.folder or uri != target.uri
         ]
-    needed: dict[str, int] = {}  # by key, the bytes that must be there
+    needed: dict[str, int] = {}  # the minimum size of each object, by key
     for entry in (part.metadata.storage_data or {}).values():
         key = uri.key(checked(entry.relative_path, str(uri)))
         needed[key] = max(needed.get(key, 0), entry.offset + entry.length)

@@ -62,7 +62,7 @@ class SaveTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContents:
-    """What a checkpoint contains: its entries, notes, and references to other checkpoints.
+    """The contents of a checkpoint: entries, notes, and references to other checkpoints.
 
     Attributes:
         uri: The location of the checkpoint.

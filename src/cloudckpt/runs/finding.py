@@ -94,7 +94,7 @@ class _Folder:
 
     @classmethod
     def of(cls, view: View, uri: CheckpointURI) -> _Folder:
-        """Lists a folder."""
+        """Lists a folder, and checks whether it is a checkpoint."""
         level = view.level(below := uri.key(""))
         names = [one for one in level if isinstance(one, str)]
         if names and len(level) >= AT_FIRST:

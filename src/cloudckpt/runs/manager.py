@@ -131,7 +131,7 @@ class CheckpointManager(ClosedAtExit):
             DifferentCheckpointsError: If two ranks were given different runs.
             InvalidURIError: If ``run`` is not a valid location.
             StoreError: If the store refuses or stays unreachable.
-            CloudCheckpointError: As :func:`make_async_checkpointer`.
+            CloudCheckpointError: The errors of :func:`make_async_checkpointer`.
         """
         if checkpointer is not None:
             checked(checkpointer)

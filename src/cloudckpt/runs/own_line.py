@@ -43,7 +43,7 @@ class OwnLine:
         self._opened = meeting.broadcast_from_first(self._open)
 
     def _open(self) -> Owner | None:
-        """Reads the claim on rank 0."""
+        """Checks the run's location, and reads the claim; called on rank 0."""
         check_is_run(self._run.view, self._run)
         return owner_of(self._run.view, self._run)
 

@@ -182,7 +182,10 @@ class Preemption:
         return before
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Notes the signal, and calls the previous handler; without one, a second signal kills."""
+        """Records that the job is about to end, and calls the previous handler.
+
+        If there is no previous handler, a second signal ends the process.
+        """
         before = self._previous(number)
         is_elsewhere, is_second = os.getpid() != self._pid, False
         if self._watchers and not is_elsewhere:

@@ -41,7 +41,7 @@ __all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
 
 
 class _Script(NamedTuple):
-    """The content of a file, as the reading rank announces it to all ranks.
+    """The list of a file's entries that the reading rank broadcasts before the tensors.
 
     Attributes:
         tensors: The element type and shape of each tensor, by name, in the order of the broadcasts.

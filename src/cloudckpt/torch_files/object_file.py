@@ -31,7 +31,7 @@ _LARGEST_WINDOW = 32 * MIB
 _WINDOWS = 2
 _GROWTH = 8
 _REQUEST = 4 * MIB
-_REQUESTS = 64  # of that size at most: then larger ones occupy all connections, too
+_REQUESTS = 64  # reads of more than so many such requests use larger ones, on all connections
 
 
 def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
