@@ -240,7 +240,7 @@ class FileUpload(ObjectUpload):
 
     @property
     def sent(self) -> list[Part]:
-        """Returns the parts that this process has sent or recorded."""
+        """The parts that this process has sent or recorded."""
         return self._sent
 
     def appear(self, parts: Sequence[Part]) -> None:
@@ -281,7 +281,7 @@ def send_work(
         resolve: Returns the tensor of an item of this rank's plan.
         store: The store of the files.
         config: Options.
-        stats: Counts what is sent.
+        stats: Counts the bytes sent.
         group: The ranks, or None if this process is alone.
 
     Raises:
