@@ -237,9 +237,9 @@ def least_part(size: int, limits: Capabilities) -> int:
 def cut(
     header: bytes, extents: Iterable[Extent[T]], *, least: int, most: int
 ) -> Iterator[Range[T] | Mixed[T]]:
-    """Cuts a file into ranges that are sent from their source, and pieces to assemble in memory.
+    """Cuts a file into parts: ranges sent from one source, and lists to assemble in memory first.
 
-    Each has at least ``least`` bytes, except the last.
+    Each part has at least ``least`` bytes, except the last.
 
     Args:
         header: The bytes at the start of the file.

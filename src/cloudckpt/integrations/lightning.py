@@ -142,7 +142,9 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         return set() if newest is None else {newest.uri}
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
-        """Returns whether to delete ``previous``: not if it is outside of the run or resumed from.
+        """Returns whether to delete the checkpoint ``previous`` after ``current`` was saved.
+
+        A checkpoint outside of the run is never deleted, nor is the one that this run resumed from.
 
         Lightning applies this rule on local disks only. Its callback takes over the best checkpoint
         of the previous run, and the first save of the new run would delete it.
