@@ -172,7 +172,7 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
     pinned = PinnedObject(store, key, config, TransferStats(store.uri(key)))
     if if_version is not None and pinned.info.version != if_version:
         raise PreconditionFailedError(
-            "the object no longer has the requested version: read it again",
+            "the object was replaced since: load it without if_version=",
             uri=store.uri(key),
             certain=True,
         )

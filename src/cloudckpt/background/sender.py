@@ -178,7 +178,10 @@ def finish(current: CurrentSave, limit: float) -> None:
 
 
 def _let_go_of_output() -> None:
-    """Closes the trainer's output, so that its readers do not wait for this process."""
+    """Redirects the inherited output of this process to the null device.
+
+    Otherwise readers of the trainer's output would wait for the end of this process, too.
+    """
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)

@@ -233,7 +233,8 @@ def _found(
     """Returns the commit object that exists now, or None if the store says that it does not exist.
 
     Raises:
-        CommitUnknownError: If the store does not answer.
+        CommitUnknownError: If the store refuses or does not answer, or if its "not found" is
+            uncertain.
     """
     try:
         return retrier.call(lambda: store.head(key))

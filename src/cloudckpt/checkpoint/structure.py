@@ -194,7 +194,8 @@ class _Tree:
         """Returns the whole tree, with the original keys instead of their strings.
 
         Raises:
-            ValueError: If containers are inconsistent.
+            ValueError: If a container is both a list and a dict, has a key twice, or is a list
+                with too many missing entries; or if the root is a list.
         """
         holes = _HOLES
         made: Any = None

@@ -224,7 +224,11 @@ def _call(
 
 
 def _of_store(given: Mapping[str, Any], **wanted: str | None) -> dict[str, Any]:
-    """Builds the options of the one cloud, among those of the locations, that has such options."""
+    """Returns the given store options as arguments of `Config`, for the cloud of the locations.
+
+    Raises:
+        BadParameter: If not exactly one of the locations' clouds has all of these options.
+    """
     texts = [text for one in given.values() for text in (one if isinstance(one, list) else [one])]
     schemes = [text.partition("://")[0].lower() for text in texts if isinstance(text, str)]
     clouds = {_CLOUDS[scheme] for scheme in schemes if scheme in _CLOUDS}

@@ -91,9 +91,9 @@ class _Wait:
     """This rank's wait in an :func:`all_expected` block, and the thread that watches it.
 
     The thread is not started by ``Thread.start``, which would return only once it runs: the
-    training loop could wait long for the GIL. It must not be in a call of the store when the
-    interpreter exits: ending the thread within C++ frames ends the process by ``std::terminate``.
-    So it is ended before that, at exit.
+    training loop could wait long for the GIL. It must not be in a call of torch's rendezvous store
+    (C++) when the interpreter exits: ending it there ends the process by ``std::terminate``. So an
+    exit handler ends it first.
     """
 
     def __init__(self, group: dist.ProcessGroup, call: str) -> None:

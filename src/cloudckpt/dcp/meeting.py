@@ -307,7 +307,7 @@ class Meeting:
     def begin_planned(
         self, prepare: Callable[[], T], status: Callable[[T], RankStatus]
     ) -> tuple[T, int]:
-        """As :meth:`begin`; also returns the plan number of all ranks, see :class:`Consensus`."""
+        """Does the same as :meth:`begin`, and also returns :attr:`Consensus.plan`."""
         with all_expected(self.group):
             try:
                 made = prepare()

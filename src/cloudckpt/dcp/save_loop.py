@@ -364,7 +364,10 @@ class SaveLoop:
             ) from exc
 
     def _planned_by_planner(self, told: list[bytes]) -> tuple[Metadata, list[bytes], list[Shared]]:
-        """Returns the global plan of a custom planner or writer, and each rank's part of it."""
+        """Returns the metadata of a custom planner, and each rank's pickled part of its plan.
+
+        The last result says, for each rank, that its items are not compared with others'.
+        """
         plans = [pickle.loads(plan) for plan in told]  # noqa: S301 - of the ranks
         plans, metadata = self._planner.create_global_plan(plans)
         parts = [pickle.dumps(plan) for plan in self._writer.prepare_global_plan(plans)]

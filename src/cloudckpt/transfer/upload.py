@@ -200,10 +200,11 @@ class ObjectUpload:
         send: Callable[[], T],
         made: Callable[[StoreError], T | None] | None = None,
     ) -> T:
-        """Sends a part, whose memory must not have changed since its checksum was computed.
+        """Sends a part and returns the store's answer.
 
-        A store that verifies checksums rejects changed bytes, at every retry. For other stores they
-        are compared here: such an object could not be loaded.
+        The memory must not have changed since its checksum was computed: an object with changed
+        bytes would fail its checksum at every load. So the checksum is compared after each
+        transient failure, and, for a store that does not verify checksums, after the sending.
 
         Raises:
             TensorChangedError: If the memory has changed.

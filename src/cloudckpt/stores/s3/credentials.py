@@ -101,7 +101,10 @@ class Keys:
 
 
 def _silence(seconds: float) -> str:
-    """Returns an addition to the message if boto3 has waited for the instance metadata in vain."""
+    """Returns a hint for the message that no credentials were found; empty if there is none.
+
+    The hint is that the instance's metadata service did not answer for ``_SILENT_FOR`` or longer.
+    """
     is_off = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
     if is_off or seconds < _SILENT_FOR:
         return ""
