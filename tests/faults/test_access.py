@@ -37,7 +37,7 @@ REFUSALS = {
     "denied": (AccessDeniedError, "check the IAM|Storage Blob Data Contributor"),
     "expired token": (CredentialsError, "renew them|does not accept these|has expired"),
     "unknown key": (CredentialsError, "access key"),
-    "wrong secret": (CredentialsError, "secret key|a key of another account"),
+    "wrong secret": (CredentialsError, "secret key|key belongs to another account"),
     "wrong clock": (CredentialsError, "clock"),
     "wrong region": (WrongRegionError, "AWS_REGION=eu-north-1"),
 }
