@@ -207,7 +207,7 @@ def test_a_checkpoint_of_something_else_is_refused(
     cloudckpt.save({"../outside": torch.zeros(4, dtype=torch.uint8)}, checkpoint_id=f"{run}/step-1")
     cloudckpt.save({"weight": torch.zeros(4)}, checkpoint_id=f"{run}/step-2")
     for step in (1, 2):
-        with pytest.raises(cloudckpt.errors.ConfigError, match="is not the name of a file"):
+        with pytest.raises(cloudckpt.errors.ConfigError, match=r"is not .* file"):
             CloudCheckpointCallback(run).restore(step)
 
 
