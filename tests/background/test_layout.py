@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,25 +31,6 @@ class Attributes(dict):
 
 
 # ---- kinds of tensors
-
-
-BASE = numbered(40, 30)
-VIEWS = {
-    "rows": BASE[7:9],
-    "columns": BASE[:, 3:5],
-    "steps": BASE[1::3, ::7],
-    "transposed": BASE.t(),
-    "expanded": BASE[5:6].expand(4, 30),
-    "overlapping": BASE.as_strided((5, 5), (1, 1), 31),
-    "one element": BASE[3, 4],
-    "no dimension": torch.tensor(2.5),
-    "empty": torch.empty(0, 3),
-    "empty at an offset": BASE[40:],
-    "channels last": numbered(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "odd offset": numbered(1001, dtype=torch.uint8)[7:998],
-    "bfloat16 at an odd offset": numbered(99, dtype=torch.bfloat16)[1:],
-    "of numpy": torch.from_numpy(np.arange(100, dtype=np.int32)[3:]),
-}
 
 
 def test_parameters_stay_parameters_also_within_objects_that_hold_them(stager):
@@ -432,16 +412,6 @@ def test_what_cannot_be_copied_in_a_container_that_contains_itself_is_named(stag
     with pytest.raises(StagingError, match="can't be copied") as caught:
         stager.stage({"c": container})
     assert caught.value.item == ("c.1" if kind is list else "c.lock")
-
-
-class OfOne(collections.namedtuple("OfOne", "a b")):
-    """Has attributes, and is made from one argument."""
-
-    def __new__(cls, both):
-        return super().__new__(cls, *both)
-
-    def __getnewargs__(self):
-        return (tuple(self),)
 
 
 def test_half_of_what_could_not_be_copied_at_once_is_not_taken_for_its_copy(stager):

@@ -3,7 +3,7 @@
 import contextlib
 import datetime
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -14,10 +14,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 import cloudckpt
 from cloudckpt import BackgroundOptions, api
-from cloudckpt.background import arena as arenas
 from cloudckpt.background import async_save, groups
 from cloudckpt.background.saver import AsyncSaver
-from cloudckpt.config import MIB
 from cloudckpt.dcp.meeting import break_off
 from cloudckpt.errors import (
     CheckpointError,
@@ -26,7 +24,7 @@ from cloudckpt.errors import (
 )
 from dcp.places import Place
 
-from .saves import PATIENCE, Gate, Lock, Refusing, begin, of_rank, step_at
+from .saves import PATIENCE, Gate, begin, of_rank, step_at
 
 SOON = 45.0  # seconds: on a busy machine, new processes take some
 
@@ -104,43 +102,6 @@ def test_when_one_rank_waits_too_long_no_rank_begins(ranks, local):
 
 
 # ---- one rank can't take part
-
-
-class Interrupted:
-    """A Stateful in whose midst the user presses Ctrl-C, on one rank."""
-
-    def state_dict(self) -> dict:
-        if dist.get_rank() == 1:
-            raise KeyboardInterrupt
-        return {}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        raise NotImplementedError
-
-
-def _refuse_thread(thread: threading.Thread, start=threading.Thread.start) -> None:
-    if thread.name.startswith("cloudckpt-async"):
-        raise RuntimeError("can't start new thread")
-    start(thread)
-
-
-def _begun(saver: AsyncSaver, place: Place, failure: str) -> Future:
-    """The future of a save in which the second rank can't take part, for some reason."""
-    state, planner, patch = of_rank(1, 40 * MIB), None, contextlib.nullcontext()
-    if failure == "interrupt":
-        state["model"] = Interrupted()
-    elif dist.get_rank() == 0:
-        pass
-    elif failure == "value":
-        state["deep"] = {"lock": Lock()}
-    elif failure == "memory":
-        patch = mock.patch.object(arenas, "available_memory", return_value=1000)
-    elif failure == "planner":
-        planner = Refusing()
-    elif failure == "thread":
-        patch = mock.patch.object(threading.Thread, "start", _refuse_thread)
-    with patch:
-        return saver.save(state, place.writer(), planner=planner).written
 
 
 class FailingStager:

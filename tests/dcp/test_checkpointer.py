@@ -32,7 +32,6 @@ WAYS = {
 }
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
-PATIENCE = 150.0
 
 
 def config_of(place: Place, **options) -> CheckpointerConfig:
@@ -120,15 +119,6 @@ def test_a_hook_after_the_commit_undoes_nothing(place, caplog):
         checkpointer.save(place.uri, state(2))
         assert_same(checkpointer.load(place.uri), state(2))
     assert "the checkpoint is committed" in caplog.text
-
-
-def test_a_failed_save_is_told_once_by_the_next_call(local, kind):
-    config = config_of(local, kind=kind, commit_hook=Refusing())
-    checkpointer = make_async_checkpointer(config)
-    checkpointer.save(local.uri, state(1))
-    with pytest.raises(AccessDeniedError, match="Friday"):
-        checkpointer.save(local.uri, state(2))
-    checkpointer.close()
 
 
 @pytest.mark.parametrize("make", [make_sync_checkpointer, make_async_checkpointer])

@@ -91,11 +91,6 @@ def test_the_ranks_of_a_load_meet_three_times(ranks, local, planner):
         assert calls == ["broadcast_object_list", "all_gather_object", "all_gather_object"]
 
 
-def test_so_they_do_if_they_share_no_reads(ranks, local):
-    for calls in ranks(2, calls_of_a_load, local.having(shared_reads="off"), None):
-        assert calls == ["broadcast_object_list", "all_gather_object", "all_gather_object"]
-
-
 def test_a_planner_that_wants_the_plans_of_all_ranks_gets_them_by_three_calls_more(ranks, local):
     for calls in ranks(2, calls_of_a_load, local, OwnLoadPlanner()):
         assert calls == [

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -94,15 +92,6 @@ def test_what_one_reader_has_read_serves_another_without_a_request(saved, reques
     assert_same(loaded | {"n": [1]}, blank_like(STATE) | {"n": [1]})
 
 
-def test_packed_metadata_of_stock_torch_are_taken_too(tmp_path):
-    dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
-    first, second = CloudStorageReader(tmp_path), CloudStorageReader(tmp_path)
-    told = first.read_metadata()
-    found = second.adopt(first.packed())
-    assert found.state_dict_metadata == told.state_dict_metadata
-    assert not second.has_checksums
-
-
 def test_packed_metadata_that_were_damaged_are_refused(saved):
     reader = saved.reader()
     reader.read_metadata()
@@ -133,19 +122,6 @@ def test_metadata_that_are_cut_off_behind_torchs_part_are_damaged(saved, cut):
     changed(saved, lambda data: data[:-cut])
     with pytest.raises(CheckpointCorruptError):
         cloudckpt.load(blank_like(STATE), checkpoint_id=saved.uri)
-
-
-def test_metadata_with_something_behind_them_are_damaged(saved):
-    changed(saved, lambda data: data + b"\n")
-    with pytest.raises(CheckpointCorruptError, match="end of the metadata"):
-        cloudckpt.load(blank_like(STATE), checkpoint_id=saved.uri)
-
-
-def test_metadata_that_somebody_has_pickled_again_are_good(saved):
-    changed(saved, lambda data: pickle.dumps(pickle.loads(data)))
-    loaded = blank_like(STATE)
-    cloudckpt.load(loaded, checkpoint_id=saved.uri)
-    assert_same(loaded, STATE)
 
 
 @pytest.mark.parametrize("tail", [100, 1 << 20])

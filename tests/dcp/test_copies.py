@@ -3,12 +3,10 @@
 import contextlib
 import logging
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -104,13 +102,6 @@ def test_what_differs_between_ranks_is_named_once(kind, ranks, local):
     first, *others = ranks(4, _told_of, local, kind, drawn)
     assert first == told
     assert others == [[set()] * len(drawn)] * 3  # the coordinator tells it
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_any_difference_is_named_at_the_first_save(seed, ranks, local):
-    draw = random.Random(seed)
-    drawn = [set(draw.sample(NAMES, draw.randrange(5)))]
-    assert ranks(4, _told_of, local, "save", drawn)[0] == drawn
 
 
 def _refused(place: Place, kind, unlike: set[str]) -> tuple:
@@ -209,14 +200,3 @@ def test_different_tensors_on_meshes_without_a_common_rank_are_an_error(ranks, l
     assert ranks.errors(4, _models_apart, local, False) == [None] * 4
     errors = ranks.errors(4, _models_apart, local.at("other"), True)
     assert [(type(error), error.item) for error in errors] == [(KeyCollisionError, "w")] * 4
-
-
-@pytest.mark.parametrize("name", ["some", "all"])
-def test_each_copy_counts_where_ranks_have_several_sets_of_them(name):
-    items = tuple(copies._Copy(one, MetadataIndex(one), None) for one in ("some", "all"))
-    own = copies.Copies(items, counts=(1, 1), weights=(3, 5))
-    state = {"some": 1, "all": 1}
-    first, second = (
-        own.weighed(SimpleNamespace(state_dict=one)) for one in (state, state | {name: 2})
-    )
-    assert first != second

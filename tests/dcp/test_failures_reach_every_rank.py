@@ -10,7 +10,6 @@ import os
 import threading
 from unittest import mock
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ from cloudckpt.checkpointer import CheckpointerConfig, CommitHook, make_async_ch
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
-    CheckpointError,
     CheckpointNotFoundError,
     CloudCheckpointError,
     ConfigError,
@@ -297,24 +295,6 @@ def test_uploads_of_a_save_that_failed_are_aborted(place, ranks):
     place, rows = place.having(part_size=5 * MIB), 3 * 11 * MIB // 16  # several parts a rank
     by_rank = ranks(3, _try_all, "save", list(points), place, rows, deadline=100)
     _check(points, by_rank, leaves_data=False)
-
-
-def _fail_to_replace(place: Place) -> None:
-    _save("save", _rows({"t": numbered(60, 10)}), place)
-    dist.barrier()
-    before = place.names()
-    dist.barrier()
-    planner = _failing(DefaultSavePlanner, "resolve_data", "foreign")
-    with pytest.raises(RanksFailedError):
-        _save("save", _rows({"t": numbered(60, 10, first=999)}), place, planner)
-    dist.barrier()
-    assert place.names() == before
-    assert_same(_loaded({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10))
-
-
-@on_s3
-def test_a_failed_replacement_leaves_the_checkpoint_that_was_there(place, ranks):
-    ranks(3, _fail_to_replace, place)
 
 
 class Different(DefaultSavePlanner):
@@ -700,36 +680,6 @@ def test_metadata_that_can_not_be_read_are_not_told_as_not_there(error, local):
                 assert type(caught.value) is type(error)
 
 
-def test_a_reader_that_is_used_again_remembers_no_failure(local):
-    cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.uri)
-    reader = local.reader()
-    with _unreadable(MemoryError(), ".metadata"), pytest.raises(CheckpointError):
-        reader.read_metadata()
-    assert reader.read_metadata().state_dict_metadata.keys() == {"t"}
-    assert reader.read_metadata(rank=0).state_dict_metadata.keys() == {"t"}
-
-
-@pytest.mark.parametrize("value", [5, None, "text", numpy.zeros(3)], ids=lambda v: type(v).__name__)
-def test_a_value_where_the_checkpoint_has_a_tensor_is_named(value, local):
-    cloudckpt.save({"step": torch.tensor([3, 4]), "rest": 1}, checkpoint_id=local.uri)
-    with pytest.raises(ShapeMismatchError) as caught:
-        _loaded({"step": value, "rest": 0}, local)
-    assert caught.value.item == "step"
-
-
-class OfTorch(DefaultLoadPlanner):
-    """One that is not taken for its flags alone, as torch's own is."""
-
-
-def test_with_a_planner_of_torch_a_missing_key_is_still_named(local):
-    cloudckpt.save({"a": numbered(3)}, checkpoint_id=local.uri)
-    with pytest.raises(RanksFailedError, match="Missing key in checkpoint state_dict: b"):
-        _loaded({"b": torch.zeros(3)}, local, planner=OfTorch())
-    with pytest.raises(MissingKeyError) as caught:
-        _loaded({"b": torch.zeros(3)}, local, planner=DefaultLoadPlanner())
-    assert caught.value.item == "b"
-
-
 class OfTheUser:
     """What a planner keeps with the metadata."""
 
@@ -750,20 +700,6 @@ def _load_what_one_rank_does_not_trust(place: Place) -> None:
 def test_metadata_that_one_rank_does_not_trust_are_refused_on_all(local, ranks):
     told = ranks.errors(2, _load_what_one_rank_does_not_trust, local, deadline=60)
     assert [type(error).__name__ for error in told] == ["UntrustedPickleError"] * 2
-
-
-def _warnings_of_a_missing_checkpoint(place: Place) -> list[str]:
-    """What reaches the root logger."""
-    with pytest.MonkeyPatch.context() as patch:
-        records: list[str] = []
-        patch.setattr("logging.Logger.callHandlers", lambda _, record: records.append(record.msg))
-        with pytest.raises(CheckpointNotFoundError):
-            _loaded({"t": torch.zeros(5)}, place)
-    return records
-
-
-def test_a_missing_checkpoint_is_told_by_its_error_alone(place, ranks):
-    assert ranks(2, _warnings_of_a_missing_checkpoint, place) == [[], []]
 
 
 class _Replaces(cloudckpt.CloudStorageReader):

@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import shutil
-import threading
 from typing import Any
 
 import pytest
@@ -241,18 +240,6 @@ def test_a_copy_under_another_name_is_a_base_of_its_own(place) -> None:
 
 
 @on_disk
-def test_what_deletes_a_copy_by_another_tool_leaves_the_original_what_it_needs(place) -> None:
-    for step in (1, 2):
-        saved(place, step)
-    shutil.copytree(place.at("step-2").path, place.at("best").path)
-    cloudckpt.delete(place.at("step-1").uri, config=place.config)
-    cloudckpt.delete(place.at("best").uri, config=place.config)
-    assert is_at(loaded(place.at("step-2")), 2)
-    cloudckpt.delete(place.at("step-2").uri, config=place.config)
-    assert not place.names()
-
-
-@on_disk
 def test_a_base_elsewhere_is_refused(place, tmp_path) -> None:
     saved(place, 1)
     for base in (str(tmp_path / "step-1"), place.at("step-1/inner").uri):
@@ -321,24 +308,6 @@ def test_a_failed_save_leaves_no_mark(place, planner, monkeypatch) -> None:
     assert not place.at("step-2").names()
 
 
-@on_disk
-def test_another_process_finds_the_newest_by_its_number(place, monkeypatch) -> None:
-    first = saved(place, 9)
-    saved(place, 10)
-    monkeypatch.setattr("cloudckpt.dcp.incremental._bases", {})  # as of one that has saved nothing
-    assert saved(place, 11) < first / 10
-    refers = cloudckpt.inspect(place.at("step-11").uri, config=place.config).shared
-    assert place.at("step-10").uri in refers or place.at("step-9").uri in refers
-
-
-def test_when_the_last_one_is_gone_the_newest_that_is_left_is_the_base(place) -> None:
-    first = saved(place, 1)
-    saved(place, 2)
-    cloudckpt.delete(place.at("step-2").uri, config=place.config)
-    assert saved(place, 3) < first / 10
-    assert is_at(loaded(place.at("step-3")), 3)
-
-
 @pytest.mark.parametrize("forgets", [True, False])
 @pytest.mark.parametrize("own", ["step-9", "last"])
 def test_only_a_step_is_taken_for_a_base(local, own, forgets, monkeypatch) -> None:
@@ -351,22 +320,6 @@ def test_only_a_step_is_taken_for_a_base(local, own, forgets, monkeypatch) -> No
     assert list(found) == [local.at("step-8").uri]
     cloudckpt.delete(local.at("zzz").uri, config=config)
     assert not local.at("zzz").names()  # nobody refers to it
-
-
-@on_disk
-def test_what_refers_to_a_checkpoint_is_asked_at_the_same_time(place, monkeypatch) -> None:
-    for step in range(1, 6):
-        saved(place, step)
-    together, ask = threading.Barrier(4), LocalStore.get
-
-    def get(self: LocalStore, key: str, *args: Any) -> Any:
-        if is_keep_name(key.rpartition("/")[2]):
-            together.wait(60)
-        return ask(self, key, *args)
-
-    monkeypatch.setattr(LocalStore, "get", get)
-    cloudckpt.delete(place.at("step-1").uri, config=place.config)
-    assert is_at(loaded(place.at("step-5")), 5)
 
 
 def twins(length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -457,18 +410,6 @@ def test_what_changes_after_its_digest_was_made_is_refused(place, changing, kind
     with pytest.raises(TensorChangedError, match="w changed while it was saved"):
         _save_by(how, state, place.at("step-1").uri, config)
     assert not place.names()
-
-
-@on_disk
-def test_torchs_own_save_sends_everything_and_the_log_says_so(place, caplog) -> None:
-    saved(place, 1)
-    config = place.having(incremental=True).config
-    writer = CloudStorageWriter(place.at("step-2").uri, config=config)
-    dcp.save(state_at(2), storage_writer=writer, no_dist=True)
-    assert writer.transferred is not None
-    assert writer.transferred.nbytes > 4 * FROZEN
-    assert "torch's own save was called" in caplog.text
-    assert not marks(place)
 
 
 def test_values_of_equal_bytes_and_another_type_or_shape_are_others() -> None:

@@ -56,12 +56,6 @@ def test_five_functions_of_torch_are_replaced_once_and_given_back(before):
         assert not _changed(before)
 
 
-class _Old:
-    """A finder as packages of long ago have them: without find_spec."""
-
-    def find_module(self, name, path=None): ...
-
-
 @pytest.mark.parametrize("as_path", [str, pathlib.Path])
 def test_local_paths_still_go_to_torch(as_path, installed, local):
     dcp.save({"t": numbered(10)}, checkpoint_id=as_path(local.path))

@@ -139,19 +139,3 @@ def test_a_child_forked_in_the_midst_of_reads_saves(s3):
         for thread in threads:
             thread.join()
     assert not wrong
-
-
-def _use(writer: CloudStorageWriter, reader: CloudStorageReader) -> bool:
-    cloudckpt.save({"t": numbered(50)}, storage_writer=writer)
-    loaded = {"t": torch.zeros(50)}
-    cloudckpt.load(loaded, storage_reader=reader)
-    assert_same(loaded["t"], numbered(50))
-    return True
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_writer_and_a_reader_that_were_used_work_in_a_child(method, s3):
-    writer, reader = s3.writer(), s3.reader()
-    assert _use(writer, reader)
-    assert in_a_child(method, _use, writer, reader)
-    assert _use(writer, reader)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
 import cloudckpt
 from cloudckpt.errors import (
@@ -164,16 +163,6 @@ def test_a_planner_of_the_user_plans_again(local):
             assert load(local, no_dist=True, planner=planner) == 2
 
 
-def test_a_planner_of_torchs_that_makes_the_state_dict_loads_one_save(local):
-    save(local, 1)
-    planner = _EmptyStateDictLoadPlanner()
-    with overtaken(local, "get_range", ".distcp", lambda: save(local, 2)):
-        cloudckpt.load(
-            {}, checkpoint_id=local.uri, config=local.config, planner=planner, no_dist=True
-        )
-    assert step_of(planner.original_state_dict) == 2
-
-
 # ---- files of torch.save
 
 
@@ -222,13 +211,6 @@ def _overtake_on(rank: int, place: Place, times: int = 1) -> int:
 def test_all_ranks_begin_anew_when_one_was_overtaken(rank, place, ranks):
     save(place, 1)
     assert ranks(2, _overtake_on, rank, place) == [2, 2]
-
-
-def test_all_ranks_give_up_when_one_is_always_overtaken(local, ranks):
-    save(local, 1)
-    told = ranks.errors(3, _overtake_on, 1, local, 99)
-    assert [type(error) for error in told] == [CheckpointReplacedError] * 3
-    assert all("replaced 5 times while" in str(error) for error in told)
 
 
 def _load_file(file: Place) -> int:

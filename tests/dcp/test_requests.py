@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import cloudckpt
-from cloudckpt.dcp import loading
 from cloudckpt.stores.base import nbytes
 from cloudckpt.stores.registry import open_store
-from cloudckpt.transfer import download
 from cloudckpt.uri import CheckpointURI
 
 from .layouts import LAYOUTS, Layout, spread
@@ -104,29 +101,6 @@ def test_resharding_rows_reads_hardly_more_than_is_needed(before, after, kind, l
         assert all(stop - start < min(chunks) for _, start, stop in asked)
 
 
-def test_the_same_layout_reads_exactly_its_bytes(s3, ranks):
-    kind, layout = "one of 5 MiB, odd rows", LAYOUTS["3 rows"]
-    ranks(3, _save_state, kind, layout, s3)
-    for count, asked, _ in ranks(3, _load_state, kind, layout, s3):
-        assert _bytes(asked) == count
-
-
-def _load_with_small_gaps(*arguments):
-    with (
-        mock.patch.object(loading, "MERGE_GAP", 256 * KIB),
-        mock.patch.object(download, "MERGE_GAP", 256 * KIB),
-    ):
-        return _load_state(*arguments)
-
-
-def test_columns_of_long_rows_are_read_alone(local, ranks):
-    """The other half of a row of 1 MiB and more is skipped, that of a short row is not."""
-    ranks(1, _save_state, "one long row each", LAYOUTS["one rank"], local)
-    told = ranks(2, _load_with_small_gaps, "one long row each", LAYOUTS["2 columns"], local)
-    for count, asked, _ in told:
-        assert _bytes(asked) <= 1.3 * count  # a row's half ends within a block
-
-
 def test_columns_of_short_rows_are_read_with_their_rows_but_once(local, ranks):
     ranks(1, _save_state, "one of 16 MiB", LAYOUTS["one rank"], local)
     for count, asked, _ in ranks(2, _load_state, "one of 16 MiB", LAYOUTS["2 columns"], local):
@@ -183,11 +157,3 @@ def test_the_reader_counts_what_was_asked_for(s3):
     asked, counted = _alone(s3)
     assert asked == 4096 * 1024 * 4
     assert asked < counted < asked + KIB  # with the index
-
-
-def test_the_writer_counts_what_was_sent(s3):
-    writer = s3.writer()
-    cloudckpt.save({"t": numbered(4096, 1024)}, storage_writer=writer)
-    stored = sum(len(s3.read(name)) for name in s3.data())
-    assert writer.transferred.nbytes == stored
-    assert writer.transferred.retries == 0

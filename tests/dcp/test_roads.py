@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import (
     HuggingFaceStorageWriter,
     state_dict_saver,
 )
-from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import cloudckpt
 from cloudckpt import CloudStorageReader, CloudStorageWriter
@@ -212,61 +212,6 @@ def test_what_is_derived_from_torchs_classes_goes_on_with_files(bare, tmp_path):
     assert HuggingFaceStorageWriter("hf://me/model").path == Path("hf:/me/model")  # as without us
 
 
-class _OfAStore(FileSystemWriter):
-    """As the writers of the stores' own libraries: with a file system of its own."""
-
-    class Remote(FileSystem):
-        made: list = []  # noqa: RUF012 - all of the class
-
-        def init_path(self, path):
-            return path
-
-        def concat_path(self, path, suffix):
-            return f"{path}/{suffix}"
-
-        def mkdir(self, path):
-            self.made.append(path)
-
-        def exists(self, path):
-            return False
-
-    def __init__(self, region, path):
-        super().__init__(path)
-        self.fs = self.Remote()
-        self.path = self.fs.init_path(path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id):
-        return str(checkpoint_id).startswith("s3://")
-
-
-def test_a_writer_that_brings_its_own_file_system_is_left_alone(bare):
-    writer = _OfAStore("here", "s3://bucket/run")
-    writer.reset("s3://bucket/other")
-    writer.prepare_local_plan(None)
-    assert writer.fs.made == ["s3://bucket/other"]
-    with pytest.raises(InvalidURIError):
-        _OfAStore("here", Path("s3://bucket/run"))
-
-
-def test_a_path_beneath_a_folder_that_was_a_uri_is_refused_too(bare, tmp_path, monkeypatch):
-    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "s3:" / "bucket")
-    with pytest.raises(InvalidURIError, match='"s3://bucket/run"'):
-        dcp.save(_state(), checkpoint_id="run")
-
-
-def test_names_that_only_resemble_a_uri_are_folders(bare, tmp_path):
-    for name in ("s3", "s3:run", "xs3:", "runs:/a", "a/s3:b", "C:/x"):
-        dcp.save(_state(), checkpoint_id=tmp_path / "ok" / name)
-        loaded = _empty()
-        dcp.load(loaded, checkpoint_id=tmp_path / "ok" / name)
-        assert_same(loaded, _state())
-        for part in os.listdir(tmp_path / "ok"):
-            if part.endswith(":"):  # which the check at the end takes for a lost checkpoint
-                os.rename(tmp_path / "ok" / part, tmp_path / "ok" / part.strip(":"))
-
-
 def test_given_options_are_those_of_what_is_made(s3, tmp_path):
     cloudckpt.install(config=s3.config)
     try:
@@ -295,11 +240,3 @@ def test_given_options_are_those_of_what_is_made(s3, tmp_path):
 
 class Unknown:
     """What no allow-list has."""
-
-
-def test_a_writer_of_torch_for_a_uri_that_was_joined_is_ours(installed, s3):
-    folder = os.path.join(s3.uri, "checkpoint-1", "pytorch_model_fsdp_0")
-    dcp.save(_state(), storage_writer=FileSystemWriter(folder), planner=dcp.DefaultSavePlanner())
-    loaded = _empty()
-    dcp.load(loaded, storage_reader=FileSystemReader(folder), planner=dcp.DefaultLoadPlanner())
-    assert_same(loaded, _state())

@@ -79,18 +79,6 @@ def test_a_folder_saved_in_any_layout_loads_as(name, saved_in_all_layouts, ranks
 # ---- plain tensors and values on several ranks
 
 
-def _save_replicas(place: Place) -> int:
-    writer = place.writer()
-    dcp.save({"w": numbered(1000, 100)}, storage_writer=writer)
-    return writer.transferred.nbytes if writer.transferred is not None else 0
-
-
-def test_of_equal_tensors_on_all_ranks_one_is_sent(s3, ranks):
-    sent = ranks(4, _save_replicas, s3)
-    assert sum(count > 400_000 for count in sent) == 1
-    assert sum(sent) < 450_000
-
-
 # ---- ShardedTensor
 
 _CUTS = {1: [(0, 13)], 2: [(0, 5), (5, 8)], 4: [(0, 1), (1, 7), (8, 3), (11, 2)]}

@@ -11,8 +11,6 @@ from torch.distributed.tensor import Shard
 import cloudckpt
 from cloudckpt import S3Options
 from cloudckpt.errors import DifferentCheckpointsError
-from cloudckpt.stores.registry import open_store
-from cloudckpt.uri import CheckpointURI
 from support.emulators import moto_server
 
 from .layouts import Layout, spread
@@ -104,34 +102,6 @@ def test_ranks_that_write_to_disks_of_their_own_commit_nothing(tmp_path, ranks):
     assert [type(error) for error in told] == [DifferentCheckpointsError] * 2
     assert all("__1_" in str(error) for error in told)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-def _looks(place: Place) -> dict[str, list[str]]:
-    """The data objects that a rank looks at in a save, and what it lists."""
-    store = open_store(CheckpointURI.parse(place.uri), place.config)
-    looked: dict[str, list[str]] = {"head": [], "list": []}
-    for verb, keys in looked.items():
-
-        def noting(key, *arguments, verb=verb, keys=keys):
-            name = key.rpartition("/")[2]
-            if verb == "list" or name.endswith(".distcp"):
-                keys.append(name)
-            return getattr(type(store), verb)(store, key, *arguments)
-
-        setattr(store, verb, noting)
-    try:
-        _save([place])
-    finally:
-        for verb in looked:
-            delattr(store, verb)
-    return looked
-
-
-def test_the_rank_that_commits_looks_once_at_each_object_of_the_others(place, ranks):
-    zero, *others = ranks(3, _looks, place)
-    written = [name for name in place.data() if not name.startswith("__0_")]
-    assert sorted(zero["head"]) == sorted(written)
-    assert others == [{"head": [], "list": []}] * 2
 
 
 def _load(places: list[Place]) -> None:

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -57,23 +57,6 @@ def test_replicated_tensors_leave_the_store_once(ranks, s3, shared_reads):
     read = ranks(4, all_load_the_same, s3, shared_reads)
     assert unique <= sum(read) <= 1.05 * unique
     assert max(read) <= 0.5 * unique
-
-
-def all_load_the_same_beside_a_default_device(place, shared_reads):
-    with torch.device("meta"):  # stands for "cuda": memory that the processor can't read
-        config = dataclasses.replace(place.config, shared_reads=shared_reads)
-        with torch.device("cpu"):
-            state = whole()
-            target = empty(state)
-        cloudckpt.save(state, checkpoint_id=place.uri, config=config)
-        read = load(place.uri, target, config)
-    assert all(torch.equal(target[name], value) for name, value in state.items())
-    return read
-
-
-def test_the_default_device_does_not_matter(ranks, local):
-    unique = sum(value.nbytes for value in whole().values())
-    assert sum(ranks(2, all_load_the_same_beside_a_default_device, local, "auto")) <= 1.05 * unique
 
 
 def both_ways(place, shared_reads):
@@ -152,63 +135,6 @@ def test_a_planner_of_ones_own_may_be_on_one_rank_only(ranks, local, rank):
     assert ranks(2, mixed_planners, local, rank) == [True, True]
 
 
-def mixed_saves(place, arguments, named):
-    with pytest.raises(cloudckpt.errors.ConfigError, match=named):
-        cloudckpt.save(
-            {"a": torch.ones(3)},
-            checkpoint_id=place.uri,
-            config=place.config,
-            **arguments[dist.get_rank()],
-        )
-    return True
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (({}, {"use_collectives": False}), "use_collectives=False is not supported"),
-        (
-            ({}, {"planner": DefaultSavePlanner(enable_plan_caching=True)}),
-            "enable_plan_caching=True",
-        ),
-    ],
-)
-def test_what_decides_where_ranks_meet_in_a_save_is_compared(ranks, local, arguments, named):
-    assert ranks(2, mixed_saves, local, arguments, named) == [True, True]
-
-
-def requests_for_metadata(place):
-    """How many requests of this rank are for anything but data."""
-    store, seen = open_store(CheckpointURI.parse(place.uri), place.config), []
-    verbs = {
-        verb: getattr(store, verb) for verb in ("head", "get", "get_latest", "get_range", "list")
-    }
-
-    def noting(verb):
-        def call(key, *arguments, **options):
-            if not key.endswith(".distcp"):
-                seen.append((verb, key))
-            return verbs[verb](key, *arguments, **options)
-
-        return call
-
-    for verb in verbs:
-        setattr(store, verb, noting(verb))
-    try:
-        cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
-    finally:
-        for verb in verbs:
-            delattr(store, verb)
-    return len(seen)
-
-
-def test_the_metadata_is_read_once_for_all_ranks(ranks, s3):
-    cloudckpt.save(whole(), checkpoint_id=s3.uri, config=s3.config)
-    first, *others = ranks(4, requests_for_metadata, s3)
-    assert 1 <= first <= 2
-    assert others == [0, 0, 0]
-
-
 def load_while_one_dies(place):
     if dist.get_rank() == 1:
         store = open_store(CheckpointURI.parse(place.uri), place.config)
@@ -239,18 +165,3 @@ def test_if_one_rank_raises_before_it_passes_anything_on_no_other_waits(ranks, l
     assert type(told[1]) is MemoryError
     others = {type(error) for rank, error in enumerate(told) if rank != 1}
     assert others == {cloudckpt.errors.ProcessGroupError}
-
-
-def load_while_ranks_lose_each_other(place):
-    def lost(*_, **__):
-        raise RuntimeError("Connection closed by peer")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "ring_allgather", lost)
-        cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
-
-
-def test_ranks_that_lose_each_other_say_so_by_name(ranks, local):
-    cloudckpt.save(whole(), checkpoint_id=local.uri, config=local.config)
-    told = ranks.errors(2, load_while_ranks_lose_each_other, local)
-    assert [type(error) for error in told] == [cloudckpt.errors.ProcessGroupError] * 2

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -23,7 +22,6 @@ from cloudckpt.checkpointer import (
     make_async_checkpointer,
     make_sync_checkpointer,
 )
-from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.errors import KeyCollisionError, MissingKeyError
 
 from . import values
@@ -110,18 +108,6 @@ def by_stock(content, place):
 # ---- stock torch
 
 
-def test_stock_torch_reads_it_as_before(local, tmp_path):
-    by_save(state(), local)
-    dcp.save(state(), checkpoint_id=tmp_path / "stock")
-    ours, stock = FileSystemReader(local.path), FileSystemReader(tmp_path / "stock")
-    assert ours.read_metadata().planner_data == stock.read_metadata().planner_data
-    flat = {"x": {"y": numbered(3)}, "step": 3}
-    by_save(flat, local)
-    target = {"x": {"y": torch.zeros(3)}, "step": 0}
-    dcp.load(target, checkpoint_id=local.path)
-    assert_same(target, flat)
-
-
 def test_checkpoints_of_stock_torch_have_the_structure_of_its_paths(tmp_path, local):
     content = {"a": {1: numbered(2)}, "empty": {}, "l": [{}, 1, {}], "m": [{}, numbered(1)]}
     dcp.save(content, checkpoint_id=tmp_path)
@@ -142,21 +128,6 @@ def test_a_planner_that_saves_something_else_gets_no_note_of_what_it_was_given(l
     content = {"a": {1: numbered(2)}, "empty": {}}
     dcp.save(content, storage_writer=local.writer(), planner=Renaming())
     assert_same(loaded(local), {"new_a": {"1": numbered(2)}})
-
-
-@pytest.mark.parametrize("kind", [DefaultSavePlanner, CloudSavePlanner])
-def test_containers_are_saved_whole_as_they_are(kind, local):
-    state = {0: {"step": 1, "exp_avg": numbered(2)}, "0": 2}
-    content = {"o": OrderedDict(state=state, e={}), "none": {}, "list": [{}, 1], "t": numbered(3)}
-    cloudckpt.save(
-        content,
-        checkpoint_id=local.uri,
-        config=local.config,
-        planner=kind(flatten_state_dict=False),
-    )
-    found = loaded(local)
-    assert_same(found, content)
-    assert type(found["o"]) is OrderedDict
 
 
 # ---- what can't be
@@ -181,40 +152,7 @@ def test_two_values_of_one_name_are_refused(local, content, named):
     assert_same(loaded(local), {"step": 1})
 
 
-def test_stock_torch_with_our_writer_saves_no_two_values_of_one_name(local):
-    for content, _ in COLLISIONS:
-        with pytest.raises(dcp.CheckpointException):
-            by_stock(content, local)
-    assert ".metadata" not in local.names()
-
-
 # ---- many ranks
-
-
-def _state_of_rank(rank: int) -> dict:
-    return {
-        "both": {0: numbered(2), "empty": {}},
-        "parts": {rank: {}, 10 + rank: {"t": numbered(3, first=rank)}},
-        f"only {rank}": [{}, numbered(2)],
-    }
-
-
-def _save_parts(place: Place, save) -> None:
-    save(_state_of_rank(dist.get_rank()), place)
-
-
-def _save_and_load_on_ranks(place: Place) -> dict:
-    state = {"mine": {} if dist.get_rank() else [3], "w": numbered(2)}
-    by_save(state, place)
-    state["w"].zero_()
-    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
-    return state
-
-
-def test_an_empty_dict_of_a_rank_stays_empty_where_another_rank_has_a_value(ranks, local):
-    first, second = ranks(2, _save_and_load_on_ranks, local)
-    assert_same(first, {"mine": [3], "w": numbered(2)})
-    assert_same(second, {"mine": {}, "w": numbered(2)})
 
 
 def _save_in_places(place: Place, save) -> None:
@@ -365,20 +303,3 @@ def test_a_container_and_a_value_whose_names_are_alike_are_kept_apart(
     state = copy.deepcopy(state)
     cloudckpt.load(state, checkpoint_id=tmp_path)
     assert_same(state, expected)
-
-
-def test_tensors_beneath_a_container_that_is_loaded_as_a_value_are_told(tmp_path, caplog):
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    cloudckpt.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path, planner=planner)
-    state = {"model": {"w": torch.zeros(2)}}
-    cloudckpt.load(state, checkpoint_id=tmp_path)
-    assert_same(state, {"model": {"w": torch.ones(2)}})
-    assert "model.w" in caplog.text
-
-
-def test_dicts_with_entries_as_attributes_are_saved_like_dicts(tmp_path):
-    state = {"m": torch.ones(1), "s": Settings(lr=0.1), "list": [Settings(deep=Settings(a=1))]}
-    cloudckpt.save(state, checkpoint_id=tmp_path)
-    loaded = {"m": torch.zeros(1), "s": Settings(lr=0), "list": [Settings(deep=Settings(a=0))]}
-    cloudckpt.load(loaded, checkpoint_id=tmp_path)
-    assert_same(loaded, state)

@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import cloudckpt
 from cloudckpt import events
@@ -69,11 +68,6 @@ def test_torchs_handlers_see_a_save_and_a_load_beside_torchs_own_records(place, 
     ours = [one for one in notebook.records if one.msg["func_name"].startswith(OURS)]
     assert {record.levelno for record in ours} == {logging.DEBUG}
     assert ours[1].cloudckpt_event.phase == "upload"
-
-
-def test_the_same_goes_for_a_save_by_stock_torch(local, notebook):
-    dcp.save({"t": numbered(10)}, storage_writer=local.writer(), no_dist=True)
-    assert [message["checkpoint_id"] for message in notebook.of(f"{OURS}commit")] == [local.uri]
 
 
 def test_a_failed_phase_is_an_exception_at_level_error(local, notebook):

@@ -7,7 +7,6 @@ from .machine import carry_out
 from .values import Numbers, Own, Plain, Tensor, Text
 
 _TWO = {"a0": Own((0,), Tensor((100,))), "a1": Own((1,), Tensor((100,)))}
-_BLOCKS = Tensor((64,), placed="blocks")
 _THREE = {"a": Plain(0), "b": Plain(0), "c": Plain(0)}
 
 CASES = {

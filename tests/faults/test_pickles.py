@@ -36,13 +36,6 @@ class Exploit:
         return Path.touch, (self.mark,)
 
 
-class Custom:
-    """Harmless, and unknown to torch."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-
 class OwnPlanner(DefaultLoadPlanner):
     """Unpickles as torch does."""
 
