@@ -28,10 +28,3 @@ def test_an_unknown_argument_is_refused_with_the_one_that_was_meant(call, unknow
         call(**{unknown: 1})
     assert f"'{unknown}'" in str(refused.value)
     assert suggested in str(refused.value)
-
-
-@pytest.mark.parametrize("module", [cloudckpt, cloudckpt.runs])
-def test_a_package_lists_its_public_names_and_nothing_else(module):
-    assert set(module.__all__) <= set(dir(module))
-    assert {name for name in dir(module) if name.startswith("_")} <= {"__version__"}
-    assert {"sys", "annotations", "TYPE_CHECKING", "fork"}.isdisjoint(dir(module))

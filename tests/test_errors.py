@@ -90,37 +90,12 @@ def test_an_error_is_caught_as_the_builtin_that_people_expect(cls, builtin):
     assert isinstance(pickle.loads(pickle.dumps(made(cls))), builtin)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_a_bare_message_is_enough(cls):
-    error = cls("it failed")
-    assert str(error) == "it failed"
-    assert (error.uri, error.item, error.cause) == (None, None, None)
-
-
 def test_the_text_names_uri_item_and_cause():
     text = str(made(errors.StoreError))
     assert text == (
         "it failed; do this | at s3://bucket/run/object | item 'layers.0.weight' "
         "| cause: OSError: torn"
     )
-
-
-def test_the_text_repeats_nothing_that_the_message_says():
-    error = errors.StoreError(
-        "s3://bucket/x lacks w (OSError: torn)",
-        uri="s3://bucket/x",
-        item="w",
-        cause=OSError("torn"),
-    )
-    assert str(error) == "s3://bucket/x lacks w (OSError: torn)"
-
-
-def test_what_is_added_later_travels_too():
-    error = errors.ObjectNotFoundError("gone")
-    error.uri = "s3://bucket/x"
-    error.message += " (gave up)"
-    back = pickle.loads(pickle.dumps(error))
-    assert str(back) == "gone (gave up) | at s3://bucket/x"
 
 
 def test_a_key_error_is_not_shown_as_a_repr():

@@ -4,7 +4,6 @@ import contextvars
 import logging
 import math
 import os
-import re
 
 import pytest
 
@@ -80,39 +79,12 @@ def test_what_passes_within_seconds_is_no_warning(clock, lines):
     assert lines == []
 
 
-def test_a_line_says_what_fails_where_why_how_often_since_when_and_until_when(
-    clock, lines, monkeypatch
-):
-    monkeypatch.setattr(module, "_moment", lambda seconds: f"<{clock.now + seconds:g}>")
-    retrier(clock).call(fail_until(clock, 12.0))
-    [(_, line)] = lines
-    assert "PUT got no answer" in line
-    assert URI in line
-    assert "refused" in line
-    assert "failed tries: 11, since <0>; tried until <300>" in line
-
-
-def test_the_end_of_the_tries_has_its_date(clock, lines):
-    assert retrier(clock, deadline=86_400.0).call(fail_until(clock, 15.0)) == "done"
-    [(_, line)] = lines
-    assert re.search(r"tried until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\)$", line)
-
-
 def test_a_long_pause_that_the_store_asks_for_is_said_before_it_begins(clock, lines):
     def slow_down():
         return ThrottledError("slow down", uri=URI, retry_after=60.0)
 
     retrier(clock).call(fail_until(clock, 50.0, slow_down))
     assert [when for when, _ in lines] == [0.0]
-
-
-def test_what_is_given_up_is_not_waited_for_any_more(clock, lines):
-    with pytest.raises(ConnectionLostError):
-        retrier(clock, deadline=15.0).call(fail_until(clock, 1000.0))
-    began = clock.now
-    retrier(clock).call(fail_until(clock, began + 12.0))
-    assert [when for when, _ in lines] == [10.0, began + 10.0]
-    assert "other" not in lines[-1][1]
 
 
 def test_what_is_refused_for_good_is_raised_and_not_waited_for(clock, lines):
@@ -159,12 +131,6 @@ def test_what_has_ended_is_not_said_to_be_silent(clock, lines):
     clock.now = 60.0
     waiting.is_silent(60.0)
     assert lines == []
-
-
-def test_what_is_looked_for_in_vain_is_said(clock, lines):
-    assert retrier(clock, deadline=30.0).wait_for(lambda: None) is None
-    assert [when for when, _ in lines] == [10.0, 20.0]
-    assert "not visible yet" in lines[0][1]
 
 
 def test_a_forked_child_does_not_wait_for_what_its_parent_waits_for(monkeypatch):

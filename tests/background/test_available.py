@@ -4,12 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cloudckpt.background import arena as arenas
 from cloudckpt.background.arena import available_memory
-from cloudckpt.checkpointer import Stager
 from cloudckpt.config import MIB
-from cloudckpt.errors import StagingMemoryError
-from dcp.values import numbered
 
 
 class Machine:
@@ -106,18 +102,3 @@ def test_what_can_not_be_read_limits_nothing(machine, missing, text):
 
 def test_nothing_is_known_where_there_are_no_such_files(tmp_path):
     assert available_memory(str(tmp_path)) is None
-
-
-def test_the_files_of_this_machine_can_be_read():
-    assert 0 < available_memory() < 2**60
-
-
-def test_a_copy_that_the_cgroup_has_no_room_for_is_refused(machine, monkeypatch):
-    machine.belongs("0::/job")
-    machine.limit("sys/fs/cgroup/job", 64, 63)
-    monkeypatch.setattr(arenas, "available_memory", lambda: machine.left)
-    with Stager() as stager:
-        with pytest.raises(StagingMemoryError, match=r"needs 2 MiB, .* has 1 MiB left"):
-            stager.stage({"t": numbered(2 * MIB // 4)})
-        machine.limit("sys/fs/cgroup/job", 64, 63, 1)
-        stager.stage({"t": numbered(2 * MIB // 4)})

@@ -1,7 +1,6 @@
 """Failures of an asynchronous checkpointer: each is told once, and no rank is left behind by it."""
 
 import os
-import signal
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,7 +20,6 @@ from cloudckpt.errors import (
     ConfigError,
     ProcessGroupError,
     SaveInProgressError,
-    SaveProcessError,
 )
 from dcp.places import Place
 from faults.states import SMALL, filled
@@ -173,18 +171,6 @@ def test_closing_that_was_interrupted_tells_of_a_failure_when_it_is_done_again(l
     one.close()
 
 
-def test_closing_tells_of_the_save_whose_process_it_ended(local):
-    one = checkpointer(local, PROCESS, patience=0.05)
-    process = one._saver._process
-    process._worker.wait_until_ready()
-    os.kill(process.pid, signal.SIGSTOP)
-    one.save(local.uri, filled(1, SMALL))
-    assert eventually(lambda: process.is_busy, PATIENCE)
-    with pytest.raises(SaveProcessError):
-        one.close()
-    assert ".metadata" not in local.names()
-
-
 def test_an_error_of_the_training_is_not_hidden_by_one_of_the_last_save(local, caplog):
     def train() -> None:
         with checkpointer(local) as one:
@@ -259,21 +245,6 @@ def test_no_rank_waits_for_another_when_the_group_is_destroyed_during_a_save(
 ):
     told = ranks(2, _destroyed_while_one_is_slow, local, tmp_path)
     assert told == [["ProcessGroupError", False], ["ProcessGroupError", None]]
-    assert ".metadata" not in local.names()
-
-
-def _after_the_group(place: Place) -> None:
-    saver, state = AsyncSaver(), of_rank(1)
-    dist.barrier()
-    dist.destroy_process_group()
-    with pytest.raises(ProcessGroupError):
-        saver.save(state, place.writer())
-    saver.close()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def test_a_saver_whose_group_was_destroyed_says_so(local, ranks):
-    ranks(2, _after_the_group, local)
     assert ".metadata" not in local.names()
 
 

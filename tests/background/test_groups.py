@@ -16,7 +16,7 @@ from cloudckpt.background import async_save, groups
 from cloudckpt.background.groups import give_back, open_group
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig
-from cloudckpt.errors import ConfigError, ProcessGroupError
+from cloudckpt.errors import ProcessGroupError
 from dcp.children import in_a_child
 from dcp.places import Place
 from faults.states import SMALL, filled
@@ -177,17 +177,6 @@ def test_groups_of_other_ranks_are_not_mixed_up(ranks, local):
     ranks(2, _alone_and_together, local)
     assert [step_at(local.at(name)) for name in ("of-0", "of-1")] == [2, 2]
     assert step_at(local.at("of-both"), ranks=2) == 2
-
-
-def _outsider() -> None:
-    group = dist.new_group([0])
-    if dist.get_rank() == 1:
-        with pytest.raises(ConfigError, match="not in the process group"):
-            AsyncSaver(process_group=group)
-
-
-def test_a_rank_outside_of_the_group_is_told(ranks):
-    ranks(2, _outsider)
 
 
 def _absent(folder: str) -> None:

@@ -2,9 +2,6 @@
 
 import logging
 
-import pytest
-
-from cloudckpt.background.process import log_levels
 from cloudckpt.background.sender import forward_logs
 from cloudckpt.events import Event, emit
 from dcp.children import in_a_child
@@ -36,20 +33,3 @@ def test_each_logger_has_the_level_that_it_has_in_the_trainer():
 def test_an_event_is_logged_by_the_trainer_alone():
     found = in_a_child("fork", _forwarded, {"": logging.DEBUG})
     assert [name for name, _ in found] == ["cloudckpt", "other", "other"]
-
-
-@pytest.fixture
-def _quiet_logger():
-    logger = logging.getLogger("background.quiet")
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(logging.NOTSET)
-
-
-@pytest.mark.usefixtures("_quiet_logger")
-def test_the_levels_are_those_that_were_set():
-    logging.getLogger("background.unset").debug("exists")
-    levels = log_levels()
-    assert levels[""] == logging.getLogger().level
-    assert levels["background.quiet"] == logging.ERROR
-    assert "background.unset" not in levels

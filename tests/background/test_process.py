@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import types
@@ -41,7 +40,7 @@ from dcp.values import numbered
 from faults.states import BIG, SMALL, filled
 from support.wire.faults import Call, s3_error
 
-from .saves import PATIENCE, Refusing, begin, step_at
+from .saves import PATIENCE, begin, step_at
 from .waiting import eventually, is_running, open_files
 
 
@@ -187,14 +186,6 @@ class Casting(DefaultSavePlanner):
         return found.clone() if isinstance(found, torch.Tensor) else found
 
 
-def test_the_trainer_is_told_what_was_sent(one, local):
-    writer = local.writer()
-    saved = one.save(filled(1, SMALL), writer).written
-    saved.result(PATIENCE)
-    assert writer.transferred.nbytes >= SMALL
-    assert saved.transferred == writer.transferred
-
-
 def _mapped(pid: int) -> int:
     """How many staged copies, and additions to them, a process sees."""
     with open(f"/proc/{pid}/maps") as file:
@@ -293,12 +284,6 @@ def test_a_writer_of_another_format_is_refused_by_name(one, tmp_path):
         one.save(filled(1, SMALL), SafetensorsWriter(tmp_path))
 
 
-def test_an_interpreter_that_does_not_say_where_it_is_is_told_by_name(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "")
-    with pytest.raises(SaveProcessError, match=r"sys\.executable is empty"):
-        saver()
-
-
 def test_an_interpreter_that_is_not_there_is_told_by_name(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(SaveProcessError, match="/nowhere/python"):
@@ -356,22 +341,6 @@ def test_a_process_that_can_not_take_over_the_copy_says_so(one, local, limit, mo
     assert message in str(error)
     begin(one, 3, local, Casting()).result(PATIENCE)
     assert (step_at(local), pid_of(one)) == (3, pid)
-
-
-@pytest.fixture
-def _impatient_sockets():
-    socket.setdefaulttimeout(30)
-    yield
-    socket.setdefaulttimeout(None)
-
-
-@pytest.mark.usefixtures("_impatient_sockets")
-def test_a_large_message_crosses_whatever_the_default_timeout_of_sockets_is(local):
-    with saver() as one:
-        for step in (1, 2):
-            state = {**filled(step, SMALL), **{f"t{n}": torch.ones(1) for n in range(20_000)}}
-            one.save(state, local.writer()).written.result(PATIENCE)
-    assert step_at(local) == 2
 
 
 # ---- deaths
@@ -460,21 +429,6 @@ def test_a_process_that_is_frozen_amid_a_save_is_ended_and_replaced(local, short
     assert step_at(local.at("2")) == 2
 
 
-def test_a_process_that_is_frozen_before_a_large_job_does_not_hold_up_its_trainer(
-    local, short_signs
-):
-    with saver() as one:
-        begin(one, 0, local).result(PATIENCE)
-        with stopped(one) as pid:
-            state = {f"t{n}": torch.ones(1) for n in range(20_000)}  # more than the channel takes
-            error = one.save(state, local.writer()).written.exception(PATIENCE)
-            assert isinstance(error, SaveProcessError)
-            assert "did not read" in str(error)
-            assert eventually(lambda: not is_running(pid))
-        begin(one, 2, local).result(PATIENCE)
-    assert step_at(local) == 2
-
-
 def test_a_process_that_saves_for_long_is_heard_of_and_left_alone(shaky, gate, short_signs):
     with saver() as one:
         future, pid = begin(one, 1, shaky), pid_of(one)
@@ -535,27 +489,3 @@ def test_closing_ends_a_save_that_takes_too_long(shaky, gate):
     assert "did not read" not in str(error)
     assert eventually(lambda: not is_running(pid))
     assert ".metadata" not in shaky.names()
-
-
-def test_a_save_sends_nothing_more_for_being_finished_without_its_trainer(shaky, proxy):
-    sent = []
-    for outlive in (0.0, 900.0):
-        with saver(options=BackgroundOptions(outlive=outlive)) as one:
-            for step in (1, 2):
-                proxy.clear()
-                writer = shaky.at(f"{outlive:g}-{step}").writer()
-                one.save(filled(step, SMALL), writer).written.result(PATIENCE)
-                sent.append(sorted(each.request.operation for each in proxy.exchanges))
-    assert sent[:2] == sent[2:]
-    assert "PutObject" in sent[0]
-
-
-def test_only_the_job_of_a_save_is_settled_by_it(one, local, monkeypatch) -> None:
-    """A save that has failed before tells nothing of the job before it, which may be unknown."""
-    settled: list[bool] = []
-    monkeypatch.setattr(_Worker, "settle", lambda _: settled.append(True))
-    failed = one.save(filled(1, SMALL), local.writer(), planner=Refusing()).written
-    assert isinstance(failed.exception(PATIENCE), Exception)
-    assert settled == []
-    one.save(filled(2, SMALL), local.writer()).written.result(PATIENCE)
-    assert settled == [True]

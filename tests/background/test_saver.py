@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import gc
-import logging
 import os
 import threading
 import traceback
@@ -12,10 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import (
-    BlockingAsyncStager,
     DefaultStager,
     StagingOptions,
 )
@@ -27,7 +24,6 @@ from cloudckpt.background.save import Save
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.errors import (
     ClosedError,
-    RanksFailedError,
     SaveInProgressError,
     StagingError,
 )
@@ -87,39 +83,6 @@ def test_a_save_is_skipped_while_another_is_under_way(local, gate):
         assert isinstance(last.result(PATIENCE), Metadata)
         assert not last.skipped
     assert step_at(local) == 4
-
-
-def test_what_fails_in_the_background_is_said_once_in_the_log_and_in_the_traceback(local, caplog):
-    with saver() as one, caplog.at_level("DEBUG", logger="cloudckpt"):
-        error = begin(one, 1, local, Refusing()).exception(PATIENCE)
-        assert isinstance(error, RanksFailedError)
-    ours = [record for record in caplog.records if record.name == "cloudckpt"]
-    [record] = [record for record in ours if record.levelno == logging.ERROR]
-    assert record.getMessage().startswith(f"save to {local.uri} failed: ")
-    assert record.getMessage().count(local.uri) == 1
-    printed = "".join(traceback.format_exception(error))
-    assert printed.count(str(error)) == 1
-    assert "in resolve_data" in printed  # where the planner raised
-    assert "save_prepared" not in printed
-    assert any("save_prepared" in r.getMessage() for r in ours if r.levelno == logging.DEBUG)
-
-
-class Breaking(logging.Handler):
-    """A handler whose disk is full."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        raise OSError("no space left")
-
-
-def test_a_log_handler_that_raises_does_not_keep_a_failure_from_its_future(local):
-    logger, handler = logging.getLogger("cloudckpt"), Breaking()
-    logger.addHandler(handler)
-    try:
-        with saver() as one:
-            error = begin(one, 1, local, Refusing()).exception(PATIENCE)
-            assert isinstance(error, RanksFailedError)
-    finally:
-        logger.removeHandler(handler)
 
 
 def test_a_save_that_could_not_be_copied_does_not_occupy_its_place(local, monkeypatch):
@@ -187,14 +150,6 @@ def test_closing_waits_for_what_is_under_way(local, gate):
     one.close()
     assert future.done()
     assert step_at(local) == 1
-
-
-def test_a_closed_saver_says_so(local):
-    one = saver()
-    one.close()
-    one.close()
-    with pytest.raises(ClosedError, match="closed"):
-        begin(one, 1, local)
 
 
 def test_closing_gives_back_memory_files_and_threads(local):
@@ -300,14 +255,6 @@ def test_a_failure_that_is_kept_does_not_keep_the_staged_copy(local, stager):
     assert step_at(local) == 2
 
 
-def test_a_planner_that_is_used_again_does_not_keep_the_staged_copy(local, stager):
-    planner = DefaultSavePlanner()
-    with AsyncSaver(no_dist=True, stager=stager) as one:
-        for step in (1, 2):
-            begin(one, step, local, planner).result(PATIENCE)
-    assert step_at(local) == 2
-
-
 class Failing:
     """A Stateful that can't tell its state."""
 
@@ -338,19 +285,6 @@ def test_a_stateful_value_is_asked_when_the_save_is(local, gate):
 # ---- stagers of the caller's
 
 
-def test_a_stager_for_each_save_takes_no_saver_for_each(local):
-    options = {"checkpoint_id": local.uri, "config": local.config}
-    threads = set()
-    for step in (1, 2, 3):
-        stager = BlockingAsyncStager()
-        future = cloudckpt.async_save(filled(step, SMALL), async_stager=stager, **options)
-        future.result(PATIENCE)
-        threads.add(threading.active_count())
-        assert step_at(local) == step
-    assert len(threads) == 1
-    cloudckpt.checkpointer.close_async_savers()
-
-
 def test_an_asynchronous_stager_of_torchs_gives_two_futures(local):
     stager = DefaultStager(StagingOptions(False, False, True, False))
     options = {"checkpoint_id": local.uri, "config": local.config, "async_stager": stager}
@@ -376,16 +310,6 @@ class Waiting:
     def stage(self, state_dict: dict) -> Future[dict]:
         self.state = dict(state_dict)
         return self.copied
-
-
-def test_a_copy_that_a_save_waits_for_cannot_be_cancelled(local):
-    stager = Waiting()
-    with AsyncSaver(no_dist=True, stager=stager) as one:
-        pending = one.save(filled(3, SMALL), local.writer())
-        assert not pending.staged.cancel()
-        stager.copied.set_result(stager.state)
-        assert isinstance(pending.written.result(PATIENCE), Metadata)
-    assert step_at(local) == 3
 
 
 def test_a_copy_that_its_stager_cancels_fails_the_save_and_not_the_next(local):
@@ -415,14 +339,6 @@ def test_a_stager_that_returns_no_state_dict_fails_the_save(local, is_future):
     assert isinstance(error, StagingError)
     assert "returned a NoneType: return a copy" in str(error)
     assert local.names() == []
-
-
-def test_an_interrupt_of_a_stager_fails_the_save(local):
-    stager = Waiting()
-    with AsyncSaver(no_dist=True, stager=stager) as one:
-        pending = one.save(filled(3, SMALL), local.writer())
-        stager.copied.set_exception(KeyboardInterrupt())
-        assert isinstance(pending.written.exception(PATIENCE), StagingError)
 
 
 # ---- many saves

@@ -1,7 +1,6 @@
 """Ranks that save together: they begin, skip and fail alike."""
 
 import contextlib
-import datetime
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,13 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 import cloudckpt
 from cloudckpt import BackgroundOptions, api
 from cloudckpt.background import async_save, groups
 from cloudckpt.background.saver import AsyncSaver
-from cloudckpt.dcp.meeting import break_off
 from cloudckpt.errors import (
     CheckpointError,
     ProcessGroupError,
@@ -192,68 +189,6 @@ def _one_loses_another(place: Place, kind: str) -> str:
 def test_a_rank_that_loses_another_keeps_nobody_waiting(ranks, local, kind):
     assert ranks(4, _one_loses_another, local, kind) == ["ProcessGroupError"] * 4
     assert step_at(local, ranks=4) == 1
-
-
-class LostError(Exception):
-    """What a rank ends by that the others lose."""
-
-
-class Losing(DefaultSavePlanner):
-    """Ends the connections of its rank, as its death would."""
-
-    group: dist.ProcessGroup
-
-    def create_local_plan(self):
-        break_off(self.group)
-        raise LostError
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "Losing":
-        made = cls()
-        made.group = group
-        return made
-
-
-class Dying(DefaultLoadPlanner):
-    """The same, for loads."""
-
-    group: dist.ProcessGroup
-    create_local_plan = Losing.create_local_plan
-    of = Losing.of
-
-
-def _loses_the_last(place: Place, step: str) -> str:
-    """The last rank is gone in a step; the others save or load in a group of the caller's."""
-    cloudckpt.save(of_rank(1), checkpoint_id=place.uri, config=place.config)
-    group = dist.new_group(list(range(4)), timeout=datetime.timedelta(hours=1))
-    is_gone = dist.get_rank() == 3
-    planners = {"save": (Losing, DefaultSavePlanner), "load": (Dying, OtherLoadPlanner)}[step]
-    planner = planners[0].of(group) if is_gone else planners[1]()
-    call = getattr(cloudckpt, step)
-    try:
-        call(
-            of_rank(1),
-            checkpoint_id=place.uri,
-            config=place.config,
-            process_group=group,
-            planner=planner,
-        )
-    except (CheckpointError, LostError, RuntimeError) as error:
-        told = type(error).__name__
-    else:
-        told = ""
-    dist.barrier()
-    return told
-
-
-class OtherLoadPlanner(DefaultLoadPlanner):
-    """By which torch's loader loads, as it is a class of the caller's."""
-
-
-@pytest.mark.parametrize("step", ["save", "load"])
-def test_so_it_is_within_a_save_or_load_in_any_group_of_gloo(ranks, local, step):
-    told = ranks(4, _loses_the_last, local, step)
-    assert told[:3] == ["ProcessGroupError"] * 3
 
 
 def _one_is_gone_behind_the_meeting(place: Place) -> str:

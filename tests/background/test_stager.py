@@ -8,16 +8,12 @@ import resource
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.staging import AsyncStager
 
 import cloudckpt
 from cloudckpt.background import arena as arenas
@@ -28,7 +24,7 @@ from cloudckpt.errors import ClosedError, SaveInProgressError, StagingMemoryErro
 from dcp.children import in_a_child
 from dcp.values import assert_same, numbered
 
-from .waiting import eventually, open_files
+from .waiting import open_files
 
 PATIENCE = 120.0  # seconds
 
@@ -69,10 +65,6 @@ def test_an_arena_fits_what_is_staged(stager, sizes, arena_sizes):
         held.append(staged.arena.size // MIB)
         staged.release()
     assert held == arena_sizes
-
-
-def test_a_state_dict_without_a_tensor_is_staged(stager):
-    assert stager.stage({"step": 3, "none": torch.empty(0)})["step"] == 3
 
 
 def test_it_gives_back_what_it_opened_and_leaves_nothing_in_shared_memory():
@@ -148,12 +140,6 @@ def test_a_stager_that_is_dropped_without_closing_keeps_nothing():
     assert open_files() == files
 
 
-def test_a_closed_stager_says_so(stager):
-    stager.close()
-    with pytest.raises(ClosedError, match="closed"):
-        stager.stage({"t": numbered(3)})
-
-
 def _beyond_the_limit() -> tuple[str, bool]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, resource.RLIM_INFINITY))
     stager, files = Stager(), open_files()
@@ -210,27 +196,6 @@ def test_one_view_of_a_copy_is_enough_to_hold_it(stager):
     assert_same(view, numbered(2, first=10))
     del view
     stager.stage({"t": torch.zeros(1000)})
-
-
-def test_a_release_frees_the_memory_once():
-    stager = Stager(patience=0.05)
-    staged = stager.begin({"t": numbered(10)}, 0)
-    staged.release()
-    staged.release()
-    held = stager.stage({"t": numbered(10)})
-    del staged  # its last tensor is gone, too
-    gc.collect()
-    with pytest.raises(SaveInProgressError):
-        stager.stage({"t": numbered(10)})
-    assert held
-
-
-def test_the_garbage_collector_frees_the_memory_of_a_copy_in_a_cycle(stager):
-    staged = stager.stage({"t": numbered(10)})
-    staged["self"] = staged
-    del staged
-    gc.collect()
-    assert_same(stager.stage({"t": numbered(7)})["t"], numbered(7))
 
 
 def test_a_copy_waits_for_the_one_before_and_goes_on_with_its_release():
@@ -400,101 +365,4 @@ def test_memory_is_given_back_though_a_forked_child_maps_it():
     stager.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of another process's files")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_that_drops_its_part_takes_nothing_from_its_parent():
-    held = [Stager().begin({"t": numbered(10_000)}, 0)]
-    file = os.fstat(held[0].arena.fd)
-
-    def drop() -> None:
-        held.clear()
-        gc.collect()
-
-    with _forked(drop) as child:
-        assert _blocks(child, file) is None
-        assert_same(held[0].state_dict["t"], numbered(10_000))
-
-
-def test_a_copy_without_a_tensor_holds_its_buffer_until_it_is_released():
-    stager = Stager()
-    staged = stager.begin({"step": 1}, 0)
-    with pytest.raises(SaveInProgressError):
-        stager.begin({"t": numbered(9)}, 0)
-    assert staged.arena.fd >= 0  # a saving process may be about to get it
-    staged.release()
-    assert_same(stager.stage({"t": numbered(9)})["t"], numbered(9))
-
-
-def test_many_threads_stage_in_turn():
-    stager = Stager(patience=PATIENCE)
-
-    def stage(number: int) -> bool:
-        staged = stager.stage({"t": torch.full((5000,), number)})
-        return bool(staged["t"].eq(number).all())
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(stage, range(50)))
-
-
 # ---- through torch's own async_save
-
-
-class Gate(DefaultSavePlanner):
-    """Stops before the second tensor is read until it is opened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached, self.opened = threading.Event(), threading.Event()
-        self._reads = 0
-
-    def resolve_data(self, write_item):
-        self._reads += 1
-        if self._reads == 2:
-            self.reached.set()
-            assert self.opened.wait(PATIENCE)
-        return super().resolve_data(write_item)
-
-
-def _weights() -> dict:
-    return {"a": torch.zeros(1000), "b": torch.zeros(1000)}
-
-
-def _save(weights: dict, step: int, folder, stager: AsyncStager, planner) -> Future:
-    """Trains a step, in place, and begins to save it."""
-    for tensor in weights.values():
-        tensor.fill_(step)
-    return dcp.async_save(
-        weights,
-        storage_writer=FileSystemWriter(folder / str(step)),
-        async_stager=stager,
-        planner=planner,
-        no_dist=True,
-    )
-
-
-def _steps(folder, step: int) -> set[float]:
-    """The values in the checkpoint of a step."""
-    loaded = _weights()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(loaded, storage_reader=FileSystemReader(folder / str(step)), no_dist=True)
-    return {float(value) for tensor in loaded.values() for value in tensor.unique()}
-
-
-def test_a_save_of_torchs_waits_for_the_copy_of_the_one_before(tmp_path):
-    stager = Stager(patience=PATIENCE)
-    weights, gate = _weights(), Gate()
-    reached, opened = gate.reached, gate.opened
-    first = _save(weights, 1, tmp_path, stager, gate)
-    del gate  # planners hold on to what they have planned
-    assert reached.wait(PATIENCE)
-    with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(_save, weights, 2, tmp_path, stager, DefaultSavePlanner())
-        assert not second.done()
-        opened.set()
-        first.result(PATIENCE)
-        assert eventually(lambda: gc.collect() >= 0 and second.done(), PATIENCE)
-        second.result().result(PATIENCE)
-    assert _steps(tmp_path, 1) == {1.0}
-    assert _steps(tmp_path, 2) == {2.0}
-    stager.close()

@@ -15,7 +15,7 @@ from cloudckpt import BackgroundOptions, CheckpointManager, RetryPolicy, waiting
 from cloudckpt.background import saver as savers
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpointer import CheckpointerConfig
-from cloudckpt.errors import RanksFailedError, SaveInProgressError
+from cloudckpt.errors import RanksFailedError
 from cloudckpt.runs import Preemption
 from cloudckpt.waiting import Waiting
 from support.wire.faults import s3_error
@@ -55,18 +55,6 @@ def test_a_save_behind_a_stuck_one_is_skipped_and_the_one_behind_its_end_is_save
     assert caplog.text.count(f"{local.at('2').uri} was skipped") == 1
 
 
-def test_a_save_that_makes_progress_is_waited_for(local, gate, stuck) -> None:
-    with saver() as one, ThreadPoolExecutor(1) as thread:
-        begin(one, 1, local.at("1"), planner=gate)
-        gate.wait()
-        second = thread.submit(begin, one, 2, local.at("2"))
-        with pytest.raises(TimeoutError):
-            second.result(0.5)
-        gate.open()
-        second.result(PATIENCE).result(PATIENCE)
-    assert step_at(local.at("2")) == 2
-
-
 def test_a_wait_ends_when_the_save_before_gets_stuck(local, gate, stuck) -> None:
     with saver() as one, ThreadPoolExecutor(1) as thread:
         begin(one, 1, local.at("1"), planner=gate)
@@ -78,16 +66,6 @@ def test_a_wait_ends_when_the_save_before_gets_stuck(local, gate, stuck) -> None
         assert second.result(PATIENCE).skipped
         gate.open()
     assert step_at(local.at("1")) == 1
-
-
-def test_it_is_waited_for_as_long_as_patience_says(local, gate, stuck) -> None:
-    with saver(patience=0.3) as one:
-        first = begin(one, 1, local.at("1"), planner=gate)
-        gate.wait()
-        with pytest.raises(SaveInProgressError, match=r"not finished within 0\.3 s"):
-            begin(one, 2, local.at("2"))
-        gate.open()
-        first.result(PATIENCE)
 
 
 def _on_ranks(place, folder):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import cloudckpt
 from cloudckpt.checkpoint.objects import is_pending_name
 from faults.states import SMALL
 from support.forks import child
@@ -94,28 +93,6 @@ with cloudckpt.checkpointer.make_async_checkpointer() as one:
     one.save({uri!r}, filled({step}, SMALL))[1].result(150)
 print("saved")
 """
-
-
-LEFT = """
-import os
-import sys
-
-def has_package(folder):
-    return os.path.exists(os.path.join(folder or ".", "cloudckpt"))
-
-sys.path[:] = ["", *(folder for folder in sys.path if not has_package(folder))]
-import cloudckpt
-assert cloudckpt.__file__.startswith({folder!r}), cloudckpt.__file__
-os.chdir("/")
-"""
-
-
-def test_a_package_found_in_a_folder_that_the_trainer_has_left_is_found_again(local, tmp_path):
-    (tmp_path / "cloudckpt").symlink_to(os.path.dirname(cloudckpt.__file__))
-    begin = LEFT.format(folder=str(tmp_path))
-    done = _python(["-c", begin + GUARDLESS.format(step=8, uri=local.uri)], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert step_at(local) == 8
 
 
 def test_a_module_in_the_current_folder_does_not_take_the_place_of_pythons(local, tmp_path):

@@ -5,20 +5,17 @@ import dataclasses
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import Config, RetryPolicy, S3Options, aio
+from cloudckpt import Config, RetryPolicy, aio
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -32,10 +29,8 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo, Retry, once
-from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI
 from faults.refusals import GATEWAYS, Refusal, internal_error, slow_down
-from support.emulators import free_port
 from support.forks import child
 from support.memory_store import MemoryStore
 from support.wire.faults import Reset, Respond, Stall, Truncate
@@ -153,20 +148,6 @@ def test_errors_have_the_names_that_they_have_elsewhere(place) -> None:
         fails(BucketNotFoundError, aio.list_checkpoints(elsewhere, config=config))
 
 
-@on["s3 google azure"]
-def test_a_page_is_not_the_whole_of_a_listing(place) -> None:
-    uri, bucket = CheckpointURI.parse(place.uri), place.server.bucket
-    names = [f"step-{step}" for step in range(1001)]
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda name: bucket.put(uri.key(f"{name}/.metadata"), b"x"), names))
-
-    view = View(uri, place.config)
-    folders = view.folders(uri.key(""))
-    assert folders == sorted(names)
-    found = [info.key for info in view.objects(uri.key(""))]
-    assert found == [uri.key(f"{name}/.metadata") for name in folders]
-
-
 # faults
 
 PASSING = {
@@ -216,14 +197,6 @@ def test_a_refusal_has_its_name(place) -> None:
     for question in (aio.exists, aio.latest, aio.list_checkpoints):
         with pytest.raises(AccessDeniedError):
             asyncio.run(question(place.uri, config=place.shaky))
-
-
-def test_a_server_that_is_not_there_is_told(s3_config) -> None:
-    nobody = S3Options(endpoint_url=f"http://127.0.0.1:{free_port()}", addressing_style="path")
-    config = Config(s3=nobody, retry=RetryPolicy(attempts=1))
-    with pytest.raises(ConnectionLostError) as caught:
-        asyncio.run(aio.exists("s3://bucket/run", config=config))
-    assert caught.value.certain
 
 
 # cancellation, and many at once
@@ -344,32 +317,3 @@ def test_many_who_ask_at_once_share_the_connections(place) -> None:
     assert asyncio.run(ask()) == [True] * 60
     assert len(place.proxy.requests()) == 60
     assert 1 < most <= limit
-
-
-SCRIPT = """
-import asyncio, sys
-from cloudckpt import Config, S3Options, aio
-
-async def main(url):
-    config = Config(s3=S3Options(endpoint_url=url, addressing_style="path"))
-    try:
-        await asyncio.wait_for(aio.exists("s3://bucket/run", config=config), 3)
-    except asyncio.TimeoutError:
-        print("cancelled")
-
-asyncio.run(main(sys.argv[1]))
-"""
-
-
-@on["s3"]
-def test_a_process_that_ends_amid_a_question_says_nothing_of_it(place) -> None:
-    place.proxy.inject(Stall("answer"))
-    ended = subprocess.run(
-        [sys.executable, "-W", "always", "-c", SCRIPT, place.proxy.url],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.stdout == "cancelled\n"
-    assert "nclosed" not in ended.stderr
-    assert "never" not in ended.stderr

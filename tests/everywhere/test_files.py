@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import cloudckpt
 from cloudckpt import Config
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
@@ -17,7 +16,6 @@ from cloudckpt.errors import (
     CheckpointReplacedError,
     ConfigError,
     ConnectionLostError,
-    InvalidRequestError,
     InvalidURIError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -75,13 +73,6 @@ def test_what_was_read_is_replaced_only_if_nobody_else_has_done_so(place) -> Non
     assert load_file(uri, if_version=newer, config=config) == b"12"
     with pytest.raises(PreconditionFailedError):
         load_file(uri, if_version=ours.version, config=config)
-
-
-def test_a_condition_leaves_nothing_else_behind(place) -> None:
-    save_file(f"{place.uri}/one", b"1", if_absent=True, config=place.config)
-    uri = cloudckpt.uri.CheckpointURI.parse(place.uri)
-    store = registry.open_store(uri, place.config)
-    assert [info.key for info in store.list(uri.key(""))] == [uri.key("one")]
 
 
 @on["local"]
@@ -237,13 +228,6 @@ def test_a_file_that_is_replaced_while_it_is_read_is_of_one_version(monkeypatch)
         load_file(URI, config=CONFIG)
 
 
-def test_a_condition_holds_for_one_request_only(rotten, monkeypatch) -> None:
-    small = dataclasses.replace(rotten.capabilities, max_put_size=4)
-    monkeypatch.setattr(rotten, "capabilities", small)
-    with pytest.raises(InvalidRequestError, match="too many"):
-        save_file(URI, b"content", if_absent=True, config=CONFIG)
-
-
 def test_a_store_that_ignores_conditions_is_found_out(rotten, monkeypatch) -> None:
     unsure = dataclasses.replace(rotten.capabilities, conditional_writes=None)
     monkeypatch.setattr(rotten, "capabilities", unsure)
@@ -256,23 +240,3 @@ def test_a_store_that_ignores_conditions_is_found_out(rotten, monkeypatch) -> No
     with pytest.raises(ConfigError, match="ignores conditional writes"):
         save_file(URI, b"content", if_absent=True, config=CONFIG)
     assert list(rotten.list("")) == []
-
-
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_where_objects_keep_no_names_a_lost_answer_leaves_it_open(
-    rotten, monkeypatch, overwrite
-) -> None:
-    """The refusal of the second try may be about the object that the first one has made."""
-    plain, answers = type(rotten).put, [ConnectionLostError("no answer")]
-
-    def put(self, key, body, *, attempt="", **options):
-        info = plain(self, key, body, **options)
-        if answers:
-            raise answers.pop()
-        return info
-
-    monkeypatch.setattr(Rotten, "put", put, raising=False)
-    config = dataclasses.replace(CONFIG, overwrite=overwrite, retry=RETRY)
-    with pytest.raises(PreconditionFailedError) as caught:
-        save_file(URI, b"content", if_absent=overwrite, config=config)
-    assert not caught.value.certain

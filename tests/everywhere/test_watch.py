@@ -1,8 +1,6 @@
 """``aio.watch``: each checkpoint is told once, by few requests, whatever happens to it."""
 
 import asyncio
-import contextlib
-import itertools
 import threading
 import uuid
 from collections import Counter
@@ -144,16 +142,6 @@ def test_a_watch_begins_where_it_is_told_to(store) -> None:
     asyncio.run(watch())
 
 
-def test_the_newest_of_a_run_that_is_not_there_is_the_first_that_comes(store) -> None:
-    async def watch() -> None:
-        newest = Watched(store, start="latest")
-        await newest.nothing()
-        store.commit(1)
-        assert await newest.told_after_all() == 1
-
-    asyncio.run(watch())
-
-
 def test_what_is_committed_late_replaced_or_saved_again_is_told(store) -> None:
     store.commit(*range(10, 20))
     store.tear(5)
@@ -258,26 +246,6 @@ def test_a_watch_that_is_cancelled_or_left_ends(store) -> None:
     asyncio.run(watch())
 
 
-def test_many_watches_run_in_one_loop(place) -> None:
-    runs = [f"{place.uri}-{number}" for number in range(20)]
-
-    async def first(run: str) -> str:
-        async with contextlib.aclosing(
-            aio.watch(run, interval=0.05, config=place.config)
-        ) as watched:
-            return (await anext(watched)).uri
-
-    async def watch() -> list[str]:
-        found = [asyncio.ensure_future(first(run)) for run in runs]
-        await asyncio.sleep(0.2)
-        for run in runs:
-            where = f"{run}/step-1/.metadata"
-            await asyncio.to_thread(cloudckpt.files.save_file, where, b"b.", config=place.config)
-        return await asyncio.wait_for(asyncio.gather(*found), 100)
-
-    assert asyncio.run(watch()) == [f"{run}/step-1" for run in runs]
-
-
 @pytest.mark.parametrize("watch", [aio.watch, cloudckpt.watch], ids=["loop", "thread"])
 def test_options_that_make_no_sense_are_refused_at_once(watch) -> None:
     for options in ({"interval": 0}, {"interval": float("nan")}, {"start": -1}, {"start": "first"}):
@@ -301,24 +269,3 @@ def test_a_thread_without_a_loop_watches_too(store, faulty) -> None:
     faulty.fail("list", ConnectionLostError, probability=1.0)
     with pytest.raises(ConnectionLostError, match="gave up after"):
         next(watched)
-
-
-def test_a_run_with_other_names_is_told_in_the_log_once(store, caplog) -> None:
-    store.put("run/epoch-1/.metadata", [memoryview(b"b.")], checksum=0)
-
-    async def watch() -> None:
-        watched = Watched(store)
-        await watched.nothing()
-
-    asyncio.run(watch())
-    assert caplog.text.count("no folder has a name like") == 1
-
-
-def test_it_works_on_one_loop_after_the_other(store) -> None:
-    store.commit(1)
-    for _ in itertools.repeat(None, 3):
-
-        async def watch() -> None:
-            assert await Watched(store).told(1) == [1]
-
-        asyncio.run(watch())

@@ -5,8 +5,6 @@ import datetime
 import errno
 import logging
 import os
-import subprocess
-import sys
 from urllib.parse import parse_qs
 
 import pytest
@@ -223,23 +221,5 @@ class TestFullDisks:
             cloudckpt.save(filled(2), checkpoint_id=uri, config=direct)
         monkeypatch.undo()
         assert caught.value.uri.startswith(f"file://{uri}")
-        assert sorted(os.listdir(uri)) == before
-        assert load_step(uri, direct) == 1
-
-    def test_a_limit_on_file_sizes_counts_as_a_full_disk(self, tmp_path, direct):
-        """The kernel says EFBIG: the closest to a full disk that needs no mount."""
-        uri = str(tmp_path / "run")
-        cloudckpt.save(filled(1), checkpoint_id=uri, config=direct)
-        before = sorted(os.listdir(uri))
-        code = (
-            "import cloudckpt, resource, torch, warnings; warnings.simplefilter('ignore')\n"
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
-            "try:\n"
-            f"    cloudckpt.save({{'w': torch.ones(10**6)}}, checkpoint_id={uri!r})\n"
-            "except cloudckpt.errors.CloudCheckpointError as error:\n"
-            "    print(type(error).__name__)\n"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.stdout.split() == ["StorageFullError"], done.stderr
         assert sorted(os.listdir(uri)) == before
         assert load_step(uri, direct) == 1

@@ -3,7 +3,6 @@
 What might hang runs in a child that is ended when its patience is: its status then is -SIGALRM.
 """
 
-import contextlib
 import logging
 import os
 import signal
@@ -22,15 +21,11 @@ from cloudckpt.config import MIB
 from cloudckpt.errors import (
     ServerError,
 )
-from cloudckpt.torch_files.torch_file import write_torch_file
-from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.uri import CheckpointURI
 from support.forks import child
 from support.wire.faults import Call, Drip, Stall
 from support.wire.hop import Fault, Hop
 
 from . import jobs
-from .conftest import busy_threads
 from .refusals import denied, internal_error, slow_down
 from .selection import everywhere
 from .states import BIG, SMALL, filled, impatient, load_step, silence
@@ -302,34 +297,6 @@ class TestInterrupts:
         assert load_step(uri, direct, nbytes) == 1
         store.assert_tidy()
 
-    @pytest.mark.timeout(150)
-    def test_a_wait_that_begins_after_the_failure_is_broken_off_too(self):
-        """Between its look at the cancellation and its wait, a thread can't be interrupted."""
-        failed, waiting, interrupted = threading.Event(), threading.Event(), threading.Event()
-
-        def interrupt(_) -> None:
-            if waiting.is_set():
-                interrupted.set()
-            failed.set()
-
-        def late() -> None:
-            failed.wait(10)
-            waiting.set()
-            outcome.append(interrupted.wait(5))
-
-        def fail() -> None:
-            raise ServerError("failed")
-
-        def produce() -> None:
-            group.submit(late)
-            group.submit(fail)
-
-        outcome: list[bool] = []
-        group = TaskGroup(2, interrupt=interrupt)
-        with contextlib.suppress(ServerError):
-            group.run(produce)
-        assert outcome == [True]
-
     @pytest.mark.parametrize("job", ["save", "load"])
     def test_an_interrupt_stays_an_interrupt(self, interrupt, job):
         """A training loop that survives any Exception must not survive Ctrl-C."""
@@ -337,31 +304,6 @@ class TestInterrupts:
         where = {"operation": operation, "path": "*.distcp"}
         status, outcome, _ = interrupt(job, Stall("answer"), SMALL, LONG, **where)
         assert (status, outcome["error"]) == (0, "KeyboardInterrupt")
-
-    @pytest.mark.timeout(200)
-    @pytest.mark.parametrize("job", ["save", "load", "file"])
-    def test_an_interrupt_just_before_the_wait_for_the_transfers_stops_them_too(
-        self, saved, proxy, endpoint, monkeypatch, job
-    ):
-        finish = TaskGroup._finish
-
-        def interrupted(group: TaskGroup) -> None:
-            monkeypatch.setattr(TaskGroup, "_finish", finish)
-            raise KeyboardInterrupt
-
-        uri, state = saved(), filled(2, SMALL)
-        config = impatient(endpoint, read_timeout=600.0, stall_timeout=600.0)
-        jobs = {
-            "save": lambda: cloudckpt.save(state, checkpoint_id=uri, config=config),
-            "load": lambda: cloudckpt.load(state, checkpoint_id=uri, config=config),
-            "file": lambda: write_torch_file(state, CheckpointURI.parse(f"{uri}.distcp"), config),
-        }
-        # not its deletion, which may be the first that is heard of it
-        proxy.inject(Stall("answer"), operation="[GP]*Object", path="*.distcp", times=1)
-        monkeypatch.setattr(TaskGroup, "_finish", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            jobs[job]()
-        assert busy_threads() == []
 
     @everywhere()
     def test_what_arrives_after_the_clean_up_does_no_harm(self, interrupt, store, direct):

@@ -7,11 +7,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.base import (
-    MOST_READ,
     Body,
     ObjectInfo,
     ObjectStore,
@@ -173,92 +172,41 @@ class FaultyStore(ObjectStore):
             self._faults.clear()
 
     def put(
-        self,
-        key: str,
-        body: Body,
-        *,
-        checksum: int,
-        attempt: str = "",
-        if_absent: bool = False,
-        if_version: str | None = None,
-        progress: Progress | None = None,
+        self, key: str, body: Body, *, progress: Progress | None = None, **options: Any
     ) -> ObjectInfo:
-        return self._call(
-            "put",
-            key,
-            lambda: self.inner.put(
-                key,
-                body,
-                checksum=checksum,
-                attempt=attempt,
-                if_absent=if_absent,
-                if_version=if_version,
-                progress=progress,
-            ),
-            progress,
-        )
+        def put() -> ObjectInfo:
+            return self.inner.put(key, body, progress=progress, **options)
+
+        return self._call("put", key, put, progress)
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         return self._call("create_upload", key, lambda: self.inner.create_upload(key, part_size))
 
     def put_part(
-        self,
-        upload: Upload,
-        number: int,
-        body: Body,
-        *,
-        checksum: int,
-        progress: Progress | None = None,
+        self, upload: Upload, *part: Any, progress: Progress | None = None, **options: Any
     ) -> Part:
-        return self._call(
-            "put_part",
-            upload.key,
-            lambda: self.inner.put_part(upload, number, body, checksum=checksum, progress=progress),
-            progress,
-        )
+        def put() -> Part:
+            return self.inner.put_part(upload, *part, progress=progress, **options)
 
-    def complete_upload(
-        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
-    ) -> ObjectInfo:
-        return self._call(
-            "complete_upload",
-            upload.key,
-            lambda: self.inner.complete_upload(upload, parts, if_absent=if_absent),
-        )
+        return self._call("put_part", upload.key, put, progress)
+
+    def complete_upload(self, upload: Upload, *parts: Any, **options: Any) -> ObjectInfo:
+        def complete() -> ObjectInfo:
+            return self.inner.complete_upload(upload, *parts, **options)
+
+        return self._call("complete_upload", upload.key, complete)
 
     def copies_from(self, source: ObjectStore) -> bool:
         return self.inner.copies_from(_faultless(source))
 
-    def copy(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        key: str,
-        *,
-        attempt: str = "",
-        if_absent: bool = False,
-    ) -> ObjectInfo:
+    def copy(self, source: ObjectStore, found: ObjectInfo, key: str, **options: Any) -> ObjectInfo:
         inner = _faultless(source)
-        return self._call(
-            "copy",
-            key,
-            lambda: self.inner.copy(inner, found, key, attempt=attempt, if_absent=if_absent),
-        )
+        return self._call("copy", key, lambda: self.inner.copy(inner, found, key, **options))
 
-    def copy_part(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        upload: Upload,
-        number: int,
-        start: int,
-        stop: int,
-    ) -> Part:
+    def copy_part(self, source: ObjectStore, found: ObjectInfo, upload: Upload, *part: int) -> Part:
         inner = _faultless(source)
         return self._call(
-            "copy_part",
-            upload.key,
-            lambda: self.inner.copy_part(inner, found, upload, number, start, stop),
+            "copy_part", upload.key, lambda: self.inner.copy_part(inner, found, upload, *part)
         )
 
     def abort_upload(self, upload: Upload) -> None:
@@ -270,23 +218,17 @@ class FaultyStore(ObjectStore):
 
         return iter(retry(ask))
 
-    def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
-        return self._call("get", key, lambda: self.inner.get(key, limit=limit))
+    def get(self, key: str, **options: Any) -> tuple[bytearray, ObjectInfo]:
+        return self._call("get", key, lambda: self.inner.get(key, **options))
 
-    def get_latest(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
-        return self._call("get", key, lambda: self.inner.get_latest(key, limit=limit))
+    def get_latest(self, key: str, **options: Any) -> tuple[bytearray, ObjectInfo]:
+        return self._call("get", key, lambda: self.inner.get_latest(key, **options))
 
     def get_range(
-        self,
-        key: str,
-        start: int,
-        into: Sequence[memoryview],
-        *,
-        if_version: str | None = None,
-        progress: Progress | None = None,
+        self, key: str, start: int, into: Sequence[memoryview], **options: Any
     ) -> ObjectInfo:
         def get(views: Sequence[memoryview]) -> ObjectInfo:
-            return self.inner.get_range(key, start, views, if_version=if_version, progress=progress)
+            return self.inner.get_range(key, start, views, **options)
 
         strike = self._struck("get_range", key)
         if strike is None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cloudckpt import uri as uris
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, RangeNotSatisfiableError
@@ -125,30 +125,17 @@ class MemoryStore(ObjectStore):
         with self._bucket.lock:
             held = self._parts(upload)
             data = b"".join(held[part.number] for part in parts)
-            info = self.put(
-                upload.key,
-                [memoryview(data)],
-                checksum=0,
-                attempt=upload.attempt,
-                if_absent=if_absent,
-            )
+            options = {"attempt": upload.attempt, "if_absent": if_absent}
+            info = self.put(upload.key, [memoryview(data)], checksum=0, **options)
             del self._bucket.uploads[upload.id]
         return info
 
     def copies_from(self, source: ObjectStore) -> bool:
         return isinstance(source, MemoryStore)
 
-    def copy(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        key: str,
-        *,
-        attempt: str = "",
-        if_absent: bool = False,
-    ) -> ObjectInfo:
+    def copy(self, source: ObjectStore, found: ObjectInfo, key: str, **options: Any) -> ObjectInfo:
         data, checksum = self._copied(source, found, 0, found.size)
-        info = self.put(key, [data], checksum=checksum, attempt=attempt, if_absent=if_absent)
+        info = self.put(key, [data], checksum=checksum, **options)
         return replace(info, checksum=checksum)
 
     def copy_part(
