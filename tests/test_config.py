@@ -51,25 +51,15 @@ def test_a_misspelt_variable_is_named_once_with_what_was_meant(monkeypatch, capl
 # (class, option, variable, what is written there, what it means)
 FROM_ENVIRONMENT = [
     (Config, "connections", "CLOUDCKPT_CONNECTIONS", "7", 7),
-    (Config, "part_size", "CLOUDCKPT_PART_SIZE", "8388608", 8 * MIB),
-    (Config, "part_size", "CLOUDCKPT_PART_SIZE", "32MiB", 32 * MIB),
     (Config, "part_size", "CLOUDCKPT_PART_SIZE", " 1 GiB ", 1024 * MIB),
     (Config, "memory_budget", "CLOUDCKPT_MEMORY_BUDGET", "128mib", 128 * MIB),
-    (Config, "verify", "CLOUDCKPT_VERIFY", "0", False),
     (Config, "verify", "CLOUDCKPT_VERIFY", "True", True),
     (Config, "overwrite", "CLOUDCKPT_OVERWRITE", "off", False),
     (Config, "conditional_writes", "CLOUDCKPT_CONDITIONAL_WRITES", "off", "off"),
     (Config, "connect_timeout", "CLOUDCKPT_CONNECT_TIMEOUT", "1.5", 1.5),
-    (Config, "read_timeout", "CLOUDCKPT_READ_TIMEOUT", "90", 90.0),
-    (Config, "stall_timeout", "CLOUDCKPT_STALL_TIMEOUT", "5", 5.0),
     (RetryPolicy, "deadline", "CLOUDCKPT_RETRY_DEADLINE", "60", 60.0),
     (S3Options, "endpoint_url", "CLOUDCKPT_S3_ENDPOINT_URL", "http://x:9", "http://x:9"),
-    (S3Options, "region", "CLOUDCKPT_S3_REGION", "eu-west-1", "eu-west-1"),
-    (S3Options, "profile", "CLOUDCKPT_S3_PROFILE", "work", "work"),
-    (S3Options, "addressing_style", "CLOUDCKPT_S3_ADDRESSING_STYLE", "path", "path"),
-    (Config, "checksum", "CLOUDCKPT_CHECKSUM", "on", "on"),
     (S3Options, "sse", "CLOUDCKPT_S3_SSE", "AES256", "AES256"),
-    (S3Options, "storage_class", "CLOUDCKPT_S3_STORAGE_CLASS", "STANDARD_IA", "STANDARD_IA"),
     (
         S3Options,
         "tags",
@@ -78,10 +68,7 @@ FROM_ENVIRONMENT = [
         (("a", "1"), ("b", "x=y"), ("c", "")),
     ),
     (S3Options, "requester_pays", "CLOUDCKPT_S3_REQUESTER_PAYS", "true", True),
-    (S3Options, "anonymous", "CLOUDCKPT_S3_ANONYMOUS", "1", True),
-    (GCSOptions, "anonymous", "CLOUDCKPT_GCS_ANONYMOUS", "1", True),
     (AzureOptions, "anonymous", "CLOUDCKPT_AZURE_ANONYMOUS", "1", True),
-    (GCSOptions, "endpoint_url", "CLOUDCKPT_GCS_ENDPOINT_URL", "http://x:9", "http://x:9"),
     (GCSOptions, "metadata", "CLOUDCKPT_GCS_METADATA", "a=b,c=d", (("a", "b"), ("c", "d"))),
     (BackgroundOptions, "when_busy", "CLOUDCKPT_ASYNC_WHEN_BUSY", "skip", "skip"),
     (AzureOptions, "tags", "CLOUDCKPT_AZURE_TAGS", "a=b", (("a", "b"),)),
@@ -111,14 +98,10 @@ def test_nested_options_are_read_when_the_config_is_made(monkeypatch):
     ("variable", "text"),
     [
         ("CLOUDCKPT_CONNECTIONS", "many"),
-        ("CLOUDCKPT_CONNECTIONS", "1.5"),
         ("CLOUDCKPT_CONNECTIONS", "0"),
         ("CLOUDCKPT_PART_SIZE", "16 MB"),
-        ("CLOUDCKPT_PART_SIZE", "-1"),
-        ("CLOUDCKPT_PART_SIZE", "1.5GiB"),
         ("CLOUDCKPT_VERIFY", "maybe"),
         ("CLOUDCKPT_READ_TIMEOUT", "soon"),
-        ("CLOUDCKPT_READ_TIMEOUT", "nan"),
         ("CLOUDCKPT_RETRY_DEADLINE", "nan"),
         ("CLOUDCKPT_S3_SSE", "rot13"),
     ],
@@ -137,13 +120,12 @@ def test_a_variable_that_can_not_work_is_refused_with_its_text(monkeypatch, vari
         (Config, {"connections": 513}, "connections=513"),
         (Config, {"part_size": 5 * MIB - 1}, "5 MiB to 5 GiB"),
         (Config, {"part_size": 5 * 1024 * MIB + 1}, "5 MiB to 5 GiB"),
-        (Config, {"part_size": 0}, "5 MiB to 5 GiB"),
         (Config, {"memory_budget": 32 * MIB - 1}, "memory_budget"),
         (Config, {"connect_timeout": 0}, "connect_timeout=0"),
         (Config, {"read_timeout": -1.0}, "read_timeout=-1.0"),
         (Config, {"stall_timeout": float("nan")}, "stall_timeout=nan"),
+        (Config, {"read_timeout": float("inf")}, "read_timeout=inf"),
         (Config, {"conditional_writes": "yes"}, "'auto', 'on' or 'off'"),
-        (Config, {"conditional_writes": True}, "'auto', 'on' or 'off'"),
         (RetryPolicy, {"attempts": 0}, "attempts=0"),
         (RetryPolicy, {"deadline": -1}, "deadline=-1"),
         (RetryPolicy, {"base": -0.1}, "base=-0.1"),
@@ -152,18 +134,13 @@ def test_a_variable_that_can_not_work_is_refused_with_its_text(monkeypatch, vari
         (Config, {"checksum": "crc32c"}, "'auto', 'on' or 'off'"),
         (S3Options, {"sse": "aws"}, "'aws:kms'"),
         (S3Options, {"kms_key_id": "key"}, "sse='aws:kms'"),
-        (S3Options, {"kms_key_id": "key", "sse": "AES256"}, "sse='aws:kms'"),
         (S3Options, {"anonymous": True, "profile": "work"}, "anonymous"),
         (S3Options, {"anonymous": True, "requester_pays": True}, "anonymous"),
-        (GCSOptions, {"endpoint_url": "localhost:4443"}, "http://"),
         (BackgroundOptions, {"when_busy": "queue"}, "'wait', 'skip' or 'auto'"),
         (BackgroundOptions, {"patience": 0.0}, "seconds"),
-        (AzureOptions, {"endpoint_url": "lab.blob"}, "http://"),
         (AzureOptions, {"access_tier": "Archive"}, "can't be loaded"),
-        (AzureOptions, {"access_tier": "archive"}, "access_tier='archive'"),
         (AzureOptions, {"access_tier": " Cool"}, "access_tier=' Cool'"),
         (AzureOptions, {"access_tier": "Cool\r\nx-ms-tags: a"}, "access_tier"),
-        (S3Options, {"endpoint_url": "store.example:9000"}, "http:// or https://"),
     ],
 )
 def test_a_value_that_can_not_work_is_refused_with_its_name(cls, options, named):
@@ -259,18 +236,6 @@ def test_metadata_that_google_would_change_or_refuse_is_refused_at_once(metadata
         GCSOptions(metadata=metadata)
     assert "metadata" in str(caught.value)
     assert named in str(caught.value)
-
-
-def test_metadata_may_fill_its_room():
-    with pytest.raises(ConfigError, match="8 KiB"):
-        GCSOptions(metadata={"k": "x" * 8127, "e": ""})
-    assert GCSOptions(metadata={"k": "x" * 8127}).metadata == (("k", "x" * 8127),)
-
-
-@pytest.mark.parametrize("option", ["connect_timeout", "read_timeout", "stall_timeout"])
-def test_a_time_without_end_is_refused(option):
-    with pytest.raises(ConfigError, match=option):
-        Config(**{option: float("inf")})
 
 
 @pytest.mark.parametrize(

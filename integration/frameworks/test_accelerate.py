@@ -73,18 +73,6 @@ def accelerator(environment: dict[str, str]) -> Accelerator:
     return made
 
 
-def test_a_folded_uri_and_a_name_that_is_no_step_are_refused(
-    accelerator: Accelerator, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(cloudckpt.errors.InvalidURIError, match="s3://bucket/run"):
-        save_state(accelerator, Path("s3://bucket/run"))
-    with pytest.raises(cloudckpt.errors.ConfigError, match="such as step-10"):
-        save_state(accelerator, f"{run}/newest", max_to_keep=2)
-    assert not [*tmp_path.iterdir()]
-    assert not cloudckpt.list_checkpoints(run)
-
-
 class _Branches(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -157,14 +157,6 @@ def test_a_run_deletes_nothing_of_another_one_and_not_what_it_has_resumed(
     assert any(cloudckpt.inspect(uri).shared for uri in (first, second, third))
 
 
-def test_lightning_has_the_same_rules_on_a_disk(where: Where) -> None:
-    local = dataclasses.replace(where, root=str(where.scratch))
-    first = with_lightning(local, "first", 2, None)
-    second = with_lightning(local, "second", 4, first)
-    third = with_lightning(local, "second", 6, second)
-    assert {str(path) for path in where.scratch.glob("*/*")} == {first, second, third}
-
-
 def test_steps_behind_which_the_trainer_went_back_stay_and_do_not_count(where: Where) -> None:
     run = f"{where.root}/first"
     _trainer(where.scratch / "before", CloudCheckpointCallback(run), 4).train()

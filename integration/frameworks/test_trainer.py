@@ -197,10 +197,6 @@ def test_what_the_trainer_writes_when_it_is_told_to_end_is_saved(
     assert _steps(run) == [2]
 
 
-def test_nothing_is_restored_of_an_empty_run(environment: dict[str, str], run: str) -> None:
-    assert CloudCheckpointCallback(run).restore() is None
-
-
 def test_a_checkpoint_of_something_else_is_refused(
     environment: dict[str, str], run: str, tmp_path: Path
 ) -> None:
