@@ -128,16 +128,6 @@ def test_damage_is_found_in_the_block_where_it_is(algorithm, size, block_size, p
     assert blocks.bad(0, views) == [damaged // block_size]
 
 
-def test_of_several_damages_all_are_told():
-    content = bytearray(some_bytes(100))
-    right = [CRC32C.of(content[at : at + 10]) for at in range(0, 100, 10)]
-    blocks = Blocks(CRC32C, 10, right)
-    content[35] ^= 1
-    content[71] ^= 1
-    assert blocks.bad(0, [memoryview(content)]) == [3, 7]
-    assert blocks.bad(4, [memoryview(content)[40:]]) == [7]
-
-
 @given(st.integers(0, 1 << 50))
 def test_a_block_is_a_power_of_two_that_suits_the_item(nbytes):
     size = block_size_for(nbytes)

@@ -1,7 +1,6 @@
 """Errors keep all they know on their way from rank to rank."""
 
 import builtins
-import copy
 import pickle
 import re
 
@@ -66,14 +65,6 @@ def test_an_error_survives_pickling(cls, protocol):
     assert str(back) == str(error)
     assert back.args == error.args
     assert "torn" in str(back)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_an_error_survives_copying(cls):
-    error = made(cls)
-    for back in (copy.copy(error), copy.deepcopy(error)):
-        assert type(back) is cls
-        assert vars(back) == vars(error)
 
 
 @pytest.mark.parametrize(

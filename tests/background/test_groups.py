@@ -83,19 +83,6 @@ def test_ranks_that_close_in_another_order_open_the_same_group(ranks):
     assert first == second
 
 
-def _given_back_by_one() -> None:
-    group = _opened()
-    if dist.get_rank() == 0:
-        give_back(group)  # the other rank believes it broken
-    other = _opened()
-    assert other is not group
-    _together(other)
-
-
-def test_a_group_that_one_rank_believes_broken_is_not_used_again(ranks):
-    ranks(2, _given_back_by_one)
-
-
 def _world_ends_first(place: Place, store: str) -> None:
     with AsyncSaver() as saver:
         begin(saver, 1, place).result(PATIENCE)

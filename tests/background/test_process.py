@@ -31,11 +31,9 @@ from cloudckpt.checkpointer import CommitHook
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
     CheckpointConflictError,
-    ConfigError,
     SaveProcessError,
     StagingMemoryError,
 )
-from cloudckpt.hf import SafetensorsWriter
 from dcp.values import numbered
 from faults.states import BIG, SMALL, filled
 from support.wire.faults import Call, s3_error
@@ -198,14 +196,6 @@ def test_behind_a_save_the_process_holds_no_memory_of_the_trainers(one, local):
         assert eventually(lambda: _mapped(pid_of(one)) == 0)
 
 
-def test_saves_leave_no_descriptor_behind(one, local):
-    begin(one, 0, local, Casting()).result(PATIENCE)
-    before = open_files()
-    for step in range(1, 4):
-        begin(one, step, local, Casting()).result(PATIENCE)
-    assert open_files() == before
-
-
 def test_what_the_process_logs_reaches_the_trainers_logging(s3, caplog):
     caplog.set_level(logging.DEBUG, "urllib3")
     with saver() as other:
@@ -277,11 +267,6 @@ def test_hooks_and_planners_stay_in_the_trainer(one, local):
 
 
 # ---- failures
-
-
-def test_a_writer_of_another_format_is_refused_by_name(one, tmp_path):
-    with pytest.raises(ConfigError, match="not with a SafetensorsWriter"):
-        one.save(filled(1, SMALL), SafetensorsWriter(tmp_path))
 
 
 def test_an_interpreter_that_is_not_there_is_told_by_name(monkeypatch):

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import gc
-import os
 import threading
 import traceback
 import warnings
@@ -68,23 +67,6 @@ def test_a_save_that_waits_too_long_says_so_and_the_next_works(local, gate):
     assert local.at("2").names() == []
 
 
-def test_a_save_is_skipped_while_another_is_under_way(local, gate):
-    with saver(when_busy="skip") as one:
-        first = begin(one, 1, local, gate)
-        gate.wait()
-        skipped = [begin(one, step, local) for step in (2, 3)]
-        assert all(future.skipped for future in skipped)
-        assert [future.result(0) for future in skipped] == [None, None]
-        gate.open()
-        assert isinstance(first.result(PATIENCE), Metadata)
-        assert not first.skipped
-        assert step_at(local) == 1
-        last = begin(one, 4, local)
-        assert isinstance(last.result(PATIENCE), Metadata)
-        assert not last.skipped
-    assert step_at(local) == 4
-
-
 def test_a_save_that_could_not_be_copied_does_not_occupy_its_place(local, monkeypatch):
     """The other ranks still hear of it when the next one begins."""
     may_fail, prepared = threading.Event(), Save.prepared
@@ -131,17 +113,6 @@ def test_a_writer_of_the_callers_may_be_given_again_while_it_is_in_use(local, ga
 # ---- the end
 
 
-def test_a_save_that_was_asked_for_cannot_be_cancelled(local, gate):
-    with saver() as one:
-        future = begin(one, 1, local, gate)
-        gate.wait()
-        assert not future.cancel()
-        gate.open()
-        assert isinstance(future.result(PATIENCE), Metadata)
-        assert not future.cancel()
-    assert not future.cancelled()
-
-
 def test_closing_waits_for_what_is_under_way(local, gate):
     one = saver()
     future = begin(one, 1, local, gate)
@@ -183,25 +154,6 @@ def test_closing_again_does_what_an_interrupt_has_kept_from_being_done(local, ga
     assert staged_copies() == before
     with pytest.raises(ClosedError):
         begin(one, 2, local)
-
-
-def _in_a_fork(one: AsyncSaver, place: Place) -> str:
-    one.close()
-    try:
-        begin(one, 2, place)
-    except ClosedError as error:
-        return str(error)
-    return "began"
-
-
-def test_a_saver_of_a_process_that_has_forked_this_one_says_so_and_stays_whole(local):
-    with saver() as one:
-        begin(one, 1, local).result(PATIENCE)
-        told = in_a_child("fork", _in_a_fork, one, local)
-        assert f"belongs to process {os.getpid()}" in told
-        assert "make a new saver in this process" in told
-        begin(one, 3, local).result(PATIENCE)
-    assert step_at(local) == 3
 
 
 def _saving_threads() -> int:
@@ -310,20 +262,6 @@ class Waiting:
     def stage(self, state_dict: dict) -> Future[dict]:
         self.state = dict(state_dict)
         return self.copied
-
-
-def test_a_copy_that_its_stager_cancels_fails_the_save_and_not_the_next(local):
-    stager = Waiting()
-    with AsyncSaver(no_dist=True, stager=stager) as one:
-        pending = one.save(filled(3, SMALL), local.writer())
-        assert stager.copied.cancel()
-        error = pending.written.exception(PATIENCE)
-        assert isinstance(error, StagingError)
-        assert "CancelledError" in str(error)
-        stager.copied = Future()
-        stager.copied.set_result(filled(4, SMALL))
-        one.save({}, local.writer()).written.result(PATIENCE)
-    assert step_at(local) == 4
 
 
 @pytest.mark.parametrize("is_future", [False, True])

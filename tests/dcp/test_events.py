@@ -3,7 +3,6 @@
 import io
 import logging
 import sys
-import threading
 
 import pytest
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -91,25 +90,6 @@ def test_each_subscription_ends_alone():
     other()
     events.emit(event)
     assert found == [event]
-
-
-def test_listeners_that_come_and_go_in_threads_are_neither_lost_nor_kept():
-    sys_interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-
-        def come_and_go():
-            for _ in range(3000):
-                events.subscribe(lambda event: None)()
-
-        threads = [threading.Thread(target=come_and_go) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-    finally:
-        sys.setswitchinterval(sys_interval)
-    assert not events.has_listeners()
 
 
 def test_who_wants_no_progress_is_told_of_none_and_causes_none(monkeypatch):

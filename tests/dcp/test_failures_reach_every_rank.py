@@ -680,28 +680,6 @@ def test_metadata_that_can_not_be_read_are_not_told_as_not_there(error, local):
                 assert type(caught.value) is type(error)
 
 
-class OfTheUser:
-    """What a planner keeps with the metadata."""
-
-
-class Keeping(DefaultSavePlanner):
-    def create_global_plan(self, all_plans):
-        plans, metadata = super().create_global_plan(all_plans)
-        metadata.kept = OfTheUser()
-        return plans, metadata
-
-
-def _load_what_one_rank_does_not_trust(place: Place) -> None:
-    writer = FileSystemWriter(place.path)
-    dcp.save({"a": numbered(3)}, storage_writer=writer, planner=Keeping())
-    _loaded({"a": torch.zeros(3)}, place, trust_pickle=not _is_last())
-
-
-def test_metadata_that_one_rank_does_not_trust_are_refused_on_all(local, ranks):
-    told = ranks.errors(2, _load_what_one_rank_does_not_trust, local, deadline=60)
-    assert [type(error).__name__ for error in told] == ["UntrustedPickleError"] * 2
-
-
 class _Replaces(cloudckpt.CloudStorageReader):
     """Rank 1 goes on only when the checkpoint that rank 0 has seen was replaced."""
 

@@ -208,9 +208,3 @@ def test_no_save_waits_for_the_look_for_a_run(monkeypatch):
     patient = cloudckpt.RetryPolicy(base=0.01, cap=0.01, deadline=3600)
     cloudckpt.save(_STATE, checkpoint_id="memory://looks/x", config=Config(retry=patient))
     assert store.failed["list"] == 3
-
-
-def test_a_step_has_folders_of_any_name_beneath(local):
-    for name in ("step-1/optimizer", "step-1", "step-1/step-2", "step-1"):
-        _INTO["save"](local.at(name))
-    assert cloudckpt.exists(local.at("step-1").uri)

@@ -228,18 +228,6 @@ def test_a_save_over_its_own_base_that_fails_leaves_it_whole(place, monkeypatch)
 
 
 @on_disk
-def test_a_copy_under_another_name_is_a_base_of_its_own(place) -> None:
-    first = saved(place, 1)
-    shutil.copytree(place.at("step-1").path, place.at("step-5").path)
-    cloudckpt.delete(place.at("step-1").uri, config=place.config)
-    assert saved(place, 6) < first / 10
-    assert is_at(loaded(place.at("step-6")), 6)
-    assert list(cloudckpt.inspect(place.at("step-6").uri, config=place.config).shared) == [
-        place.at("step-5").uri
-    ]
-
-
-@on_disk
 def test_a_base_elsewhere_is_refused(place, tmp_path) -> None:
     saved(place, 1)
     for base in (str(tmp_path / "step-1"), place.at("step-1/inner").uri):

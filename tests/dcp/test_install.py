@@ -65,19 +65,6 @@ def test_local_paths_still_go_to_torch(as_path, installed, local):
     assert_same(loaded["t"], numbered(10))
 
 
-@pytest.mark.parametrize(
-    "location",
-    [
-        "gs://bucket/run",
-        "az://container/run",
-        "abfss://container@account.dfs.core.windows.net/run",
-        "https://account.blob.core.windows.net/container/run",
-    ],
-)
-def test_locations_of_the_other_clouds_are_ours_too(location, installed):
-    assert type(state_dict_saver._storage_setup(None, location)) is cloudckpt.CloudStorageWriter
-
-
 @pytest.mark.parametrize("location", ["https://example.com/run", "hdfs://namenode/run"])
 def test_a_location_that_is_no_store_of_ours_still_goes_to_torch(location, installed):
     asked = []
@@ -120,11 +107,4 @@ def test_a_torch_that_looks_otherwise_is_refused_and_left_alone(
         assert not _changed(otherwise)
     cloudckpt.install()
     cloudckpt.uninstall()
-    assert not _changed(before)
-
-
-def test_a_torch_whose_module_is_elsewhere_is_refused_and_left_alone(before, monkeypatch):
-    monkeypatch.setattr("cloudckpt.dcp.install._FSSPEC", ("_gone", "_away"))
-    with pytest.raises(InstallError, match="_away"):
-        cloudckpt.install()
     assert not _changed(before)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 import cloudckpt
 from cloudckpt.checkpoint.torch_private import with_strides
-from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
+from cloudckpt.errors import CheckpointCorruptError
 
 from .layouts import LAYOUTS, check_local_parts, full_state, spread
 from .places import Place
@@ -166,33 +165,6 @@ def test_a_checkpoint_by_torch_is_replaced_whole(writer, local):
     assert theirs & set(local.names()) == {".metadata"}
     loaded = {"t": torch.zeros(10)}
     cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
-    assert_same(loaded["t"], numbered(10))
-
-
-def test_a_checkpoint_of_ours_that_torch_overwrote_loads_as_what_torch_wrote(local):
-    cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces that it overwrites
-        dcp.save({"t": numbered(10, first=50)}, storage_writer=FileSystemWriter(local.path))
-    loaded = {"t": torch.zeros(10)}
-    cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
-    assert_same(loaded["t"], numbered(10, first=50))
-
-
-class Elsewhere:
-    """What a hostile or merely custom planner may have put into the metadata."""
-
-
-def test_metadata_of_torch_with_a_foreign_class_needs_trust(local):
-    dcp.save({"t": numbered(10)}, storage_writer=FileSystemWriter(local.path))
-    metadata = FileSystemReader(local.path).read_metadata()
-    metadata.planner_data = {"t": ("t",), "extra": Elsewhere()}
-    with open(f"{local.path}/.metadata", "wb") as file:
-        pickle.dump(metadata, file)
-    loaded = {"t": torch.zeros(10)}
-    with pytest.raises(UntrustedPickleError, match="Elsewhere"):
-        cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
-    cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config, trust_pickle=True)
     assert_same(loaded["t"], numbered(10))
 
 

@@ -39,11 +39,6 @@ class Derived(Remembering):
     """A class that others build on it."""
 
 
-class Broken(Remembering):
-    def invalidate_cache(self, path=None):
-        raise OSError("no such cache")
-
-
 @pytest.fixture(params=[Remembering, Derived])
 def listing(request, s3, tmp_path, monkeypatch):
     """A file system of fsspec that has listed the empty place."""
@@ -125,13 +120,3 @@ def test_what_a_failed_save_has_deleted_is_not_listed(listing, s3):
     with pytest.raises(cloudckpt.errors.RanksFailedError):
         cloudckpt.save(_state(), storage_writer=writer)
     assert listing.ls() == []
-
-
-def test_a_cache_that_can_not_be_cleared_fails_nothing(listing, s3, caplog):
-    broken = Broken(s3)
-    try:
-        _plain(s3)
-    finally:
-        type(broken).clear_instance_cache()
-    assert ".metadata" in listing.ls()
-    assert "Broken" in caplog.text

@@ -44,21 +44,6 @@ def load(state, place: Place, **options) -> dict:
 # ---- who takes part
 
 
-def _each_alone(place: Place) -> None:
-    rank = dist.get_rank()
-    mine = place.at(f"rank-{rank}")
-    save({"t": numbered(30, first=rank * 100)}, mine, no_dist=True)
-    assert_same(
-        load({"t": torch.zeros(30)}, mine, no_dist=True)["t"], numbered(30, first=rank * 100)
-    )
-
-
-@on_disk
-def test_no_dist_lets_each_rank_save_and_load_alone(place, ranks):
-    ranks(3, _each_alone, place)
-    assert sum(name.endswith("/.metadata") for name in place.names()) == 3
-
-
 def _in_a_group(members: list[int], place: Place) -> None:
     group = dist.new_group(members)
     if dist.get_rank() not in members:
@@ -142,15 +127,6 @@ def test_a_load_planner_is_told_of_every_item_and_may_place_it_itself(place):
     assert_same(loaded, state)
     assert sorted(planner.committed) == ["a", "b"]
     assert planner.bytes == ["c.d"]
-
-
-def test_a_partial_load_leaves_what_is_not_stored(place):
-    save({"a": numbered(4), "n": {"b": 5, 0: {"step": 7}}}, place)
-    inner = {"b": None, "too": 7, 0: {"step": 0}}
-    state = {"a": torch.zeros(4), "missing": numbered(3), "n": inner}
-    load(state, place, planner=DefaultLoadPlanner(allow_partial_load=True))
-    inner = {"b": 5, "too": 7, 0: {"step": 7}}
-    assert_same(state, {"a": numbered(4), "missing": numbered(3), "n": inner})
 
 
 # ---- plan caching

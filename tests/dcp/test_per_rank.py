@@ -114,34 +114,6 @@ def test_another_number_of_ranks_has_the_values_of_all(saved_by, loaded_by, rank
         assert any(told[2 if saved_by < loaded_by else 0])  # where a value has no rank, or reverse
 
 
-def _save_position(place: Place) -> None:
-    state = {"pos": cloudckpt.per_rank(dist.get_rank())}
-    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
-
-
-def _left_alone(place: Place) -> list[str]:
-    state = {"pos": cloudckpt.per_rank(7)}
-    return list(cloudckpt.load(state, checkpoint_id=place.uri, config=place.config).left_alone)
-
-
-def test_a_rank_without_a_value_of_its_own_says_so_in_its_report(ranks, local):
-    ranks(2, _save_position, local)
-    assert ranks(3, _left_alone, local) == [[], [], ["pos"]]
-
-
-def _read_by_torch(place: Place) -> dict:
-    state = {"pos": cloudckpt.per_rank(dist.get_rank()), "sum": 5}
-    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
-    found = {"pos": {"rank_0": -1, "rank_1": -1}, "sum": 0}
-    dcp.load(found, storage_reader=dcp.FileSystemReader(place.uri.removeprefix("file://")))
-    return found
-
-
-def test_torch_reads_values_of_each_rank_as_entries(ranks, local):
-    found = {"pos": {"rank_0": 0, "rank_1": 1}, "sum": 5}
-    assert ranks(2, _read_by_torch, local) == [found] * 2
-
-
 def test_a_value_of_each_rank_is_not_loaded_for_one_of_all(tmp_path):
     cloudckpt.save({"pos": cloudckpt.per_rank(3)}, checkpoint_id=tmp_path)
     with pytest.raises(MissingKeyError, match="per_rank"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import CloudStorageReader, CloudStorageWriter, Config, S3Options
+from cloudckpt import CloudStorageReader
 from cloudckpt.format_utils import torch_save_to_dcp
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
@@ -17,22 +17,9 @@ from .children import in_a_child
 from .places import Place
 from .values import assert_same, numbered
 
-_CONFIG = Config(connections=3, s3=S3Options(endpoint_url="http://host", tags=(("a", "b"),)))
-
 
 def _there_and_back(thing):
     return pickle.loads(pickle.dumps(thing))
-
-
-def test_a_writer_takes_its_place_and_options_along_and_nothing_of_its_attempt(local):
-    writer = CloudStorageWriter(local.uri, config=_CONFIG)
-    used = local.writer()
-    cloudckpt.save({"t": numbered(5)}, storage_writer=used)
-    for one in (writer, used):
-        twin = _there_and_back(one)
-        assert (twin.checkpoint_id, twin.config) == (one.checkpoint_id, one.config)
-        assert twin.transferred is None
-        assert twin.storage_meta().save_id != one.storage_meta().save_id
 
 
 def test_a_reader_takes_its_place_and_options_along(local):

@@ -8,13 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt.errors import (
-    CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
 )
@@ -134,33 +130,6 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_found(verb, suffix, place
         pytest.raises(CheckpointNotFoundError),
     ):
         load(place, no_dist=True)
-
-
-def test_an_object_that_is_gone_without_another_save_is_damage(place):
-    save(place, 1)
-    uri = CheckpointURI.parse(place.uri)
-    for name in place.data():
-        open_store(uri, place.config).delete(uri.key(name))
-    with pytest.raises(CheckpointCorruptError, match="is gone"):
-        load(place, no_dist=True)
-
-
-def test_stock_load_is_told_by_name(local):
-    save(local, 1)
-    with (
-        overtaken(local, "get_range", ".distcp", lambda: save(local, 2)),
-        pytest.raises(CheckpointException) as caught,
-    ):
-        dcp.load(state_of(-1), storage_reader=local.reader(), no_dist=True)
-    [(error, _)] = caught.value.failures.values()
-    assert type(error) is CheckpointReplacedError
-
-
-def test_a_planner_of_the_user_plans_again(local):
-    save(local, 1)
-    for planner in (DefaultLoadPlanner(), DefaultLoadPlanner(allow_partial_load=True)):
-        with overtaken(local, "get_range", ".distcp", lambda: save(local, 2)):
-            assert load(local, no_dist=True, planner=planner) == 2
 
 
 # ---- files of torch.save

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
 
 import cloudckpt
 from cloudckpt.stores.base import nbytes
@@ -14,7 +13,7 @@ from cloudckpt.uri import CheckpointURI
 
 from .layouts import LAYOUTS, Layout, spread
 from .places import Place
-from .values import assert_same, blank_like, numbered
+from .values import assert_same, numbered
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -108,14 +107,6 @@ def test_columns_of_short_rows_are_read_with_their_rows_but_once(local, ranks):
         assert len(asked) <= 4
 
 
-def test_replicas_read_no_other_replicas_copy(local, ranks):
-    local = local.having(shared_reads="off")
-    stored = Layout((2, 2), (Replicate(), Shard(0)))
-    ranks(4, _save_state, "one of 16 MiB", stored, local)
-    for count, asked, _ in ranks(4, _load_state, "one of 16 MiB", stored, local):
-        assert _bytes(asked) == count
-
-
 def test_what_is_not_asked_for_is_not_read(place):
     state = {f"t{number}": numbered(512, 1024, first=number) for number in range(8)}
     _save({**state, "big": numbered(2048, 1024), "values": list(range(9999))}, place)
@@ -133,15 +124,6 @@ def test_a_large_tensor_is_asked_for_in_pieces_of_the_request_size(s3, request_s
     assert_same(loaded["t"], numbered(4096, 1024))
     assert len(asked) == 8
     assert max(stop - start for _, start, stop in asked) == 2 * MIB
-
-
-def test_many_small_tensors_are_asked_for_together(s3):
-    state = {f"t{number:04}": numbered(50, first=number) for number in range(1000)}
-    _save({**state, "step": 5}, s3)
-    loaded = {**blank_like(state), "step": None}
-    asked = _load(loaded, s3)
-    assert_same(loaded, {**state, "step": 5})
-    assert len(asked) <= 4
 
 
 def _alone(place: Place) -> tuple[int, int]:

@@ -306,26 +306,4 @@ def test_memory_that_was_freed_is_told_by_a_save_by_the_same_plan(local):
         cloudckpt.save(state, checkpoint_id=local.uri, config=local.config, no_dist=True)
 
 
-def _looked_at(place: Place):
-    """The metadata of a save on each rank: read when it is looked at, and not by then another's."""
-    state = {f"of {dist.get_rank()}": torch.ones(3), "step": 1}
-    first = cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
-    seen = sorted(first.state_dict_metadata), sorted(first.planner_data), len(first.storage_data)
-    second = cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
-    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
-    dist.barrier()
-    try:
-        len(second.storage_data)
-    except cloudckpt.errors.CheckpointReplacedError:
-        return seen, True
-    return seen, False
-
-
-def test_every_rank_can_look_at_the_metadata_of_its_save(local, ranks):
-    names = ["of 0", "of 1", "step"]
-    (first, _), (second, was_replaced) = ranks(2, _looked_at, local)
-    assert first == second == (names, names, 3)
-    assert was_replaced
-
-
 # values that change their size: objects come and go, and items move from one to another

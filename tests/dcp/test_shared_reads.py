@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt.dcp import loading
@@ -57,32 +55,6 @@ def test_replicated_tensors_leave_the_store_once(ranks, s3, shared_reads):
     read = ranks(4, all_load_the_same, s3, shared_reads)
     assert unique <= sum(read) <= 1.05 * unique
     assert max(read) <= 0.5 * unique
-
-
-def both_ways(place, shared_reads):
-    """On a mesh of 2 x 2: sharded one way, replicated the other; and one that is on all alike."""
-    config = dataclasses.replace(place.config, shared_reads=shared_reads)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    full = whole()
-
-    def sharded(name, value):
-        if name == "bias":
-            return value.clone()
-        return distribute_tensor(value, mesh, [Replicate(), Shard(0)])
-
-    state = {name: sharded(name, value) for name, value in full.items()}
-    cloudckpt.save(state, checkpoint_id=place.uri, config=config)
-    target = {name: torch.zeros_like(value) for name, value in state.items()}
-    read = load(place.uri, target, config)
-    for name, value in target.items():
-        found = value if name == "bias" else value.full_tensor()
-        assert torch.equal(found, full[name])
-    return read
-
-
-def test_with_hybrid_sharding_each_shard_leaves_the_store_once(ranks, s3):
-    unique = sum(value.nbytes for value in whole().values())
-    assert unique <= sum(ranks(4, both_ways, s3, "auto")) <= 1.05 * unique
 
 
 def mixed_options(place):

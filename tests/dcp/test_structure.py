@@ -108,13 +108,6 @@ def by_stock(content, place):
 # ---- stock torch
 
 
-def test_checkpoints_of_stock_torch_have_the_structure_of_its_paths(tmp_path, local):
-    content = {"a": {1: numbered(2)}, "empty": {}, "l": [{}, 1, {}], "m": [{}, numbered(1)]}
-    dcp.save(content, checkpoint_id=tmp_path)
-    place = Place(tmp_path.as_uri(), local.config)
-    assert_same(loaded(place), {"a": {"1": numbered(2)}, "l": [None, 1], "m": [None, numbered(1)]})
-
-
 # ---- other planners
 
 
@@ -153,17 +146,6 @@ def test_two_values_of_one_name_are_refused(local, content, named):
 
 
 # ---- many ranks
-
-
-def _save_in_places(place: Place, save) -> None:
-    save([{"a": {"b": 1}}, {"a.b": 2}][dist.get_rank()], place)
-
-
-def test_two_places_of_one_name_on_two_ranks_are_refused(ranks, local):
-    errors = ranks.errors(2, _save_in_places, local, by_save)
-    assert [type(error) for error in errors] == [KeyCollisionError] * 2
-    assert [error.item for error in errors] == ["a.b"] * 2
-    assert ".metadata" not in local.names()
 
 
 # ---- any state

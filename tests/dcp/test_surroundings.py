@@ -31,21 +31,6 @@ NAMES = [
 ]
 
 
-def _save_and_load(place: Place) -> None:
-    state = {"t": numbered(40_000), "s": numbered(3), "v": "x"}
-    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
-    loaded = {"t": torch.zeros(40_000), "s": torch.zeros(3), "v": None}
-    cloudckpt.load(loaded, checkpoint_id=place.uri, config=place.config)
-    assert_same(loaded, state)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_prefix_on_s3_may_be_called(name, s3):
-    _save_and_load(s3.at(name))
-    _save_and_load(s3.at(name))  # replaces it
-    assert len(s3.at(name).names()) == len(s3.names())
-
-
 @pytest.mark.parametrize("name", [*NAMES, "what?", "hash#1"])
 def test_a_folder_may_be_called(name, local):
     path = pathlib.Path(local.path) / name

@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch._subclasses import FakeTensorMode
-from torch.distributed import _functional_collectives
 from torch.distributed.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.testing._internal.two_tensor import TwoTensor
 
 import cloudckpt
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError
@@ -187,33 +185,6 @@ def test_a_subclass_with_memory_of_its_own_is_stored_as_a_plain_tensor(local):
     assert isinstance(loaded["v"], Named)
     assert_same(loaded["v"].as_subclass(torch.Tensor), numbered(4, 5))
     assert_same(_stock_load({"v": torch.zeros(4, 5)}, local)["v"], numbered(4, 5))
-
-
-def _two() -> tuple[dict, dict]:
-    def zeros() -> TwoTensor:
-        return TwoTensor(torch.zeros(4, 5), torch.zeros(4, 5))
-
-    return {"v": TwoTensor(numbered(4, 5), numbered(4, 5, first=100))}, {"v": zeros()}
-
-
-def test_a_subclass_without_memory_of_its_own_is_stored_by_torch_save(local):
-    saved, room = _two()
-    with torch.serialization.safe_globals([TwoTensor]):
-        loaded = _round_trip(saved, local, room)["v"]
-    assert_same(loaded.a, numbered(4, 5))
-    assert_same(loaded.b, numbered(4, 5, first=100))
-
-
-def test_the_result_of_a_collective_is_a_plain_tensor_when_it_has_come(local, monkeypatch):
-    """Nobody has waited for it before: until somebody does, its memory holds anything."""
-    result = torch.zeros(10)
-
-    def wait(tensor):
-        return result.copy_(numbered(10))
-
-    monkeypatch.setattr(_functional_collectives, "wait_tensor", wait)
-    value = _functional_collectives.AsyncCollectiveTensor(result)
-    assert_same(_round_trip({"v": value}, local, {"v": torch.zeros(10)})["v"], numbered(10))
 
 
 OVERLAPPING = {

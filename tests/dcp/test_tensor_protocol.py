@@ -261,38 +261,6 @@ def test_parts_come_back_wherever_they_move_between_saves(road, ranks, local):
     ranks(3, _saved_by, road, local, seeds)
 
 
-def _model(step: int, seed: int) -> dict:
-    state = spread(step, seed)
-    return state["model"] | {"cube": state["list"][0]}
-
-
-def _saved_as_a_model(place: Place) -> None:
-    for step, seed in enumerate((21, 22), 1):
-        cloudckpt.hf.save(_model(step, seed), place.uri, config=place.config)
-        expected = _model(step, seed + 1)
-        found, whole = _blank(expected), {name: torch.zeros_like(one) for name, one in FULL.items()}
-        cloudckpt.hf.load(found, place.uri, config=place.config)
-        cloudckpt.hf.load(whole, place.uri, config=place.config)
-        for name, tensor in expected.items():
-            assert_same(found[name].detach(), tensor.detach(), name)
-        assert_same(whole, dict(_full(step)))
-        dist.barrier()
-
-
-@of_protocol
-def test_parts_make_up_the_tensors_of_a_model_in_safetensors(ranks, local):
-    ranks(3, _saved_as_a_model, local)
-
-
-@of_protocol
-def test_a_model_of_which_a_part_is_missing_is_refused(local):
-    state = {"a": torch.ones(3), "w": holding(numbered(4, 4), [((0, 2), (0, 4))])}
-    with pytest.raises(IncompleteSaveError) as caught:
-        cloudckpt.hf.save(state, local.uri, config=local.config)
-    assert caught.value.item == "w"
-    assert local.names() == []
-
-
 def _loaded_without_memory(place: Place) -> None:
     """As models that are made on the meta device: torch allocates the tensors."""
     cloudckpt.save(spread(1, 3), checkpoint_id=place.uri, config=place.config)

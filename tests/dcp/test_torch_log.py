@@ -70,16 +70,6 @@ def test_torchs_handlers_see_a_save_and_a_load_beside_torchs_own_records(place, 
     assert ours[1].cloudckpt_event.phase == "upload"
 
 
-def test_a_failed_phase_is_an_exception_at_level_error(local, notebook):
-    state = {"t": torch.zeros(3, device="meta")}
-    with pytest.raises(cloudckpt.errors.UnsupportedTensorError):
-        cloudckpt.save(state, checkpoint_id=local.uri, config=local.config)
-    (upload,) = notebook.of(f"{OURS}upload")
-    assert (upload["event"], upload["error"]) == ("exception", "UnsupportedTensorError")
-    record = next(one for one in notebook.records if one.msg["func_name"] == f"{OURS}upload")
-    assert record.levelno == logging.ERROR
-
-
 def test_no_record_holds_a_secret(s3, notebook, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIDENTITY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret-key")

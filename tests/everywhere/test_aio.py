@@ -33,7 +33,7 @@ from cloudckpt.uri import CheckpointURI
 from faults.refusals import GATEWAYS, Refusal, internal_error, slow_down
 from support.forks import child
 from support.memory_store import MemoryStore
-from support.wire.faults import Reset, Respond, Stall, Truncate
+from support.wire.faults import Reset, Respond, Truncate
 from support.wire.hop import Fault, Hop
 
 from .conftest import RETRY, Place, on
@@ -200,23 +200,6 @@ def test_a_refusal_has_its_name(place) -> None:
 
 
 # cancellation, and many at once
-
-
-@on["s3 google azure"]
-def test_a_question_that_is_cancelled_ends_at_once(place) -> None:
-    place.proxy.inject(Stall("answer"))
-
-    async def ask() -> float:
-        question = asyncio.ensure_future(aio.list_checkpoints(place.uri, config=place.shaky))
-        while not place.proxy.requests():
-            await asyncio.sleep(0.01)
-        began = time.monotonic()
-        question.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await question
-        return time.monotonic() - began
-
-    assert asyncio.run(ask()) < 20
 
 
 class Held(MemoryStore):

@@ -163,13 +163,6 @@ def test_a_write_whose_answer_was_lost_has_succeeded(faulty, condition) -> None:
     assert load_file(URI, config=CONFIG).version == version
 
 
-def test_a_write_whose_answers_are_all_lost_is_no_certain_failure(faulty) -> None:
-    faulty.fail("put", lost, when="before")
-    with pytest.raises(ConnectionLostError) as caught:
-        save_file(URI, b"content", if_absent=True, config=CONFIG)
-    assert not caught.value.certain
-
-
 class Rotten(MemoryStore):
     """Gives other bytes than it was given, so many times, and each time others."""
 

@@ -10,7 +10,7 @@ import torch
 
 import cloudckpt
 from cloudckpt import Config, aio
-from cloudckpt.errors import BucketNotFoundError, ConfigError, ConnectionLostError, InvalidURIError
+from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidURIError
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import once
 from support.faulty_store import FaultyStore
@@ -209,15 +209,6 @@ def test_transient_failures_are_survived_and_lasting_ones_raised(store, faulty) 
             await watched.told(1)
 
     asyncio.run(watch())
-
-
-def test_a_bucket_that_is_not_there_is_an_error(s3_config) -> None:
-    async def watch() -> None:
-        async for _ in aio.watch("s3://no-such-bucket-of-ours/run", config=s3_config):
-            pass
-
-    with pytest.raises(BucketNotFoundError):
-        asyncio.run(watch())
 
 
 def test_a_watch_that_is_cancelled_or_left_ends(store) -> None:

@@ -172,17 +172,6 @@ class TestRaces:
         assert load_step(uri, direct, SMALL) == 3
         store.assert_tidy()
 
-    @everywhere()
-    def test_a_load_that_is_overtaken_by_a_save_begins_anew(self, uri, proxy, shaky, direct):
-        cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=direct)
-
-        def overtake(_) -> None:
-            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=direct)
-
-        rule = proxy.inject(Call(overtake), operation="GetObject", path="*.distcp", times=1)
-        assert load_step(uri, shaky, SMALL) == 2
-        assert rule.injected == 1
-
 
 # where a trainer stands still: amid its data, at its commit, or just when it asks what is there;
 # and whether a checkpoint is there before

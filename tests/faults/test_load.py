@@ -14,7 +14,6 @@ from cloudckpt.config import MIB
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
-    CheckpointNotFoundError,
     ConnectionLostError,
     ServerError,
     StoreError,
@@ -248,14 +247,6 @@ class TestDamageInTheStore:
             load_step(uri, direct, SMALL)
         assert caught.value.uri.endswith(".distcp")
         assert load_step(uri, dataclasses.replace(direct, verify=False), SMALL) == 1
-
-    @everywhere()
-    def test_without_metadata_there_is_no_checkpoint(self, saved, store, direct):
-        uri = saved()
-        store.delete(store.key(".metadata"))
-        with pytest.raises(CheckpointNotFoundError, match="interrupted") as caught:
-            load_step(uri, direct, SMALL)
-        assert caught.value.uri == uri
 
     @everywhere()
     def test_a_checkpoint_of_torch_that_is_replaced_between_two_tries_is_not_mixed(

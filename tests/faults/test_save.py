@@ -183,19 +183,6 @@ def test_a_request_that_arrives_after_its_repetition_does_no_harm(
 
 
 @everywhere()
-def test_a_server_that_closes_every_connection_is_no_trouble(
-    saved, store, proxy, endpoint, direct, caplog
-):
-    uri = saved(BIG)
-    proxy.inject(Truncate(after=10**9))  # the whole answer, and then the end
-    # each that is kept may turn out to be closed, as soon as the machine gets around to it
-    config = impatient(endpoint, retry=RetryPolicy(attempts=50, base=0.01, cap=0.2))
-    cloudckpt.save(filled(2), checkpoint_id=uri, config=config)
-    assert load_step(uri, config) == 2
-    store.assert_tidy()
-
-
-@everywhere()
 def test_a_storm_of_slow_downs_is_sat_out(saved, store, proxy, endpoint, direct):
     uri = saved(BIG)
     policy = RetryPolicy(attempts=20, base=0.01, cap=0.05, deadline=60.0)
