@@ -44,7 +44,7 @@ NAMES = {
     "cloudckpt.hf": "Exported SafetensorsWriter export_checkpoint load save",
     "cloudckpt.files": "FileContent FileData load_file save_file",
     "cloudckpt.format_utils": """
-        BroadcastingTorchSaveReader DynamicMetaLoadPlanner Kind add_safe_metadata_globals dcp_to_dcp
+        BroadcastingTorchSaveReader DynamicMetaLoadPlanner Kind dcp_to_dcp
         dcp_to_torch_save kind_of torch_save_to_dcp
     """,
     "cloudckpt.experimental": "CloudCheckpointReader CloudCheckpointWriter",

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.api import ToLoad, exists, load_prepared, save
-from cloudckpt.checkpoint.foreign import add_safe_metadata_globals
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import beneath, is_committed, is_file
 from cloudckpt.config import Config, config_or_default
@@ -35,7 +34,6 @@ __all__ = [
     "BroadcastingTorchSaveReader",
     "DynamicMetaLoadPlanner",
     "Kind",
-    "add_safe_metadata_globals",
     "dcp_to_dcp",
     "dcp_to_torch_save",
     "kind_of",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cloudckpt.checkpoint.envelope import unwarned
-from cloudckpt.checkpoint.stubs import Stub, unpickle
+from cloudckpt.checkpoint.pickles import Stub, unpickle
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.stores.base import RangeReader

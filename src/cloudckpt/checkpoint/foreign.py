@@ -6,7 +6,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,38 +20,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.building import Building, DescriptionError, UnknownNameError
-from cloudckpt.checkpoint.stubs import Stub, full_name, home, unpickle
+from cloudckpt.checkpoint.pickles import (
+    CALLS,
+    Builder,
+    Constructor,
+    Stub,
+    UnknownNameError,
+    home,
+    unpickle,
+)
 from cloudckpt.checkpoint.torch_private import OldTensorProperties, StorageInfo, with_strides
 from cloudckpt.checkpoint.trailer import pickle_in
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
-from cloudckpt.fork import module_lock
 from cloudckpt.gc_pause import paused_gc
 
-__all__ = ["add_safe_metadata_globals", "load_metadata"]
-
-_SAFE: set[type[Any]] = set()
-_safe_lock = module_lock()
-
-
-def add_safe_metadata_globals(classes: Iterable[type[Any]]) -> None:
-    """Allows ``.metadata`` to contain instances of these classes, for custom planners and writers.
-
-    It holds for this process. Only name classes whose construction from arbitrary arguments is
-    harmless. A class with the full name of an earlier one replaces it.
-
-    Args:
-        classes: The classes to allow.
-    """
-    with _safe_lock:
-        # replaces a class that is defined again
-        by_name = {_name(cls): cls for cls in (*_SAFE, *classes)}
-        _SAFE.clear()
-        _SAFE.update(by_name.values())
-
-
-def _name(cls: type[Any]) -> str:
-    return full_name(cls.__module__, cls.__qualname__)
+__all__ = ["load_metadata"]
 
 
 class _TrustingUnpickler(pickle.Unpickler):
@@ -65,11 +48,10 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
     Args:
         data: The bytes of the commit object.
         uri: The commit object, for messages.
-        trust_pickle: Whether the pickle may run any code, instead of only classes on the
-            allow-list.
+        trust_pickle: Whether the pickle may run any code, instead of only naming torch's classes.
 
     Raises:
-        UntrustedPickleError: If it names a class or function that is not on the allow-list.
+        UntrustedPickleError: If it needs a class or function that is not known as harmless.
         CheckpointCorruptError: If it is damaged, or not metadata.
     """
     body = pickle_in(data, uri)
@@ -78,21 +60,17 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
             if trust_pickle:
                 metadata = _TrustingUnpickler(io.BytesIO(body)).load()
             else:
-                with _safe_lock:
-                    allowed = {_name(cls): cls for cls in _SAFE}
                 stubs = unpickle(body)
-                metadata = _MetadataBuilding(allowed).value(stubs)
+                metadata = Builder(_CONSTRUCTORS, _FORMATS, _place_of_another_library).value(stubs)
     except Warning:
         raise
     except UnknownNameError as unknown:
         raise UntrustedPickleError(
-            f"the checkpoint's metadata needs the class {unknown}, which is not on the "
-            "allow-list: if you trust everyone who can write to this location, pass "
-            "trust_pickle=True, or allow the class by "
-            "cloudckpt.format_utils.add_safe_metadata_globals([...])",
+            f"the checkpoint's metadata needs {unknown}, which is not one of torch's classes for "
+            "it: if you trust everyone who can write to this location, pass trust_pickle=True",
             uri=uri,
         ) from None
-    except Exception as exc:  # the user's classes, or any if all are trusted, may raise anything
+    except Exception as exc:  # classes of the user may raise anything
         raise CheckpointCorruptError(
             "the metadata can't be read: it is damaged, or not the metadata of a checkpoint",
             uri=uri,
@@ -107,251 +85,153 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
     return metadata
 
 
-_new = object.__new__
 _NONE = type(None)
 _END = 1 << 63
 _DCP = "torch.distributed.checkpoint.metadata"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
-_PLACE = ["relative_path", "offset", "length"]
-_PROPERTIES: Mapping[str, type[Any]] = {
-    f"{_DCP}.TensorProperties": TensorProperties,
-    f"{_OLD}.TensorProperties": OldTensorProperties,
-}
 _ENCODINGS = (f"{_DCP}._MEM_FORMAT_ENCODING", f"{_OLD}.MEM_FORMAT_ENCODING")
-_FORMATS = {
-    "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
-    "TORCH_CHANNELS_LAST": torch.channels_last,
-    "TORCH_PRESERVE_FORMAT": torch.preserve_format,
+_BY_NUMBER = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+_FORMATS = {  # by their names, as Python 3.11.0 writes them
+    f"{encoding}.{str(known).replace('.', '_').upper()}": known
+    for encoding in _ENCODINGS
+    for known in _BY_NUMBER
 }
 
 
-class _MetadataBuilding(Building):
-    """Builds torch's metadata from stubs, after checking every field."""
+def _fields(
+    cls: type[Any], kinds: Mapping[str, tuple[type[Any], ...]], *, more: bool = False
+) -> Constructor:
+    """Returns a constructor of a class with these fields; ``more``: it may have others."""
+    others = (object,) if more else ()
+    required = {name for name in kinds if not hasattr(cls, name)}
 
-    def __init__(self, allowed: Mapping[str, Any]) -> None:
-        super().__init__(allowed)
-        self._known = {
-            f"{_DCP}.Metadata": self._metadata,
-            f"{_DCP}.StorageMeta": self._storage_meta,
-            f"{_DCP}.TensorStorageMetadata": self._tensor,
-            f"{_DCP}.BytesStorageMetadata": self._no_tensor,
-            f"{_DCP}.ChunkStorageMetadata": self._chunk,
-            f"{_DCP}.MetadataIndex": self._index,
-            "torch.distributed.checkpoint.filesystem._StorageInfo": self._place,
-            **dict.fromkeys(_PROPERTIES, self._properties),
-        }
-
-    def instance(self, stub: Stub) -> Any:
-        if stub.is_call or stub.name not in self._known:
-            raise UnknownNameError(stub.name)
-        return self._known[stub.name](stub)
-
-    def _metadata(self, stub: Stub) -> Metadata:
-        fields = dict(_fields(stub))
-        entries = self._items(fields.pop("state_dict_metadata", None))
-        metadata = Metadata(entries, storage_data=self._places(fields.pop("storage_data", None)))
-        for name, described in fields.items():  # libraries add fields that torch does not have
-            setattr(metadata, name, self.value(described))
-        _check_fields(metadata, storage_meta=(StorageMeta, _NONE), version=(str, _NONE))
-        return metadata
-
-    def _items(self, described: Any) -> dict[str, Any]:
-        entries: dict[str, Any] = self.value(described)
-        _expect(entries, (dict,), "state_dict_metadata")
-        of_the_user = [cls for cls in self.allowed.values() if isinstance(cls, type)]
-        kinds = (TensorStorageMetadata, BytesStorageMetadata, *of_the_user)
-        for fqn, entry in entries.items():
-            _expect(fqn, (str,), "the name of an item")
-            _expect(entry, kinds, "the metadata of an item")
-        return entries
-
-    def _storage_meta(self, stub: Stub) -> StorageMeta:
-        meta = StorageMeta()
-        for name, described in _fields(stub).items():
-            setattr(meta, name, self.value(described))
-        _check_fields(
-            meta,
-            checkpoint_id=(str, os.PathLike, _NONE),
-            save_id=(str, _NONE),
-            load_id=(str, _NONE),
-            modules=(list,),
-        )
-        return meta
-
-    def _places(self, described: Any) -> Any:
-        """Builds ``storage_data``: the location of each item.
-
-        Other libraries, such as OLMo-core, have classes of their own with the fields of torch's.
-        Only the fields are used, so the names of these classes do not matter.
-        """
-        if type(described) is not dict:
-            return self.value(described)
-        places = {}
-        for key, entry in described.items():
-            place = self._place(entry) if self._is_place(entry) else self.value(entry)
-            places[self.value(key)] = place
-        if len(places) != len(described):
-            raise DescriptionError("invalid metadata: storage_data contains an item twice")
-        return places
-
-    def _is_place(self, entry: Any) -> bool:
-        if not isinstance(entry, Stub) or entry.is_call or entry.name in self.allowed:
-            return False
-        return type(entry.state) is dict and list(entry.state)[:3] == _PLACE
-
-    def _place(self, stub: Stub) -> StorageInfo:
-        path, offset, length, transforms = _values(stub, _PLACE, "transform_descriptors")
-        if type(path) is not str or type(offset) is not int or type(length) is not int:
-            raise DescriptionError(
-                "invalid metadata: the location of an item has fields of wrong types"
-            )
-        if not (0 <= offset < _END and 0 <= length < _END - offset):
-            raise DescriptionError(
-                f"invalid metadata: the offset or length of an item in {path[:200]!r} is out of "
-                "range"
-            )
-        if transforms is None:
-            return StorageInfo(path, offset, length)
-        transforms = self.value(transforms)
-        _expect(transforms, (list, tuple), "transform_descriptors")
-        for transform in transforms:
-            _expect(transform, (str,), "transform_descriptors")
-        return StorageInfo(path, offset, length, transforms)
-
-    def _index(self, stub: Stub) -> MetadataIndex:
-        fqn, hint, offset = _values(stub, ["fqn", "index", "offset"])
-        if type(fqn) is not str or not (offset is None or type(offset) is torch.Size):
-            raise DescriptionError(
-                "invalid metadata: the index of an item has fields of wrong types"
-            )
-        if hint is not None and (type(hint) is not int or not 0 <= hint < _END):
-            raise DescriptionError(f"invalid metadata: the index of {fqn[:200]} is out of range")
-        index = _new(MetadataIndex)
-        fields = vars(index)  # the constructor of this frozen class takes four times as long
-        fields["fqn"], fields["index"] = fqn, hint
-        if offset is not None:
-            fields["offset"] = _size(offset)
-        return index
-
-    def _tensor(self, stub: Stub) -> TensorStorageMetadata:
-        described, size, chunks = _values(stub, ["properties", "size", "chunks"])
-        properties = self.value(described)
-        _expect(properties, tuple(_PROPERTIES.values()), "properties")
-        _expect(chunks, (list,), "chunks")
-        if math.prod(_size(size)) * properties.dtype.itemsize >= _END:
-            raise DescriptionError(
-                "invalid metadata: a tensor has more bytes than a 64-bit number can count"
-            )
-        built = [self.value(chunk) for chunk in chunks]
-        rank = len(size)
-        for chunk in built:
-            if type(chunk) is not ChunkStorageMetadata:
-                raise DescriptionError(
-                    "invalid metadata: a chunk of a tensor is not a ChunkStorageMetadata"
+    def make(arguments: tuple[Any, ...], state: Any) -> Any:
+        made = object.__new__(cls)  # constructors of frozen classes take four times as long
+        if state is not None:
+            vars(made).update(state)
+        for name, value in vars(made).items():
+            if not isinstance(value, kinds.get(name, others)):
+                raise ValueError(
+                    f"invalid metadata: {cls.__name__}.{name[:200]} is a {type(value).__name__}, "
+                    "or a field that this version does not know: was it written by a newer torch?"
                 )
-            if len(chunk.offsets) != rank or len(chunk.sizes) != rank:
-                raise DescriptionError(
-                    "invalid metadata: a chunk does not have as many dimensions as its tensor"
-                )
-        return TensorStorageMetadata(properties, size, built)
-
-    def _no_tensor(self, stub: Stub) -> BytesStorageMetadata:
-        _values(stub, [])
-        return BytesStorageMetadata()
-
-    def _chunk(self, stub: Stub) -> ChunkStorageMetadata:
-        offsets, sizes = _values(stub, ["offsets", "sizes"])
-        return ChunkStorageMetadata(_size(offsets), _size(sizes))
-
-    def _properties(self, stub: Stub) -> Any:
-        state = stub.state
-        if type(state) is not tuple or not 5 <= len(state) <= 6 or stub.arguments or stub.contents:
-            raise DescriptionError("invalid metadata: a tensor does not have 5 or 6 properties")
-        encoding = self._memory_format(state[3])
-        dtype, layout, requires_grad, pin_memory = map(self.value, (*state[:3], state[4]))
-        strides = self.value(state[5]) if len(state) == 6 else None
-        if strides is not None and not (
-            type(strides) is tuple and all(type(stride) is int for stride in strides)
-        ):
-            raise DescriptionError("invalid metadata: the strides of a tensor are not integers")
-        made = with_strides(
-            _PROPERTIES[stub.name](dtype, layout, requires_grad, encoding, pin_memory), strides
-        )
-        _check_fields(
-            made,
-            dtype=(torch.dtype,),
-            layout=(torch.layout,),
-            requires_grad=(bool,),
-            pin_memory=(bool,),
-        )
+            numbers = value if type(value) is torch.Size else (value,) if type(value) is int else ()
+            if numbers and not 0 <= min(numbers) <= max(numbers) < _END:
+                raise ValueError(f"invalid metadata: {cls.__name__}.{name} is out of range")
+        if arguments or not required <= vars(made).keys():
+            raise ValueError(f"invalid metadata: {cls.__name__} lacks a field, or has arguments")
         return made
 
-    def _memory_format(self, described: Any) -> torch.memory_format:
-        """Builds a memory format from an enum member's number, or from its name (Python 3.11.0)."""
-        if isinstance(described, Stub) and described.name in _ENCODINGS:
-            (number,) = described.arguments
-            _expect(number, (int,), "memory_format")
-            if described.state is not None or described.contents:
-                raise DescriptionError("invalid metadata: unexpected state of a memory format")
-            return dict(enumerate(_FORMATS.values()))[number]
-        outer, _, member = getattr(described, "name", "").rpartition(".")
-        if isinstance(described, Stub) or outer not in _ENCODINGS:
-            raise DescriptionError("invalid metadata: unknown memory format")
-        return _FORMATS[member]
+    return make
 
 
-def _size(described: Any) -> torch.Size:
-    if type(described) is not torch.Size:
-        raise DescriptionError("invalid metadata: a size or an offset is not a torch.Size")
-    for dim in described:
-        if type(dim) is not int or not 0 <= dim < _END:
-            raise DescriptionError(
-                "invalid metadata: a size or an offset is negative, too large, or not an integer"
-            )
-    return described
+def _tensor(arguments: tuple[Any, ...], state: Any) -> TensorStorageMetadata:
+    found: TensorStorageMetadata = _tensor_fields(arguments, state)
+    if math.prod(found.size) * found.properties.dtype.itemsize >= _END:
+        raise ValueError("invalid metadata: a tensor has more bytes than a 64-bit number can count")
+    for chunk in found.chunks:
+        if type(chunk) is not ChunkStorageMetadata:
+            raise ValueError("invalid metadata: a chunk is not a ChunkStorageMetadata")
+        if not len(chunk.offsets) == len(chunk.sizes) == len(found.size):
+            raise ValueError("invalid metadata: a chunk has other dimensions than its tensor")
+    return found
 
 
-def _fields(stub: Stub) -> dict[str, Any]:
-    """Returns the named fields of an instance, as stubs.
+def _properties(cls: type[Any]) -> Constructor:
+    kinds: tuple[Any, ...] = (
+        torch.dtype,
+        torch.layout,
+        bool,
+        torch.memory_format,
+        bool,
+        (tuple, _NONE),
+    )
 
-    Raises:
-        DescriptionError: If the instance consists of anything else.
+    def make(arguments: tuple[Any, ...], state: Any) -> Any:
+        if arguments or type(state) is not tuple or len(state) not in (5, 6):
+            raise ValueError("invalid metadata: a tensor does not have 5 or 6 properties")
+        if not all(isinstance(one, kind) for one, kind in zip(state, kinds, strict=False)):
+            raise ValueError("invalid metadata: a property of a tensor has the wrong type")
+        return with_strides(cls(*state[:5]), state[5] if len(state) == 6 else None)
+
+    return make
+
+
+def _format(arguments: tuple[Any, ...], state: Any) -> torch.memory_format:
+    if state is not None:
+        raise ValueError("invalid metadata: unexpected state of a memory format")
+    return dict(enumerate(_BY_NUMBER))[arguments[0]]
+
+
+def _metadata(arguments: tuple[Any, ...], state: Any) -> Metadata:
+    found: Metadata = _metadata_fields(arguments, state)
+    entries = (TensorStorageMetadata, BytesStorageMetadata)
+    for name, entry in found.state_dict_metadata.items():
+        if type(name) is not str or not isinstance(entry, entries):
+            raise ValueError(f"invalid metadata: the entry {str(name)[:200]!r} is not of torch")
+    return found
+
+
+_PLACE = _fields(
+    StorageInfo,
+    {
+        "relative_path": (str,),
+        "offset": (int,),
+        "length": (int,),
+        "transform_descriptors": (list, tuple, _NONE),
+    },
+)
+_metadata_fields = _fields(
+    Metadata,
+    {
+        "state_dict_metadata": (dict,),
+        "storage_meta": (StorageMeta, _NONE),
+        "version": (str, _NONE),
+    },
+    more=True,  # libraries add fields that torch does not have
+)
+_tensor_fields = _fields(
+    TensorStorageMetadata,
+    {
+        "properties": (TensorProperties, OldTensorProperties),
+        "size": (torch.Size,),
+        "chunks": (list,),
+    },
+)
+_SIZE = (torch.Size,)
+_CONSTRUCTORS: Mapping[str, Constructor] = {
+    **CALLS,
+    **dict.fromkeys(_ENCODINGS, _format),
+    f"{_DCP}.Metadata": _metadata,
+    f"{_DCP}.StorageMeta": _fields(
+        StorageMeta,
+        {
+            "checkpoint_id": (str, os.PathLike, _NONE),
+            "save_id": (str, _NONE),
+            "load_id": (str, _NONE),
+            "modules": (list,),
+        },
+    ),
+    f"{_DCP}.TensorStorageMetadata": _tensor,
+    f"{_DCP}.BytesStorageMetadata": _fields(BytesStorageMetadata, {}),
+    f"{_DCP}.ChunkStorageMetadata": _fields(
+        ChunkStorageMetadata, {"offsets": _SIZE, "sizes": _SIZE}
+    ),
+    f"{_DCP}.MetadataIndex": _fields(
+        MetadataIndex, {"fqn": (str,), "offset": (torch.Size, _NONE), "index": (int, _NONE)}
+    ),
+    f"{_DCP}.TensorProperties": _properties(TensorProperties),
+    f"{_OLD}.TensorProperties": _properties(OldTensorProperties),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": _PLACE,
+}
+
+
+def _place_of_another_library(builder: Builder, stub: Stub) -> Any:
+    """Makes a location of an instance of any class that has the fields of torch's.
+
+    Libraries such as OLMo-core have classes of their own for it.
     """
-    fields = {} if stub.state is None else stub.state
-    if type(fields) is not dict or stub.arguments or stub.contents or stub.keywords:
-        raise DescriptionError("invalid metadata: an object has more than named fields")
-    for name in fields:
-        if type(name) is not str or name.startswith("__"):
-            raise DescriptionError("invalid metadata: a field of an object has no valid name")
-    return fields
-
-
-def _values(stub: Stub, names: list[str], *more: str) -> list[Any]:
-    """Returns the values of these fields, as stubs; None for those of ``more`` that are missing.
-
-    Raises:
-        DescriptionError: If the instance has further fields.
-    """
-    if type(fields := stub.state) is dict and list(fields) == names and not stub.arguments:
-        return [*fields.values()] + [None] * len(more)
-    fields = dict(_fields(stub))
-    values = [fields.pop(name, None) for name in (*names, *more)]
-    if fields:
-        raise DescriptionError(
-            "the metadata has fields that this version does not know "
-            f"({', '.join(fields)[:200]}): was it written by a newer torch?"
-        )
-    return values
-
-
-def _check_fields(made: Any, **kinds: tuple[type[Any], ...]) -> None:
-    for name, of in kinds.items():
-        _expect(getattr(made, name), of, name)
-
-
-def _expect(value: Any, kinds: tuple[type[Any], ...], what: str) -> None:
-    if not isinstance(value, kinds) or (type(value) is bool and bool not in kinds):
-        raise DescriptionError(
-            f"invalid metadata: {what} is a {type(value).__name__}, not "
-            f"{' or '.join(kind.__name__ for kind in kinds)}"
-        )
+    state = stub.state
+    if stub.is_call or type(state) is not dict or "relative_path" not in state:
+        raise UnknownNameError(stub.name)
+    return _PLACE(stub.arguments, builder.value(state))

@@ -9,12 +9,12 @@ import logging
 import operator
 import sys
 import uuid
-from collections.abc import Callable, Mapping
-from types import SimpleNamespace
-from typing import IO, Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import _weights_only_unpickler as _weights_only
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
@@ -57,6 +57,8 @@ __all__ = [
     "Store",
     "StreamTransformExtension",
     "StridedShard",
+    "allowed_by_torch",
+    "allowed_by_user",
     "create_chunk_list",
     "dcp_logger",
     "declare_as",
@@ -69,7 +71,6 @@ __all__ = [
     "forget_plans",
     "groups_joined",
     "init_state_dict",
-    "load_with",
     "logged_by_torch",
     "set_group_timeout",
     "state_dict_being_planned",
@@ -82,6 +83,11 @@ __all__ = [
 ]
 
 _P = TypeVar("_P", bound=Any)
+
+allowed_by_torch: Callable[[], dict[str, Any]] = _weights_only._get_allowed_globals
+"""Returns the classes, functions and constants that ``weights_only`` allows, by full names."""
+allowed_by_user: Callable[[], dict[str, Any]] = _weights_only._get_user_allowed_globals
+"""Returns the classes that the user allows in addition, by full names."""
 
 PLANS_ITSELF = frozenset(
     ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
@@ -180,46 +186,6 @@ def forget_plans(planner: SavePlanner) -> None:
     for name, kept in vars(SavePlanner).items():
         if name.startswith("_cached_") and isinstance(kept, dict):
             kept.pop(key, None)
-
-
-def load_with(
-    built: Callable[[bytes, Mapping[str, Any], Mapping[str, Any], Callable[[Any], Any]], Any],
-    file: IO[bytes],
-    map_location: Any,
-) -> Any:
-    """Runs ``torch.load`` with ``built`` instead of torch's restricted unpickler.
-
-    ``torch.serialization.safe_globals`` is not used to allow more names: it would allow them to all
-    threads of the process, and a thread that ends would take them from the others.
-
-    Args:
-        built: Makes the value from the pickle, the names that ``weights_only`` allows, the names
-            that the user allows, and the function that makes storages from persistent ids.
-        file: A file of ``torch.save`` in the format of a zip archive.
-        map_location: As in ``torch.load``.
-
-    Raises:
-        NotImplementedError: If this torch unpickles in another way.
-    """
-    try:
-        home: Any = importlib.import_module("torch._weights_only_unpickler")
-        serialization: Any = torch.serialization
-        open_zip, load = serialization._open_zipfile_reader, serialization._load
-        of_torch, of_the_user = home._get_allowed_globals(), home._get_user_allowed_globals()
-    except (ImportError, AttributeError) as exc:
-        raise NotImplementedError(str(exc)) from exc
-
-    class Unpickler:
-        persistent_load: Callable[[Any], Any]  # set by torch
-
-        def __init__(self, pickled: IO[bytes], **_: Any) -> None:
-            self._pickled = pickled
-
-        def load(self) -> Any:
-            return built(self._pickled.read(), of_torch, of_the_user, self.persistent_load)
-
-    with open_zip(file) as archive:
-        return load(archive, map_location, SimpleNamespace(Unpickler=Unpickler))
 
 
 def store_of_group(group: dist.ProcessGroup) -> Store | None:

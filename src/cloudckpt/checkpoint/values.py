@@ -10,23 +10,35 @@ item once more, without restrictions.
 from __future__ import annotations
 
 import datetime
+import enum
+import functools
 import io
 import logging
 import math
+import os
 import pathlib
 import pickle
 import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, ClassVar, TypeVar
+from types import SimpleNamespace
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from cloudckpt.checkpoint.building import Building, DescriptionError, UnknownNameError, made_of
 from cloudckpt.checkpoint.envelope import unwarned
-from cloudckpt.checkpoint.stubs import Stub, full_name, unpickle
-from cloudckpt.checkpoint.torch_private import load_with
+from cloudckpt.checkpoint.pickles import (
+    CALLS,
+    Builder,
+    Constructor,
+    Stub,
+    UnknownNameError,
+    Unpickler,
+    call_of,
+    full_name,
+)
+from cloudckpt.checkpoint.torch_private import allowed_by_torch, allowed_by_user
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -43,8 +55,6 @@ __all__ = [
     "load_tensor",
     "untrusted",
 ]
-
-_Loaded = TypeVar("_Loaded")
 
 
 def load_saved(file: IO[bytes], map_location: Any = "cpu", *, trust: bool = False) -> Any:
@@ -167,11 +177,6 @@ def load_tensor(
     return loaded
 
 
-_DAY = (int, bytes, str, type(None), datetime.timedelta, datetime.timezone)
-_TIMES = (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
-_PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
-
-
 def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
     """Loads like ``torch.load`` with ``weights_only``, and accepts this module's values as well.
 
@@ -182,93 +187,76 @@ def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
     try:
         # mmap needs a path: overrides torch.utils.serialization.config
         return torch.load(file, map_location=map_location, weights_only=True, mmap=False)
-    except pickle.UnpicklingError as refused:
+    except pickle.UnpicklingError:
         file.seek(start)
-        if file.read(4) != b"PK\3\4":
+        if file.read(4) != b"PK\3\4" or _FORCED in os.environ:
             raise
         file.seek(start)
+    module = SimpleNamespace(__name__=__name__, Unpickler=_PlainUnpickler)
+    return torch.load(
+        file, map_location=map_location, pickle_module=module, weights_only=False, mmap=False
+    )
+
+
+_FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+
+
+class _PlainUnpickler(Unpickler):
+    """The unpickler that torch uses for ``data.pkl`` of a file, whose storages torch makes."""
+
+    def load(self) -> Any:
+        of_torch = {
+            name: functools.partial(_of_torch, found)
+            for name, found in allowed_by_torch().items()
+            if callable(found)
+        }
+        constants = {**allowed_by_torch(), **_CLASSES, **_numpy_classes(), **allowed_by_user()}
+        numpys = _NUMPY if _numpy_classes() else {}
         try:
-            return load_with(_built, file, map_location)
-        except NotImplementedError:
-            raise refused from None
+            stubs = super().load()
+            return Builder({**of_torch, **_KNOWN, **numpys}, constants, _of_the_user).value(stubs)
+        except UnknownNameError as unknown:
+            raise pickle.UnpicklingError(f"GLOBAL {unknown} is not allowed") from None
+        except (AttributeError, LookupError, TypeError, ValueError) as exc:
+            raise pickle.UnpicklingError(str(exc)) from exc
 
 
-def _built(
-    data: bytes,
-    of_torch: Mapping[str, Any],
-    of_the_user: Mapping[str, Any],
-    persistent_load: Callable[[Any], Any],
-) -> Any:
-    """Builds the value that ``data.pkl`` of a file describes.
+def _of_torch(call: Callable[..., Any], arguments: tuple[Any, ...], state: Any) -> Any:
+    if state is not None:
+        raise ValueError(f"invalid pickle: unexpected state of {call}")
+    return call(*arguments)
+
+
+def _of_the_user(builder: Builder, stub: Stub) -> Any:
+    """Makes an instance of a class that the user has allowed to torch, as torch would.
 
     Raises:
-        pickle.UnpicklingError: If neither this module nor torch nor the user allows its classes.
+        UnknownNameError: If the class is not allowed.
     """
-    try:
-        stubs = unpickle(data, persistent=True)
-        return _ItemBuilding(of_torch, of_the_user, persistent_load).value(stubs)
-    except UnknownNameError as unknown:
-        raise pickle.UnpicklingError(f"GLOBAL {unknown} is not allowed") from None
-    except ValueError as exc:
-        raise pickle.UnpicklingError(str(exc)) from exc
-
-
-class _ItemBuilding(Building):
-    """Builds the value of an item from classes that this module, torch or the user allows.
-
-    Args:
-        of_torch: The classes, functions and constants that torch allows, by their names.
-        of_the_user: The classes that the user allows, by their names.
-        persistent_load: Makes a storage from its persistent id.
-    """
-
-    calls: ClassVar[Mapping[str, Callable[..., Any]]] = {
-        **Building.calls,
-        **{f"datetime.{kind.__name__}": made_of(kind, *_DAY) for kind in _TIMES},
-    }
-    classes: ClassVar[Mapping[str, type[Any]]] = {
-        **{f"{kind.__module__}.{kind.__name__}": kind for kind in (bytes, frozenset, *_TIMES)},
-        **{f"pathlib.{kind.__name__}": kind for kind in _PATHS},
-        "_io.BytesIO": io.BytesIO,
-    }
-
-    def __init__(
-        self,
-        of_torch: Mapping[str, Any],
-        of_the_user: Mapping[str, Any],
-        persistent_load: Callable[[Any], Any],
-    ) -> None:
-        super().__init__(of_the_user)
-        self._of_torch = of_torch
-        self._constants = {**of_torch, **self.classes, **_numpy_classes(), **of_the_user}
-        self._persistent_load = persistent_load
-
-    def constant(self, name: str) -> Any:
-        return self._constants[name] if name in self._constants else super().constant(name)
-
-    def instance(self, stub: Stub) -> Any:
-        arguments = [self.value(argument) for argument in stub.arguments]
-        if not stub.name:
-            return self._persistent_load(*arguments)
-        if stub.contents or stub.keywords:
-            raise DescriptionError(f"invalid pickle: unexpected contents of {stub.name}")
-        state = self.value(stub.state)
-        if stub.name == "_io.BytesIO" and not arguments:
-            made: Any = io.BytesIO()
-            made.__setstate__(state)
-            return made
-        if stub.is_call and stub.name in _NUMPY and _numpy_classes():
-            return _NUMPY[stub.name](arguments, state)
-        if stub.is_call and stub.name in self._of_torch and state is None:
-            return self._of_torch[stub.name](*arguments)
+    cls = allowed_by_user().get(stub.name)
+    if not isinstance(cls, type):
         raise UnknownNameError(stub.name)
+    arguments = map(builder.value, stub.arguments)
+    made = cls(*arguments) if stub.is_call else cls.__new__(cls, *arguments)
+    if stub.state is not None and hasattr(made, "__setstate__"):
+        made.__setstate__(builder.value(stub.state))
+    elif stub.state is not None and not isinstance(made, (type, enum.Enum)):
+        vars(made).update(builder.value(stub.state))
+    return made
+
+
+def _buffer(arguments: tuple[Any, ...], state: Any) -> io.BytesIO:
+    made: Any = io.BytesIO(*arguments)
+    made.__setstate__(state)
+    return made  # type: ignore[no-any-return]
 
 
 # An untrusted pickle must not call numpy's own functions: the state of a dtype may say that its
 # bytes are pointers. Here a dtype is made by its public constructor, and must then be one that
 # numpy describes in exactly the same way; an array is as large as its bytes in the file.
-_CODE = re.compile(r"b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[mM]8|[SUV][0-9]{1,9}")
-_UNIT = re.compile(rb"generic|[YMWDhms]|[munpfa]s")
+_CODE = re.compile(
+    r"b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[SUV][0-9]{1,9}|[mM]8(\[[0-9]{1,9}[A-Za-z]{1,2}\])?"
+)
 
 
 def _numpy_classes() -> Mapping[str, type[Any]]:
@@ -282,72 +270,59 @@ def _numpy_classes() -> Mapping[str, type[Any]]:
 
 def _expect(condition: object, what: str) -> None:
     if not condition:
-        raise DescriptionError(
-            f"invalid pickle: unexpected {what}, which numpy does not write for plain values"
-        )
+        raise ValueError(f"unexpected {what}, which numpy does not write for plain values")
 
 
-def _dtype(arguments: Sequence[Any], state: Any) -> Any:
+def _dtype(arguments: tuple[Any, ...], state: Any) -> Any:
     import numpy
 
-    code, *copies = arguments
-    _expect(type(code) is str and _CODE.fullmatch(code), f"dtype {code!r}")
-    _expect(copies in ([], [False, True]), "arguments of a dtype")
-    if state is None:
-        return numpy.dtype(code)
-    _expect(
-        type(state) is tuple and len(state) in (8, 9) and state[0] in (3, 4), "state of a dtype"
-    )
-    made = numpy.dtype(code + (_unit(state[8:]) if code[0] in "mM" else ""))
-    if state[1] in ("<", ">"):
-        made = made.newbyteorder(state[1])
-    _, (usual_code, *_), usual = made.__reduce__()[:3]
-    same = (code, *state[1:8]) == (usual_code, *usual[1:8])  # neither fields nor an inner array
-    _expect(same and (len(state) == 8 or code[0] in "mM"), f"state of a dtype {state[1:]!r}")
+    code, order = arguments[0], "="
+    if state is not None:
+        order = state[1]
+        if len(state) == 9 and state[8][1][0] != b"generic":  # the unit of times
+            code += f"[{state[8][1][1]}{state[8][1][0].decode()}]"
+    _expect(type(code) is str and _CODE.fullmatch(code) and order in ("<", ">", "|", "="), "dtype")
+    made = numpy.dtype(code).newbyteorder(order)
+    _expect(state in (None, made.__reduce__()[2]), "state of a dtype")
     return made
 
 
-def _unit(more: Any) -> str:
-    """Returns the unit of times, as numpy writes it in the name of a dtype."""
-    is_pair = len(more) == 1 and type(more[0]) is tuple and len(more[0]) == 2 and not more[0][0]
-    _expect(is_pair and type(more[0][1]) is tuple and len(more[0][1]) == 4, "unit of a time")
-    name, *numbers = more[0][1]
-    _expect(type(name) is bytes and _UNIT.fullmatch(name), f"unit of a time {name!r}")
-    _expect(all(type(number) is int for number in numbers), "unit of a time")
-    _expect(0 < numbers[0] < 1 << 31 and numbers[1:] == [1, 1], "unit of a time")
-    return "" if name == b"generic" else f"[{numbers[0]}{name.decode()}]"
-
-
-def _array(arguments: Sequence[Any], state: Any) -> Any:
+def _array(arguments: tuple[Any, ...], state: Any) -> Any:
     import numpy
 
-    usual = len(arguments) == 3 and arguments[0] is numpy.ndarray
-    _expect(usual and tuple(arguments[1:]) == ((0,), b"b"), "class of an array")
-    _expect(type(state) is tuple and len(state) == 5 and state[0] == 1, "state of an array")
-    _, shape, dtype, is_fortran, content = state
-    _expect(type(shape) is tuple and len(shape) <= 64, "shape of an array")
-    _expect(all(type(size) is int and 0 <= size < 1 << 62 for size in shape), "negative size")
-    _expect(isinstance(dtype, numpy.dtype) and type(is_fortran) is bool, "dtype of an array")
-    nbytes = math.prod(shape) * dtype.itemsize
-    _expect(type(content) is bytes and len(content) == nbytes, "bytes of an array")
+    _expect(arguments == (numpy.ndarray, (0,), b"b"), "class of an array")
+    version, shape, dtype, is_fortran, content = state
+    _expect(version == 1 and isinstance(dtype, numpy.dtype), "dtype of an array")
+    _expect(len(content) == math.prod(shape) * dtype.itemsize, "bytes of an array")
     found = numpy.ndarray(shape, dtype, content, order="F" if is_fortran else "C")
     return found.copy(order="A")
 
 
-def _scalar(arguments: Sequence[Any], state: Any) -> Any:
+def _scalar(arguments: tuple[Any, ...], state: Any) -> Any:
     import numpy
 
-    _expect(len(arguments) == 2 and state is None, "arguments of a scalar")
     dtype, content = arguments
-    _expect(isinstance(dtype, numpy.dtype), "dtype of a scalar")
-    _expect(type(content) is bytes and len(content) == dtype.itemsize, "bytes of a scalar")
+    _expect(isinstance(dtype, numpy.dtype) and len(content) == dtype.itemsize, "bytes of a scalar")
     return numpy.ndarray((), dtype, content).copy()[()]
 
 
-_NUMPY: Mapping[str, Callable[[Sequence[Any], Any], Any]] = {
+_NUMPY: Mapping[str, Constructor] = {
     "numpy.dtype": _dtype,
     **{f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+}
+_DAY = (int, bytes, str, type(None), datetime.timedelta, datetime.timezone)
+_TIMES = (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
+_PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
+_KNOWN: Mapping[str, Constructor] = {
+    **CALLS,
+    **{f"datetime.{kind.__name__}": call_of(kind, *_DAY) for kind in _TIMES},
+    "_io.BytesIO": _buffer,
+}
+_CLASSES: Mapping[str, type[Any]] = {
+    **{f"{kind.__module__}.{kind.__name__}": kind for kind in (bytes, frozenset, *_TIMES)},
+    **{f"pathlib.{kind.__name__}": kind for kind in _PATHS},
+    "_io.BytesIO": io.BytesIO,
 }
 
 
@@ -432,7 +407,7 @@ def _refused(data: bytes) -> tuple[str, Sequence[str]]:
     """Returns why the default load refuses an item, and the refused names; empty if it does not."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-        known = {*_ItemBuilding.calls, *_ItemBuilding.classes, *_NUMPY, *_numpy_classes()}
+        known = {*_KNOWN, *_CLASSES, *_NUMPY, *_numpy_classes()}
         others = sorted({full_name(*name.rpartition(".")[::2]) for name in names} - known)
         if names and not others and len(data) <= _TRIED:
             load_plain(io.BytesIO(data))

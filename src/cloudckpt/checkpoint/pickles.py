@@ -1,0 +1,247 @@
+"""Reads pickles without running their code: into stubs first, then into values known as harmless.
+
+A pickle is a program that imports, calls and changes whatever it names. :func:`unpickle` gives it a
+stub class for each name, which exists for one load, and whose instances keep the arguments of a
+call and the state of an object. A :class:`Builder` makes values of stubs by the constructors that
+it is given. So no code of the pickle's author runs, and no existing object changes. The memory that
+a pickle takes is not limited, nor is its depth: a hostile file may end the process that reads it.
+"""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+__all__ = [
+    "CALLS",
+    "Builder",
+    "Constructor",
+    "Stub",
+    "Unpickler",
+    "UnknownNameError",
+    "call_of",
+    "full_name",
+    "home",
+    "unpickle",
+]
+
+_HOMES = {"pathlib._local": "pathlib", "__builtin__": "builtins", "__mp_main__": "__main__"}
+
+
+def home(module: str) -> str:
+    """Normalizes a module's name to be the same in all versions of Python and all processes.
+
+    Python 3.13 has the classes of ``pathlib`` in another module, and in a saving process the
+    training script has another name.
+    """
+    return _HOMES.get(module, module)
+
+
+def full_name(module: str, name: str) -> str:
+    """Returns ``module.name`` of a class or function, with the module's name by :func:`home`."""
+    return f"{home(module)}.{name}"
+
+
+class UnknownNameError(Exception):
+    """A class or function that is not known as harmless; the message is its name."""
+
+
+class Stub:
+    """An instance of a class, or the result of a call, that a pickle describes.
+
+    Attributes:
+        name: The full name of the class or function; empty for an object of a persistent id.
+        arguments: The arguments of the call.
+        is_call: Whether the class or function itself was called, not its ``__new__``.
+        state: The state for ``__setstate__`` or ``__dict__``; None if the pickle sets no state.
+    """
+
+    __slots__ = ("arguments", "is_call", "state")
+    name: ClassVar[str] = ""
+
+    arguments: tuple[Any, ...]
+    is_call: bool
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> Stub:
+        made = object.__new__(cls)
+        made.arguments, made.is_call, made.state = arguments, False, None
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        self.is_call = True
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise UnknownNameError(self.name)
+
+    def append(self, _: Any) -> None:
+        """Refuses entries: no class with entries of its own is known."""
+        raise UnknownNameError(self.name)
+
+
+class Unpickler(pickle.Unpickler):
+    """Python's unpickler, with a stub class for each name but a few that nothing can change."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = full_name(module, name)
+        if full == "torch.Size":
+            return torch.Size
+        if full == "collections.OrderedDict":
+            return OrderedDict
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
+            return found
+        if full == "builtins.getattr":  # inner classes and members of enums in older protocols
+            return lambda outer, inner: _stub_class(f"{outer.name}.{inner}")
+        return _stub_class(full)
+
+
+def _stub_class(name: str) -> type[Stub]:
+    return type("Stub", (Stub,), {"__slots__": (), "name": name})
+
+
+def unpickle(data: bytes | bytearray | memoryview, *, persistent: bool = False) -> Any:
+    """Unpickles into plain containers and values, with stubs for everything else.
+
+    Args:
+        data: The pickle.
+        persistent: Whether persistent ids are allowed, as ``torch.save`` writes them for storages.
+
+    Raises:
+        UnknownNameError: If an object has entries of its own.
+        ValueError: If the pickle is damaged, or does what no pickler does.
+    """
+    unpickler = Unpickler(io.BytesIO(data))
+    if persistent:
+        unpickler.persistent_load = Stub  # type: ignore[method-assign]
+    try:
+        return unpickler.load()
+    except (MemoryError, RecursionError, UnknownNameError, Warning):
+        raise
+    except Exception as exc:  # invalid opcodes may raise any error
+        raise ValueError(str(exc) or type(exc).__name__) from exc
+
+
+Constructor = Callable[[tuple[Any, ...], Any], Any]
+"""Makes a value of the arguments and the state (or None) with which a pickle describes it.
+
+Raises ValueError or TypeError for those with which no such value is pickled.
+"""
+
+
+def call_of(kind: Callable[..., Any], *kinds: type[Any]) -> Constructor:
+    """Returns a constructor that calls ``kind`` with arguments of exactly these classes."""
+
+    def make(arguments: tuple[Any, ...], state: Any) -> Any:
+        if state is not None or not {*map(type, arguments)} <= {*kinds}:
+            raise ValueError(f"invalid pickle: unexpected arguments or state of {kind}")
+        return kind(*arguments)
+
+    return make
+
+
+def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
+    """Decodes bytes from Latin-1 text, as pickle protocols below 3 write them."""
+    if encoding != "latin1":
+        raise ValueError("invalid pickle: bytes are not given as Latin-1 text")
+    return text.encode("latin1")
+
+
+def _bytearray(content: str | bytes = b"", *encoding: str) -> bytearray:
+    return bytearray(_bytes(content, *encoding) if isinstance(content, str) else content)
+
+
+def _layout(name: str) -> torch.layout:
+    found = vars(torch).get(name.removeprefix("torch."))
+    if not isinstance(found, torch.layout):
+        raise ValueError(f"invalid pickle: {name!r} is not a tensor layout of torch")
+    return found
+
+
+CALLS: Mapping[str, Constructor] = {
+    "_codecs.encode": call_of(_bytes, str),
+    "builtins.bytearray": call_of(_bytearray, str, bytes),
+    "builtins.bytes": call_of(_bytes),
+    "builtins.complex": call_of(complex, int, float),
+    "builtins.frozenset": call_of(frozenset, list, tuple),
+    "builtins.set": call_of(set, list, tuple),
+    "pathlib.Path": call_of(pathlib.Path, str),
+    "pathlib.PosixPath": call_of(pathlib.Path, str),
+    "pathlib.PurePosixPath": call_of(pathlib.PurePosixPath, str),
+    "pathlib.PureWindowsPath": call_of(pathlib.PureWindowsPath, str),
+    "pathlib.WindowsPath": call_of(pathlib.PureWindowsPath, str),
+    "torch.serialization._get_layout": call_of(_layout, str),
+}
+"""The constructors of values that any pickle may have, by their full names."""
+
+
+_ATOMS = frozenset((type(None), bool, int, float, str, bytes, torch.Size, torch.dtype))
+
+
+class Builder:
+    """Makes values of stubs, in one walk; the stubs must live as long as this object.
+
+    A stub or container that is referenced several times is made once.
+
+    Args:
+        constructors: The constructors, by the full names of the classes and functions.
+        constants: The classes and other constants that may be values, by their full names.
+        others: Makes the value of a stub without a constructor, or raises UnknownNameError.
+    """
+
+    def __init__(
+        self,
+        constructors: Mapping[str, Constructor],
+        constants: Mapping[str, Any],
+        others: Callable[[Builder, Stub], Any] | None = None,
+    ) -> None:
+        self._constructors, self._constants, self._others = constructors, constants, others
+        self._made: dict[int, Any] = {}  # by id of the stub or container
+
+    def value(self, thing: Any) -> Any:
+        """Returns the value of a stub, a container of stubs, or a plain value.
+
+        Raises:
+            UnknownNameError: If a class or function is not known.
+            ValueError: If the description is inconsistent.
+        """
+        if type(thing) in _ATOMS:
+            return thing
+        if id(thing) in self._made:
+            return self._made[id(thing)]
+        value = self.value
+        if isinstance(thing, Stub):
+            make = self._constructors.get(thing.name)
+            if make is not None:
+                made = make(tuple(map(value, thing.arguments)), value(thing.state))
+            elif self._others is not None:
+                made = self._others(self, thing)
+            else:
+                raise UnknownNameError(thing.name)
+        elif type(thing) in (tuple, set, frozenset):
+            made = type(thing)(map(value, thing))
+        elif type(thing) is list:
+            made = self._made[id(thing)] = []
+            made += map(value, thing)
+        elif type(thing) in (dict, OrderedDict):
+            made = self._made[id(thing)] = type(thing)()
+            for key, entry in thing.items():
+                made[value(key)] = entry if type(entry) in _ATOMS else value(entry)
+            if type(thing) is OrderedDict:  # such as _metadata of a state dict
+                made.__dict__.update(value(vars(thing)))
+        elif isinstance(thing, type) and issubclass(thing, Stub):
+            if thing.name not in self._constants:
+                raise UnknownNameError(thing.name)
+            return self._constants[thing.name]
+        else:
+            return thing
+        self._made[id(thing)] = made
+        return made
