@@ -150,32 +150,25 @@ def test_an_access_point_of_s3_stands_for_its_bucket(text, parts):
 
 
 @pytest.mark.parametrize(
-    ("place", "hint"),
+    "place",
     [
-        ("point--usw2-az1--xa-s3", "directory bucket"),
-        ("arn:aws:s3express:us-west-2:123456789012:bucket/fast--usw2-az1--x-s3", "directory"),
-        ("mfzwi23gnjvgw.mrap", "multi-region"),
-        ("arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap", "multi-region"),
-        ("arn:aws:s3::123456789012:accesspoint:mfzwi23gnjvgw.mrap", "multi-region"),
-        ("changer-abc--ol-s3", "Object Lambda"),
-        ("arn:aws:s3-object-lambda:us-west-2:123456789012:accesspoint/changer", "Object Lambda"),
-        ("point-abc--op-s3", "Outposts"),
-        (
-            "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-01ac5d28a6a232904/accesspoint/p",
-            "Outposts",
-        ),
-        ("rows--table-s3", "table bucket"),
-        ("arn:aws:s3tables:us-west-2:123456789012:bucket/rows", "table bucket"),
-        ("arn:aws:s3:::bucket", "s3://bucket/path"),
-        ("arn:aws:s3:us-west-2:12:accesspoint/point", "not that of an access point"),
-        ("arn:aws:iam::123456789012:role/trainer", "not that of an access point"),
+        "point--usw2-az1--xa-s3",
+        "arn:aws:s3express:us-west-2:123456789012:bucket/fast--usw2-az1--x-s3",
+        "mfzwi23gnjvgw.mrap",
+        "arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap",
+        "arn:aws:s3::123456789012:accesspoint:mfzwi23gnjvgw.mrap",
+        "changer-abc--ol-s3",
+        "point-abc--op-s3",
+        "rows--table-s3",
+        "arn:aws:s3:::bucket",
+        "arn:aws:s3:us-west-2:12:accesspoint/point",
     ],
 )
 @pytest.mark.parametrize("rest", ["", "/", "/run/step-1"])
-def test_what_is_no_general_purpose_bucket_of_s3_is_refused_by_name(place, hint, rest):
+def test_what_is_no_general_purpose_bucket_of_s3_is_refused(place, rest):
     with pytest.raises(InvalidURIError) as caught:
         CheckpointURI.parse(f"s3://{place}{rest}")
-    assert hint in str(caught.value)
+    assert "s3://bucket/path" in str(caught.value)
     assert "credentials" not in str(caught.value)
 
 
@@ -237,7 +230,6 @@ def test_other_names_of_buckets_are_left_alone(bucket):
         ("wasb://container/run", "write abfss://container@account.dfs.core.windows.net/path"),
         ("wasbs://c@acc.blob.core.windows.net/run?sig=x", "run?***"),
         ("wasbs://c@acc/run", "write abfss://container@account.dfs.core.windows.net/path"),
-        ("r2://bucket/run", "https://<account id>.r2.cloudflarestorage.com"),
         ("oss://bucket/run", "write s3://bucket/path"),
         ("hdfs://node:9000/run", "mount it"),
         ("dbfs:/run", "/dbfs/path"),

@@ -22,26 +22,21 @@ _FORMS = (
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
 _SWALLOWED_SLASH = re.compile(r"^(https|file):/(?!/)", re.IGNORECASE)
-_SERVICE = "write s3://bucket/path, and set AWS_ENDPOINT_URL_S3 to "
-_MOUNTED = "mount it, by NFS or FUSE, and write the path of the folder"
 _FOREIGN = {  # schemes of other tools, and what to write instead
     "gcs": "write gs://bucket/path",
-    "s3a": "write s3://bucket/path",
-    "s3n": "write s3://bucket/path",
+    **dict.fromkeys(("s3a", "s3n"), "write s3://bucket/path"),
     "azure": "write az://container/path",
-    "wasb": "write abfss://container@account.dfs.core.windows.net/path",
-    "wasbs": "write abfss://container@account.dfs.core.windows.net/path",
+    **dict.fromkeys(("wasb", "wasbs"), "write abfss://container@account.dfs.core.windows.net/path"),
     "local": "write file:///path",
-    "b2": f"{_SERVICE}https://s3.<region>.backblazeb2.com",
-    "ceph": f"{_SERVICE}the URL of its gateway",
-    "cos": f"{_SERVICE}https://cos.<region>.myqcloud.com",
-    "cosn": f"{_SERVICE}https://cos.<region>.myqcloud.com",
-    "minio": f"{_SERVICE}http://<host>:9000",
-    "obs": f"{_SERVICE}https://obs.<region>.myhuaweicloud.com",
-    "oss": f"{_SERVICE}https://s3.oss-<region>.aliyuncs.com",
-    "r2": f"{_SERVICE}https://<account id>.r2.cloudflarestorage.com",
     "dbfs": "on Databricks that is /dbfs/path, or better a volume, /Volumes/path",
-    **dict.fromkeys(("hdfs", "webhdfs", "viewfs", "nfs", "sftp", "ssh", "smb"), _MOUNTED),
+    **dict.fromkeys(
+        ("b2", "ceph", "cos", "cosn", "minio", "obs", "oss", "r2"),
+        "write s3://bucket/path, and set AWS_ENDPOINT_URL_S3 to the URL of the service",
+    ),
+    **dict.fromkeys(
+        ("hdfs", "webhdfs", "viewfs", "nfs", "sftp", "ssh", "smb"),
+        "mount it, by NFS or FUSE, and write the path of the folder",
+    ),
 }
 _FOREIGN_SCHEME = re.compile(rf"({'|'.join(_FOREIGN)}):/", re.IGNORECASE)
 _AZURE_SCHEMES = frozenset({"abfss", "abfs", "https"})
@@ -70,40 +65,12 @@ _HALVES = re.compile(r"[\ud800-\udfff]")
 _ACCESS_POINT = re.compile(
     r"(arn:aws[a-z-]*:s3:[a-z0-9-]+:\d{12}:accesspoint)[:/]([A-Za-z0-9-]+)(?:/|$)"
 )
-_NO_BUCKETS = tuple(  # names and ARNs that AWS reserves for resources other than S3 buckets
-    (re.compile(pattern), meaning)
-    for pattern, meaning in (
-        (
-            r"[^/]*--xa-s3(/|$)|arn:[^:]*:s3express:",
-            "an access point or the ARN of a directory bucket (S3 Express One Zone): write the "
-            "bucket's name, s3://name--zone--x-s3/path",
-        ),
-        (
-            r"[^/]*\.mrap(/|$)|arn:[^:]*:s3::[^:]*:accesspoint[:/][^/]*\.mrap(/|$)",
-            "a multi-region access point, where requests are signed by SigV4A: use the bucket in "
-            "the region of the job, or an access point of it",
-        ),
-        (
-            r"[^/]*--ol-s3(/|$)|arn:[^:]*:s3-object-lambda:",
-            "an Object Lambda access point, which may change what is read: use the bucket or "
-            "access point behind it",
-        ),
-        (
-            r"[^/]*--op-s3(/|$)|arn:[^:]*:s3-outposts:",
-            "a bucket of S3 on Outposts, where requests are signed for another service: use a "
-            "bucket in a region",
-        ),
-        (
-            r"[^/]*--table-s3(/|$)|arn:[^:]*:s3tables:",
-            "a table bucket, which holds no objects of yours: use a general purpose bucket",
-        ),
-        (r"arn:[^:]*:s3:::", "a bucket by its ARN: write s3://bucket/path"),
-        (
-            r"arn:",
-            "an ARN, but not that of an access point: write s3://bucket/path or "
-            "s3://arn:aws:s3:region:account:accesspoint/name/path",
-        ),
-    )
+# suffixes and ARNs that AWS reserves for S3 resources other than buckets and access points
+_NO_BUCKET = re.compile(r"[^/]*(?:--(?:xa|ol|op|table)-s3|\.mrap)(?:/|$)|arn:")
+_NO_BUCKET_ADVICE = (
+    "which is not a bucket or an access point that takes checkpoints (access points of directory "
+    "buckets, multi-region and Object Lambda access points, Outposts and table buckets do not): "
+    "write s3://bucket/path or s3://arn:aws:s3:region:account:accesspoint/name/path"
 )
 
 URILike = Union[str, "os.PathLike[str]", "CheckpointURI"]
@@ -276,10 +243,8 @@ class CheckpointURI:
         point = _ACCESS_POINT.match(rest) if scheme == "s3" else None
         if point is not None:
             bucket, prefix = f"{point[1]}/{point[2]}", rest[point.end() :]
-        elif scheme == "s3" and "@" not in bucket:
-            for pattern, meaning in _NO_BUCKETS:
-                if pattern.match(rest):
-                    raise InvalidURIError(f"{shown!r} names {meaning}")
+        elif scheme == "s3" and "@" not in bucket and _NO_BUCKET.match(rest):
+            raise InvalidURIError(f"{shown!r} names {bucket!r}, {_NO_BUCKET_ADVICE}")
         if point is None and ("@" in bucket or ":" in bucket):
             raise InvalidURIError(
                 f"{shown!r} contains credentials: remove them; cloudckpt gets credentials from "
