@@ -6,11 +6,15 @@ number of 64 bits for all its copies, written or not, and these numbers add up t
 2**64) if all copies are the same: for each set of ranks that have the same items there is a random
 weight for each rank, with a sum of zero, and a rank multiplies it by its digest of these items.
 Only if the sum is not zero do the ranks report a digest of each copy.
+
+If the planner is custom, or torch's own save calls the writer, a digest of each item travels with
+the plan instead, and the coordinator compares them before anything is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import logging
 import secrets
@@ -20,8 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.columns import column_of, pack_columns, unfilled, unpack_columns
@@ -29,12 +32,14 @@ from cloudckpt.checkpoint.likeness import digest_of_all
 from cloudckpt.errors import KeyCollisionError
 from cloudckpt.transfer.memory import PLAIN
 
-__all__ = ["Copies", "Described", "Shared", "are_alike", "refuse_or_tell", "shared_of_ranks"]
+__all__ = ["Copies", "Described", "Shared", "are_alike", "compared", "refuse_or_tell"]
+__all__ += ["shared_of_ranks", "with_digests"]
 
 logger = logging.getLogger("cloudckpt")
 
 _ALL = (1 << 64) - 1
-_NAMED = 5  # keys that a message names
+_NAMED = 50  # entries that a message names
+_RANKED = 5  # ranks that a message lists for each, and groups of them
 _told: set[str] = set()  # the keys that this process has logged already
 
 
@@ -125,10 +130,8 @@ class Described(NamedTuple):
     mesh: tuple[int, ...] = ()
 
 
-class _Copy(NamedTuple):
-    name: str
-    where: MetadataIndex
-    sizes: torch.Size | None
+class _Digests(list[Described]):
+    """The digests of a rank's items, which travel with its plan."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Copies:
         samples: Whether only a sample of a large tensor is compared.
     """
 
-    items: tuple[_Copy, ...] = ()
+    items: tuple[WriteItem, ...] = ()
     counts: tuple[int, ...] = ()
     weights: tuple[int, ...] = ()
     unlike: frozenset[str] = frozenset()
@@ -152,68 +155,123 @@ class Copies:
     @classmethod
     def of(cls, plan: SavePlan, shared: Shared, *, samples: bool) -> Copies:
         """Returns the copies that a rank's own plan has in common with others."""
-        items = (plan.items[number] for number in shared.items.tolist())
-        copies = tuple(
-            _Copy(
-                item.index.fqn,
-                item.index,
-                None if item.tensor_data is None else item.tensor_data.chunk.sizes,
-            )
-            for item in items
-        )
-        return cls(copies, shared.counts, shared.weights, samples=samples)
+        items = tuple(plan.items[number] for number in shared.items.tolist())
+        return cls(items, shared.counts, shared.weights, samples=samples)
 
     def without(self, names: Collection[str]) -> Copies:
         """Returns a copy that no longer compares the items with these names."""
         return replace(self, unlike=self.unlike | frozenset(names))
 
-    def weighed(self, planner: DefaultSavePlanner) -> int:
+    def weighed(self, planner: SavePlanner) -> int:
         """Returns this rank's number: all ranks' add up to zero if all copies are the same."""
         total, items = 0, iter(self.items)
         for count, weight in zip(self.counts, self.weights, strict=True):
-            of_set = itertools.islice(items, count)
-            compared = [copy for copy in of_set if copy.name not in self.unlike]
-            values = (_value(copy, planner) for copy in compared)
+            values = (_value(item, planner) for item in self._compared(items, count))
             total += weight * digest_of_all(values, samples=self.samples)
         return total & _ALL
 
-    def described(self, planner: DefaultSavePlanner) -> list[Described]:
+    def described(self, planner: SavePlanner) -> list[Described]:
         """Returns the digest of each copy."""
-        return list(self._described(planner))
+        items = self._compared(iter(self.items), None)
+        return list(_described(items, planner, samples=self.samples))
 
-    def _described(self, planner: DefaultSavePlanner) -> Iterator[Described]:
-        meshes: dict[int, tuple[int, ...]] = {}
-        for copy in self.items:
-            if copy.name not in self.unlike:
-                value, offsets = _value(copy, planner), copy.where.offset
-                at = None if offsets is None else tuple(offsets)
-                kind = "tensor" if copy.sizes is not None else type(value).__name__
-                digest = digest_of_all([value], samples=self.samples)
-                given = planner.state_dict.get(copy.name)
-                ranks: tuple[int, ...] = ()
-                if isinstance(given, DTensor):
-                    mesh = given.device_mesh
-                    if id(mesh) not in meshes:
-                        meshes[id(mesh)] = (*mesh.mesh.flatten().tolist(),)
-                    ranks = meshes[id(mesh)]
-                yield Described(copy.name, at, digest, kind, ranks)
+    def _compared(self, items: Iterator[WriteItem], count: int | None) -> Iterator[WriteItem]:
+        """Yields the next ``count`` items, apart from those that are known to differ."""
+        taken = itertools.islice(items, count)
+        return (item for item in taken if item.index.fqn not in self.unlike)
 
 
-def _value(copy: _Copy, planner: DefaultSavePlanner) -> Any:
+def with_digests(plan: SavePlan, planner: SavePlanner, *, samples: bool) -> SavePlan:
+    """Returns a rank's plan with a digest of each item, for :func:`compared`.
+
+    Args:
+        plan: The plan, as the planner has made it for this rank.
+        planner: The planner. It may be custom.
+        samples: Whether only a sample of a large tensor is compared.
+    """
+    if not isinstance(plan, SavePlan) or plan.storage_data is not None:
+        return plan
+    # a planner that caches its plans makes an empty one if nothing has changed
+    items = plan.items if plan.usable else getattr(planner, "plan", plan).items
+    return replace(plan, storage_data=_Digests(_described(items, planner, samples=samples)))
+
+
+def compared(plans: Sequence[SavePlan], uri: str, *, refuses: bool) -> list[SavePlan]:
+    """Returns the plans of all ranks without the digests that :func:`with_digests` has added.
+
+    Args:
+        plans: The plans, by rank.
+        uri: The checkpoint.
+        refuses: As for :func:`refuse_or_tell`.
+
+    Raises:
+        KeyCollisionError: If ranks have different values under one name, and this is an error.
+    """
+    found = [getattr(plan, "storage_data", None) for plan in plans]
+    refuse_or_tell(
+        [one if isinstance(one, _Digests) else [] for one in found], uri, refuses=refuses
+    )
+    return [
+        replace(plan, storage_data=None) if isinstance(one, _Digests) else plan
+        for plan, one in zip(plans, found, strict=True)
+    ]
+
+
+def _described(
+    items: Iterable[WriteItem], planner: SavePlanner, *, samples: bool
+) -> Iterator[Described]:
+    meshes: dict[int, tuple[int, ...]] = {}
+    for item in items:
+        value, name, offsets = _value(item, planner), item.index.fqn, item.index.offset
+        given = getattr(planner, "state_dict", {}).get(name)
+        ranks: tuple[int, ...] = ()
+        if isinstance(given, DTensor):
+            mesh = given.device_mesh
+            if id(mesh) not in meshes:
+                meshes[id(mesh)] = (*mesh.mesh.flatten().tolist(),)
+            ranks = meshes[id(mesh)]
+        yield Described(
+            name,
+            None if offsets is None else tuple(offsets),
+            digest_of_all([value], samples=samples),
+            "tensor" if item.tensor_data is not None else type(value).__name__,
+            ranks,
+        )
+
+
+def _value(item: WriteItem, planner: SavePlanner) -> Any:
     """Returns this rank's copy; None if it can't be had, which the rank that saves it reports."""
     with contextlib.suppress(Exception):
-        return _found(copy, planner)
+        return _found(item, planner)
     return None
 
 
-def _found(copy: _Copy, planner: DefaultSavePlanner) -> Any:
-    value = planner.state_dict[copy.name]
-    if copy.sizes is None:
+def _found(item: WriteItem, planner: SavePlanner) -> Any:
+    if not _saves_as_it_is(planner):
+        made = planner.resolve_data(item)
+        if not isinstance(made, io.BytesIO):
+            return made
+        data = made.getvalue()
+        with contextlib.suppress(Exception):  # pickles of equal values may differ
+            return torch.load(io.BytesIO(data), weights_only=False)  # made by this process
+        return data
+    assert isinstance(planner, DefaultSavePlanner)
+    value, data = planner.state_dict[item.index.fqn], item.tensor_data
+    if data is None:
         return value
     local = value._local_tensor if isinstance(value, DTensor) else value
-    if type(local) in PLAIN and local.shape == copy.sizes:
+    if type(local) in PLAIN and local.shape == data.chunk.sizes:
         return local
-    return planner.lookup_object(copy.where)
+    return planner.lookup_object(item.index)
+
+
+def _saves_as_it_is(planner: SavePlanner) -> bool:
+    """Whether a planner saves the values of its state dict unchanged, as torch's does."""
+    names = ("resolve_data", "lookup_object", "transform_object")
+    return isinstance(planner, DefaultSavePlanner) and all(
+        getattr(getattr(planner, name), "__func__", None) is getattr(DefaultSavePlanner, name)
+        for name in names
+    )
 
 
 def refuse_or_tell(
@@ -253,9 +311,9 @@ def refuse_or_tell(
     text = (
         f"{len(news)} {'entry differs' if len(news) == 1 else 'entries differ'} between ranks, "
         "and the checkpoint keeps one copy of each. Ranks with the same copy: "
-        f"{_first_few((unlike[name] for name in news), '; ')}. If each rank has its own value, "
-        "wrap it in cloudckpt.per_rank(value), or put the rank, the stage or the expert into "
-        f"its name, for example {{f'{first}.{{rank}}': ...}}; if all ranks share it, make it "
+        f"{_first_few((unlike[name] for name in news), '; ', _NAMED)}. If each rank has its own "
+        "value, wrap it in cloudckpt.per_rank(value), or put the rank, the stage or the expert "
+        f"into its name, for example {{f'{first}.{{rank}}': ...}}; if all ranks share it, make it "
         "equal before the save, for example by a broadcast. replicas='trust' turns this "
         "comparison off"
     )
@@ -275,7 +333,7 @@ def _shown(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {_first_few(map(str, ranks), ' ')}"
 
 
-def _first_few(texts: Iterable[str], separator: str) -> str:
+def _first_few(texts: Iterable[str], separator: str, most: int = _RANKED) -> str:
     all_of_them = list(texts)
-    more = [f"and {len(all_of_them) - _NAMED} more"] * (len(all_of_them) > _NAMED)
-    return separator.join([*all_of_them[:_NAMED], *more])
+    more = [f"and {len(all_of_them) - most} more"] * (len(all_of_them) > most)
+    return separator.join([*all_of_them[:most], *more])

@@ -318,6 +318,8 @@ class SaveLoop:
             planner.set_up_planner(**given)
             if type(planner) is DefaultSavePlanner:
                 keep_containers(planner, self._state_dict)
+            if is_custom and isinstance(writer, CloudStorageWriter) and self._group is not None:
+                writer.compared_by = planner
             plan = writer.prepare_local_plan(planner.create_local_plan())
             with paused_gc():
                 structure = lost_by_flattening(self._state_dict, planner, uri)
@@ -366,9 +368,11 @@ class SaveLoop:
     def _planned_by_planner(self, told: list[bytes]) -> tuple[Metadata, list[bytes], list[Shared]]:
         """Returns the metadata of a custom planner, and each rank's pickled part of its plan.
 
-        The last result says, for each rank, that its items are not compared with others'.
+        The last result says, for each rank, that its items have been compared.
         """
         plans = [pickle.loads(plan) for plan in told]  # noqa: S301 - of the ranks
+        if isinstance(self._writer, CloudStorageWriter):
+            plans = CloudStorageWriter.prepare_global_plan(self._writer, plans)
         plans, metadata = self._planner.create_global_plan(plans)
         parts = [pickle.dumps(plan) for plan in self._writer.prepare_global_plan(plans)]
         return metadata, parts, [Shared.nothing()] * len(parts)

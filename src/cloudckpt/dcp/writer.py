@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -33,6 +34,7 @@ from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
+from cloudckpt.dcp.copies import compared, with_digests
 from cloudckpt.dcp.failures import portable, portable_errors
 from cloudckpt.dcp.incremental import Contents, newest_beside
 from cloudckpt.dcp.meeting import check_together
@@ -134,6 +136,8 @@ class CloudStorageWriter(OurWriter):
         sender: Uploads the prepared objects, in this process or in a saving process.
         attempt: The random name of this save, on a rank that commits.
         noted: The notes to be stored with the checkpoint, as bytes.
+        compared_by: The planner of which the items' digests travel with the plan, to compare those
+            of all ranks; None if the save compares them in another way.
         hold: The base of this save and the marks that keep it, on a rank that commits.
         commits: Whether this rank commits.
         committed: Whether the save is committed, as far as this rank alone knows; None during the
@@ -189,6 +193,7 @@ class CloudStorageWriter(OurWriter):
         self._is_set_up = False
         self._written: list[str] = []
         self._structure = Structure()
+        self.compared_by: SavePlanner | None = None
         self.hold: Hold | None = None
         self.commits = False
         self.committed: bool | None = None
@@ -258,6 +263,10 @@ class CloudStorageWriter(OurWriter):
         # the state dict that torch's saver is saving, if it is the caller
         state_dict, planner = state_dict_being_planned() or ({}, None)
         self._structure = lost_by_flattening(state_dict, planner, str(self.uri))
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        # a planner that caches plans would keep the digests
+        if not (is_alone or getattr(planner, "_enable_plan_caching", False)):
+            self.compared_by = planner
 
     def begin(self, *, commits: bool) -> None:
         if commits and self._baseline is None:
@@ -275,13 +284,16 @@ class CloudStorageWriter(OurWriter):
             self._baseline = Beginning(view, ask)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Waits for the baseline, before anything is sent; returns the plan unchanged.
+        """Waits for the baseline, before anything is sent; adds digests to the plan if need be.
 
         Raises:
             CheckpointExistsError: If a checkpoint exists and ``overwrite`` is off.
         """
         self.wait_for_baseline()
-        return plan
+        if self.compared_by is None or self.config.replicas == "trust":
+            return plan
+        samples = self.config.replicas != "refuse"
+        return with_digests(plan, self.compared_by, samples=samples)
 
     @property
     def waits_before_sending(self) -> bool:
@@ -352,9 +364,15 @@ class CloudStorageWriter(OurWriter):
         self._structure = structure
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # the planner may cache plans and reuse them in a later save: they must contain nothing of
-        # this attempt
-        return plans
+        """Compares what ranks have under one name, if digests have come with the plans.
+
+        The planner may cache plans and reuse them in a later save: they contain nothing of this
+        attempt.
+
+        Raises:
+            KeyCollisionError: If ranks have different values under one name, and this is an error.
+        """
+        return compared(plans, str(self.uri), refuses=self.config.replicas == "refuse")
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner, contents: Contents | None = None
