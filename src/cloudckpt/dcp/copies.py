@@ -251,10 +251,10 @@ def _found(item: WriteItem, planner: SavePlanner) -> Any:
         made = planner.resolve_data(item)
         if not isinstance(made, io.BytesIO):
             return made
-        data = made.getvalue()
+        pickled = made.getvalue()
         with contextlib.suppress(Exception):  # pickles of equal values may differ
-            return torch.load(io.BytesIO(data), weights_only=False)  # made by this process
-        return data
+            return torch.load(io.BytesIO(pickled), weights_only=False)  # made by this process
+        return pickled
     assert isinstance(planner, DefaultSavePlanner)
     value, data = planner.state_dict[item.index.fqn], item.tensor_data
     if data is None:

@@ -20,7 +20,9 @@ _WRAPPERS = {
 """The parts that wrappers of models add to the names of parameters, with the wrapper's name."""
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict.get_model_state_dict(model)"
-_OPTIMIZER = re.compile(r"(.*?)(?<![^.])state\..+\.[^.]+")
+_NUMBERED = re.compile(r"\d+\.[^.]+")
+"""The name of a parameter's state in ``optimizer.state_dict()``."""
+_OPTIMIZER = re.compile(r"(.*?)(?<![^.])state\.(.+\.[^.]+)")
 
 
 def advice(missing: str, stored: Collection[str]) -> str:
@@ -57,9 +59,13 @@ def _wrapped(missing: str, stored: Collection[str]) -> str:
     # the index of the first part that belongs to the model
     first = int(here[0] == there[0] and here[0] not in _WRAPPERS)
     outer = [*itertools.takewhile(_WRAPPERS.__contains__, there[first:])]
-    tops = {name.split(".")[0] for name in stored if _wrappers(name.split("."))}
+    start, wrapped = [*there[:first], *outer], [name.split(".") for name in stored]
     # wrappers, if any, are around the whole model
-    if len(outer) == len(_wrappers(there)) and len(tops) < 2:
+    if _wrappers(there) == outer and all(
+        parts[: len(start)] == start and _wrappers(parts) == outer
+        for parts in wrapped
+        if _wrappers(parts)
+    ):
         line = _STATE_DICT if _wrappers(here) else "model.state_dict()"
         for part in reversed(outer):
             line = f'{{"{part}": {line}}}'
@@ -130,6 +136,14 @@ def _of_optimizer(missing: str, stored: Collection[str]) -> str:
     found = _OPTIMIZER.fullmatch(missing)
     if found is None or not any(name.startswith(f"{found[1]}param_groups") for name in stored):
         return ""
+    beneath = f"{found[1]}state."
+    saved = [name.removeprefix(beneath) for name in stored if name.startswith(beneath)]
+    if saved and bool(_NUMBERED.fullmatch(saved[0])) != bool(_NUMBERED.fullmatch(found[2])):
+        return (
+            "; one of both optimizers names its state by parameters, the other by numbers: take "
+            "the state from torch.distributed.checkpoint.state_dict.get_state_dict(model, "
+            "optimizer) on both sides, or from optimizer.state_dict()"
+        )
     return (
         "; the saved optimizer had no state for this parameter: it is new, or it was frozen or "
         f"had no gradient yet. Remove its state from the state dict, or {_STRICT}"
