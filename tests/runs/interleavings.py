@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import threading
 import types
@@ -28,6 +29,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Config, RetryPolicy
+from cloudckpt.background import process, sender
+from cloudckpt.background.channel import Job, Outcome
 from cloudckpt.checkpoint import baseline
 from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.baseline import begin
@@ -73,6 +76,7 @@ from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo, once
 from cloudckpt.transfer import retry
 from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 from support import memory_store
 from support.memory_store import MemoryStore
@@ -215,6 +219,41 @@ class Gated(MemoryStore):
         return self._sent(deleted)
 
 
+class SendingThread:
+    """What a saving process does, in this one, which has the store in memory."""
+
+    pid, is_alive, is_busy, is_stuck = 0, True, False, False
+
+    def __init__(self, options: object) -> None:
+        """Has nothing to start."""
+
+    def wait_until_ready(self) -> None:
+        """It is."""
+
+    def begin(self, job: Job, descriptors: list[int]) -> None:
+        self._job, self._held = job, contextlib.ExitStack()
+        fds = iter(map(os.dup, descriptors))
+        self._memory = [
+            self._held.enter_context(sender.mapped(next(fds), size)) if size else memoryview(b"")
+            for size in job.sizes
+        ]
+
+    def outcome(self) -> Outcome:
+        job = self._job
+        stats = TransferStats(str(job.destination.uri), job.destination.rank, 0)
+        with self._held:
+            try:
+                return Outcome(sender.sent(job, self._memory, stats), None, stats.snapshot())
+            except CloudCheckpointError as error:
+                return Outcome((), error, stats.snapshot())
+
+    def settle(self) -> None:
+        """Nobody adopts what it has sent."""
+
+    def end(self, timeout: float, why: str) -> None:
+        """Has nothing to end."""
+
+
 def state_of(step: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((16,), float(step)), "same": torch.zeros(16)}
 
@@ -305,9 +344,10 @@ class World:
     def manager(self, number: int) -> Callable[[Config], None]:
         """A job that continues the run, saves twice, and keeps one step."""
         options = {"asynchronous": self.rng.random() < 0.5, "incremental": self.rng.random() < 0.5}
+        kind = self.rng.choice([AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
 
         def work(config: Config) -> None:
-            made = CheckpointerConfig(config=config, kind=AsyncCheckpointerType.THREAD)
+            made = CheckpointerConfig(config=config, kind=kind)
             quiet = Preemption(signals=())
             with CheckpointManager(
                 str(self.root), checkpointer=made, max_to_keep=1, preemption=quiet, **options
@@ -665,6 +705,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
         CLOCK_MONOTONIC=1,
     )
     monkeypatch.setattr(registry, "_OPENERS", {"memory": opener})
+    monkeypatch.setattr(process, "_Worker", SendingThread)
     monkeypatch.setattr(memory_store, "time", clock)
     monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.0)  # of a copy that begins anew
     for module in (baseline, folders):

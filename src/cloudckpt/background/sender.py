@@ -56,6 +56,8 @@ __all__ = [
     "finish",
     "forward_logs",
     "main",
+    "mapped",
+    "sent",
 ]
 
 logger = logging.getLogger("cloudckpt")
@@ -263,18 +265,13 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentS
     stats = TransferStats(str(uri), job.destination.rank, job.destination.expected)
     objects: tuple[WrittenObject, ...] = ()
     memory: list[memoryview] | None = None
-    buffers: _Mapped | None = None
     with contextlib.ExitStack() as held:
         try:
             if (memory := _taken_over(end, job.sizes, held)) is None:
                 return  # the trainer has just ended
             take_over(job.variables)
             current.begin(job, stats)
-            store = open_store(uri, job.destination.config)
-            group = sending_group(job.destination, store)
-            pool = SlabPool(job.destination.config.memory_budget, group.cancellation)
-            buffers = _Mapped(pool, memory)
-            objects = send(job.destination, store, job.plans, buffers, group, stats)
+            objects = sent(job, memory, stats)
         except BaseException as raised:  # noqa: BLE001 - told to the trainer
             error = _portable(raised)
             current.end()
@@ -284,8 +281,17 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentS
         speaker.tell("outcome", Outcome(objects, error, stats.snapshot()))
     speaker.is_awaited = False  # the trainer would not read a further heartbeat
     if error is not None:
-        del error, memory, buffers
+        del error, memory
         gc.collect()  # the error's frames hold on to the memory
+
+
+def sent(job: Job, memory: Sequence[memoryview], stats: TransferStats) -> tuple[WrittenObject, ...]:
+    """Sends the objects of a job, whose bytes are in two parts of memory, and returns them."""
+    destination = job.destination
+    store = open_store(destination.uri, destination.config)
+    group = sending_group(destination, store)
+    pool = SlabPool(destination.config.memory_budget, group.cancellation)
+    return send(destination, store, job.plans, _Mapped(pool, memory), group, stats)
 
 
 @dataclass(frozen=True)
@@ -329,13 +335,13 @@ def _taken_over(
             closed.callback(os.close, fd)
         descriptors = iter(received)
         return [
-            held.enter_context(_mapped(next(descriptors), size)) if size else memoryview(b"")
+            held.enter_context(mapped(next(descriptors), size)) if size else memoryview(b"")
             for size in sizes
         ]
 
 
 @contextlib.contextmanager
-def _mapped(fd: int, size: int) -> Iterator[memoryview]:
+def mapped(fd: int, size: int) -> Iterator[memoryview]:
     """Maps the first ``size`` bytes of a file, read-only."""
     try:
         mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
