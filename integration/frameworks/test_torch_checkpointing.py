@@ -108,68 +108,9 @@ def test_the_newest_are_kept_and_nothing_of_another_run_is_deleted(
     assert not cloudckpt.sweep(run, older_than=0).objects
 
 
-def test_a_place_that_is_taken_is_not_renamed_to(storage: CloudStorage, run: str) -> None:
-    storage.write(Path(f"{run}/tmp_a/x"), b"new")
-    storage.write(Path(f"{run}/a/x"), b"old")
-    with pytest.raises(FileExistsError):
-        storage.rename(Path(f"{run}/tmp_a"), Path(f"{run}/a"), is_directory=True)
-    assert storage.read(Path(f"{run}/a/x")) == b"old"
-    with pytest.raises(FileNotFoundError):
-        storage.rename(Path(f"{run}/nothing"), Path(f"{run}/b"), is_directory=True)
-
-
-def test_a_folder_that_was_renamed_is_there_for_all(storage: CloudStorage, run: str) -> None:
-    source, target = Path(f"{run}/tmp_a"), Path(f"{run}/a")
-    for name in ("x", "deep/y"):
-        storage.write(source / name, name.encode())
-    assert storage.exists(source)
-    other = CloudStorageConfig(job="0" * 16).create_storage()
-    assert not other.exists(source)
-    assert not other.exists(target)
-
-    storage.rename(source, target, is_directory=True)
-    for looking in (storage, other):
-        assert looking.ls(Path(run)) == ["a"]
-        assert looking.ls(target) == ["deep", "x"]
-        assert looking.read(target / "deep" / "y") == b"deep/y"
-        assert looking.glob(f"{run}/a*") == [f"{run}/a"]
-        assert looking.isdir(target)
-        assert not looking.exists(source)
-    assert not cloudckpt.list_checkpoints(run)
-    with pytest.raises(cloudckpt.errors.CheckpointNotFoundError):
-        cloudckpt.delete(f"{run}/a")
-    assert not cloudckpt.sweep(run, older_than=0).objects
-    storage.rmdir(target)
-    assert not storage.exists(target)
-
-
 def test_the_storage_is_one_job_in_all_processes_that_it_is_sent_to() -> None:
     config = CloudStorageConfig()
     sent = pickle.loads(pickle.dumps(config))
     assert sent.job
     assert sent.job == config.job
     assert sent == config
-
-
-def test_files_are_streamed_replaced_and_measured(storage: CloudStorage, run: str) -> None:
-    path = Path(f"{run}/x")
-    with storage.stream_write(path) as file:
-        file.write(b"0123456789")
-    assert storage.getsize(path) == 10
-    with storage.stream_read(path) as file:
-        assert file.seek(4) == 4
-        room = bytearray(3)
-        assert file.readinto(room) == 3
-    assert bytes(room) == b"456"
-    storage.write(Path(f"{run}/y"), b"new")
-    storage.rename(Path(f"{run}/y"), path)
-    assert storage.read(path) == b"new"
-    assert storage.ls(Path(run)) == ["x"]
-    storage.delete(path)
-    assert not storage.exists(path)
-    assert storage.remap_path(path) == f"{run}/x"
-
-
-def test_local_paths_are_refused(storage: CloudStorage, tmp_path: Path) -> None:
-    with pytest.raises(cloudckpt.errors.InvalidURIError, match="LocalFileSystemStorageConfig"):
-        storage.exists(tmp_path)

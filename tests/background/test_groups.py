@@ -83,28 +83,6 @@ def test_ranks_that_close_in_another_order_open_the_same_group(ranks):
     assert first == second
 
 
-def _world_ends_first(place: Place, store: str) -> None:
-    with AsyncSaver() as saver:
-        begin(saver, 1, place).result(PATIENCE)
-        size, rank = dist.get_world_size(), dist.get_rank()
-        dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, size),
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=PATIENCE),
-    )
-    with AsyncSaver() as saver:
-        begin(saver, 2, place).result(PATIENCE)
-        dist.barrier()
-
-
-def test_a_saver_may_be_closed_after_the_default_group(ranks, local, tmp_path):
-    ranks(2, _world_ends_first, local, str(tmp_path / "store"))
-    assert step_at(local, ranks=2) == 2
-
-
 def _worlds(place: Place, store: str) -> list[int]:
     """Savers that are there behind a save of each of several default groups."""
     size, rank, found = dist.get_world_size(), dist.get_rank(), list[int]()

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import logging
 import multiprocessing
 import os
 import resource
@@ -194,14 +193,6 @@ def test_behind_a_save_the_process_holds_no_memory_of_the_trainers(one, local):
     for planner in (None, Casting()):
         begin(one, 1, local, planner, nbytes=20 * MIB).result(PATIENCE)
         assert eventually(lambda: _mapped(pid_of(one)) == 0)
-
-
-def test_what_the_process_logs_reaches_the_trainers_logging(s3, caplog):
-    caplog.set_level(logging.DEBUG, "urllib3")
-    with saver() as other:
-        begin(other, 1, s3).result(PATIENCE)
-        pid = pid_of(other)
-    assert [record for record in caplog.records if record.process == pid]
 
 
 def test_what_happens_in_the_process_is_told_in_the_trainer(one, shaky, proxy):

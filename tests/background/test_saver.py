@@ -113,16 +113,6 @@ def test_a_writer_of_the_callers_may_be_given_again_while_it_is_in_use(local, ga
 # ---- the end
 
 
-def test_closing_waits_for_what_is_under_way(local, gate):
-    one = saver()
-    future = begin(one, 1, local, gate)
-    gate.wait()
-    threading.Timer(0.05, gate.open).start()
-    one.close()
-    assert future.done()
-    assert step_at(local) == 1
-
-
 def test_closing_gives_back_memory_files_and_threads(local):
     gc.collect()
     begin_files, before = open_files(), staged_copies()

@@ -85,26 +85,6 @@ def test_a_trainer_that_ends_commits_the_save_that_is_under_way(kind, local, tmp
     assert step_at(local) == 7
 
 
-GUARDLESS = """
-import cloudckpt
-from faults.states import SMALL, filled
-
-with cloudckpt.checkpointer.make_async_checkpointer() as one:
-    one.save({uri!r}, filled({step}, SMALL))[1].result(150)
-print("saved")
-"""
-
-
-def test_a_module_in_the_current_folder_does_not_take_the_place_of_pythons(local, tmp_path):
-    (tmp_path / "script").mkdir()
-    (tmp_path / "selectors.py").write_text("raise SystemExit('not this one')")
-    path = tmp_path / "script" / "train.py"
-    path.write_text(GUARDLESS.format(step=9, uri=local.uri))
-    done = _python([str(path)], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert step_at(local) == 9
-
-
 AT_THE_END = """
 import atexit
 

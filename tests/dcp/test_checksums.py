@@ -34,16 +34,6 @@ def loaded(place):
     return state
 
 
-def test_a_checkpoint_names_the_algorithm_and_is_read_by_it(written):
-    place, name = written
-    reader = place.reader()
-    reader.read_metadata()
-    assert reader.commit.checksum.name == name
-    state = loaded(place)
-    assert torch.equal(state["weight"], torch.arange(300_000.0))
-    assert state["step"] == 7
-
-
 def test_damage_is_found_by_either_algorithm(written):
     place, _ = written
     name = max(place.data(), key=lambda name: len(place.read(name)))

@@ -1,7 +1,5 @@
 """What ranks have under one name is compared, as of several copies one is saved."""
 
-import contextlib
-import logging
 import random
 
 import pytest
@@ -17,6 +15,7 @@ import cloudckpt
 from cloudckpt.checkpointer import close_async_savers
 from cloudckpt.dcp import copies, plan_cache
 from cloudckpt.errors import KeyCollisionError
+from support.logs import warnings_of_ours
 
 from .places import Place
 
@@ -43,20 +42,6 @@ class _OwnPlanner(SavePlanner):
 
     def resolve_data(self, item):
         return self._other.resolve_data(item)
-
-
-@contextlib.contextmanager
-def _warnings():
-    """What is logged as a warning here."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())
-    logger = logging.getLogger("cloudckpt")
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
 
 
 def _save(kind, state: dict, place: Place) -> None:
@@ -111,7 +96,7 @@ def _told_of(place: Place, kind, drawn: list[set[str]]) -> list[set[str]]:
     found = []
     try:
         for step, unlike in enumerate(drawn):
-            with _warnings() as texts:
+            with warnings_of_ours() as texts:
                 _save(kind, _state(step, unlike), place)
             assert len(texts) <= 1
             found.append(_named("".join(texts)))
@@ -178,7 +163,7 @@ def _made_in_other_ways(place: Place) -> list[str]:
             "text": "".join(["ab", "c"]) if draw.random() < 0.5 else "abc",
             "state": random.Random(step).getstate(),
         }
-        with _warnings() as found:
+        with warnings_of_ours() as found:
             cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
         texts += found
     return texts
@@ -194,7 +179,7 @@ def _plain_on_one(place: Place) -> list[str]:
     rank, whole = dist.get_rank(), torch.ones(4)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     other = DTensor.from_local(whole + rank, mesh, [Replicate()], run_check=False)
-    with _warnings() as found:
+    with warnings_of_ours() as found:
         cloudckpt.save(
             {"w": whole if rank == 0 else other}, checkpoint_id=place.uri, config=place.config
         )

@@ -88,12 +88,3 @@ def test_names_that_are_missing_are_left_out():
     state = {"there": torch.zeros(3), "missing": torch.zeros(3)}
     plan, _ = plan_reads(state, table)
     assert [item.dest_index.fqn for item in plan.items] == ["there"]
-
-
-def test_the_default_device_does_not_matter():
-    boxes = [[(row, row + 1), (0, 3)] for row in range(40)]
-    table = table_of_metadata(Metadata({"t": described((40, 3), boxes)}))
-    state = {"t": torch.zeros(40, 3)}
-    expected = plan_reads(state, table)
-    with torch.device("meta"):  # stands for "cuda": memory that the processor can't read
-        assert plan_reads(state, table) == expected

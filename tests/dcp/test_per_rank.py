@@ -1,8 +1,6 @@
 """Values of each rank, and objects with a state of their own, wherever they stand in a state."""
 
-import contextlib
 import copy
-import logging
 import random
 from types import SimpleNamespace
 
@@ -13,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import cloudckpt
 from cloudckpt.errors import ConfigError, MissingKeyError, UnsupportedValueError
+from support.logs import warnings_of_ours
 
 from .places import Place
 
@@ -74,22 +73,9 @@ def _plain(value, of=lambda one: one.value):
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-@contextlib.contextmanager
-def _warnings():
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())
-    logger = logging.getLogger("cloudckpt")
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-
-
 def _loaded(place: Place, saved_by: int, seed: int) -> list[str]:
     rank, target = dist.get_rank(), _state(random.Random(seed), -1)
-    with _warnings() as told:
+    with warnings_of_ours() as told:
         cloudckpt.load(target, checkpoint_id=place.uri, config=place.config)
     own = _plain(_state(random.Random(seed), rank if rank < saved_by else -1))
     assert _plain(target) == own

@@ -15,8 +15,6 @@ from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from support.ranks import RanksDiedError
 
-MIB = 1024**2
-
 
 def whole() -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
@@ -66,28 +64,6 @@ def mixed_options(place):
 
 def test_ranks_must_agree_on_it(ranks, local):
     assert ranks(2, mixed_options, local) == [True, True]
-
-
-def every_second_tensor(place, option, values):
-    """Reads tensors with gaps between them, with another option on each rank."""
-    state = {f"{number:02}": torch.full((50_000,), float(number)) for number in range(40)}
-    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
-    config = dataclasses.replace(place.config, **{option: values[dist.get_rank()]})
-    target = {name: torch.zeros(50_000) for name in sorted(state)[::2]}
-    load(place.uri, target, config)
-    return all(torch.equal(value, state[name]) for name, value in target.items())
-
-
-@pytest.mark.parametrize(
-    ("option", "values"),
-    [
-        ("connections", (1, 16)),
-        ("memory_budget", (32 * MIB, 256 * MIB)),
-        ("verify", (True, False)),
-    ],
-)
-def test_ranks_may_differ_in_what_is_not_about_sharing(ranks, local, option, values):
-    assert ranks(2, every_second_tensor, local, option, values) == [True, True]
 
 
 class OwnPlanner(DefaultLoadPlanner):

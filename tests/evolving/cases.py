@@ -56,9 +56,9 @@ class Fault:
     """What is wrong in a save.
 
     Attributes:
-        kind: ``unpicklable``: a value of the state; ``disk``: it is full; ``refused``: the store
-            answers that it can't; ``unlike``: ranks have different values under one name, if any
-            of the named is something of which several have a copy.
+        kind: ``unpicklable``: a value of the state; ``disk``: it is full; ``unlike``: ranks have
+            different values under one name, if any of the named is something of which several have
+            a copy.
         rank: On which rank.
         skip: Calls or requests of that rank that go well before.
         names: What differs, see `states.names`.

@@ -111,7 +111,7 @@ class _Drawing:
     def _save(self, state: dict[Any, Any], way: str) -> Save:
         fault = None
         if self._chance(12):
-            kinds = ("unpicklable", "disk" if self._store == "local" else "refused")
+            kinds = ("unpicklable", *["disk"] * (self._store == "local"))
             fault = Fault(
                 self._one(kinds), self._one(range(self.world)), self._one((0, 0, 1, 2, 3))
             )

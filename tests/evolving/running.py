@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 import itertools
 import logging
 import os
@@ -22,10 +21,7 @@ from botocore.exceptions import ClientError
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from cloudckpt import S3Options
 from dcp.places import Place
-from support.wire.faults import s3_error
-from support.wire.proxy import FaultyProxy
 
 from . import values
 from .aftermath import Aftermath
@@ -105,7 +101,7 @@ def run_segment(
         stack.enter_context(_silence())
         if is_tight:
             stack.enter_context(tight())
-        ways = Ways(_way_to(root, segment))
+        ways = Ways(root)
         findings = _Rank(ways, root, model).carry_out(segment.saves, first)
         error = _caught(ways.close)
         if error is not None and not findings:
@@ -169,7 +165,7 @@ class _Rank:
             if any(each.incremental for each, _ in at_once):
                 self._model.littered |= {there.uri for _, there in at_once}
         waits: list[Callable[[], None]] = []
-        with _fault_of(save, state, place):
+        with _fault_of(save, state):
             error = _caught(lambda: waits.append(self._ways.save(save.by, state, place, step)))
             if error is None:
                 scribble(state)  # who saves in the background has a copy
@@ -385,7 +381,7 @@ def _raised(step: int, what: str, error: BaseException) -> Finding:
 
 
 @contextlib.contextmanager
-def _fault_of(save: Save, state: dict[Any, Any], place: Place) -> Iterator[None]:
+def _fault_of(save: Save, state: dict[Any, Any]) -> Iterator[None]:
     """Something is wrong on a rank, if it is to be, for the time of the block."""
     fault = save.fault
     if fault is None or fault.rank != dist.get_rank() or fault.kind == "unlike":
@@ -393,19 +389,12 @@ def _fault_of(save: Save, state: dict[Any, Any], place: Place) -> Iterator[None]
     elif fault.kind == "unpicklable":
         state["step"] = threading.Lock()
         yield
-    elif fault.kind == "disk":
+    else:
         calls = itertools.count()
         with pytest.MonkeyPatch.context() as patch:
             for name in ("pwritev", "link", "replace"):
                 patch.setattr(os, name, _full(getattr(os, name), calls, fault.skip))
             yield
-    else:
-        proxy = _proxy(_upstream(place))
-        for operation in ("PutObject", "UploadPart"):
-            answer = s3_error(403, "AccessDenied")
-            proxy.inject(answer, operation=operation, skip=fault.skip)
-        yield
-        proxy.clear()
 
 
 def _full(call: Any, calls: Iterator[int], skip: int) -> Any:
@@ -415,26 +404,3 @@ def _full(call: Any, calls: Iterator[int], skip: int) -> Any:
         return call(*arguments, **keywords)
 
     return limited
-
-
-def _way_to(root: Place, segment: Segment) -> Place:
-    """Through a proxy of this rank's, if a store is to refuse something."""
-    if not any(save.fault and save.fault.kind == "refused" for save in segment.saves):
-        return root
-    options: S3Options = root.config.s3
-    proxy = _proxy(options.endpoint_url)
-    _behind[proxy.url] = options.endpoint_url
-    return root.having(s3=dataclasses.replace(options, endpoint_url=proxy.url))
-
-
-_behind: dict[str, str | None] = {}
-
-
-def _upstream(place: Place) -> str | None:
-    return _behind[str(place.config.s3.endpoint_url)]
-
-
-@functools.cache
-def _proxy(endpoint: str) -> FaultyProxy:
-    """For as long as this process lives."""
-    return FaultyProxy(endpoint)
