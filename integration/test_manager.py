@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -10,7 +9,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import cloudckpt
 from cloudckpt import CheckpointManager
 from cloudckpt.checkpointer import CheckpointerConfig
-from cloudckpt.errors import CheckpointConflictError
 from cloudckpt.runs import Preemption
 from clouds import Place
 
@@ -59,21 +57,3 @@ def test_a_run_is_saved_pruned_and_restored(ranks, cloud, place) -> None:
     assert (left.objects, left.uploads) == ((), ())
     folders = {name.partition("/")[0] for name in cloud.names(place)}
     assert folders == {".cloudckpt-job.json", "step-6", "step-10", "step-12"}
-
-
-def _overtaken(place: Place) -> None:
-    first = _managed(place)
-    first.save(2, _state(2))
-    first.wait_until_finished()
-    second = _managed(place)
-    assert second.restore(_state(0)) == 2
-    second.save(4, _state(4))
-    second.wait_until_finished()
-    first.save(6, _state(6))
-    with pytest.raises(CheckpointConflictError, match="another job"):
-        first.close()
-    second.close()
-
-
-def test_a_job_is_told_that_another_one_has_taken_over(ranks, place) -> None:
-    ranks(2, _overtaken, place)

@@ -66,16 +66,3 @@ def test_a_model_replaces_another(cloud, place, ranks) -> None:
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", _INDEX]
     assert sorted(cloud.names(place)) == names
     assert cloud.uploads(place) == []
-
-
-def test_a_checkpoint_is_exported(cloud, place) -> None:
-    cloudckpt.save(_whole(), checkpoint_id=place.at("checkpoint").uri, config=place.config)
-    model = place.at("model")
-    done = cloudckpt.hf.export_checkpoint(
-        place.at("checkpoint").uri, model.uri, max_shard_size=2 * PART_SIZE, config=place.config
-    )
-    assert done.nbytes >= done.moved
-    found = _read(model)
-    for name, tensor in _whole().items():
-        assert_same(found[name], tensor, name)
-    assert cloud.uploads(place) == []

@@ -4,12 +4,9 @@ A table of frameworks. Each trains in one folder, goes on in another one, keeps 
 saves incrementally: what is kept refers to what was deleted.
 """
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch
 import pytest
@@ -21,8 +18,6 @@ import cloudckpt
 from cloudckpt.integrations.accelerate import load_state, save_state
 from cloudckpt.integrations.lightning import CloudCheckpointIO, CloudModelCheckpoint
 from cloudckpt.integrations.transformers import CloudCheckpointCallback
-from results import Job
-from test_torchtitan import _arguments, assets  # noqa: F401 - a fixture
 from test_trainer import _trainer
 
 INCREMENTAL = cloudckpt.Config(incremental=True)
@@ -83,38 +78,10 @@ def with_trainer(where: Where, folder: str, steps: int, resume: str | None) -> s
     return f"{where.root}/{folder}/step-{steps}"
 
 
-def with_ray(where: Where, folder: str, steps: int, resume: str | None) -> str:
-    """Ray's own bookkeeping of a run, without its processes; test_ray.py has those."""
-    import ray.train
-    from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
-    from ray.train.v2._internal.execution.storage import StorageContext
-
-    from cloudckpt.integrations.ray import storage, uri_of
-
-    place = StorageContext(**storage(where.root), experiment_dir_name=folder)
-    manager = CheckpointManager(ray.train.CheckpointConfig(num_to_keep=1), place)
-    state = {"frozen": torch.ones(100), "step": 0}
-    if resume is not None:
-        cloudckpt.load(state, checkpoint_id=resume)
-    for step in range(state["step"] + 1, steps + 1):
-        uri = f"{where.root}/{folder}/step-{step}"
-        cloudckpt.save({**state, "step": step}, checkpoint_id=uri, config=INCREMENTAL)
-        reported = ray.train.Checkpoint(uri.partition("://")[2], place.storage_filesystem)
-        assert uri_of(reported) == uri
-        report = SimpleNamespace(checkpoint=reported, metrics={}, validation=False)
-
-        async def register(report: Any = report) -> None:  # it wakes those that wait in its loop
-            manager.register_checkpoint(report)
-
-        asyncio.run(register())
-    return f"{where.root}/{folder}/step-{steps}"
-
-
 ROTATIONS: dict[str, Train] = {
     "lightning": with_lightning,
     "accelerate": with_accelerate,
     "trainer": with_trainer,
-    "ray": with_ray,
 }
 
 
@@ -152,8 +119,7 @@ def test_a_run_deletes_nothing_of_another_one_and_not_what_it_has_resumed(
     assert _there(where.root) == {first, second}
 
     third = train(where, "second", 6, second)
-    # Ray goes on with one run, whose bookkeeping is beside it: what it resumed is its own, too
-    assert _there(where.root) == {first, third, *([] if framework == "ray" else [second])}
+    assert _there(where.root) == {first, second, third}
     assert any(cloudckpt.inspect(uri).shared for uri in (first, second, third))
 
 
@@ -165,20 +131,3 @@ def test_steps_behind_which_the_trainer_went_back_stay_and_do_not_count(where: W
     trainer.train(resume_from_checkpoint=saved.restore(2))
     kept = _there(where.root)
     assert kept == {f"{run}/step-{step}" for step in (2, 3, 4)}  # resumed, saved, given up
-
-
-@pytest.mark.timeout(600)
-def test_torchtitan_deletes_nothing_of_the_run_that_it_was_begun_with(
-    assets: None,  # noqa: F811
-    job: Job,
-    run: str,
-    tmp_path: Path,
-    environment: dict[str, str],
-) -> None:
-    first, second = f"{run}/first", f"{run}/second"
-    job("torchtitan_job.py", *_arguments(first, tmp_path, steps=2), ranks=2)
-    begun = ["--checkpoint.initial_load_path", f"{first}/step-2"]
-    job("torchtitan_job.py", *_arguments(second, tmp_path, *begun, steps=5), ranks=2)
-    kept = _there(run)
-    assert {f"{first}/step-1", f"{first}/step-2", f"{second}/step-5"} <= kept
-    assert f"{second}/step-1" not in kept

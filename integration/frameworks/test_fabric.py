@@ -24,13 +24,3 @@ def test_what_fabric_saves_on_two_ranks_it_loads_on_one(
     assert [one["own"] for one in more] == [0, 1, None]
     assert [one["position"] for one in more] == [0, 1, None]
     assert not [*(tmp_path / "cwd").iterdir()]
-
-
-@pytest.mark.parametrize("strategy", ["model_parallel", "ddp"])
-def test_a_checkpoint_that_is_not_there_is_named(
-    job: Job, run: str, tmp_path: Path, strategy: str
-) -> None:
-    [ended] = job("fabric_job.py", f"--strategy={strategy}", f"--load={run}/nothing")
-    assert ended["failure"] == "CheckpointNotFoundError"
-    assert f"{run}/nothing" in ended["message"]
-    assert not [*(tmp_path / "cwd").iterdir()]

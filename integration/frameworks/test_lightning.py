@@ -118,15 +118,6 @@ def test_the_plugin_gives_back_what_it_was_given_and_removes_it(
     assert not cloudckpt.exists(f"{run}/last")
 
 
-def test_the_plugin_goes_lightnings_way_with_paths(tmp_path: Path) -> None:
-    plugin = ours.CloudCheckpointIO()
-    plugin.save_checkpoint({"epoch": 2}, tmp_path / "last.ckpt")
-    assert torch.load(tmp_path / "last.ckpt") == {"epoch": 2}
-    assert plugin.load_checkpoint(tmp_path / "last.ckpt") == {"epoch": 2}
-    plugin.remove_checkpoint(tmp_path / "last.ckpt")
-    assert not [*tmp_path.iterdir()]
-
-
 def _trainer(**options: Any) -> Any:
     quiet = {
         "logger": False,
@@ -158,25 +149,6 @@ def test_each_entrance_of_the_trainer_takes_uris(
     names = {item.name for item in cloudckpt.inspect(f"{run}/weights").items}
     assert names == {"state_dict.layer.weight", "state_dict.layer.bias", "other_values"}
     assert not [*tmp_path.iterdir()]
-
-
-def test_our_callback_saves_to_and_resumes_from_a_file_uri(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
-    run = f"file://{tmp_path}/run"
-
-    def fit(max_steps: int, ckpt_path: str | None = None) -> Any:
-        saving = ours.CloudModelCheckpoint(run, every_n_train_steps=1, save_top_k=-1)
-        plugins = [ours.CloudCheckpointIO()]
-        trainer = _trainer(max_steps=max_steps, callbacks=[saving], plugins=plugins)
-        trainer.fit(BoringModel(), ckpt_path=ckpt_path)
-        return trainer
-
-    fit(2)
-    assert cloudckpt.latest(run) == f"{run}/step-2"
-    trainer = fit(3, "last")
-    assert trainer.ckpt_path == f"{run}/step-2"
-    assert cloudckpt.latest(run) == f"{run}/step-3"
 
 
 def test_lightnings_plugin_saves_by_ours_in_the_background(

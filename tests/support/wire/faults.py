@@ -27,10 +27,7 @@ __all__ = [
     "StripQuery",
     "Throttle",
     "Truncate",
-    "internal_error",
     "s3_error",
-    "slow_down",
-    "too_many_requests",
 ]
 
 Moment = Literal["request", "answer", "body"]
@@ -266,23 +263,6 @@ def s3_error(
     reason = http.client.responses.get(status, "")
     typed = (("Content-Type", "application/xml"), *headers)
     return Respond(Answer(status, reason, typed, xml), carry_out)
-
-
-def slow_down(retry_after: int | None = None) -> Respond:
-    """503 SlowDown, with the seconds to wait in ``Retry-After`` if given."""
-    headers = () if retry_after is None else (("Retry-After", str(retry_after)),)
-    return s3_error(503, "SlowDown", "Please reduce your request rate.", headers)
-
-
-def too_many_requests(retry_after: int | None = None) -> Respond:
-    """429, as other vendors say SlowDown."""
-    headers = () if retry_after is None else (("Retry-After", str(retry_after)),)
-    return s3_error(429, "TooManyRequests", headers=headers)
-
-
-def internal_error(*, carry_out: bool = False) -> Respond:
-    """500 InternalError."""
-    return s3_error(500, "InternalError", carry_out=carry_out)
 
 
 def _go_to(hop: Hop, moment: Moment, after: int) -> None:

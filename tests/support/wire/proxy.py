@@ -3,11 +3,11 @@
 It stands between a client and an emulator, and does to chosen requests what a fault says::
 
     from support.wire.proxy import FaultyProxy
-    from support.wire.faults import Reset, slow_down
+    from support.wire.faults import Reset, s3_error
 
     with FaultyProxy("http://127.0.0.1:5000") as proxy:
         proxy.inject(Reset("answer"), operation="UploadPart", times=2)
-        proxy.inject(slow_down(), probability=0.1)
+        proxy.inject(s3_error(503, "SlowDown"), probability=0.1)
         s3 = S3Options(endpoint_url=proxy.url, addressing_style="path")
         cloudckpt.save(state_dict, checkpoint_id="s3://bucket/step-1", config=Config(s3=s3))
         assert len(proxy.requests(operation="CompleteMultipartUpload")) == 1
