@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 import cloudckpt
+from cloudckpt import api
 from cloudckpt.background.saver import AsyncSaver
 from dcp.places import Place
 from faults.states import SMALL, filled, step_of
 
 from .waiting import eventually
 
-__all__ = ["PATIENCE", "Gate", "Lock", "Refusing", "Slow", "begin", "of_rank", "step_at"]
+__all__ = ["PATIENCE", "Gate", "Lock", "Refusing", "Slow", "SlowEnd", "begin", "of_rank", "step_at"]
 
 PATIENCE = 120.0  # seconds that anything may take
 
@@ -56,6 +58,31 @@ class Refusing(DefaultSavePlanner):
 
     def resolve_data(self, write_item):
         raise ArithmeticError("the dog ate it")
+
+
+class SlowEnd:
+    """On one rank, the outcome of a save is known only when it may be."""
+
+    def __init__(self, rank: int) -> None:
+        self.saved, self.may_end = threading.Event(), threading.Event()
+        here, original = dist.get_rank() == rank, api.save_prepared
+
+        def late(*arguments, **options):
+            try:
+                return original(*arguments, **options)
+            finally:
+                self.saved.set()
+                if here:
+                    assert self.may_end.wait(PATIENCE)
+
+        self._patch = mock.patch.object(api, "save_prepared", late)
+
+    def __enter__(self) -> SlowEnd:
+        self._patch.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.__exit__(*error)
 
 
 class Slow(DefaultSavePlanner):

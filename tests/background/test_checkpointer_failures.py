@@ -1,10 +1,8 @@
 """Failures of an asynchronous checkpointer: each is told once, and no rank is left behind by it."""
 
 import os
-import threading
 from concurrent.futures import Future
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from cloudckpt import BackgroundOptions, api
+from cloudckpt import BackgroundOptions
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, make_async_checkpointer
 from cloudckpt.errors import (
@@ -24,7 +22,7 @@ from cloudckpt.errors import (
 from dcp.places import Place
 from faults.states import SMALL, filled
 
-from .saves import PATIENCE, Gate, Refusing, of_rank, step_at
+from .saves import PATIENCE, Gate, Refusing, SlowEnd, of_rank, step_at
 from .waiting import eventually, interrupted
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
@@ -68,47 +66,23 @@ def test_a_failure_of_one_rank_never_lets_the_ranks_save_different_steps(
     assert local.at("step-2").names() == []
 
 
-class LateToHear:
-    """On one rank, the outcome of a save is known only when it may be."""
-
-    def __init__(self, rank: int) -> None:
-        self.may_hear = threading.Event()
-        here, original = dist.get_rank() == rank, api.save_prepared
-
-        def late(*arguments, **options):
-            try:
-                return original(*arguments, **options)
-            finally:
-                if here:
-                    assert self.may_hear.wait(PATIENCE)
-
-        self._patch = mock.patch.object(api, "save_prepared", late)
-
-    def __enter__(self) -> "LateToHear":
-        self._patch.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._patch.__exit__(*error)
-
-
 def _told_at_different_times(place: Place) -> list[str]:
     """A save fails on both ranks, and rank 1 hears of it only after the next call."""
     told = []
     one = checkpointer(place, when_busy="skip")
-    with LateToHear(rank=1) as late:
+    with SlowEnd(rank=1) as late:
         first = one.save(place.at("step-1").uri, of_rank(1), planner=Refusing())[1]
         if dist.get_rank() == 0:
             assert first.exception(PATIENCE) is not None
         for step in (2, 3, 4):
             try:
                 _, written = one.save(place.at(f"step-{step}").uri, of_rank(step))
-                late.may_hear.set()
+                late.may_end.set()
                 error = written.exception(PATIENCE)
                 told.append("saved" if error is None else repr(error))
             except CheckpointError as raised:
                 told.append(f"raised {type(raised).__name__}: {raised}")
-                late.may_hear.set()
+                late.may_end.set()
             assert first.exception(PATIENCE) is not None
     one.close()
     return told

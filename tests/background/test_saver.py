@@ -146,39 +146,6 @@ def test_closing_again_does_what_an_interrupt_has_kept_from_being_done(local, ga
         begin(one, 2, local)
 
 
-def _saving_threads() -> int:
-    return sum(one.name.startswith("cloudckpt-async") for one in threading.enumerate())
-
-
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_a_saver_of_former_options_is_closed_once_it_is_idle(local, gate, is_busy):
-    futures = []
-    for step in range(1, 4):
-        config = local.having(background=BackgroundOptions(patience=100.0 + step)).config
-        planner = gate if is_busy and step == 1 else None
-        futures.append(
-            cloudckpt.async_save(
-                filled(step, SMALL),
-                checkpoint_id=local.at(str(step)).uri,
-                config=config,
-                planner=planner,
-            )
-        )
-        if planner is None:
-            futures[-1].result(PATIENCE)
-    if is_busy:
-        assert _saving_threads() == 2
-        gate.open()
-        futures[0].result(PATIENCE)
-        cloudckpt.async_save(
-            filled(4, SMALL), checkpoint_id=local.at("4").uri, config=config
-        ).result(PATIENCE)
-    assert _saving_threads() == 1
-    assert [step_at(local.at(str(step))) for step in (1, 2, 3)] == [1, 2, 3]
-    cloudckpt.checkpointer.close_async_savers()
-    assert _saving_threads() == 0
-
-
 # ---- failures
 
 

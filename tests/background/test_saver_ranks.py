@@ -1,7 +1,6 @@
 """Ranks that save together: they begin, skip and fail alike."""
 
 import contextlib
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
-from cloudckpt import BackgroundOptions, api
+from cloudckpt import BackgroundOptions
 from cloudckpt.background import async_save, groups
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.errors import (
@@ -21,33 +20,9 @@ from cloudckpt.errors import (
 )
 from dcp.places import Place
 
-from .saves import PATIENCE, Gate, begin, of_rank, step_at
+from .saves import PATIENCE, Gate, SlowEnd, begin, of_rank, step_at
 
 SOON = 45.0  # seconds: on a busy machine, new processes take some
-
-
-class SlowEnd:
-    """Lets the saves of one rank be carried out, but not end until they may."""
-
-    def __init__(self, rank: int) -> None:
-        self.saved, self.may_end = threading.Event(), threading.Event()
-        self._here = dist.get_rank() == rank
-        self._patch = mock.patch.object(api, "save_prepared", self._save)
-        self._original = api.save_prepared
-
-    def _save(self, *arguments, **options):
-        metadata = self._original(*arguments, **options)
-        self.saved.set()
-        if self._here:
-            assert self.may_end.wait(PATIENCE)
-        return metadata
-
-    def __enter__(self) -> "SlowEnd":
-        self._patch.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._patch.__exit__(*error)
 
 
 def saver(**options) -> AsyncSaver:

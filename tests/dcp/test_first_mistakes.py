@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial
 import cloudckpt
 from cloudckpt import Config
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
-from cloudckpt.dcp import meeting
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.errors import (
     ConfigError,
@@ -125,20 +124,6 @@ def test_a_type_that_cannot_hold_what_was_saved_is_refused(tmp_path, saved, want
     with pytest.raises(UnsupportedTensorError, match=f"w is {saved} in .* but {wanted} in"):
         cloudckpt.load({"w": target}, checkpoint_id=tmp_path, planner=planner)
     assert not target.any()
-
-
-def test_processes_that_do_not_know_each_other_are_told_once(tmp_path, caplog, monkeypatch):
-    """As by torchrun, with a script that forgets init_process_group."""
-    meeting._warn_of_others.cache_clear()
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    state = {"w": torch.ones(2)}
-    cloudckpt.save(state, checkpoint_id=tmp_path, no_dist=True)
-    assert "WORLD_SIZE" not in caplog.text
-    for _ in range(2):
-        cloudckpt.save(state, checkpoint_id=tmp_path)
-    assert caplog.text.count("this is one of 2 processes (WORLD_SIZE)") == 1
-    meeting._warn_of_others.cache_clear()
 
 
 def _with_a_partial_placement(folder):

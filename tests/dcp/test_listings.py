@@ -3,7 +3,6 @@
 import pytest
 import torch.distributed.checkpoint as dcp
 from fsspec.spec import AbstractFileSystem
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
@@ -57,18 +56,6 @@ def _plain(place: Place) -> None:
     cloudckpt.save(_state(), checkpoint_id=place.uri, config=place.config)
 
 
-def _stock(place: Place) -> None:
-    dcp.save(_state(), storage_writer=place.writer())
-
-
-def _behind_install(place: Place) -> None:
-    dcp.save(_state(), storage_writer=FileSystemWriter(place.uri))
-
-
-def _in_a_thread(place: Place) -> None:
-    cloudckpt.async_save(_state(), checkpoint_id=place.uri, config=place.config).result(_PATIENCE)
-
-
 def _in_a_stock_thread(place: Place) -> None:
     dcp.async_save(_state(), checkpoint_id=place.uri).result(_PATIENCE)
 
@@ -92,9 +79,8 @@ def _closed():
 @pytest.mark.parametrize(
     ("listing", "save"),
     [
-        *((Remembering, save) for save in (_plain, _stock, _behind_install, _in_a_thread)),
-        *((Remembering, save) for save in (_in_a_stock_thread, _in_a_process)),
-        (Derived, _plain),
+        (Remembering, _plain),
+        (Remembering, _in_a_process),
         (Derived, _in_a_stock_thread),
     ],
     indirect=["listing"],

@@ -23,7 +23,7 @@ from cloudckpt.checkpointer import (
 )
 from cloudckpt.dcp import meeting, plan_cache
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.errors import ConfigError, IncompleteSaveError
+from cloudckpt.errors import ConfigError
 
 from .places import Place
 from .values import assert_same
@@ -165,30 +165,6 @@ def _outside_of_a_group(place: Place):
 
 def test_a_rank_that_is_not_in_the_group_is_told_so(local, ranks):
     assert ranks(3, _outside_of_a_group, local) == [[], [], [True] * 5]
-
-
-def _colliding(place: Place):
-    """Ranks that take different structures for one another, as their plans have one number."""
-    rank = dist.get_rank()
-    states = [{f"a.{rank}": torch.ones(3)}, {f"b.{rank}": torch.ones(3)}]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_cache, "new_number", lambda: 77)
-        for state in states:
-            cloudckpt.save(state, checkpoint_id=f"{place.uri}/before", config=place.config)
-    try:
-        cloudckpt.save(states[rank], checkpoint_id=f"{place.uri}/now", config=place.config)
-    except IncompleteSaveError as error:
-        told = "another plan" in str(error)
-    else:
-        told = False
-    exists = cloudckpt.exists(f"{place.uri}/now", config=place.config)
-    again = _saves(place.at("again"), (1, 2))
-    return told, exists, [plans for plans, _ in again]
-
-
-def test_plans_of_one_number_that_are_not_the_same_are_an_error_on_every_rank(place, ranks):
-    assert ranks(2, _colliding, place) == [(True, False, [1, 0])] * 2
-    assert not place.at("now").names()
 
 
 def _of_another_version(place: Place):

@@ -1,14 +1,10 @@
 """Buckets that are missing, closed or elsewhere, credentials that fail, and disks that are full."""
 
-import base64
-import datetime
 import errno
 import logging
 import os
-from urllib.parse import parse_qs
 
 import pytest
-from azure.storage.blob import ContainerSasPermissions, generate_container_sas
 
 import cloudckpt
 from cloudckpt.errors import (
@@ -21,7 +17,6 @@ from cloudckpt.errors import (
 from support.wire.faults import Reset
 
 from .dialects import AZURITE
-from .places import BUCKET
 from .refusals import Refusal
 from .selection import everywhere, on
 from .states import SMALL, filled, load_step
@@ -157,34 +152,6 @@ class TestRefusals:
         ):
             cloudckpt.save(filled(1, SMALL), checkpoint_id=store.uri("run"), config=fresh)
         assert_discreet(caught.value, caplog, secrets)
-
-
-def new_signature(key: str, container: str) -> str:
-    """A shared access signature for a container of Azurite, which verifies it."""
-    end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(hours=1)
-    permission = ContainerSasPermissions(read=True, write=True, delete=True, list=True)
-    return generate_container_sas(
-        AZURITE.account, container, account_key=key, permission=permission, expiry=end
-    )
-
-
-class TestRotation:
-    @on("azure")
-    def test_a_signature_that_was_replaced_is_found_by_a_store_that_is_kept(
-        self, store, proxy, unshared, direct, monkeypatch, caplog
-    ):
-        refused = new_signature(base64.b64encode(b"a key that was replaced").decode(), BUCKET)
-        monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING", raising=False)
-        monkeypatch.delenv("AZURE_STORAGE_KEY", raising=False)
-        monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", refused)
-        config, uri = unshared(), store.uri("run/rotated")
-        with caplog.at_level(logging.DEBUG), pytest.raises(CredentialsError) as caught:
-            cloudckpt.save(filled(1), checkpoint_id=uri, config=config)
-        assert_discreet(caught.value, caplog, [refused, parse_qs(refused)["sig"][0]])
-        monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", new_signature(AZURITE.key, BUCKET))
-        cloudckpt.save(filled(2), checkpoint_id=uri, config=config)
-        assert load_step(uri, config) == 2
-        assert len([r for r in proxy.requests() if "sig=" in r.target]) > 4
 
 
 class TestFullDisks:

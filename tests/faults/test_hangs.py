@@ -24,7 +24,7 @@ from support.wire.faults import Call, Drip, Stall
 from support.wire.hop import Fault, Hop
 
 from . import jobs
-from .refusals import denied, internal_error, slow_down
+from .refusals import internal_error
 from .selection import everywhere
 from .states import BIG, SMALL, filled, impatient, load_step, silence
 
@@ -188,37 +188,6 @@ class TestSilence:
             status, outcome = running.wait()
         assert status == 0, "it hangs"
         assert (outcome["error"], outcome["threads"]) == ("ConnectionLostError", [])
-
-
-class TestFailuresWhileOthersWait:
-    """A producer that waits for memory or for a free thread must hear of a failure."""
-
-    @pytest.mark.timeout(150)  # below the pause that one part is asked for
-    def test_a_lasting_failure_of_one_part_ends_the_pause_of_another(
-        self, saved, store, proxy, endpoint, direct
-    ):
-        uri = saved(BIG)
-        asked_to_wait = threading.Event()
-
-        @dataclass(frozen=True)
-        class DeniedLater(Fault):
-            def inflict(self, hop: Hop) -> None:
-                assert asked_to_wait.wait(100)
-                denied().inflict(hop)
-
-        @dataclass(frozen=True)
-        class AskedToWait(Fault):
-            def inflict(self, hop: Hop) -> None:
-                slow_down(retry_after=200).inflict(hop)
-                asked_to_wait.set()
-
-        for number, fault in (("1", AskedToWait()), ("2", DeniedLater())):
-            proxy.inject(fault, where=lambda r, n=number: r.query.get("partNumber") == n)
-        patient = impatient(endpoint, retry=RetryPolicy(deadline=400.0))
-        with pytest.raises(cloudckpt.errors.AccessDeniedError):
-            cloudckpt.save(filled(2), checkpoint_id=uri, config=patient)
-        assert store.uploads() == []
-        assert load_step(uri, direct) == 1
 
 
 class TestInterrupts:
