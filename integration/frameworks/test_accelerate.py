@@ -32,7 +32,7 @@ def test_fsdp2_state_goes_on_with_other_numbers_of_ranks(
     assert [one["count"] for one in (*same, *alone)] == [6, 6, 6]
     names = {item.name for item in cloudckpt.inspect(f"{run}/step-3").items}
     assert {"model_0.first.weight", "optimizer_0.state.second.bias.exp_avg"} <= names
-    assert {"files.random_states_1.pkl", "files.scheduler.bin"} <= names
+    assert {"files.random_states_0.pkl", "files.scheduler.bin"} <= names
     assert not [*(tmp_path / "cwd").iterdir()]
 
 

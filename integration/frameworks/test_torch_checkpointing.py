@@ -2,10 +2,8 @@ import pickle
 from pathlib import Path
 
 import pytest
-import torch
 
 import cloudckpt
-import cloudckpt.hf
 from cloudckpt.integrations.torch_checkpointing import CloudStorage, CloudStorageConfig
 from results import Job
 
@@ -69,24 +67,6 @@ def test_a_save_that_was_killed_leaves_nothing_and_is_done_again(
     left = cloudckpt.sweep(run, older_than=0).objects
     assert left
     assert job("torch_checkpointing_job.py", path) == [{"weight": WEIGHT}]
-
-
-def test_files_of_a_model_that_are_put_together_are_those_that_others_read(
-    job: Job, run: str, storage: CloudStorage
-) -> None:
-    path = f"{run}/step-9"
-    job("torch_checkpointing_export_job.py", path)
-    numbered = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    assert storage.ls(Path(path)) == [*numbered, "model.safetensors.index.json", "sharded"]
-    for name in numbered:
-        assert cloudckpt.files.load_file(f"{path}/{name}") == storage.read(Path(path) / name)
-    model = {"a.weight": torch.zeros(8, 4), "b.weight": torch.zeros(3)}
-    cloudckpt.hf.load(model, path)
-    assert torch.equal(model["a.weight"], torch.arange(32.0).reshape(8, 4))
-    assert torch.equal(model["b.weight"], torch.ones(3))
-    assert not cloudckpt.sweep(run, older_than=0).objects
-    storage.rmdir(Path(path))
-    assert not storage.exists(Path(run))
 
 
 def test_the_newest_are_kept_and_nothing_of_another_run_is_deleted(

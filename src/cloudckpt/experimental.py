@@ -8,8 +8,8 @@ Rank ``n`` saves ``checkpoint_{n}.pt`` beneath the location, a plain file of ``t
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -199,10 +199,6 @@ class CloudCheckpointReader(CheckpointReader):
         return updated, missing
 
 
-_Path = tuple[Any, ...]
-"""The keys and indices that lead to an entry."""
-
-
 class _Merging:
     """Copies a file's values into a state dict.
 
@@ -217,74 +213,47 @@ class _Merging:
         self.missing: list[str] = []
         self._uri = uri
 
-    def merged(self, target: Any, source: Any, path: _Path = ()) -> Any:
+    def merged(self, target: Any, source: Any, path: str = "") -> Any:
         """Returns `target` filled with the file's values; for None, the file's value itself."""
-        if target is None and not isinstance(source, (Mapping, list, tuple)):
+        if target is None:
             return source
-        if target is not None and not _is_like(target, source):
-            theirs = f"the file has a {type(source).__name__} there"
-            raise self._misfit(
-                path, f"is a {type(target).__name__} in the state dict, but {theirs}"
+        kinds = (kind for kind in (torch.Tensor, dict) if isinstance(source, kind))
+        if not isinstance(target, next(kinds, type(source))):
+            raise CheckpointError(
+                f"{path} is a {type(target).__name__} in the state dict, but the file has a "
+                f"{type(source).__name__} there",
+                uri=self._uri,
+                item=path,
             )
         if isinstance(source, torch.Tensor):
             return self._filled(target, source, path)
-        if isinstance(source, Mapping):
-            target = dict.fromkeys(source) if target is None else target
+        if isinstance(source, dict):
             for key in list(target):
-                below = (*path, key)
+                below = f"{path}.{key}" if path else str(key)
                 if key in source:
                     target[key] = self.merged(target[key], source[key], below)
                 else:
-                    self.missing.append(_text(below))
+                    self.missing.append(below)
             return target
-        if type(source) in (list, tuple):
-            wanted = list(target) if target is not None else []
-            if len(wanted) > len(source):
-                counts = f"has {len(wanted)} entries, and the file {len(source)}"
-                raise self._misfit(path, counts)
-            wanted.extend([None] * (len(source) - len(wanted)))
-            pairs = enumerate(zip(wanted, source, strict=True))
-            return type(source)(self.merged(t, s, (*path, at)) for at, (t, s) in pairs)
+        if isinstance(source, list):
+            pairs = enumerate(itertools.zip_longest(target, source))
+            return [self.merged(one, found, f"{path}[{at}]") for at, (one, found) in pairs]
         return source
 
-    def _filled(self, target: torch.Tensor, source: torch.Tensor, path: _Path) -> torch.Tensor:
-        if target.shape != source.shape or target.dtype != source.dtype:
-            raise self._misfit(
-                path,
-                f"has shape {tuple(source.shape)} and type {source.dtype} in the file, but "
-                f"{tuple(target.shape)} and {target.dtype} in the state dict",
-                ShapeMismatchError,
-            )
-        if target.layout != source.layout:
-            raise self._misfit(
-                path,
-                f"has the layout {source.layout} in the file, but {target.layout} in the state "
-                "dict: put None there to load it",
-                UnsupportedTensorError,
-            )
-        check_fillable(target, _text(path), self._uri)
+    def _filled(self, target: torch.Tensor, source: torch.Tensor, path: str) -> torch.Tensor:
+        for attribute in ("shape", "dtype", "layout"):
+            ours, theirs = getattr(target, attribute), getattr(source, attribute)
+            if ours != theirs:
+                kind = UnsupportedTensorError if attribute == "layout" else ShapeMismatchError
+                raise kind(
+                    f"{path} has the {attribute} {theirs} in the file, but {ours} in the state "
+                    "dict: put None there to load it as it is",
+                    uri=self._uri,
+                    item=path,
+                )
+        check_fillable(target, path, self._uri)
         copy_into(target, source)
         return target
-
-    def _misfit(
-        self, path: _Path, what: str, kind: type[CheckpointError] = CheckpointError
-    ) -> CheckpointError:
-        return kind(f"{_text(path)} {what}", uri=self._uri, item=_text(path))
-
-
-def _text(path: _Path) -> str:
-    """Returns a path as text, in the form that torch's reader uses."""
-    text = ""
-    for key in path:
-        text += f"[{key}]" if type(key) is int else f".{key}" if text else str(key)
-    return text or "the state dict"
-
-
-def _is_like(target: Any, source: Any) -> bool:
-    for kind in (torch.Tensor, Mapping, list, tuple):
-        if isinstance(source, kind):
-            return isinstance(target, kind)
-    return isinstance(target, type(source))
 
 
 def _rank_info() -> RankInfo:

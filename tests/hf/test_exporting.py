@@ -4,9 +4,12 @@ import functools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cloudckpt
 import cloudckpt.format_utils
+from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -15,7 +18,8 @@ from cloudckpt.errors import (
     KeyCollisionError,
 )
 from cloudckpt.hf import export_checkpoint
-from cloudckpt.hf.layout import Extent, cut
+from cloudckpt.hf.exporting import Range, cut
+from cloudckpt.transfer.landing import StoredBytes
 from dcp.layouts import LAYOUTS, full_state, spread
 from dcp.values import assert_same, numbered
 
@@ -125,10 +129,32 @@ def test_damage_is_not_exported(s3, at: int) -> None:
         assert at == -1, "this server tells no checksums of what it has copied"
 
 
+def _stored(number: int, nbytes: int, block: int) -> StoredBytes:
+    return StoredBytes("key", 0, nbytes, Blocks(CRC32C, block, ()), None, str(number))
+
+
+@given(st.integers(1, 40), st.lists(st.integers(1, 60), max_size=9), st.integers(28, 90))
+def test_parts_are_large_enough_and_make_up_the_file(header, sizes, most) -> None:
+    stored = [_stored(number, size, 4) for number, size in enumerate(sizes)]
+    parts = list(cut(b"h" * header, stored, least=10, most=most))
+    whole = [part if isinstance(part, list) else [part] for part in parts]
+    first, *ranges = [one for part in whole for one in part]
+    assert first == b"h" * header
+    at = dict.fromkeys(map(str, range(len(sizes))), 0)
+    for one in ranges:
+        assert one.start == at[one.source.item]
+        at[one.source.item] = one.stop
+    assert [*at.values()] == sizes
+    assert [one.source.item for one in ranges] == sorted(one.source.item for one in ranges)
+    for part in whole[:-1]:
+        assert sum(len(one) if isinstance(one, bytes) else one.nbytes for one in part) >= 10
+    assert all(part.start % 4 == 0 for part in parts if isinstance(part, Range))
+
+
 def test_of_16_tensors_of_64_mib_less_than_2_percent_are_sent_again() -> None:
     nbytes = 64 * MIB
-    extents = [Extent(n, nbytes, MIB) for n in range(16)]
-    parts = cut(b"h" * 4096, extents, least=5 * MIB, most=256 * MIB)
+    stored = [_stored(n, nbytes, MIB) for n in range(16)]
+    parts = cut(b"h" * 4096, stored, least=5 * MIB, most=256 * MIB)
     ours = [one for part in parts if isinstance(part, list) for one in part]
     sent = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in ours)
     assert sent <= 0.02 * 16 * nbytes

@@ -148,7 +148,7 @@ def test_what_is_in_the_way_stays_and_so_does_what_was_to_be_renamed(store) -> N
         writer.rename_folder("run/tmp_step-7", "run/step-7")
     assert state_of(store, "run/step-7") == 7
     assert writer.read("run/tmp_step-7/metadata.pkl") == b"metadata of step 8"
-    with pytest.raises(FileExistsError, match="committed folder"):
+    with pytest.raises(ConfigError, match="temporary folder"):
         writer.written("run/step-7/model_0.pt")
     with pytest.raises(FileExistsError, match="committed folder"):
         writer.delete("run/step-7/model_0.pt")
@@ -387,53 +387,19 @@ def test_slices_are_those_of_the_file(store) -> None:
         assert file.read(size) == data[start : start + size]
 
 
-# ---- in place, one by one, elsewhere
+# ---- elsewhere
 
 
-def test_files_that_are_not_in_a_temporary_folder_are_seen_at_once(store) -> None:
-    write(folders(store), "run/plain", 1)
-    assert state_of(store, "run/plain") == 1
-
-
-def test_a_file_that_is_renamed_is_what_other_programs_read_too(store) -> None:
+def test_what_could_not_be_committed_is_refused(store) -> None:
     files = folders(store)
-    with files.written("run/step-7/.x.tmp") as file:
-        file.write(b"new")
-    put(store, "run/step-7/model.safetensors", b"old")
-    files.move_file("run/step-7/.x.tmp", "run/step-7/model.safetensors")
-    assert bytes(store.get("run/step-7/model.safetensors")[0]) == b"new"
-    assert folders(store, OTHER).read("run/step-7/model.safetensors") == b"new"
-    assert files.names("run/step-7") == ["model.safetensors"]
-    assert len([*store.list("")]) == 1
-    with pytest.raises(FileNotFoundError):
-        files.move_file("run/step-7/nothing", "run/step-7/x")
-    with files.written("run/file") as file:
-        file.write(b"x")
-    with pytest.raises(FileExistsError):
-        files.move_file("run/file", "run/step-7")
-    files.delete("run/file")
-    files.delete("run/step-7/model.safetensors")
-    assert not [*store.list("")]
-
-
-def test_a_file_that_is_renamed_in_a_temporary_folder_is_committed_with_it(store) -> None:
-    files = folders(store)
-    with files.written("run/tmp_step-7/.x.tmp") as file:
-        file.write(b"x")
-    files.move_file("run/tmp_step-7/.x.tmp", "run/tmp_step-7/x")
-    files.rename_folder("run/tmp_step-7", "run/step-7")
-    assert files.names("run/step-7") == ["x"]
-    assert folders(store, OTHER).read("run/step-7/x") == b"x"
-
-
-def test_a_folder_whose_files_lie_elsewhere_is_not_committed(store) -> None:
-    files = folders(store)
-    write(files, "scratch/a", 7)
+    with pytest.raises(ConfigError, match="temp_dir_prefix"):
+        files.written("scratch/a/model.pt")
     write(files, "run/tmp_a", 7)
-    for source, error in (("scratch/a", FileExistsError), ("run/tmp_a", ConfigError)):
-        with pytest.raises(error, match="temp_dir_prefix"):
-            files.rename_folder(source, "run/step-7")
-    assert state_of(store, "run/step-7") is None
+    with pytest.raises(ConfigError, match="temp_dir_prefix"):
+        files.rename_folder("run/tmp_a", "run/step-7")
+    with pytest.raises(FileNotFoundError):
+        files.rename_folder("run/tmp_a/metadata.pkl", "run/tmp_a/other.pkl")
+    assert not [key.key for key in store.list("run/step-7")]
 
 
 def test_what_others_have_put_into_a_folder_is_not_left_out_of_it(store) -> None:

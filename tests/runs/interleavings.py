@@ -50,7 +50,7 @@ from cloudckpt.checkpoint.objects import (
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.references import Hold
-from cloudckpt.checkpoint.safetensors import INDEX, claimed_files, parse_index
+from cloudckpt.checkpoint.safetensors import INDEX, is_claim, parse_index
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.trailer import notes_at_end
 from cloudckpt.checkpointer import CheckpointerConfig
@@ -669,8 +669,8 @@ class World:
         if kind == MANIFEST:
             return {file.key for file in read_manifest(data, folder, commit).files.values()}
         if kind == INDEX:  # which may be the claim of a save that goes on
-            is_claim = claimed_files(data, commit) is not None
-            return set() if is_claim else {*map(uri.key, parse_index(data, commit).values())}
+            files = () if is_claim(data) else parse_index(data, commit).values()
+            return {*map(uri.key, files)}
         names, attempt = _named(data)
         found = {uri.key(name) for name in names}
         if marks:

@@ -531,22 +531,6 @@ def test_a_coordinator_that_does_not_coordinate_is_told(local, ranks):
     assert "coordinator_rank=0" in str(errors[0])
 
 
-def _in_a_group(uri, config) -> None:
-    group = dist.new_group([1])
-    if dist.get_rank() == 1:
-        state = {"t": torch.zeros(4, 5)}
-        reader = BroadcastingTorchSaveReader(uri, 1, process_group=group, config=config)
-        cloudckpt.load(
-            state, storage_reader=reader, planner=DynamicMetaLoadPlanner(), process_group=group
-        )
-        assert torch.equal(state["t"], numbered(4, 5))
-
-
-def test_a_group_of_ranks_can_load(local, ranks):
-    put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
-    ranks(2, _in_a_group, local.at("model.pt").uri, local.config)
-
-
 def test_one_process_can_load_without_a_group(local):
     put(local, "model.pt", bytes_of_file(nested_state()))
     state = blank_like(nested_state())

@@ -26,8 +26,8 @@ from cloudckpt.checkpoint.safetensors import (
     SINGLE_FILE,
     SUFFIX,
     FileHeader,
-    claimed_files,
     header_length,
+    is_claim,
     parse_header,
     parse_index,
 )
@@ -118,7 +118,7 @@ class ModelFolder:
             data, committed = retrier.call(lambda: store.get_latest(key, limit=MOST_INDEX_BYTES))
         except ObjectNotFoundError:
             return None
-        if claimed_files(data, store.uri(key)) is not None:
+        if is_claim(data):
             return None
         names = parse_index(data, store.uri(key))
 

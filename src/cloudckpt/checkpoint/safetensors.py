@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,10 @@ __all__ = [
     "FileHeader",
     "TensorEntry",
     "claim_bytes",
-    "claimed_files",
     "header_bytes",
     "header_length",
     "index_bytes",
+    "is_claim",
     "parse_header",
     "parse_index",
     "type_name",
@@ -252,40 +252,17 @@ def index_bytes(files: Mapping[str, str], total: int, save_id: str) -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
-def claim_bytes(files: Iterable[str], save_id: str) -> bytes:
+def claim_bytes(save_id: str) -> bytes:
     """Returns the claim that takes the index's key while a model is being written.
 
-    No reader accepts it as an index.
-
-    Args:
-        files: The files to delete if the save does not complete.
-        save_id: As in :func:`index_bytes`.
+    No reader accepts it as an index. ``save_id`` is as in :func:`index_bytes`.
     """
-    return _CLAIM + json.dumps({"save": save_id, "files": sorted(files)}).encode() + b"\n"
+    return _CLAIM + save_id.encode() + b"\n"
 
 
-def claimed_files(data: bytes | bytearray, uri: str) -> list[str] | None:
-    """Returns the files that a claim names; None if ``data`` is not a claim.
-
-    Raises:
-        CheckpointCorruptError: If the claim is damaged, or names a file outside of its folder.
-    """
-    if not data.startswith(_CLAIM):
-        return None
-    try:
-        files = _document(bytes(data[len(_CLAIM) :])).get("files")
-        _expect(
-            isinstance(files, list) and all(isinstance(one, str) for one in files),
-            "'files' is not a list of names",
-        )
-    except ValueError as exc:
-        raise CheckpointCorruptError(
-            f"the list of files of an unfinished save of a model is invalid: {exc}. Delete it, "
-            "and save the model again",
-            uri=uri,
-        ) from exc
-    assert isinstance(files, list)
-    return [checked(name, uri) for name in files]
+def is_claim(data: bytes | bytearray) -> bool:
+    """Returns whether the object at the index's key is a claim."""
+    return data.startswith(_CLAIM)
 
 
 def parse_index(data: bytes | bytearray, uri: str) -> dict[str, str]:
@@ -336,23 +313,16 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
 
 
-def _entry(name: str, entry: object, first: int, size: int, uri: str) -> TensorEntry:
-    _expect(
-        isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"},
-        f"{name} is not described by dtype, shape and data_offsets",
-    )
-    assert isinstance(entry, dict)
-    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    for numbers in (shape, offsets):
-        _expect(
-            isinstance(numbers, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers),
-            f"the shape or the data_offsets of {name} are not lists of valid integers",
+def _entry(name: str, entry: Any, first: int, size: int, uri: str) -> TensorEntry:
+    try:
+        kind, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, start, stop]
+        is_valid = all(type(n) is int and 0 <= n < 1 << 63 for n in numbers) and (
+            len(entry) == 3 and isinstance(shape, list) and len(shape) <= 64
         )
-    _expect(
-        len(offsets) == 2 and len(shape) <= 64,
-        f"{name} has too many dimensions, or not two data_offsets",
-    )
-    start, stop = offsets
+    except (KeyError, TypeError, ValueError):
+        is_valid = False
+    _expect(is_valid, f"{name} is not described by dtype, shape and data_offsets")
     _expect(start <= stop <= size - first, f"{name} lies outside of the file")
     if not isinstance(kind, str) or kind not in _TYPES:
         raise UnsupportedTensorError(
@@ -364,11 +334,7 @@ def _entry(name: str, entry: object, first: int, size: int, uri: str) -> TensorE
     dtype = _TYPES[kind]
     strides = math.prod(n for n in shape if n)  # also if the tensor has no elements
     _expect(
-        strides * dtype.itemsize < 1 << 63,
-        f"the shape of {name} has more bytes than a 64-bit number can count",
-    )
-    _expect(
-        math.prod(shape) * dtype.itemsize == stop - start,
+        strides * dtype.itemsize < 1 << 63 and math.prod(shape) * dtype.itemsize == stop - start,
         f"the data_offsets of {name} do not fit its shape and dtype",
     )
     return TensorEntry(name, dtype, tuple(shape), first + start, first + stop)

@@ -6,8 +6,7 @@ does, which is written last: the index, or the only file of a model of one file.
 all bytes, in uploads that are not visible yet, the commit has four steps:
 
 1. The index is claimed: on the condition that it has not changed since the save began, it is
-replaced by a text that is not an index, and that names the files to delete if this save does not
-complete. From now on readers see no model.
+replaced by a text that is not an index. From now on readers see no model.
 2. The files of the old model are deleted, each on the condition that it has not changed.
 3. The uploads of the new files are completed, each on the condition that no file has its name.
 4. The index replaces the claim, on the condition that the claim has not changed.
@@ -53,8 +52,8 @@ from cloudckpt.checkpoint.safetensors import (
     MOST_INDEX_BYTES,
     SINGLE_FILE,
     claim_bytes,
-    claimed_files,
     index_bytes,
+    is_claim,
     parse_index,
 )
 from cloudckpt.config import Config
@@ -131,7 +130,6 @@ class FilesUnderConstruction:
         Raises:
             CheckpointExistsError: If there is a model and ``overwrite`` is off.
         """
-        self._look_for_own_names()
         if self._there and not self._config.overwrite:
             raise CheckpointExistsError(
                 "a model, or files of one, already exist here and overwrite is off: delete "
@@ -162,7 +160,7 @@ class FilesUnderConstruction:
         self.uploads = [one.upload for one in self._begun]
 
     def commit(self, parts: Sequence[Sequence[Part]]) -> None:
-        """Completes the files, each from its parts in order, and then writes the index.
+        """Completes the files, each from its parts, and then writes the index.
 
         If this raises, the uploads have been aborted already.
 
@@ -196,11 +194,10 @@ class FilesUnderConstruction:
     def _hide_old(self) -> None:
         """Claims the index, and deletes the files of the old model."""
         before = self._there.pop(INDEX, None)
-        names = self._there.keys() | {file.name for file in self._files}
         self._claim = put_whole(
             self._store,
             self._uri.key(INDEX),
-            memoryview(claim_bytes(names - {SINGLE_FILE}, random_suffix())),
+            memoryview(claim_bytes(random_suffix())),
             self._retrier,
             if_absent=self._conditional and before is None,
             if_version=before.version if self._conditional and before is not None else None,
@@ -285,16 +282,6 @@ class FilesUnderConstruction:
         """Returns whether a file replaces an old one of its name, which is not deleted before."""
         return name in self._there and not needs_index(self._files)
 
-    def _look_for_own_names(self) -> None:
-        """Adds existing files that have an unusual name of this save's to the old files."""
-
-        def look(name: str) -> None:
-            if (info := self._head(self._uri.key(name))) is not None:
-                self._there[name] = info
-
-        names = {file.name for file in self._files} - self._there.keys()
-        self._each(sorted(name for name in names if not _is_usual(name)), look)
-
     def _head(self, key: str) -> ObjectInfo | None:
         """Returns the version of an object; None if it does not exist."""
         try:
@@ -370,11 +357,10 @@ def _is_usual(name: str) -> bool:
 
 
 def _named_by(view: View) -> Iterable[str]:
-    """Returns the names of the files that an existing index or claim names."""
+    """Returns the names of the files that an existing index names."""
     uri = view.location
     try:
         data = view.read(uri.key(INDEX), limit=MOST_INDEX_BYTES)
-        claimed = claimed_files(data, uri.object(INDEX))
-        return parse_index(data, uri.object(INDEX)).values() if claimed is None else claimed
+        return () if is_claim(data) else parse_index(data, uri.object(INDEX)).values()
     except (CheckpointCorruptError, ObjectNotFoundError, ObjectTooLargeError):
         return ()

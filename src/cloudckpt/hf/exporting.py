@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,19 +32,17 @@ from cloudckpt.errors import (
 from cloudckpt.hf.commit import FilesUnderConstruction, look_for_older
 from cloudckpt.hf.layout import (
     Chunk,
-    Extent,
     FilePlan,
-    Mixed,
-    Range,
     TensorPlan,
-    cut,
+    bytes_of_size,
     least_part,
+    model_location,
     natural,
     plan_files,
 )
 from cloudckpt.hf.sending import FileUpload, RankWork, plan_work, send_work
-from cloudckpt.hf.writer import bytes_of_size, model_location
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
+from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
@@ -84,7 +82,7 @@ def export_checkpoint(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
-    fqn_to_file: Mapping[str, str | int] | None = None,
+    fqn_to_file: Mapping[str, int] | None = None,
     key_mapping: KeyMapping | None = None,
     config: Config | None = None,
 ) -> Exported:
@@ -101,8 +99,8 @@ def export_checkpoint(
         target: The folder of the model.
         max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``.
         dtype: The type that floating-point tensors are converted to; None converts no tensor.
-        fqn_to_file: The file of each tensor, as a file name or a number from 1, instead of a
-            division by ``max_shard_size``.
+        fqn_to_file: The number of each tensor's file, from 1, instead of a division by
+            ``max_shard_size``.
         key_mapping: Returns the name in the model of a tensor of the checkpoint, or None to leave
             the tensor out, as usual for ``optim.…``.
         config: Options, for both locations.
@@ -126,36 +124,40 @@ def export_checkpoint(
     found = _Source(stored, config, key_mapping, dtype)
     files = plan_files(found.tensors, bytes_of_size(max_shard_size), fqn_to_file)
     stats = TransferStats(str(uri), 0, sum(file.size for file in files))
-    target_store = open_store(uri, config)
-    copies = found.store if uri.is_cloud and target_store.copies_from(found.store) else None
-    limits = target_store.capabilities
-    can_copy = limits.copies_parts and not limits.equal_parts
-    if copies is not None and can_copy and found.is_copyable:
+    store = open_store(uri, config)
+    limits = store.capabilities
+    can_copy = uri.is_cloud and limits.copies_parts and not limits.equal_parts
+
+    def build(
+        part_sizes: Sequence[int], fill: Callable[[Sequence[Upload]], list[list[Part]]]
+    ) -> None:
+        building = FilesUnderConstruction(uri, config, files, there)
+        building.begin(part_sizes)
         try:
-            _export_by_copies(uri, config, files, there, found, stats)
-            return _outcome(files, stats, found)
+            parts = fill(building.uploads)
+        except BaseException:
+            building.abandon()
+            raise
+        building.commit(parts)
+
+    def send() -> None:
+        sizes, (work,) = plan_work(files, 1, config, limits, by_position=not uri.is_cloud)
+        build(sizes, lambda uploads: _sent(files, work, uploads, found, store, config, stats))
+
+    if can_copy and found.is_copyable and store.copies_from(found.store):
+        sizes = [least_part(file.size, limits) for file in files]
+        try:
+            build(sizes, lambda uploads: _copied(files, uploads, found, store, config, stats))
         except InvalidRequestError as error:  # some servers need equal parts, or can't copy ranges
             logger.warning(
                 "the store can't copy this by itself, so the bytes pass through this machine: %s",
                 error,
             )
-    building = FilesUnderConstruction(uri, config, files, there)
-    sizes, (work,) = plan_work(files, 1, config, limits, by_position=not uri.is_cloud)
-    building.begin(sizes)
-    try:
-        parts = _sent_by_files(files, work, building.uploads, found, target_store, config, stats)
-    except BaseException:
-        building.abandon()
-        raise
-    building.commit(parts)
-    return _outcome(files, stats, found)
-
-
-def _outcome(files: Sequence[FilePlan], stats: TransferStats, found: _Source) -> Exported:
-    """Makes the result of an export."""
+            send()
+    else:
+        send()
     size = sum(file.size for file in files)
-    names = [file.name for file in files]
-    return Exported(names, size, stats.snapshot().nbytes, found.left_out)
+    return Exported([file.name for file in files], size, stats.snapshot().nbytes, found.left_out)
 
 
 class _Source:
@@ -241,16 +243,11 @@ class _Source:
             rows += stored.shape[0] if stored.shape else 1
         return rows == (tensor.shape[0] if tensor.shape else 1)
 
-    def extents(self, tensor: TensorPlan) -> Iterator[Extent[StoredBytes]]:
-        """Yields the stored bytes of a copyable tensor, in order.
-
-        They are cut at blocks that have a checksum, if there are any, so that the checksum that the
-        store reports for a copy can be compared.
-        """
-        for _, stored in self.stored[tensor.name]:
-            blocks = stored.elements.blocks
-            grain = blocks.size if blocks is not None else 1
-            yield Extent(stored.elements, stored.elements.nbytes, grain)
+    def elements(self, file: FilePlan) -> list[StoredBytes]:
+        """Returns the stored bytes of a file's tensors, if all are copyable, in order."""
+        return [
+            stored.elements for tensor in file.tensors for _, stored in self.stored[tensor.name]
+        ]
 
     def loaded(self, tensors: Sequence[TensorPlan]) -> dict[str, torch.Tensor]:
         """Loads tensors into memory, verifies and converts them."""
@@ -264,7 +261,7 @@ class _Source:
         return {tensor.name: state[self.names[tensor.name]] for tensor in tensors}
 
 
-def _sent_by_files(
+def _sent(
     files: Sequence[FilePlan],
     work: RankWork,
     uploads: Sequence[Upload],
@@ -277,35 +274,31 @@ def _sent_by_files(
     names = [tensor.name for tensor in found.tensors]
     sent: list[list[Part]] = []
     for number, (file, upload) in enumerate(zip(files, uploads, strict=True)):
-        own = [dataclasses.replace(part, file=0) for part in work.own if part.file == number]
+        own = [dataclasses.replace(one, file=0) for one in work.stretches if one.file == number]
         state = found.loaded(file.tensors)
 
         def resolve(item: int, state: Mapping[str, torch.Tensor] = state) -> torch.Tensor:
             return state[names[item]]
 
-        (parts,) = send_work(RankWork([], own), [upload], resolve, store, config, stats, None)
-        sent.append(sorted(parts, key=lambda part: part.number))
+        sent += send_work(RankWork(own), [upload], resolve, store, config, stats, None)
     return sent
 
 
-def _export_by_copies(
-    uri: CheckpointURI,
-    config: Config,
+def _copied(
     files: Sequence[FilePlan],
-    there: Mapping[str, ObjectInfo],
+    begun: Sequence[Upload],
     found: _Source,
+    store: ObjectStore,
+    config: Config,
     stats: TransferStats,
-) -> None:
-    store = open_store(uri, config)
-    limits = store.capabilities
-    most = min(_COPY, limits.max_part_size // 2)
+) -> list[list[Part]]:
+    """Has the store copy the files' parts; reads and sends the others; returns all parts."""
+    most = min(_COPY, store.capabilities.max_part_size // 2)
     group = TaskGroup(config.requests_at_once, name="cloudckpt-copy", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
-    building = FilesUnderConstruction(uri, config, files, there)
-    building.begin([least_part(file.size, limits) for file in files])
     uploads = [
-        FileUpload(store, begun.key, begun.part_size, group, retrier, stats)
-        for begun in building.uploads
+        FileUpload(store, one.key, one.part_size, group, retrier, stats, upload=one)
+        for one in begun
     ]
     infos: dict[str, ObjectInfo] = {}
 
@@ -315,16 +308,15 @@ def _export_by_copies(
         return infos[key]
 
     def produce() -> None:
-        for file, upload, begun in zip(files, uploads, building.uploads, strict=True):
-            upload.attach(begun)
-            extents = [one for tensor in file.tensors for one in found.extents(tensor)]
-            least = begun.part_size
-            parts = cut(file.header, extents, least=least, most=max(most, 2 * least))
+        for file, upload in zip(files, uploads, strict=True):
+            least = upload.upload.part_size
+            stored = found.elements(file)
+            parts = cut(file.header, stored, least=least, most=max(most, 2 * least))
             for number, part in enumerate(parts, 1):
                 if isinstance(part, Range):
-                    info = info_of(part.extent.source.key)
+                    info = info_of(part.source.key)
                     task: Callable[[], None] = functools.partial(
-                        _copy, store, found.store, info, begun, number, part, upload, retrier
+                        _copy, store, found.store, info, number, part, upload, retrier
                     )
                 else:
                     task = functools.partial(
@@ -332,47 +324,92 @@ def _export_by_copies(
                     )
                 group.submit(task)
 
-    try:
-        group.run(produce)
-    except BaseException:
-        building.abandon()
-        raise
-    building.commit([sorted(one.sent, key=lambda part: part.number) for one in uploads])
+    group.run(produce)
+    return [upload.sent for upload in uploads]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes ``start`` to ``stop`` of a tensor's stored bytes."""
+
+    source: StoredBytes
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return self.stop - self.start
+
+
+def cut(
+    header: bytes, stored: Iterable[StoredBytes], *, least: int, most: int
+) -> Iterator[Range | list[bytes | Range]]:
+    """Cuts a file into parts: ranges that the store can copy, and lists of what must be sent.
+
+    Each part has at least ``least`` bytes, except the last. Ranges are cut at blocks that have a
+    checksum, if there are any, so that the checksum that the store reports for a copy can be
+    compared.
+
+    Args:
+        header: The bytes at the start of the file.
+        stored: The bytes after the header, in order.
+        least: Minimum bytes of a part.
+        most: Maximum bytes of a range; at least twice ``least``.
+    """
+    sent: list[bytes | Range] = [header]
+    size = len(header)
+    for source in stored:
+        grain = source.blocks.size if source.blocks is not None else 1
+        taken = min(aligned(max(least - size, 0), grain), source.nbytes) if size else 0
+        if source.nbytes - taken < least:
+            taken = source.nbytes
+        if taken:
+            sent.append(Range(source, 0, taken))
+            size += taken
+        if size >= least:
+            yield sent
+            sent, size = [], 0
+        if rest := source.nbytes - taken:
+            count = -(-rest // most)
+            step = max(rest // count // grain * grain, grain)
+            starts = [taken + number * step for number in range(count)]
+            for start, stop in zip(starts, [*starts[1:], source.nbytes], strict=True):
+                yield Range(source, start, stop)
+    if size:
+        yield sent
 
 
 def _copy(
     store: ObjectStore,
     source: ObjectStore,
     info: ObjectInfo,
-    upload: Upload,
     number: int,
-    planned: Range[StoredBytes],
+    planned: Range,
     to: FileUpload,
     retrier: Retrier,
 ) -> None:
-    start, stop = (
-        planned.extent.source.offset + planned.start,
-        planned.extent.source.offset + planned.stop,
-    )
-    part = retrier.call(lambda: store.copy_part(source, info, upload, number, start, stop))
+    offset = planned.source.offset
+    start, stop = offset + planned.start, offset + planned.stop
+    part = retrier.call(lambda: store.copy_part(source, info, to.upload, number, start, stop))
     expected = _checksum_of(planned, store)
     if part.checksum is not None and expected is not None and part.checksum != expected:
         raise CheckpointCorruptError(
             f"bytes {start} to {stop} of the object do not match their checksum: the object is "
             "damaged; restore it or export an older checkpoint",
             uri=source.uri(info.key),
-            item=planned.extent.source.item,
+            item=planned.source.item,
         )
     to.record_part(part)
 
 
-def _checksum_of(planned: Range[StoredBytes], store: ObjectStore) -> int | None:
+def _checksum_of(planned: Range, store: ObjectStore) -> int | None:
     """Combines the checksums of the blocks in a range; None if it can't be known."""
-    blocks = planned.extent.source.blocks
+    blocks = planned.source.blocks
     algorithm = store.capabilities.checksum
     if blocks is None or blocks.algorithm.name != algorithm.name or planned.start % blocks.size:
         return None
-    if planned.stop % blocks.size and planned.stop != planned.extent.source.nbytes:
+    if planned.stop % blocks.size and planned.stop != planned.source.nbytes:
         return None
     first, last = planned.start // blocks.size, -(-planned.stop // blocks.size)
     lengths = [blocks.size] * (last - first)
@@ -382,7 +419,7 @@ def _checksum_of(planned: Range[StoredBytes], store: ObjectStore) -> int | None:
 
 def _relay(
     source: ObjectStore,
-    content: Mixed[StoredBytes],
+    content: Sequence[bytes | Range],
     number: int,
     to: FileUpload,
     config: Config,
@@ -391,7 +428,7 @@ def _relay(
     """Reads the content of a part from the checkpoint, verifies it, and sends it."""
     sinks = [one if isinstance(one, bytes) else BytesSink(one.nbytes) for one in content]
     wanted = [
-        Wanted(one.extent.source, one.start, one.stop, sink, True)
+        Wanted(one.source, one.start, one.stop, sink, True)
         for one, sink in zip(content, sinks, strict=True)
         if not isinstance(one, bytes) and not isinstance(sink, bytes)
     ]

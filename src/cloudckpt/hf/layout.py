@@ -1,45 +1,71 @@
-"""Plans the files of a model: names, headers, positions of tensors, and parts. No I/O.
-
-Parts are cut at the borders of shards: the rows of a shard are parts of their own, which its rank
-sends from the tensor's memory, or which a store copies from a checkpoint. Shards that are smaller
-than the least part, and tensors that are divided in columns, are assembled by one rank, the owner
-of the file.
-"""
+"""Plans the files of a model: their names, their headers, and their tensors in order. No I/O."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 
 from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE, SUFFIX, header_bytes
 from cloudckpt.config import MIB, whole_number
-from cloudckpt.errors import ConfigError, UnsupportedTensorError
+from cloudckpt.errors import ConfigError, InvalidURIError, UnsupportedTensorError
 from cloudckpt.stores.capabilities import Capabilities
-from cloudckpt.transfer.boxes import Box, aligned
+from cloudckpt.transfer.boxes import Box
+from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [
     "Chunk",
-    "Extent",
     "FilePlan",
-    "Mixed",
-    "Range",
     "TensorPlan",
-    "cut",
+    "bytes_of_size",
     "least_part",
+    "model_location",
     "natural",
     "needs_index",
     "plan_files",
     "weight_map",
 ]
 
-T = TypeVar("T")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
-_FILE_NAME = re.compile(r"[^/\x00-\x1f]+\.safetensors")
+
+def bytes_of_size(size: int | str) -> int:
+    """Converts a size such as ``"5GB"`` to bytes; GB are 10**9, as in transformers, GiB 2**30.
+
+    Raises:
+        ConfigError: If ``size`` is not a valid size.
+    """
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None:
+            raise ConfigError(
+                f"max_shard_size={size!r}: write a number of bytes, or a text such as 5GB or 4GiB"
+            )
+        number, unit, binary = match.groups()
+        power = " KMGT".index(unit.upper() or " ")
+        size = int(float(number) * (1024 if binary else 1000) ** power)
+    found = whole_number(size)
+    if found is None or found < 1:
+        raise ConfigError(f"max_shard_size={size!r}: write at least 1 byte")
+    return found
+
+
+def model_location(uri: URILike) -> CheckpointURI:
+    """Parses the location of a model to be written.
+
+    Raises:
+        InvalidURIError: If ``uri`` is not a valid location, or that of a single file.
+    """
+    found = CheckpointURI.parse(uri)
+    if found.prefix.endswith(SUFFIX):
+        raise InvalidURIError(
+            f"{found} is the name of a file, but a model is saved to a folder, with one or "
+            "several files: give the folder"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,60 +117,42 @@ class FilePlan:
 
 
 def plan_files(
-    tensors: Sequence[TensorPlan],
-    max_shard_size: int,
-    fqn_to_file: Mapping[str, str | int] | None,
+    tensors: Sequence[TensorPlan], max_shard_size: int, fqn_to_file: Mapping[str, int] | None
 ) -> list[FilePlan]:
     """Divides tensors among files, and computes their positions there.
 
     Args:
         tensors: All tensors, in the order in which they fill the files.
         max_shard_size: Maximum bytes of tensors in a file; a larger tensor gets a file to itself.
-        fqn_to_file: The file of each tensor, as a file name or a number from 1, instead of a
-            division by ``max_shard_size``.
+        fqn_to_file: The number of each tensor's file, from 1, instead of a division by
+            ``max_shard_size``.
 
     Raises:
-        ConfigError: If ``fqn_to_file`` leaves out a tensor, or has file names that are invalid or
-            that readers would not find together.
+        ConfigError: If ``fqn_to_file`` leaves out a tensor, or has something else than numbers.
         UnsupportedTensorError: If safetensors files can't hold a tensor.
     """
-    if fqn_to_file is None:
-        groups, filled = [[]], 0  # type: list[list[TensorPlan]], int
-        for tensor in tensors:
-            if groups[-1] and filled + tensor.nbytes > max_shard_size:
-                groups.append([])
-                filled = 0
-            groups[-1].append(tensor)
-            filled += tensor.nbytes
-        return [
-            _file(_numbered(number, len(groups)), group) for number, group in enumerate(groups, 1)
-        ]
-    missing = [tensor.name for tensor in tensors if tensor.name not in fqn_to_file]
-    if missing:
-        raise ConfigError(
-            f"fqn_to_file has no file for {len(missing)} tensors, the first: {missing[:5]}: add "
-            "them"
-        )
-    by_file: dict[str | int, list[TensorPlan]] = {}
+    by_number: dict[int, list[TensorPlan]] = {}
+    number = filled = 0
     for tensor in tensors:
-        key = fqn_to_file[tensor.name]
-        by_file.setdefault(whole_number(key) or key, []).append(tensor)
-    if all(type(key) is int and key > 0 for key in by_file):
-        count = max((whole_number(key) or 1 for key in fqn_to_file.values()), default=1)
-        named = {_numbered(int(key), count): group for key, group in sorted(by_file.items())}
-        return [_file(name, group) for name, group in named.items()]
-    for key in by_file:
-        if not isinstance(key, str) or not _FILE_NAME.fullmatch(key):
-            raise ConfigError(
-                f"fqn_to_file has {key!r}: write names such as model-00001-of-00002{SUFFIX} for "
-                "all tensors, or numbers from 1 for all"
-            )
-    if len(by_file) > 1 and SINGLE_FILE in by_file:
+        if fqn_to_file is not None:
+            number = _number(fqn_to_file.get(tensor.name), tensor.name)
+        elif not number or filled + tensor.nbytes > max_shard_size:
+            number, filled = number + 1, 0
+        filled += tensor.nbytes
+        by_number.setdefault(number, []).append(tensor)
+    numbers = [_number(given, name) for name, given in (fqn_to_file or {}).items()]
+    count = max([*numbers, *by_number], default=1)
+    named = {_numbered(number, count): group for number, group in sorted(by_number.items())}
+    return [_file(name, group) for name, group in (named or {SINGLE_FILE: []}).items()]
+
+
+def _number(given: object, name: str) -> int:
+    number = whole_number(given)
+    if number is None or number < 1:
         raise ConfigError(
-            f"fqn_to_file contains {SINGLE_FILE} and other files, but readers take "
-            f"{SINGLE_FILE} for the whole model: use names such as model-00001-of-00002{SUFFIX}"
+            f"fqn_to_file has {given!r} for {name}: give the number of its file, from 1"
         )
-    return [_file(str(name), group) for name, group in by_file.items()]
+    return number
 
 
 def _numbered(number: int, count: int) -> str:
@@ -154,8 +162,9 @@ def _numbered(number: int, count: int) -> str:
 
 def _file(name: str, tensors: Sequence[TensorPlan]) -> FilePlan:
     """Plans one file."""
-    # larger elements first, so that each tensor is aligned to its element size, for mapping readers
-    ordered = sorted(tensors, key=lambda one: -one.dtype.itemsize)
+    # larger elements first, so that each tensor is aligned to its elements, for readers that map
+    # the file; then small tensors first, so that few parts consist of several
+    ordered = sorted(tensors, key=lambda one: (-one.dtype.itemsize, one.nbytes))
     header = header_bytes(
         [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered],
         {alias: tensor.name for tensor in ordered for alias in tensor.aliases},
@@ -190,80 +199,9 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Extent(Generic[T]):
-    """A range of a file whose bytes have one source.
-
-    Attributes:
-        source: The source of the bytes.
-        nbytes: The number of bytes.
-        grain: The range may be cut at multiples of so many bytes.
-        is_scattered: Whether the source has the bytes in another order, or in several pieces: then
-            all of them must be collected before any can be sent.
-    """
-
-    source: T
-    nbytes: int
-    grain: int = 1
-    is_scattered: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Range(Generic[T]):
-    """Bytes ``start`` to ``stop`` of an extent."""
-
-    extent: Extent[T]
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes."""
-        return self.stop - self.start
-
-
-Mixed = list[bytes | Range[T]]
-"""A sequence of bytes and ranges that is assembled in memory before it is sent."""
-
-
 def least_part(size: int, limits: Capabilities) -> int:
     """Returns the minimum part size in bytes for a file of ``size`` bytes.
 
     It follows from the store's minimum, and from the number of parts that an object may have.
     """
     return max(limits.min_part_size, MIB, -(-size // (limits.max_parts - 1)))
-
-
-def cut(
-    header: bytes, extents: Iterable[Extent[T]], *, least: int, most: int
-) -> Iterator[Range[T] | Mixed[T]]:
-    """Cuts a file into parts: ranges sent from one source, and lists to assemble in memory first.
-
-    Each part has at least ``least`` bytes, except the last.
-
-    Args:
-        header: The bytes at the start of the file.
-        extents: The ranges after the header, in order.
-        least: Minimum bytes of a part.
-        most: Maximum bytes of a range; at least twice ``least``.
-    """
-    mixed: Mixed[T] = [header]
-    size = len(header)
-    for extent in extents:
-        taken = min(aligned(max(least - size, 0), extent.grain), extent.nbytes) if size else 0
-        if extent.is_scattered or extent.nbytes - taken < least:
-            taken = extent.nbytes
-        if taken:
-            mixed.append(Range(extent, 0, taken))
-            size += taken
-        if size >= least:
-            yield mixed
-            mixed, size = [], 0
-        if rest := extent.nbytes - taken:
-            count = -(-rest // most)
-            step = max(rest // count // extent.grain * extent.grain, extent.grain)
-            starts = [taken + number * step for number in range(count)]
-            for start, stop in zip(starts, [*starts[1:], extent.nbytes], strict=True):
-                yield Range(extent, start, stop)
-    if size:
-        yield mixed

@@ -25,7 +25,7 @@ def save(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
-    fqn_to_file: Mapping[str, str | int] | None = None,
+    fqn_to_file: Mapping[str, int] | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     config: Config | None = None,
@@ -38,10 +38,10 @@ def save(
     of this save are deleted. An existing model then stays unchanged, unless the store fails while
     the new files are made visible: then there is no index, and readers see no model.
 
-    A rank sends its rows directly from tensor memory. Shards that are smaller than a part, and
-    tensors that are divided in columns, are sent by the rank that has most of the file, which has
-    one such tensor in memory at a time. Tied weights, which share their memory, are written once:
-    the file's metadata has the other names, which :func:`load` reads.
+    A rank sends its rows directly from tensor memory. Shards that are smaller than a part are
+    handed to the rank that has most of the part; so are tensors that are divided in columns, of
+    which a rank has one in memory at a time. Tied weights, which share their memory, are written
+    once: the file's metadata has the other names, which :func:`load` reads.
 
     Args:
         state_dict: Tensors by name; the names of nested dicts are joined by dots. Replicated
@@ -50,8 +50,8 @@ def save(
         max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``; a
             larger tensor gets a file to itself.
         dtype: The type that floating-point tensors are converted to; None converts no tensor.
-        fqn_to_file: The file of each tensor, as a file name or a number from 1, instead of a
-            division by ``max_shard_size``.
+        fqn_to_file: The number of each tensor's file, from 1, instead of a division by
+            ``max_shard_size``.
         process_group: The ranks that save; None for all.
         no_dist: Whether this process saves alone.
         config: Options.

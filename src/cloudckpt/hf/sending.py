@@ -1,101 +1,89 @@
-"""Divides the parts of a model among the ranks, and sends them.
+"""Divides the bytes of a model's files among the ranks, and sends them.
 
-Parts are sent from tensor memory by the rank that has them, or assembled by the owner of the file.
-The other ranks send their pieces of assembled parts to the owner in rounds, in which all ranks take
-part in the same order. In a round an owner assembles one piece: some small tensors, or one large
-tensor.
+A file is cut at the borders of shards into runs of at least the size of a part. The rank that has
+most of a run sends it, straight from the memory of its tensors. What other ranks have of the run is
+handed to that rank before, in rounds in which all ranks take part in the same order; a tensor whose
+shards are not ranges of the file, such as columns, is put together there in memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import Config
-from cloudckpt.hf.layout import Chunk, Extent, FilePlan, Mixed, Range, TensorPlan, cut, least_part
+from cloudckpt.hf.layout import Chunk, FilePlan, TensorPlan, least_part
 from cloudckpt.stores.base import ObjectStore, Part, Upload
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.boxes import ALIGNMENT, Box, aligned, row_major_strides
 from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.memory import bytes_of, is_plain, narrow
-from cloudckpt.transfer.parts import PartPlan, Piece, choose_part_size
+from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece, choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
 
-__all__ = ["Content", "Elements", "FileUpload", "RankWork", "Round", "plan_work", "send_work"]
+__all__ = ["FileUpload", "RankWork", "Stretch", "plan_work", "send_work"]
 
 _GRAIN = 8  # bytes: an alignment that suits elements of all types
 _PARTS_IN_POOL = 6  # see transfer.parts.choose_part_size
 
+Run = Sequence[bytes | TensorPlan]
+"""Consecutive bytes of a file: its header, and tensors or rows of tensors."""
+
 
 @dataclass(frozen=True, slots=True)
-class Elements:
-    """A range of a chunk's elements in row-major order, and the type in which they are stored."""
+class Stretch:
+    """Consecutive parts of a file, which one rank sends.
+
+    Attributes:
+        file: The index of the file.
+        first: The number of the first part.
+        step: The difference between the numbers of two parts.
+        part_size: Bytes of every part but the last.
+        runs: What the parts consist of.
+    """
+
+    file: int
+    first: int
+    step: int
+    part_size: int
+    runs: Sequence[Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A chunk in a file, with the type of its elements there."""
 
     chunk: Chunk
-    start: int
-    stop: int
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return (self.stop - self.start) * self.dtype.itemsize
+        return self.chunk.numel * self.dtype.itemsize
 
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Bytes of a file that one rank sends: from one range of tensor memory, or assembled.
-
-    Attributes:
-        file: The index of the file.
-        parts: The parts in which the bytes are sent: numbers, and sizes in bytes.
-        of: The range of a tensor; or the ranges and bytes to assemble.
-    """
-
-    file: int
-    parts: Sequence[tuple[int, int]]
-    of: Range[TensorPlan] | Mixed[TensorPlan]
-
-    def elements(self) -> Iterator[Elements]:
-        """Yields the tensor elements of which the bytes consist, in order."""
-        for one in self.of if isinstance(self.of, list) else [self.of]:
-            if not isinstance(one, bytes):
-                yield from _elements(one)
-
-
-def _elements(one: Range[TensorPlan]) -> Iterator[Elements]:
-    """Yields the elements of a range; a scattered extent is never cut, so all of its chunks."""
-    source = one.extent.source
-    if one.extent.is_scattered:
-        yield from (Elements(chunk, 0, chunk.numel, source.dtype) for chunk in source.chunks)
-    else:
-        size = source.dtype.itemsize
-        yield Elements(source.chunks[0], one.start // size, one.stop // size, source.dtype)
+    @property
+    def room(self) -> int:
+        """Bytes in a round, in which each chunk is aligned."""
+        return aligned(self.nbytes, _GRAIN)
 
 
 @dataclass
-class Round:
-    """A rank's work in a round: elements to send to owners, and the content it then assembles."""
-
-    gifts: list[tuple[int, Elements]] = field(default_factory=list)
-    made: Content | None = None
-
-
-@dataclass(frozen=True)
 class RankWork:
-    """A rank's work: rounds, equally many on all ranks, and contents from its own memory alone."""
+    """What a rank sends, and what it hands to which ranks in each round."""
 
-    rounds: Sequence[Round]
-    own: Sequence[Content]
+    stretches: list[Stretch] = field(default_factory=list)
+    rounds: list[list[tuple[int, Share]]] = field(default_factory=list)
 
 
 def plan_work(
@@ -108,7 +96,7 @@ def plan_work(
 ) -> tuple[list[int], list[RankWork]]:
     """Plans the part size of each file's upload, and the work of each rank.
 
-    If the store needs equal parts, the owner of a file assembles the whole file.
+    If the store needs equal parts, one rank sends the whole file.
 
     Args:
         files: The files.
@@ -117,44 +105,40 @@ def plan_work(
         limits: The limits of the store.
         by_position: Whether a part's number determines its offset, as in a local file.
     """
-    own: list[list[Content]] = [[] for _ in range(ranks)]
-    queues: list[list[Content]] = [[] for _ in range(ranks)]  # contents with other ranks' bytes
-    owned: Counter[int] = Counter()
+    work = [RankWork() for _ in range(ranks)]
+    gathered: list[list[Run]] = [[] for _ in range(ranks)]  # runs with chunks of other ranks
     sizes: list[int] = []
+    load: Counter[int] = Counter()
     for index, file in enumerate(files):
-        shares: Counter[int] = Counter()
-        for tensor in file.tensors:
-            for chunk in tensor.chunks:
-                shares[chunk.rank] += chunk.numel * tensor.dtype.itemsize
-        owner = max(range(ranks), key=lambda rank: (shares[rank], -owned[rank], -rank))
-        owned[owner] += file.size
-        size, contents = _cut(file, config, limits)
+        least = least_part(file.size, limits)
+        size = _part_size(file, config, limits, least)
         sizes.append(1 if by_position else size)
-        count = position = 0
-        for content in contents:
-            parts = []
-            for length in _lengths(content, size, limits.equal_parts):
-                count += 1
-                parts.append((position + 1 if by_position else count, length))
-                position += length
-            made = Content(index, parts, content)
-            holders = {one.chunk.rank for one in made.elements()}
-            sender = holders.pop() if isinstance(content, Range) else owner
-            (own if holders <= {sender} else queues)[sender].append(made)
-    rounds = [[Round() for _ in range(ranks)] for _ in range(max(map(len, queues)))]
-    for owner, queue in enumerate(queues):
-        for each, made in zip(rounds, queue, strict=False):
-            each[owner].made = made
-            for elements in made.elements():
-                if elements.chunk.rank != owner:
-                    each[elements.chunk.rank].gifts.append((owner, elements))
-    return sizes, [RankWork([each[rank] for each in rounds], own[rank]) for rank in range(ranks)]
+        runs = list(_runs(file, least))
+        first = 1
+        for together in [runs] if limits.equal_parts else [[run] for run in runs]:
+            nbytes = sum(_nbytes(one) for run in together for one in run)
+            part_size = size if limits.equal_parts else -(-nbytes // -(-nbytes // size))
+            stretch = Stretch(index, first, part_size if by_position else 1, part_size, together)
+            first += nbytes if by_position else -(-nbytes // part_size)
+            shares: Counter[int] = Counter()
+            for share in itertools.chain.from_iterable(map(_shares, together)):
+                shares[share.chunk.rank] += share.nbytes
+            sender = max(range(ranks), key=lambda rank: (shares[rank], -load[rank], -rank))
+            load[sender] += nbytes
+            work[sender].stretches.append(stretch)
+            gathered[sender] += [run for run in together if _others(run, sender)]
+    for rank, own in enumerate(work):
+        own.stretches.sort(key=lambda one: not any(_others(run, rank) for run in one.runs))
+        own.rounds += [[] for _ in range(max(map(len, gathered)))]
+    for sender, queue in enumerate(gathered):
+        for number, run in enumerate(queue):
+            for share in _others(run, sender):
+                work[share.chunk.rank].rounds[number].append((sender, share))
+    return sizes, work
 
 
-def _cut(
-    file: FilePlan, config: Config, limits: Capabilities
-) -> tuple[int, Iterator[Range[TensorPlan] | Mixed[TensorPlan]]]:
-    """Returns the part size of a file, and the ranges and assembled pieces that it is cut into."""
+def _part_size(file: FilePlan, config: Config, limits: Capabilities, least: int) -> int:
+    """Returns the most bytes of a part; half of it is still enough for a part."""
     size = choose_part_size(
         file.size,
         config.part_size,
@@ -162,33 +146,29 @@ def _cut(
         connections=config.most_connections,
         copied=config.memory_budget,
     )
-    extents = [one for tensor in file.tensors for one in _extents(tensor)]
     if limits.equal_parts:
-        size = aligned(max(size, -(-file.size // limits.max_parts)), ALIGNMENT)
-        return size, iter([[file.header, *(Range(one, 0, one.nbytes) for one in extents)]])
-    least = least_part(file.size, limits)
-    size = aligned(max(size, 2 * least), ALIGNMENT)
-    return size, cut(file.header, extents, least=least, most=size)
+        return aligned(max(size, -(-file.size // limits.max_parts)), ALIGNMENT)
+    return aligned(max(size, 2 * least), ALIGNMENT)
 
 
-def _lengths(
-    content: Range[TensorPlan] | Mixed[TensorPlan], size: int, are_equal: bool
-) -> list[int]:
-    """Returns the sizes in bytes of a content's parts; only a file's last part may be small."""
-    if isinstance(content, Range):
-        return [content.nbytes]
-    nbytes = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in content)
-    count = max(-(-nbytes // size) if are_equal else nbytes // size, 1)
-    return [size] * (count - 1) + [nbytes - size * (count - 1)]
+def _runs(file: FilePlan, least: int) -> Iterator[Run]:
+    """Cuts a file at the borders of shards into runs of ``least`` bytes, except the last."""
+    run: list[bytes | TensorPlan] = [file.header]
+    nbytes = len(file.header)
+    for one in (one for tensor in file.tensors for one in _ranges(tensor)):
+        if nbytes >= least:
+            yield run
+            run, nbytes = [], 0
+        run.append(one)
+        nbytes += one.nbytes
+    yield run
 
 
-def _extents(tensor: TensorPlan) -> Iterator[Extent[TensorPlan]]:
-    """Yields one extent per chunk of a tensor, or one of the whole if chunks are not ranges."""
+def _ranges(tensor: TensorPlan) -> Iterator[TensorPlan]:
+    """Yields the rows of each chunk of a tensor, or all of it if chunks are not ranges of bytes."""
     chunks = [chunk for chunk in tensor.chunks if chunk.numel]
-    itemsize = tensor.dtype.itemsize
     if not all(_is_range(chunk.box, tensor.shape) for chunk in chunks):
-        whole = dataclasses.replace(tensor, chunks=chunks)
-        yield Extent(whole, tensor.nbytes, itemsize, is_scattered=True)
+        yield dataclasses.replace(tensor, chunks=chunks)
         return
     strides = row_major_strides(tensor.shape)
 
@@ -197,8 +177,7 @@ def _extents(tensor: TensorPlan) -> Iterator[Extent[TensorPlan]]:
 
     for chunk in sorted(chunks, key=first):
         shape = tuple(length for _, length in chunk.box)
-        held = dataclasses.replace(tensor, shape=shape, chunks=[chunk])
-        yield Extent(held, held.nbytes, itemsize)
+        yield dataclasses.replace(tensor, shape=shape, chunks=[chunk])
 
 
 def _is_range(box: Box, shape: Sequence[int]) -> bool:
@@ -209,11 +188,32 @@ def _is_range(box: Box, shape: Sequence[int]) -> bool:
     return [length for _, length in box[axis + 1 :]] == list(shape[axis + 1 :])
 
 
+def _nbytes(one: bytes | TensorPlan) -> int:
+    return len(one) if isinstance(one, bytes) else one.nbytes
+
+
+def _shares(run: Run) -> Iterator[Share]:
+    tensors = (one for one in run if isinstance(one, TensorPlan))
+    return (Share(chunk, tensor.dtype) for tensor in tensors for chunk in tensor.chunks)
+
+
+def _others(run: Run, rank: int) -> list[Share]:
+    """Returns the chunks of other ranks in a run, ordered by rank."""
+    others = (share for share in _shares(run) if share.chunk.rank != rank)
+    return sorted(others, key=lambda share: share.chunk.rank)
+
+
 class FileUpload(ObjectUpload):
     """An upload of a file whose parts any rank may send; :meth:`appear` makes it visible."""
 
-    def attach(self, upload: Upload) -> None:
-        """Uses an upload that was begun before, possibly by another process."""
+    def __init__(self, *args: Any, upload: Upload | None = None, **options: Any) -> None:
+        """
+        Args:
+            *args: Arguments of :class:`ObjectUpload`.
+            upload: The upload, if it was begun before, possibly by another process.
+            **options: Options of :class:`ObjectUpload`.
+        """
+        super().__init__(*args, **options)
         self._upload = upload
 
     def begin(self) -> None:
@@ -289,31 +289,22 @@ def send_work(
     """
     tasks = transfer_group(store, config, "out", name="cloudckpt-save")
     retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
-    largest = max((one.of.nbytes for one in work.own if isinstance(one.of, Range)), default=0)
+    largest = max((stretch.part_size for stretch in work.stretches), default=0)
     pool = StagingPool(max(config.memory_budget, _PARTS_IN_POOL * largest), tasks.cancellation)
     files = [
-        FileUpload(store, upload.key, upload.part_size, tasks, retrier, stats) for upload in uploads
+        FileUpload(store, one.key, one.part_size, tasks, retrier, stats, upload=one)
+        for one in uploads
     ]
-    for file, upload in zip(files, uploads, strict=True):
-        file.attach(upload)
-    sender = _Sender(files, resolve, pool)
+    rounds = _Rounds(work.rounds, resolve, group)
 
     def produce() -> None:
-        failure: Exception | None = None
-        for each in work.rounds:
-            assert group is not None
-            out, refused = sender.handed_out(each, dist.get_world_size(group))
-            failure = failure or refused
-            received = _exchanged(out, each, group)
-            if failure is None and each.made is not None:
-                try:
-                    sender.send(each.made, received)
-                except Exception as error:  # noqa: BLE001 - the other ranks need this one in rounds
-                    failure = error
-        if failure is not None:
-            raise failure
-        for content in work.own:
-            sender.send(content, {})
+        try:
+            for stretch in work.stretches:
+                for part in _parts(stretch, rounds, resolve, pool):
+                    files[stretch.file].send(part)
+        except Exception as error:  # noqa: BLE001 - the other ranks need this one in their rounds
+            rounds.failure = rounds.failure or error
+        rounds.finish()
 
     try:
         tasks.run(produce)
@@ -322,115 +313,119 @@ def send_work(
     return [file.sent for file in files]
 
 
-class _Sender:
-    """Makes parts from tensor memory, and sends them."""
+def _parts(
+    stretch: Stretch, rounds: _Rounds, resolve: Callable[[int], torch.Tensor], pool: StagingPool
+) -> Iterator[PartPlan]:
+    """Yields the parts of a stretch, as soon as this rank has their bytes."""
+
+    def pieces(one: bytes | TensorPlan, received: Mapping[Chunk, torch.Tensor]) -> Iterator[Piece]:
+        if isinstance(one, bytes):
+            yield Piece(memoryview(one))
+            return
+        first, *more = one.chunks
+        if more:
+            whole = torch.empty(one.shape, dtype=one.dtype, device="cpu")
+            for chunk in one.chunks:
+                box = narrow(whole, chunk.box)
+                data = received[chunk] if chunk in received else resolve(chunk.item)
+                box.copy_(data.reshape(box.shape))
+        elif first in received:
+            whole = received[first]
+        else:
+            tensor = resolve(first.item)
+            if tensor.dtype == one.dtype and is_plain(tensor):
+                yield Piece(bytes_of(tensor), owner=tensor, item=one.name)
+            else:
+                yield from pool.pieces(tensor, one.dtype)
+            return
+        yield Piece(bytes_of(whole).toreadonly(), owner=whole)
+
+    cutter = PartCutter(stretch.part_size)
+    numbers = itertools.count(stretch.first, stretch.step)
+    for run in stretch.runs:
+        received = rounds.received(run)
+        for piece in (piece for one in run for piece in pieces(one, received)):
+            for part in cutter.push(piece):
+                part.number = next(numbers)
+                yield part
+    if (last := cutter.finish()) is not None:
+        last.number = next(numbers)
+        yield last
+
+
+class _Rounds:
+    """Hands chunks to the ranks that send them, in rounds in which all ranks take part.
+
+    Attributes:
+        failure: The first error of this rank; it does not keep the rank from further rounds.
+    """
 
     def __init__(
         self,
-        files: Sequence[FileUpload],
+        rounds: Sequence[Sequence[tuple[int, Share]]],
         resolve: Callable[[int], torch.Tensor],
-        pool: StagingPool,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self._files = files
+        self.failure: Exception | None = None
+        self._left = deque(rounds)
         self._resolve = resolve
-        self._pool = pool
-        self._last: tuple[int, torch.Tensor] | None = None  # a strided tensor is copied once
+        self._group = group
+        self._rank, self._ranks, self._device = 0, 1, "cpu"
+        if group is not None:
+            self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+            self._device = device_for_collectives(group)
 
-    def _own(self, elements: Elements) -> torch.Tensor:
-        """Returns elements of this rank's tensors, in row-major order."""
-        item = elements.chunk.item
-        if self._last is None or self._last[0] != item:
-            self._last = None  # frees the previous copy before the next one is made
-            self._last = item, self._resolve(item).reshape(-1)
-        return self._last[1][elements.start : elements.stop]
+    def received(self, run: Run) -> dict[Chunk, torch.Tensor]:
+        """Returns the chunks of a run that other ranks have, after a round if there are any.
 
-    def send(self, content: Content, received: Mapping[int, torch.Tensor]) -> None:
-        """Sends a content, from this rank's elements and from received bytes, given by rank."""
-        if isinstance(content.of, list):
-            whole = self._assembled(content, content.of, received)
-            pieces = [Piece(bytes_of(whole).toreadonly(), owner=whole)]
-        else:
-            (elements,) = content.elements()
-            source, tensor = content.of.extent.source, self._own(elements)
-            if tensor.dtype == source.dtype and is_plain(tensor):
-                pieces = [Piece(bytes_of(tensor), owner=tensor, item=source.name)]
-            else:
-                pieces = [*self._pool.pieces(tensor, source.dtype)]
-        for number, nbytes in content.parts:
-            if len(content.parts) > 1:  # only assembled content has several parts
-                piece, rest = pieces[0].split(nbytes)
-                self._files[content.file].send(PartPlan(number, [piece], nbytes))
-                pieces = [rest]
-            else:
-                self._files[content.file].send(PartPlan(number, pieces, nbytes))
+        Raises:
+            Exception: If this rank has failed.
+        """
+        others = _others(run, self._rank)
+        received = self._exchanged(others) if others else {}
+        if self.failure is not None:
+            raise self.failure
+        return received
 
-    def handed_out(self, each: Round, ranks: int) -> tuple[list[torch.Tensor], Exception | None]:
-        """Returns the bytes that this rank sends to each rank in a round, and its error or None."""
-        out = [
-            torch.zeros(size, dtype=torch.uint8, device="cpu") for size in _sizes(each.gifts, ranks)
-        ]
-        at = [0] * ranks
+    def finish(self) -> None:
+        """Takes part in the remaining rounds.
+
+        Raises:
+            Exception: If this rank has failed.
+        """
+        while self._left:
+            self._exchanged([])
+        if self.failure is not None:
+            raise self.failure
+
+    def _exchanged(self, others: Sequence[Share]) -> dict[Chunk, torch.Tensor]:
+        """Takes part in a round; returns the given chunks of other ranks."""
+        out: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
+        for to, share in self._left.popleft():
+            data = torch.zeros(share.room, dtype=torch.uint8, device=self._device)
+            try:
+                elements = self._resolve(share.chunk.item).reshape(-1)
+                data[: share.nbytes].view(share.dtype).copy_(elements)
+            except Exception as error:  # noqa: BLE001 - raised after the round
+                self.failure = self.failure or error
+            out[to].append(data)
+        expected: Counter[int] = Counter()
+        for share in others:
+            expected[share.chunk.rank] += share.room
+        into = torch.empty(expected.total(), dtype=torch.uint8, device=self._device)
         try:
-            for to, elements in each.gifts:
-                room = out[to][at[to] : at[to] + elements.nbytes]
-                room.view(elements.dtype).copy_(self._own(elements))
-                at[to] += aligned(elements.nbytes, _GRAIN)
-        except Exception as error:  # noqa: BLE001 - raised when all rounds are over
-            return out, error
-        return out, None
-
-    def _assembled(
-        self, content: Content, mixed: Mixed[TensorPlan], received: Mapping[int, torch.Tensor]
-    ) -> torch.Tensor:
-        nbytes = sum(size for _, size in content.parts)
-        whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        used = dict.fromkeys(received, 0)
-
-        def taken(elements: Elements) -> torch.Tensor:
-            rank = elements.chunk.rank
-            if rank not in received:
-                return self._own(elements)
-            start = used[rank]
-            used[rank] += aligned(elements.nbytes, _GRAIN)
-            return received[rank][start : start + elements.nbytes].view(elements.dtype)
-
-        at = 0
-        for one in mixed:
-            if isinstance(one, bytes):
-                room = whole[at : at + len(one)]
-                room.copy_(torch.frombuffer(bytearray(one), dtype=torch.uint8))
-                at += len(one)
-                continue
-            source = one.extent.source
-            room = whole[at : at + one.nbytes].view(source.dtype)
-            for elements in _elements(one):
-                if one.extent.is_scattered:
-                    box = narrow(room.view(source.shape), elements.chunk.box)
-                    box.copy_(taken(elements).view(box.shape))
-                else:
-                    room.copy_(taken(elements))
-            at += one.nbytes
-        return whole
-
-
-def _sizes(gifts: Sequence[tuple[int, Elements]], ranks: int) -> list[int]:
-    """Returns the number of bytes exchanged with each rank."""
-    sizes = [0] * ranks
-    for rank, elements in gifts:
-        sizes[rank] += aligned(elements.nbytes, _GRAIN)
-    return sizes
-
-
-def _exchanged(
-    out: Sequence[torch.Tensor], each: Round, group: dist.ProcessGroup
-) -> dict[int, torch.Tensor]:
-    """Exchanges bytes with all ranks; returns the bytes that this rank has received, by rank."""
-    rank, device = dist.get_rank(group), torch.device(device_for_collectives(group))
-    needed = [] if each.made is None else each.made.elements()
-    others = [(one.chunk.rank, one) for one in needed if one.chunk.rank != rank]
-    expected = _sizes(others, len(out))
-    into = torch.empty(sum(expected), dtype=torch.uint8, device=device)
-    handed = [data.numel() for data in out]
-    dist.all_to_all_single(into, torch.cat([*out]).to(device), expected, handed, group=group)
-    parts = torch.split(into.cpu(), expected)
-    return {at: data for at, data in enumerate(parts) if data.numel()}
+            dist.all_to_all_single(
+                into,
+                torch.cat([into[:0], *itertools.chain.from_iterable(out)]),
+                [expected[rank] for rank in range(self._ranks)],
+                [sum(data.nbytes for data in each) for each in out],
+                group=self._group,
+            )
+        except BaseException:
+            self._left.clear()  # the group is broken, so no rank waits for this one
+            raise
+        received = torch.split(into.cpu(), [share.room for share in others])
+        return {
+            share.chunk: data[: share.nbytes].view(share.dtype)
+            for share, data in zip(others, received, strict=True)
+        }

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,22 +19,27 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from cloudckpt.checkpoint.baseline import Beginning, refuse_run
-from cloudckpt.checkpoint.safetensors import SUFFIX, type_name
+from cloudckpt.checkpoint.safetensors import type_name
 from cloudckpt.checkpoint.shard import check_supported
-from cloudckpt.config import Config, config_or_default, whole_number
+from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
-from cloudckpt.dcp.meeting import Meeting, RankStatus, check_together
+from cloudckpt.dcp.meeting import Meeting, check_together
 from cloudckpt.dcp.writer import OurWriter
 from cloudckpt.errors import (
-    ConfigError,
     IncompleteSaveError,
-    InvalidURIError,
     ShapeMismatchError,
     UnsupportedTensorError,
 )
 from cloudckpt.events import Span, Transferred
 from cloudckpt.hf.commit import FilesUnderConstruction, look_for_older
-from cloudckpt.hf.layout import Chunk, TensorPlan, natural, plan_files
+from cloudckpt.hf.layout import (
+    Chunk,
+    TensorPlan,
+    bytes_of_size,
+    model_location,
+    natural,
+    plan_files,
+)
 from cloudckpt.hf.sending import RankWork, plan_work, send_work
 from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.transfer.boxes import are_apart
@@ -45,47 +49,9 @@ from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["SafetensorsWriter", "bytes_of_size", "model_location"]
+__all__ = ["SafetensorsWriter"]
 
 logger = logging.getLogger("cloudckpt")
-
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
-
-
-def bytes_of_size(size: int | str) -> int:
-    """Converts a size such as ``"5GB"`` to bytes; GB are 10**9, as in transformers, GiB 2**30.
-
-    Raises:
-        ConfigError: If ``size`` is not a valid size.
-    """
-    if isinstance(size, str):
-        match = _SIZE.fullmatch(size)
-        if match is None:
-            raise ConfigError(
-                f"max_shard_size={size!r}: write a number of bytes, or a text such as 5GB or 4GiB"
-            )
-        number, unit, binary = match.groups()
-        power = " KMGT".index(unit.upper() or " ")
-        size = int(float(number) * (1024 if binary else 1000) ** power)
-    found = whole_number(size)
-    if found is None or found < 1:
-        raise ConfigError(f"max_shard_size={size!r}: write at least 1 byte")
-    return found
-
-
-def model_location(uri: URILike) -> CheckpointURI:
-    """Parses the location of a model to be written.
-
-    Raises:
-        InvalidURIError: If ``uri`` is not a valid location, or that of a single file.
-    """
-    found = CheckpointURI.parse(uri)
-    if found.prefix.endswith(SUFFIX):
-        raise InvalidURIError(
-            f"{found} is the name of a file, but a model is saved to a folder, with one or "
-            "several files: give the folder"
-        )
-    return found
 
 
 @dataclass(frozen=True)
@@ -100,10 +66,10 @@ class _Task:
 class SafetensorsWriter(OurWriter):
     """Writes a model as safetensors files, and their index, from any number of ranks.
 
-    Pass it to torch's functions as ``storage_writer``. Each rank sends its shards directly from
-    tensor memory; shards that are smaller than a part, and tensors that are divided in columns, are
-    sent by the rank that has most of the file. The files become visible when all of them are
-    complete, and then the index.
+    Pass it to ``cloudckpt.save`` or torch's functions as ``storage_writer``; :func:`save` has the
+    contract. The files become visible when all of them are complete, and then the index. If a save
+    by torch's own functions fails, the store keeps invisible parts, which ``cloudckpt.sweep``
+    deletes.
 
     Attributes:
         transferred: The bytes and requests that this rank sent in the last save.
@@ -116,7 +82,7 @@ class SafetensorsWriter(OurWriter):
         *,
         max_shard_size: int | str = "5GB",
         dtype: torch.dtype | None = None,
-        fqn_to_file: Mapping[str, str | int] | None = None,
+        fqn_to_file: Mapping[str, int] | None = None,
         config: Config | None = None,
         process_group: dist.ProcessGroup | None = None,
         planner: SavePlanner | None = None,
@@ -127,8 +93,8 @@ class SafetensorsWriter(OurWriter):
             max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or
                 ``"4GiB"``.
             dtype: The type that floating-point tensors are converted to; None converts no tensor.
-            fqn_to_file: The file of each tensor, as a file name or a number from 1, instead of a
-                division by ``max_shard_size``.
+            fqn_to_file: The number of each tensor's file, from 1, instead of a division by
+                ``max_shard_size``.
             config: Options; None reads them from the environment.
             process_group: The ranks that save; None for all.
             planner: The planner of the save; if given, tied weights are written once.
@@ -223,42 +189,25 @@ class SafetensorsWriter(OurWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Sends this rank's parts; if any rank fails, all ranks raise."""
+        """Sends this rank's parts; all ranks must call it."""
         task = plan.storage_data
         assert isinstance(task, _Task)
         meeting = Meeting.of(self._group, no_dist=task.ranks == 1)
         stats = TransferStats(str(self.uri), meeting.rank)
-        failure: Exception | None = None
-        parts: list[list[Part]] = []
-        try:
-            store = meeting.begin(
-                lambda: open_store(self.uri, self.config),
-                # parts are assembled in memory of this size, as the coordinator planned
-                lambda _: RankStatus(
-                    location=str(self.uri), options=f"memory_budget={self.config.memory_budget}"
-                ),
-            )
-            with Span("upload", str(self.uri), meeting.rank) as span:
-                try:
-                    with portable_errors(str(self.uri)):
-                        parts = send_work(
-                            task.work,
-                            task.uploads,
-                            lambda item: _resolved(plan.items[item], planner),
-                            store,
-                            self.config,
-                            stats,
-                            meeting.group,
-                        )
-                except Exception as error:  # noqa: BLE001 - told to all ranks
-                    failure = error
+        with portable_errors(str(self.uri)), Span("upload", str(self.uri), meeting.rank) as span:
+            try:
+                parts = send_work(
+                    task.work,
+                    task.uploads,
+                    lambda item: _resolved(plan.items[item], planner),
+                    open_store(self.uri, self.config),
+                    self.config,
+                    stats,
+                    meeting.group,
+                )
+            finally:
                 self.transferred = stats.snapshot()
                 span.nbytes = self.transferred.nbytes
-                verdict = meeting.exchange(RankStatus(failure=failure), has_begun=True)
-                verdict.raise_on_all_ranks("while they sent their parts")
-        except BaseException:
-            self.discard()
-            raise
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), 0, parts)])
         return future
@@ -277,7 +226,7 @@ class SafetensorsWriter(OurWriter):
             for one in result:
                 for mine, found in zip(parts, one.storage_data, strict=True):
                     mine.extend(found)
-        building.commit([sorted(each, key=lambda part: part.number) for each in parts])
+        building.commit(parts)
 
     def discard(self) -> None:
         """Aborts the uploads of a save that was not committed; errors are only logged."""

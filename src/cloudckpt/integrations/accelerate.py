@@ -7,11 +7,11 @@
 Both functions cover the same state as the accelerator's own ``save_state`` and ``load_state``. A
 checkpoint contains the models as ``model_0`` and so on and the optimizers as ``optimizer_0`` and so
 on, tensor by tensor, each rank its shards, and under ``files`` the small files that Accelerate and
-registered hooks write (random states, schedulers, samplers, the scaler, registered objects). If
-files of one name differ between ranks, such as the positions of dataloaders, each rank's file is
-saved. Nothing in Accelerate is patched: prepared objects are read from the accelerator, and the
-small files are written and read by the functions of ``accelerate.checkpointing``. Tested with
-accelerate 1.14 and 1.15.
+registered hooks write (random states, schedulers, samplers, the scaler, registered objects): those
+of the first rank, and for each other rank the files that differ, such as random states and the
+positions of dataloaders. Nothing in Accelerate is patched: prepared objects are read from the
+accelerator, and the small files are written and read by the functions of
+``accelerate.checkpointing``. Tested with accelerate 1.14 and 1.15.
 """
 
 from __future__ import annotations
@@ -28,17 +28,13 @@ import torch
 
 from cloudckpt import api
 from cloudckpt.config import Config
+from cloudckpt.dcp.content import PerRank, per_rank
 from cloudckpt.dcp.install import chosen_config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import ConfigError, MissingDependencyError, MissingKeyError
-from cloudckpt.integrations.folders import (
-    chosen_for,
-    files_of,
-    part_unlike,
-    put_chosen,
-    room_for,
-)
+from cloudckpt.integrations.folders import files_of_first, room_for
 from cloudckpt.integrations.parts import Parts, keep_newest
+from cloudckpt.integrations.ranks import OF_RANKS, packed, unpacked
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import inspect as inspect_checkpoint
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, StepNames
@@ -60,7 +56,6 @@ __all__ = ["load_state", "save_state"]
 logger = logging.getLogger("cloudckpt")
 
 _FILES = "files"
-_OF_A_RANK = re.compile(r"random_states_(\d+)\.pkl")
 _OBJECT = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 _OWN_FORMATS = ("DEEPSPEED", "MEGATRON_LM")
 _began_with: weakref.WeakKeyDictionary[Any, CheckpointURI] = weakref.WeakKeyDictionary()
@@ -113,8 +108,8 @@ def save_state(
             return {name: value for name, value in state.items() if name not in taken}
 
         state = meeting.begin(collect)
-        part_unlike(folder, meeting)
-        state[_FILES] = files_of(folder, meeting)
+        files, own = files_of_first(folder, meeting)
+        state |= {OF_RANKS: per_rank(packed(own))} | ({_FILES: files} if files else {})
         api.save(state, checkpoint_id=place, config=config)
     if meeting.rank == 0 and step is not None:
         loaded = _began_with.get(accelerator)
@@ -132,7 +127,7 @@ def load_state(
 
     All ranks must call it. Hooks of ``register_load_state_pre_hook`` are called with a local folder
     that has the saved files. A rank that did not exist at the save keeps its random states, and
-    gets the lowest rank's files where files were saved for each rank; a warning is logged.
+    gets the first rank's files; a warning is logged.
 
     Args:
         accelerator: The ``Accelerator``, with models and optimizers prepared as at the save.
@@ -157,19 +152,20 @@ def load_state(
         folder = _own_folder(meeting, stack)
 
         def prepare() -> tuple[Parts, dict[str, torch.Tensor]]:
-            files = [item.removeprefix(below) for item in sizes if item.startswith(below)]
             rooms = {
-                name: room_for(folder, name, sizes[below + name], place)
-                for name in chosen_for(_without_random_of_others(files, meeting.rank), meeting.rank)
+                (name := item.removeprefix(below)): room_for(folder, name, nbytes, place)
+                for item, nbytes in sizes.items()
+                if item.startswith(below)
             }
             # with hooks, models that are not in the checkpoint are loaded by the hooks
             return _parts(accelerator, place, there if hooks else None), rooms
 
         parts, rooms = meeting.begin(prepare)
-        parts.load(place, config, beside={_FILES: rooms})
+        own: PerRank[Any] = per_rank(None)
+        parts.load(place, config, beside={_FILES: rooms, OF_RANKS: own})
 
         def load_files() -> None:
-            put_chosen(folder)
+            _put_own(own, folder, place, meeting.rank)
             left = [] if _is_fsdp(accelerator) else list(accelerator._models)
             for hook in hooks:
                 hook(left, folder)
@@ -292,20 +288,17 @@ def _models_in(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name.startswith("model_")}
 
 
-def _without_random_of_others(names: list[str], rank: int) -> list[str]:
-    """Returns the names of the files without those of other ranks' random states.
-
-    Logs a warning if there is no file with the random states of this rank.
-    """
-    of_ranks = {name: int(of[1]) for name in names if (of := _OF_A_RANK.fullmatch(name))}
-    if rank not in of_ranks.values():
-        listed = " ".join(map(str, sorted(of_ranks.values())))
+def _put_own(own: PerRank[Any], folder: str, uri: str, rank: int) -> None:
+    """Writes the files that were saved for this rank into a folder; logs if there are none."""
+    if not own.is_loaded:
         logger.warning(
-            "rank %d keeps its random states, because only those of ranks %s were saved",
+            "rank %d did not save this checkpoint: it keeps its random states, and gets the other "
+            "files of the first rank",
             rank,
-            listed,
         )
-    return [name for name in names if of_ranks.get(name, rank) == rank]
+        return
+    for name, content in unpacked(own.value).items():
+        room_for(folder, name, content.nbytes, uri).copy_(content)
 
 
 def _is_fsdp(accelerator: Any) -> bool:

@@ -6,10 +6,7 @@ into it writes the file.
 
 from __future__ import annotations
 
-import logging
 import os
-import re
-from collections.abc import Iterable
 
 import torch
 
@@ -18,11 +15,7 @@ from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import ConfigError
 from cloudckpt.transfer.memory import bytes_of
 
-__all__ = ["chosen_for", "files_of", "part_unlike", "put_chosen", "room_for"]
-
-logger = logging.getLogger("cloudckpt")
-
-_OF_RANK = re.compile(r"cloudckpt_rank_(\d+)/(.+)", re.DOTALL)
+__all__ = ["files_of", "files_of_first", "room_for"]
 
 
 def files_of(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
@@ -76,75 +69,39 @@ def room_for(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
             f"{name!r} is not the name of a file in a saved folder", uri=uri, item=name
         )
     os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb"):  # also shortens a file that is there
+        pass
     if nbytes == 0:
-        with open(path, "wb"):
-            return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8)
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
-def part_unlike(folder: str, meeting: Meeting) -> None:
-    """Moves files that differ between ranks into a subfolder named after the rank.
+def files_of_first(
+    folder: str, meeting: Meeting
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Maps the files beneath a folder of each rank; a collective call.
 
     Args:
         folder: A folder that only this rank writes to.
         meeting: The meeting of the ranks that save.
 
+    Returns:
+        On the first rank its files, on the others none; and the files of this rank that the first
+        rank lacks, or has with other content: as in :func:`files_of`.
+
     Raises:
         CloudCheckpointError: If a rank can't read its folder.
     """
 
-    def checksum(name: str, size: int) -> tuple[int, int]:
-        content = _mapped(os.path.join(folder, name), size)  # unmapped when this returns
-        return size, CRC32C.of(bytes_of(content))
+    def mapped() -> dict[str, torch.Tensor]:
+        sizes = _sizes(folder).items()
+        return {name: _mapped(os.path.join(folder, name), size) for name, size in sizes}
 
-    def checksums() -> dict[str, tuple[int, int]]:
-        return {name: checksum(name, size) for name, size in _sizes(folder).items()}
-
-    of_ranks = meeting.gathered(meeting.begin(checksums))
-
-    def move() -> None:
-        for name, own in of_ranks[meeting.rank].items():
-            if any(found.get(name, own) != own for found in of_ranks):
-                path = os.path.join(folder, f"cloudckpt_rank_{meeting.rank}", name)
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                os.rename(os.path.join(folder, name), path)
-
-    meeting.begin(move)
-
-
-def chosen_for(names: Iterable[str], rank: int) -> list[str]:
-    """Chooses the saved files that a rank gets back.
-
-    These are all files that were equal on all ranks; and of those that differed, the rank's own, or
-    that of the lowest rank if the rank has not saved one, which is logged.
-    """
-    by_name: dict[str, dict[int, str]] = {}
-    chosen = []
-    for name in names:
-        of_rank = _OF_RANK.fullmatch(name)
-        if of_rank is None:
-            chosen.append(name)
-        else:
-            by_name.setdefault(of_rank[2], {})[int(of_rank[1])] = name
-    for name, of_ranks in by_name.items():
-        if rank not in of_ranks:
-            logger.warning(
-                "rank %d has not saved %s and gets the file of rank %d: the checkpoint has "
-                "those of ranks %s",
-                rank,
-                name,
-                min(of_ranks),
-                " ".join(map(str, sorted(of_ranks))),
-            )
-        chosen.append(of_ranks.get(rank, of_ranks[min(of_ranks)]))
-    return chosen
-
-
-def put_chosen(folder: str) -> None:
-    """Moves files out of the subfolders named after ranks, back to their original names."""
-    for name in _sizes(folder):
-        if (of_rank := _OF_RANK.fullmatch(name)) is not None:
-            os.renames(os.path.join(folder, name), os.path.join(folder, of_rank[2]))
+    files = meeting.begin(mapped)
+    checksums = {name: CRC32C.of(bytes_of(content)) for name, content in files.items()}
+    of_first = meeting.from_first(checksums)
+    own = {name: files[name] for name in files if of_first.get(name) != checksums[name]}
+    return (files if meeting.rank == 0 else {}), own
 
 
 def _sizes(folder: str) -> dict[str, int]:

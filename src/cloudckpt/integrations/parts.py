@@ -103,25 +103,23 @@ class Parts:
             for name, pair in self._optimizers.items()
             if strict or _below(f"{name}.", there)
         }
-        with contextlib.ExitStack() as stack:
-            for name, (model, optimizer) in optimizers.items():
-                stack.enter_context(_restored_on_failure(optimizer))
-                wanted[name] = _to_fill(model, optimizer, _below(f"{name}.state.", there))
-            more = {
-                name: value
-                for name, value in beside.items()
-                if name in there or _below(f"{name}.", there)
-            }
-            options = CheckpointerConfig(config=config, trust_pickle=trust_pickle)
-            with make_sync_checkpointer(options) as checkpointer:
-                loaded = checkpointer.load(uri, wanted | more, strict=strict)
-            for name, model in self._models.items():
-                set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=strict))
-            for name, (model, optimizer) in optimizers.items():
-                loaded[name].setdefault("state", {})
-                with _without_a_step(optimizer):
-                    some = StateDictOptions(strict=False)
-                    set_optimizer_state_dict(model, optimizer, loaded[name], options=some)
+        for name, (model, optimizer) in optimizers.items():
+            wanted[name] = _to_fill(model, optimizer, _below(f"{name}.state.", there))
+        more = {
+            name: value
+            for name, value in beside.items()
+            if name in there or _below(f"{name}.", there)
+        }
+        options = CheckpointerConfig(config=config, trust_pickle=trust_pickle)
+        with make_sync_checkpointer(options) as checkpointer:
+            loaded = checkpointer.load(uri, wanted | more, strict=strict)
+        for name, model in self._models.items():
+            set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=strict))
+        for name, (model, optimizer) in optimizers.items():
+            loaded[name].setdefault("state", {})
+            with _without_a_step(optimizer):
+                some = StateDictOptions(strict=False)
+                set_optimizer_state_dict(model, optimizer, loaded[name], options=some)
         return {name: loaded[name] for name in more}
 
 
@@ -141,18 +139,6 @@ def _to_fill(model: Module, optimizer: Optimizer, saved: Collection[str]) -> dic
     states: Any = found["state"]
     found["state"] = {name: one for name, one in states.items() if name in has_state}
     return found
-
-
-@contextlib.contextmanager
-def _restored_on_failure(optimizer: Optimizer) -> Iterator[None]:
-    """Restores the previous states of an optimizer if the block fails."""
-    before = dict(optimizer.state)
-    try:
-        yield
-    except BaseException:
-        optimizer.state.clear()
-        optimizer.state.update(before)
-        raise
 
 
 @contextlib.contextmanager

@@ -70,7 +70,8 @@ class BroadcastingTorchSaveReader(OurReader):
     reading rank needs host memory for the whole file; the other ranks need memory for one of its
     tensors at a time, besides their state.
 
-    If a rank fails or is interrupted, all ranks stop before the next tensor, and raise.
+    If a rank fails, all ranks stop before the next tensor, and raise. All ranks of the default
+    process group must load.
 
     Attributes:
         checkpoint_id: The location of the file, as a string.
@@ -82,15 +83,13 @@ class BroadcastingTorchSaveReader(OurReader):
         checkpoint_id: URILike | None = None,
         coordinator_rank: int = 0,
         *,
-        process_group: dist.ProcessGroup | None = None,
         config: Config | None = None,
         trust_pickle: bool = False,
     ) -> None:
         """
         Args:
             checkpoint_id: The location of the file, if it is not passed to ``load``.
-            coordinator_rank: The global rank that reads. It must be the first in the group.
-            process_group: The group that is passed to ``load``, if any.
+            coordinator_rank: The rank that reads: the first one, which coordinates the load.
             config: Options.
             trust_pickle: Whether the file's pickle may run any code.
 
@@ -102,7 +101,6 @@ class BroadcastingTorchSaveReader(OurReader):
         self.config = config_or_default(config)
         self.trust_pickle = trust_pickle
         self.transferred: Transferred | None = None
-        self._group = process_group
         self._uri: CheckpointURI | None = None
         self.reset(None if checkpoint_id is None else str(checkpoint_id))
 
@@ -139,15 +137,9 @@ class BroadcastingTorchSaveReader(OurReader):
         if is_coordinator and dist.is_initialized() and rank != self.coordinator_rank:
             raise ConfigError(
                 f"rank {rank} coordinates this load, but coordinator_rank is "
-                f"{self.coordinator_rank}: pass coordinator_rank={rank}, the first rank of the "
-                "group",
+                f"{self.coordinator_rank}: pass coordinator_rank={rank}",
                 uri=self.checkpoint_id,
             )
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Adds the ranks of this reader's process group to the plan, for the coordinator."""
-        ranks = dist.get_process_group_ranks(self._group) if dist.is_initialized() else [0]
-        return dataclasses.replace(plan, storage_data=tuple(ranks))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Reads the file, and chooses the entries to broadcast; on the reading rank only.
@@ -159,14 +151,13 @@ class BroadcastingTorchSaveReader(OurReader):
             MissingKeyError: If the file lacks a key of the state dict.
             UnsupportedTensorError: If an entry is a tensor in the file but not in the state dict,
                 or vice versa, or is a kind of tensor without plain elements.
-            ConfigError: If the ranks' readers use a different group than the load.
+            ConfigError: If only some of the ranks load.
         """
         assert self._uri is not None
-        groups = {plan.storage_data for plan in plans}
-        if len(plans) > 1 and (len(groups) > 1 or len(groups.pop()) != len(plans)):
+        if len(plans) > 1 and len(plans) != dist.get_world_size():
             raise ConfigError(
-                f"{len(plans)} ranks load, but some of them broadcast in another group: give "
-                "the process_group of the load to each BroadcastingTorchSaveReader, too",
+                f"{len(plans)} of {dist.get_world_size()} ranks load, but this reader broadcasts "
+                "to all: load on all ranks, or pass no_dist=True",
                 uri=self.checkpoint_id,
             )
         stats = TransferStats(str(self._uri), self.coordinator_rank)
@@ -229,10 +220,10 @@ class BroadcastingTorchSaveReader(OurReader):
     def _receive(self, script: _Script, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Broadcasts tensor after tensor until a rank has failed.
 
-        Before each tensor the ranks exchange whether they have failed. A rank that fails or is
-        interrupted still takes part in that exchange: otherwise the others would wait forever.
+        Before each tensor the ranks exchange whether they have failed. A rank that has failed still
+        takes part in that exchange: otherwise the others would wait forever.
         """
-        device = device_for_collectives(self._group) if script.world > 1 else "cpu"
+        device = device_for_collectives(None) if script.world > 1 else "cpu"
         failed = torch.zeros(1, dtype=torch.uint8, device=device)
         failures: list[BaseException] = []
         targets: dict[str, list[_Target]] = {}
@@ -247,14 +238,11 @@ class BroadcastingTorchSaveReader(OurReader):
                 whole = self._room(fqn, dtype, shape, device)
             failed.fill_(bool(failures))
             if script.world > 1:
-                with _kept(failures, interrupts_only=True):
-                    dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
+                dist.all_reduce(failed, dist.ReduceOp.MAX)
             if failed:
                 break
             if script.world > 1 and whole.numel():
-                with _kept(failures, interrupts_only=True):
-                    flat = whole.reshape(-1).view(torch.uint8)
-                    dist.broadcast(flat, src=self.coordinator_rank, group=self._group)
+                dist.broadcast(whole.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
             with _kept(failures):
                 for _, tensor, offsets in targets.get(fqn, ()):
                     ends = map(operator.add, offsets, tensor.shape)
@@ -371,14 +359,9 @@ def _by_name(state: Any, uri: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _kept(failures: list[BaseException], *, interrupts_only: bool = False) -> Iterator[None]:
-    """Appends errors of the block to ``failures``, or only interrupts, instead of raising them.
-
-    A collective that was interrupted has nevertheless taken place.
-    """
+def _kept(failures: list[BaseException]) -> Iterator[None]:
+    """Appends an error or interrupt of the block to ``failures`` instead of raising it."""
     try:
         yield
-    except BaseException as error:
-        if interrupts_only and isinstance(error, Exception):
-            raise  # the process group is broken, so no other rank waits for this one
+    except BaseException as error:  # noqa: BLE001 - raised when the other ranks know of it
         failures.append(error)

@@ -137,7 +137,8 @@ def load_torch_file(
     Raises:
         CheckpointNotFoundError: If the file does not exist.
         CheckpointCorruptError: If the file is truncated, or was not written by ``torch.save``.
-        CheckpointError: If a device that ``map_location`` or the file names does not exist.
+        CheckpointError: If a device that ``map_location`` or the file names does not exist, or if
+            the file is damaged and ``map_location`` is not "cpu".
         CheckpointReplacedError: If the file was replaced or deleted meanwhile.
         UntrustedPickleError: If the pickle needs code that is not on torch's allow-list.
     """
@@ -155,22 +156,6 @@ def load_torch_file(
         raise CheckpointCorruptError(
             "the file was not written by torch.save: check the location", uri=str(uri)
         )
-    try:
-        return _loaded(file, map_location, trust_pickle, str(uri))
-    except CheckpointCorruptError as error:
-        if file.failure is not None or str(map_location) == "cpu":
-            raise
-        _loaded(file, "cpu", trust_pickle, str(uri))  # raises if the file is damaged
-        raise CheckpointError(
-            "torch.load can't place the tensors on the device that map_location or the file "
-            'names: map_location="cpu" works on every machine',
-            uri=str(uri),
-            cause=error.cause,
-        ) from error
-
-
-def _loaded(file: ObjectFile, map_location: Any, trust_pickle: bool, uri: str) -> Any:
-    """Loads a file with ``torch.load``, and maps its errors to cloudckpt's."""
     file.seek(0)
     try:
         return load_saved(cast(IO[bytes], file), map_location, trust=trust_pickle)
@@ -180,11 +165,18 @@ def _loaded(file: ObjectFile, map_location: Any, trust_pickle: bool, uri: str) -
         if isinstance(exc, _NOT_OF_THE_FILE):
             raise
         if isinstance(exc, pickle.UnpicklingError) and not trust_pickle:
-            raise untrusted("the file", exc, uri) from None
+            raise untrusted("the file", exc, str(uri)) from None
+        if str(map_location) != "cpu":
+            raise CheckpointError(
+                "torch.load can't read the file: it is damaged, or this machine lacks the device "
+                'that map_location or the file names; map_location="cpu" works everywhere',
+                uri=str(uri),
+                cause=exc,
+            ) from exc
         raise CheckpointCorruptError(
             "torch.load can't read the file: it is truncated or damaged, or was not written by "
             "torch.save",
-            uri=uri,
+            uri=str(uri),
             cause=exc,
         ) from exc
 

@@ -26,7 +26,6 @@ its replacement:
 from __future__ import annotations
 
 import io
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -65,7 +64,6 @@ from cloudckpt.errors import (
 )
 from cloudckpt.integrations.torch_checkpointing.visible import (
     CommittedFile,
-    PendingFile,
     PlainFile,
     VisibleFiles,
 )
@@ -73,7 +71,6 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.written_file import WrittenFile
-from cloudckpt.transfer.copying import copies_within
 from cloudckpt.transfer.deleting import delete_all, delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier, retry_if_replaced
@@ -83,7 +80,6 @@ from cloudckpt.transfer.upload import put_whole
 __all__ = ["FileFolders", "is_tensor_memory"]
 
 _BLOCK = 1024 * 1024  # bytes of a block with one checksum, in files of up to 1 GiB
-_PIECE = 4 * 1024 * 1024  # bytes read at a time
 _DEPTH = 2  # how many levels above a file its temporary folder may be
 
 
@@ -171,7 +167,9 @@ class FileFolders(VisibleFiles):
         expected: int = 0,
         is_immutable: Callable[[memoryview], bool] = lambda view: False,
     ) -> WrittenFile:
-        """Opens a file for writing; it appears when it is closed, and never after an error.
+        """Opens a file in a temporary folder for writing; it appears when it is closed.
+
+        It never appears after an error.
 
         Args:
             key: The key of the file.
@@ -179,17 +177,16 @@ class FileFolders(VisibleFiles):
             is_immutable: Returns whether some memory stays unchanged until the file is closed.
 
         Raises:
-            FileExistsError: If the file belongs to a committed folder.
+            ConfigError: If the file is not in a temporary folder: it could not be committed.
         """
-        store, config = self._store, self._config
-        if (place := self._place(key)) is not None:  # only this job sees such a file
-            record = record_name(key, self._job)
-            return RecordedFile(store, place, record, config, expected, is_immutable)
-        if isinstance(self.find(key), CommittedFile):
-            raise FileExistsError(
-                f"{store.uri(key)} is part of a committed folder: remove that, or write elsewhere"
+        if (place := self._place(key)) is None:
+            raise ConfigError(
+                "only files of a temporary folder can be written: leave write_to_temp_dir on, and "
+                "give CloudStorageConfig the writer's temp_dir_prefix",
+                uri=self._store.uri(key),
             )
-        return WrittenFile(store, key, config, expected=expected, is_immutable=is_immutable)
+        record = record_name(key, self._job)
+        return RecordedFile(self._store, place, record, self._config, expected, is_immutable)
 
     def delete(self, key: str) -> None:
         """Deletes a file.
@@ -319,53 +316,6 @@ class FileFolders(VisibleFiles):
                     "ranks",
                     uri=uri,
                 )
-
-    def move_file(self, source: str, target: str) -> None:
-        """Moves a file to another path; a file there is replaced.
-
-        In a temporary folder this writes a new record. Elsewhere the file becomes a plain object,
-        which other programs can read: it is copied, within the store where it can.
-
-        Raises:
-            FileNotFoundError: If there is no such file.
-            FileExistsError: If the target is a folder, or part of a committed folder.
-        """
-        found = self.existing(source)
-        there = self.find(target)
-        if isinstance(there, CommittedFile) or (there is None and self.is_folder(target)):
-            raise FileExistsError(
-                f"{self._store.uri(source)} can't be renamed to {self._store.uri(target)}, "
-                "which is a folder, or belongs to a committed folder: choose another name"
-            )
-        if isinstance(found, CommittedFile):
-            raise FileExistsError(
-                f"{self._store.uri(source)} belongs to a committed folder, and can't be renamed"
-            )
-        if isinstance(found, PendingFile) and self._place(target) is not None:
-            record = record_name(target, self._job)
-            content = memoryview(record_bytes(found.file))
-            put_whole(self._store, record, content, self._retrier)
-            self._delete([found.record])
-            return
-        self._make_plain(source if isinstance(found, PlainFile) else found.file.key, source, target)
-        if isinstance(there, PendingFile):  # it would take precedence over the new object
-            self._delete([there.record])
-        self.delete(source)
-        forget_listings()
-
-    def _make_plain(self, key: str, source: str, target: str) -> None:
-        """Copies the object ``key`` of the file ``source`` to the key ``target``.
-
-        The store copies it if it can; otherwise the bytes pass through this process.
-        """
-        found = self._retrier.call(lambda: self._store.head(key))
-        if copies_within(self._store, self._store, found.size) and (
-            found.size <= self._store.capabilities.max_copy_size
-        ):
-            self._retrier.call(lambda: self._store.copy(self._store, found, target))
-            return
-        with self.opened(source) as read, WrittenFile(self._store, target, self._config) as file:
-            shutil.copyfileobj(read, file, _PIECE)
 
     def remove_folder(self, key: str) -> None:
         """Deletes a folder: first its manifest, on the condition that it is unchanged.

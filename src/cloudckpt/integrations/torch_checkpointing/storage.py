@@ -171,7 +171,7 @@ class CloudStorage(Storage):  # type: ignore[misc]
         background_cleanup: bool = False,
         **_: Any,
     ) -> None:
-        """Commits a folder by one conditional write, or moves a file to another path.
+        """Commits a folder by one conditional write; a single file can't be renamed.
 
         Raises:
             FileExistsError: If the target exists; both stay unchanged.
@@ -188,10 +188,7 @@ class CloudStorage(Storage):  # type: ignore[misc]
                 f"{source} can't be renamed to {target}, which is in another bucket"
             )
         folders, key = self._at(src_path)
-        if folders.is_folder(key):
-            folders.rename_folder(key, target.prefix)
-        else:
-            folders.move_file(key, target.prefix)
+        folders.rename_folder(key, target.prefix)
 
 
 def _uri(path: str | os.PathLike[str]) -> CheckpointURI:
