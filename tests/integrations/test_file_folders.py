@@ -417,7 +417,8 @@ def test_leftovers_are_swept_and_nothing_that_is_committed(store) -> None:
     uri, files = f"{store.root}/run", folders(store)
     save(files, "run/step-1", 1)
     write(files, "run/tmp_step-2", 2)  # killed before the commit
-    write(files, "run/plain", 3)
+    for name, data in contents(3).items():
+        put(store, f"run/plain/{name}", data)
     for place in (uri, f"{uri}/step-1", f"{uri}/step-1/rank_1", f"{uri}/plain"):
         assert not find_leftovers(place, older_than=3600, config=CONFIG).objects
     assert not find_leftovers(f"{uri}/step-1/rank_1", older_than=0, config=CONFIG).objects

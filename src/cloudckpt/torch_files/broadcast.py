@@ -141,6 +141,10 @@ class BroadcastingTorchSaveReader(OurReader):
                 uri=self.checkpoint_id,
             )
 
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Returns the plan as it is."""
+        return plan
+
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Reads the file, and chooses the entries to broadcast; on the reading rank only.
 
