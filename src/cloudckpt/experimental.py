@@ -217,8 +217,8 @@ class _Merging:
         """Returns `target` filled with the file's values; for None, the file's value itself."""
         if target is None:
             return source
-        kinds = (kind for kind in (torch.Tensor, dict) if isinstance(source, kind))
-        if not isinstance(target, next(kinds, type(source))):
+        kinds: tuple[type[Any], ...] = (torch.Tensor, dict, type(source))
+        if not isinstance(target, next(kind for kind in kinds if isinstance(source, kind))):
             raise CheckpointError(
                 f"{path} is a {type(target).__name__} in the state dict, but the file has a "
                 f"{type(source).__name__} there",
