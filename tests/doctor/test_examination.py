@@ -67,7 +67,6 @@ def test_a_store_that_works_is_found_to_work_and_nothing_is_left(end, bucket, s3
     found = examined(f"s3://{bucket}/run", config_of(end.url))
     assert outcomes(found, "failed") == []
     assert outcomes(found, "skipped") == ["checksums"]  # none are sent to a store of one's own
-    assert found["connection"].values["protocol"] == "TLSv1.3"
     assert found["endpoint"].values["endpoint"] == end.url
     assert found["endpoint"].values["region_from"] == "AWS_REGION"
     assert found["speed"].values["up"] > 0 < found["speed"].values["down"]
@@ -83,8 +82,8 @@ def test_a_store_that_works_is_found_to_work_and_nothing_is_left(end, bucket, s3
         ("PutObject", "write", "s3:PutObject"),
         ("GetObject", "read", "s3:GetObject"),
         ("CreateMultipartUpload", "multipart", "s3:PutObject"),
-        ("ListMultipartUploads", "abort", "s3:ListBucketMultipartUploads"),
-        ("AbortMultipartUpload", "abort", "s3:AbortMultipartUpload"),
+        ("ListMultipartUploads", "multipart", "s3:ListBucketMultipartUploads"),
+        ("AbortMultipartUpload", "multipart", "s3:AbortMultipartUpload"),
     ],
 )
 def test_a_missing_permission_is_named_and_the_rest_is_tried(
@@ -95,7 +94,6 @@ def test_a_missing_permission_is_named_and_the_rest_is_tried(
     assert found[check].outcome == "failed"
     assert permission in found[check].advice
     assert "multipart" in found
-    assert "abort" in found
     assert "clock" in outcomes(found, "ok")
 
 
@@ -192,10 +190,10 @@ def test_what_a_killed_doctor_has_left_is_swept(end, bucket, s3_client) -> None:
 
 
 def test_a_check_that_hangs_is_broken_off_and_the_rest_goes_on(end, bucket, s3_client) -> None:
-    end.inject(Stall("answer"), operation="CreateMultipartUpload", path="*.aborted*")
+    end.inject(Stall("answer"), operation="CreateMultipartUpload", path="*.parts*")
     found = examined(f"s3://{bucket}/run", config_of(end.url), patience=8)
-    assert outcomes(found, "failed") == ["abort"]
-    assert "not finished within 8 s" in found["abort"].found
+    assert outcomes(found, "failed") == ["multipart"]
+    assert "not finished within 8 s" in found["multipart"].found
     assert found["speed"].outcome == "ok"
     assert everything(s3_client, bucket) == []  # also the uploads whose answers did not come
 
@@ -205,9 +203,8 @@ def test_an_interrupt_leaves_nothing(end, bucket, s3_client, monkeypatch) -> Non
 
     def interrupted(self, upload, number, *arguments, **options):
         part = put_part(self, upload, number, *arguments, **options)
-        if number == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
         return part
 
     monkeypatch.setattr(S3Store, "put_part", interrupted)
@@ -231,18 +228,12 @@ def test_a_second_interrupt_tells_what_is_left(monkeypatch) -> None:
 
 def test_reading_only_writes_nothing(end, bucket, s3_client) -> None:
     empty = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
-    assert outcomes(empty, "skipped") == ["read", "speed"]
+    assert outcomes(empty, "skipped") == ["read"]
     s3_client.put_object(Bucket=bucket, Key="run/somebody's", Body=b"x" * 10_000)
-    small = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
-    assert outcomes(small, "skipped") == ["speed"]
-    assert "run/somebody's" in small["read"].found
-    s3_client.put_object(Bucket=bucket, Key="run/somebody's", Body=bytes(MIB))
     found = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
-    assert outcomes(found, "failed") == []
+    assert outcomes(found, "ok") == list(found)
     assert "run/somebody's" in found["read"].found
-    assert found["speed"].values["up"] is None
-    methods = {request.method for request in end.requests()}
-    assert methods <= {"GET", "HEAD"}
+    assert {request.method for request in end.requests()} <= {"GET", "HEAD"}
 
 
 def test_a_limit_of_requests_is_no_finding() -> None:
@@ -285,7 +276,7 @@ def test_a_defect_hides_no_other_finding(monkeypatch) -> None:
 
     monkeypatch.setattr(MemoryStore, "list_uploads", defect)
     found = examined("memory://defect/run")
-    assert "bug" in found["abort"].advice
+    assert "bug" in found["multipart"].advice
     assert found["speed"].outcome == "ok"
 
 

@@ -110,11 +110,7 @@ def _reached(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore 
 def _tried(
     checks: Checks, trials: Trials, uri: CheckpointURI, store: ObjectStore, read_only: bool
 ) -> None:
-    reading: dict[str, Look] = {
-        "list": trials.list,
-        "read": trials.read,
-        "speed": trials.download_speed,
-    }
+    reading: dict[str, Look] = {"list": trials.list, "read": trials.read}
     writing: dict[str, Look] = {
         "list": trials.list,
         "write": trials.write,
@@ -122,7 +118,6 @@ def _tried(
         "conditions": trials.conditions,
         "checksums": trials.checksums,
         "multipart": trials.multipart,
-        "abort": trials.abort,
         "speed": trials.speed,
     }
     before = store.route().region if isinstance(store, RestStore) else ""

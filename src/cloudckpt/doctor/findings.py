@@ -13,15 +13,10 @@ from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
-    ClockError,
     CloudCheckpointError,
     ConnectionLostError,
     CredentialsError,
-    ServerError,
-    StorageFullError,
-    ThrottledError,
     TLSError,
-    WrongRegionError,
 )
 from cloudckpt.stores.redaction import masked, reason
 from cloudckpt.transfer.group import Cancellation
@@ -49,18 +44,6 @@ _POLICY = RetryPolicy(attempts=6, base=0.2, cap=1.0, deadline=10.0)
 _GRACE = 2.0  # seconds for an interrupted check to end
 _HOPELESS = (BucketNotFoundError, CredentialsError, TLSError)
 
-_ADVICE: tuple[tuple[type[CloudCheckpointError], str], ...] = (
-    (BucketNotFoundError, "create the bucket, or correct its name, the account or the endpoint"),
-    (ClockError, "set this machine's clock by NTP or chrony"),
-    (CredentialsError, "correct or renew the credentials that the message names"),
-    (AccessDeniedError, "look at the policies of the bucket and of these credentials"),
-    (TLSError, "correct the endpoint's certificate or the file of authorities"),
-    (WrongRegionError, "set the bucket's region"),
-    (StorageFullError, "free space, or raise the quota"),
-    (ThrottledError, "wait, or have the store's limits raised"),
-    (ConnectionLostError, "look at the endpoint, and at proxies, firewalls and routes to it"),
-    (ServerError, "try again later; if it stays, show the message to who runs the store"),
-)
 _REPORTED = "correct what the message names"
 
 
@@ -102,10 +85,8 @@ def failed(found: str, advice: str, values: Values | None = None) -> Finding:
 
 def failed_by(error: CloudCheckpointError, needs: str = "") -> Finding:
     """Returns the finding for an error; `needs` is the permission that the check requires."""
-    if needs and isinstance(error, AccessDeniedError):
-        return failed(str(error), f"grant {needs}")
-    advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), _REPORTED)
-    return failed(str(error), advice)
+    is_denied = needs and isinstance(error, AccessDeniedError)
+    return failed(str(error), f"grant {needs}" if is_denied else _REPORTED)
 
 
 def skipped(found: str) -> Finding:

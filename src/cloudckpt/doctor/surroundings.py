@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
 from cloudckpt.doctor.findings import Finding, Values, failed, ok, skipped, warning
 from cloudckpt.stores.credentials import Origin
+from cloudckpt.stores.http.bodies import http_date
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.options import Route
 
@@ -71,15 +71,11 @@ class Connection:
         began, clock = time.monotonic(), time.time()
         with self._http.send("HEAD", self._route.url, {}) as reply:
             took = time.monotonic() - began
-            told, tls = reply.headers.get("Date", ""), reply.tls
-        try:
-            self._skew = clock + took / 2 - parsedate_to_datetime(told).timestamp()
-        except (TypeError, ValueError):
-            self._skew = None
+            told = reply.headers.get("Date", "")
+        date = http_date(told)
+        self._skew = None if date is None else clock + took / 2 - date
         way = ", through a proxy" if self._route.http.proxy else ""
-        protocol = tls[0] if tls else None
-        found = f"answered after {took * 1000:.0f} ms{way}, by {protocol or 'http, without TLS'}"
-        return ok(found, values={"seconds": took, "protocol": protocol})
+        return ok(f"answered after {took * 1000:.0f} ms{way}", values={"seconds": took})
 
     def clock(self) -> Finding:
         """Reports how far this machine's clock is from the server's."""

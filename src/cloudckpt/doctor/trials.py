@@ -12,17 +12,12 @@ from cloudckpt.checkpoint.commit import honours_conditions
 from cloudckpt.checkpoint.objects import probe_name
 from cloudckpt.config import Config, RetryPolicy
 from cloudckpt.doctor.findings import Finding, Values, failed, ok, skipped, warning
-from cloudckpt.errors import (
-    AccessDeniedError,
-    ConnectionLostError,
-    ObjectNotFoundError,
-    StoreError,
-)
+from cloudckpt.errors import AccessDeniedError, ConnectionLostError, ObjectNotFoundError, StoreError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
 from cloudckpt.stores.rest import RestStore
 from cloudckpt.transfer.deleting import delete_each
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.upload import creates_only, put_whole, written
+from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["NEEDS", "Trials"]
@@ -46,16 +41,11 @@ NEEDS = {
         "az": f"{_BLOBS}/write",
     },
     "multipart": {
-        "s3": "s3:PutObject",
-        "gs": "storage.multipartUploads.create",
-        "az": f"{_BLOBS}/write",
+        "s3": "s3:PutObject, s3:AbortMultipartUpload and s3:ListBucketMultipartUploads",
+        "gs": "storage.multipartUploads.create, storage.multipartUploads.abort and "
+        "storage.multipartUploads.list",
+        "az": f"{_BLOBS}/write and {_BLOBS}/delete",
     },
-    "abort": {
-        "s3": "s3:AbortMultipartUpload and s3:ListBucketMultipartUploads",
-        "gs": "storage.multipartUploads.abort and storage.multipartUploads.list",
-        "az": f"{_BLOBS}/delete",
-    },
-    "delete": {"s3": "s3:DeleteObject", "gs": "storage.objects.delete", "az": f"{_BLOBS}/delete"},
 }
 """The permission that each check needs, by URI scheme."""
 
@@ -165,37 +155,12 @@ class Trials:
         )
 
     def multipart(self, retrier: Retrier) -> Finding:
-        """Checks that an object can be written in two parts."""
+        """Checks that an upload in parts can be begun, listed and aborted."""
         store, key = self._store, self._key("parts")
-        first = bytes(
-            max(store.capabilities.min_part_size, _BYTES)
-        )  # zeros: only their end is read
-        upload = self._began(retrier.call(lambda: store.create_upload(key, len(first))))
-        sums, parts, pieces = store.capabilities.checksum, [], []
-        for number, data in enumerate((first, self._content), 1):
-            checksum = sums.of(data)
-            send = partial(store.put_part, upload, number, [memoryview(data)], checksum=checksum)
-            parts.append(retrier.call(send))
-            pieces.append((checksum, len(data)))
-        retrier.call(
-            lambda: store.complete_upload(
-                upload, parts, if_absent=creates_only(store, self._config)
-            ),
-            # a try whose response was lost is refused when it is repeated
-            made=lambda error: written(store, key, upload.attempt, retrier.policy),
-        )
-        seam = bytearray(2 * 16)
-        retrier.call(lambda: store.get_range(key, len(first) - 16, [memoryview(seam)]))
-        if seam != first[:16] + self._content[:16]:
-            return failed("an object of two parts came back with different bytes", _WRONG)
-        return ok("an object was written in parts")
-
-    def abort(self, retrier: Retrier) -> Finding:
-        """Checks that an upload can be begun, listed and aborted."""
-        store, key = self._store, self._key("aborted")
-        upload = self._began(retrier.call(lambda: store.create_upload(key, _BYTES)))
-        checksum = store.capabilities.checksum.of(self._content)
+        upload = retrier.call(lambda: store.create_upload(key, _BYTES))
+        self._uploads.append(upload)
         body = [memoryview(self._content)]
+        checksum = store.capabilities.checksum.of(self._content)
         retrier.call(lambda: store.put_part(upload, 1, body, checksum=checksum))
         listed = [one.id for one in store.list_uploads(key, retrier.call)]
         retrier.call(lambda: store.abort_upload(upload))
@@ -210,38 +175,25 @@ class Trials:
                 "set a lifecycle rule that aborts the unfinished uploads of killed saves: "
                 "`cloudckpt sweep` can't find them",
             )
-        return ok("an unfinished upload was listed and aborted")
+        return ok("a part was written; its upload was listed and aborted")
 
     def speed(self, retrier: Retrier) -> Finding:
         """Measures the speed of one connection, up and down."""
         store, sums = self._store, self._store.capabilities.checksum
         block = os.urandom(min(self._size, _MIB))
         body = [memoryview(block)] * (self._size // len(block))
+        nbytes = len(body) * len(block)
         checksum = sums.combine([(sums.of(block), len(block))] * len(body))
-        alone, nbytes = creates_only(store, self._config), len(body) * len(block)
+        alone, memory = creates_only(store, self._config), [memoryview(bytearray(nbytes))]
 
         def send() -> tuple[str, float]:
             key = self._key(f"speed{random_suffix()}")  # a new key for each try
             return key, _seconds(lambda: store.put(key, body, checksum=checksum, if_absent=alone))
 
         key, up = retrier.call(send)
-        return self._told(nbytes, up, self._read_speed(retrier, key, nbytes))
-
-    def download_speed(self, retrier: Retrier) -> Finding:
-        """Measures the download speed only, from an existing object."""
-        found = retrier.call(self._first)
-        if found is None or found.size < _MIB:
-            return skipped("the first object here is too small to measure the speed")
-        nbytes = min(found.size, self._size)
-        return self._told(nbytes, None, self._read_speed(retrier, found.key, nbytes))
-
-    def _read_speed(self, retrier: Retrier, key: str, nbytes: int) -> float:
-        memory = [memoryview(bytearray(nbytes))]
-        return retrier.call(lambda: _seconds(lambda: self._store.get_range(key, 0, memory)))
-
-    def _told(self, nbytes: int, up: float | None, down: float) -> Finding:
-        rates = {"up": nbytes / up if up else None, "down": nbytes / down}
-        texts = [f"{rate / 1e6:,.1f} MB/s {way}" for way, rate in rates.items() if rate]
+        down = retrier.call(lambda: _seconds(lambda: store.get_range(key, 0, memory)))
+        rates = {"up": nbytes / up, "down": nbytes / down}
+        texts = [f"{rate / 1e6:,.1f} MB/s {way}" for way, rate in rates.items()]
         return ok(
             f"{', '.join(texts)} over one connection, with {nbytes / _MIB:g} MiB", values=rates
         )
@@ -295,10 +247,6 @@ class Trials:
         key = f"{self._start}.{name}"
         self._keys.append(key)
         return key
-
-    def _began(self, upload: Upload) -> Upload:
-        self._uploads.append(upload)
-        return upload
 
     def _put(self, retrier: Retrier, key: str) -> None:
         """Writes a test object as saves do: some policies demand a condition on every write."""

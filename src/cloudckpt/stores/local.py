@@ -47,7 +47,6 @@ from cloudckpt.stores.posix import (
     GONE,
     UNFINISHED,
     UNKNOWN_STEP,
-    copy_range,
     files_in,
     locked,
     make_folder,
@@ -75,8 +74,6 @@ class LocalStore(ObjectStore):
         max_part_size=1 << 40,
         max_parts=1 << 20,
         max_put_size=1 << 50,
-        max_copy_size=1 << 50,
-        copies_parts=True,
     )
 
     def put(
@@ -90,9 +87,16 @@ class LocalStore(ObjectStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        with self._begun(key) as (upload, file):
+        upload, file = self._begin(key, 1)
+        try:
             self._write(key, file, 0, body, progress)
             return self._publish(upload, file, if_absent=if_absent, if_version=if_version)
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                self.abort_upload(upload)
+            raise
+        finally:
+            os.close(file)
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         upload, file = self._begin(key, part_size)
@@ -118,19 +122,6 @@ class LocalStore(ObjectStore):
             uri=self.uri(key),
             certain=True,
         )
-
-    @contextlib.contextmanager
-    def _begun(self, key: str) -> Iterator[tuple[Upload, int]]:
-        """Creates an unfinished file for one call; removes it if the block fails."""
-        upload, file = self._begin(key, 1)
-        try:
-            yield upload, file
-        except BaseException:
-            with contextlib.suppress(StoreError):
-                self.abort_upload(upload)
-            raise
-        finally:
-            os.close(file)
 
     @contextlib.contextmanager
     def _unfinished(self, upload: Upload) -> Iterator[int]:
@@ -186,45 +177,6 @@ class LocalStore(ObjectStore):
         with self._unfinished(upload) as file:
             os.ftruncate(file, sum(part.size for part in parts))  # a retried part may be shorter
             return self._publish(upload, file, if_absent=if_absent)
-
-    def copies_from(self, source: ObjectStore) -> bool:
-        return isinstance(source, LocalStore)
-
-    def copy(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        key: str,
-        *,
-        attempt: str = "",
-        if_absent: bool = False,
-    ) -> ObjectInfo:
-        with self._begun(key) as (upload, file):
-            self._copy_range(found, 0, found.size, key, file, 0)
-            return self._publish(upload, file, if_absent=if_absent)
-
-    def copy_part(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        upload: Upload,
-        number: int,
-        start: int,
-        stop: int,
-    ) -> Part:
-        with self._unfinished(upload) as file:
-            offset = (number - 1) * upload.part_size
-            self._copy_range(found, start, stop, upload.key, file, offset)
-        return Part(number, stop - start, str(number), None)
-
-    def _copy_range(
-        self, found: ObjectInfo, start: int, stop: int, key: str, file: int, offset: int
-    ) -> None:
-        with self._opened(found.key, found.version) as (source, info):
-            if stop > info.size:
-                raise _too_short(start, info.size, self.uri(found.key))
-            with self._errors(key):
-                copy_range(source, start, file, offset, stop - start)
 
     def abort_upload(self, upload: Upload) -> None:
         with self._errors(upload.key):

@@ -19,7 +19,6 @@ __all__ = [
     "GONE",
     "UNFINISHED",
     "UNKNOWN_STEP",
-    "copy_range",
     "files_in",
     "locked",
     "make_folder",
@@ -39,34 +38,7 @@ GONE = (FileNotFoundError, NotADirectoryError)
 
 _LONGEST_NAME = 255  # bytes; the limit of every file system in use
 _LOCK_PATIENCE = 60.0  # seconds; a commit holds the lock for milliseconds
-# errors of copy_file_range where the kernel can't copy on, or between, these file systems
-_NOT_IN_KERNEL = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _OF_FSCK = "lost+found"  # the file system's own folder, which only root may list
-_PIECE = 8 * 1024**2  # bytes copied at a time where the kernel can't copy
-
-
-def copy_range(source: int, start: int, target: int, offset: int, size: int) -> None:
-    """Copies a range of bytes between open files, in the kernel where possible.
-
-    A file system that can share blocks between files copies no data at all.
-    """
-    in_kernel = hasattr(os, "copy_file_range")  # Linux only
-    end = offset + size
-    while offset < end:
-        try:
-            if in_kernel:
-                count = os.copy_file_range(source, target, end - offset, start, offset)
-            else:
-                data = os.pread(source, min(end - offset, _PIECE), start)
-                count = os.pwrite(target, data, offset)
-        except OSError as exc:
-            if not in_kernel or exc.errno not in _NOT_IN_KERNEL:
-                raise
-            in_kernel = False
-            continue
-        if count == 0:
-            raise OSError(errno.EIO, "the file shrank while it was copied")
-        start, offset = start + count, offset + count
 
 
 def files_in(folder: str, prefix: str = "") -> Iterator[Path]:
