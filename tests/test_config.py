@@ -69,7 +69,6 @@ FROM_ENVIRONMENT = [
     ),
     (S3Options, "requester_pays", "CLOUDCKPT_S3_REQUESTER_PAYS", "true", True),
     (AzureOptions, "anonymous", "CLOUDCKPT_AZURE_ANONYMOUS", "1", True),
-    (GCSOptions, "metadata", "CLOUDCKPT_GCS_METADATA", "a=b,c=d", (("a", "b"), ("c", "d"))),
     (BackgroundOptions, "when_busy", "CLOUDCKPT_ASYNC_WHEN_BUSY", "skip", "skip"),
     (AzureOptions, "tags", "CLOUDCKPT_AZURE_TAGS", "a=b", (("a", "b"),)),
 ]
@@ -163,79 +162,6 @@ def test_a_value_that_can_not_work_is_refused_with_its_name(cls, options, named)
 def test_the_ends_of_what_works_are_accepted(cls, options):
     made = cls(**options)
     assert {name: getattr(made, name) for name in options} == options
-
-
-@pytest.mark.parametrize("cls", [AzureOptions, S3Options])
-@pytest.mark.parametrize(
-    ("tags", "named"),
-    [
-        ({str(number): "x" for number in range(11)}, "11 tags"),
-        ({"": "x"}, "1 to 128"),
-        ({"k" * 129: "x"}, "1 to 128"),
-        ({"k": "x" * 257}, "256"),
-        ((("team", "nlp"), ("team", "asr")), "'team' is given twice"),
-        ({"team": "nlp\nasr"}, "nlp"),
-        ({"te\tam": "nlp"}, "te"),
-        ({"team": "\ud83d"}, "team"),
-    ],
-)
-def test_tags_that_the_store_would_refuse_are_refused_at_once(cls, tags, named):
-    """The limits are those that S3 and Azure document for the tags of objects."""
-    with pytest.raises(ConfigError) as caught:
-        cls(tags=tags)
-    assert "tags" in str(caught.value)
-    assert named in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "tags", [{"größe": "x"}, *({"team": value} for value in ("größe", "a@b", "a&b", "a,b", "50%"))]
-)
-def test_tags_of_azure_are_made_of_the_characters_that_it_documents(tags):
-    with pytest.raises(ConfigError, match="tags"):
-        AzureOptions(tags=tags)
-
-
-@pytest.mark.parametrize("name", ["aws:run", "AWS:run"])
-def test_tags_that_aws_keeps_for_itself_are_refused(name):
-    with pytest.raises(ConfigError, match="aws:"):
-        S3Options(tags={name: "7"})
-
-
-@pytest.mark.parametrize(
-    ("cls", "tags"),
-    [
-        *((cls, {f"k{number}": "x" for number in range(10)}) for cls in (AzureOptions, S3Options)),
-        *((cls, {"k" * 128: "x" * 256, "empty": ""}) for cls in (AzureOptions, S3Options)),
-        *((cls, {"a b+-./:=_9": "Z +-./:=_"}) for cls in (AzureOptions, S3Options)),
-        (S3Options, {"größe": "重み", "team": "a@b"}),
-        (S3Options, {"k" * 127 + "重": "é" * 256, "team": "n l&p="}),
-    ],
-)
-def test_the_ends_of_what_tags_may_be_are_accepted(cls, tags):
-    assert cls(tags=tags).tags == tuple(tags.items())
-
-
-@pytest.mark.parametrize(
-    ("metadata", "named"),
-    [
-        ({"": "x"}, "''"),
-        ({"a b": "x"}, "'a b'"),
-        ({"größe": "x"}, "größe"),
-        ({"team": "重み"}, "重み"),
-        ({"team": "a\nb"}, "team"),
-        ({"team": " nlp"}, "' nlp'"),
-        ({"team": "nlp "}, "'nlp '"),
-        ((("team", "nlp"), ("Team", "asr")), "'Team' is given twice"),
-        ({"k": "x" * 8192}, "8 KiB"),
-        ({"CloudckptAttempt": "x"}, "'cloudckpt'"),
-    ],
-)
-def test_metadata_that_google_would_change_or_refuse_is_refused_at_once(metadata, named):
-    """It travels in headers, whose names have no case and whose values lose outer white space."""
-    with pytest.raises(ConfigError) as caught:
-        GCSOptions(metadata=metadata)
-    assert "metadata" in str(caught.value)
-    assert named in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ _GCS = [
     Accepted("gcs*: put*", "body part 1 contentType", None, '"application/octet-stream"',
              "the same as the type of the second part, which counts where it is left out"),
     Accepted("gcs*", "query fields", None, "*", "the answer shall have no more than we read"),
+    Accepted("gcs*: get", "query ifMetagenerationNotMatch", None, "*",
+             "caches know public content by the whole URL: a new one has the current object"),
     Accepted("gcs, all options: *", "header x-goog-user-project", None, "payer",
              "Google's system parameter for the project that pays, in both APIs"),
     Accepted("gcs*", "path", f"/bucket/{_URL}", f"/bucket/{_URL.replace('%2F', '/')}",
@@ -94,7 +96,6 @@ _GCS = [
         for operation in ("part", "completion")
         for header in (
             "x-goog-storage-class",
-            "x-goog-meta-team",
             "x-goog-encryption-kms-key-name",
         )
     ),

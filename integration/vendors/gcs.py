@@ -115,7 +115,6 @@ def operations(folder: Path) -> Iterator[Operation]:
         user_project="payer",
         kms_key_name=KMS_KEY,
         storage_class="NEARLINE",
-        metadata={"team": "nlp & more"},
     )
     with _clients({"GOOGLE_APPLICATION_CREDENTIALS": account}, options) as (client, store):
         bucket, name = client.bucket(BUCKET, user_project="payer"), "gcs, all options"
@@ -171,7 +170,7 @@ def _with_all_options(bucket: storage.Bucket) -> storage.Blob:
     blob = bucket.blob(KEY, kms_key_name=KMS_KEY)
     blob.cache_control = "no-store"
     blob.storage_class = "NEARLINE"
-    blob.metadata = {"team": "nlp & more", ATTEMPT: NAME}
+    blob.metadata = {ATTEMPT: NAME}
     return blob
 
 

@@ -79,7 +79,7 @@ class Denied(MemoryStore):
     def _refuse(self, *args: object, **kwargs: object) -> None:
         raise AccessDeniedError("access is denied", uri="memory://secret-place")
 
-    list = list_level = list_uploads = head = get = get_latest = get_range = _refuse
+    list = list_level = list_uploads = head = get = get_range = _refuse
 
 
 @pytest.mark.parametrize("command", OF_RUNS + OF_CHECKPOINTS)

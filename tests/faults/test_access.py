@@ -27,10 +27,10 @@ TOKEN = "t0k3n//of+this-session=="
 # what the store answers -> the error, and what it tells the user to look at
 REFUSALS = {
     "missing bucket": (BucketNotFoundError, "check its name"),
-    "denied": (AccessDeniedError, "check the IAM|Storage Blob Data Contributor"),
+    "denied": (AccessDeniedError, "check the policies|Storage Blob Data Contributor"),
     "expired token": (CredentialsError, "renew them|does not accept these|has expired"),
-    "unknown key": (CredentialsError, "access key"),
-    "wrong secret": (CredentialsError, "secret key|key belongs to another account"),
+    "unknown key": (CredentialsError, "does not accept these"),
+    "wrong secret": (CredentialsError, "does not accept these|key belongs to another account"),
     "wrong clock": (CredentialsError, "clock"),
     "wrong region": (WrongRegionError, "AWS_REGION=eu-north-1"),
 }

@@ -190,7 +190,7 @@ def test_the_marks_of_a_step_are_read_at_the_same_time(store, monkeypatch) -> No
         state[name] += 100 * step
         uri = f"{store.root}/run/step-{step}"
         cloudckpt.save(state, checkpoint_id=uri, config=incremental)
-    done, read = threading.Event(), store.get_latest
+    done, read = threading.Event(), store.get
     together = threading.Barrier(3, action=done.set)  # its own three, before it looks at others
 
     def read_together(key, **limit):
@@ -198,7 +198,7 @@ def test_the_marks_of_a_step_are_read_at_the_same_time(store, monkeypatch) -> No
             together.wait(30)
         return read(key, **limit)
 
-    monkeypatch.setattr(store, "get_latest", read_together)
+    monkeypatch.setattr(store, "get", read_together)
     delete(uri, config=incremental)
     assert not any("step-4" in key for key in keys(store))
     assert done.is_set()

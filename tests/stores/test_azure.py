@@ -16,7 +16,6 @@ from azure.core.pipeline import PipelineContext, PipelineRequest
 from azure.core.pipeline.transport import HttpRequest
 from azure.storage.blob._shared.authentication import SharedKeyCredentialPolicy
 
-import cloudckpt
 from cloudckpt import AzureOptions, Config
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.errors import (
@@ -35,8 +34,8 @@ from cloudckpt.errors import (
     ThrottledError,
     TLSError,
 )
+from cloudckpt.stores.azure import access as azure_tokens
 from cloudckpt.stores.azure import names as azure_names
-from cloudckpt.stores.azure import tokens as azure_tokens
 from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.base import Upload
 from cloudckpt.uri import CheckpointURI
@@ -191,7 +190,7 @@ def identity(azure_key, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [ClientAuthenticationError, ServiceRequestError])
-def test_a_valid_token_is_used_while_it_can_not_be_renewed(
+def test_a_token_that_can_not_be_renewed_is_asked_for_again(
     identity, open_azure, tls_server, tls_files, monkeypatch, kind
 ):
     def sent():
@@ -199,16 +198,15 @@ def test_a_valid_token_is_used_while_it_can_not_be_renewed(
 
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", tls_files[0])
     store = open_azure(endpoint_url=tls_server.url)
-    assert sent() == "Bearer SECRETTOKEN1"
-    identity.error, now = kind("late"), time.time()
-    monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 1900)
     assert [sent(), sent()] == ["Bearer SECRETTOKEN1"] * 2
-    assert len(identity.asked) == 2  # not by every request
-    monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 3601)
+    identity.error, now = kind("late"), time.time()
+    monkeypatch.setattr(
+        "azure.core.pipeline.policies._authentication.time.time", lambda: now + 3601
+    )
     with pytest.raises(ConnectionLostError, match="late"):
         sent()
     identity.error = None
-    assert sent() == "Bearer SECRETTOKEN4"
+    assert sent().startswith("Bearer SECRETTOKEN")
 
 
 def test_tokens_are_not_sent_in_the_clear(open_azure, identity):
@@ -309,12 +307,15 @@ def test_every_endpoint_of_an_account_is_given_its_key(open_azure, server, monke
     ],
 )
 @pytest.mark.parametrize("by", ["uri", "options"])
-def test_a_connection_string_of_another_cloud_is_named(monkeypatch, suffix, host, by):
+def test_a_connection_string_of_another_cloud_is_not_used(monkeypatch, suffix, host, by):
+    monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", Nobody)
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"{CONNECTION}{suffix}")
     options = AzureOptions(endpoint_url=f"https://{host}" if by == "options" else None)
-    with pytest.raises(ConfigError, match=f"AZURE_STORAGE_CONNECTION_STRING.*{host}") as caught:
-        AzureStore("container", Config(azure=options), host if by == "uri" else "")
+    store = AzureStore("container", Config(azure=options), host if by == "uri" else "")
+    with pytest.raises(CredentialsError, match="another account, 'account' at https://") as caught:
+        store.get("key")
     assert KEY not in str(caught.value)
+    store.close()
 
 
 def test_an_emulators_account_is_in_the_path(open_azure, server, monkeypatch):
@@ -333,24 +334,15 @@ UNFIT = {
     "dot before a slash": "run./object",
     "three dots": "run/.../object",
     "space and dot": "run/object .",
-    "slash at the end": "run/object/",
     "dot and slash": "run/object./",
     "backslash": "run\\object",
     "backslash at the end": "run/object\\",
-    "characters": "x" * 1025,
-    "characters of UTF-16": "x" * 1023 + "\U0001f525",
-    "segments": "/".join("x" * 255),
-    "control character": "run/a\x01b",
-    "newline": "run/a\nb",
-    "delete": "run/a\x7fb",
-    "control character behind ASCII": "run/a\x81b",
     "half of a pair": "run/a\ud83db",
-    "nothing": "",
 }
 
 
 @pytest.mark.parametrize("key", UNFIT.values(), ids=UNFIT)
-def test_a_name_that_azure_changes_or_refuses_is_refused(key):
+def test_a_name_that_azure_changes_is_refused(key):
     with pytest.raises(InvalidRequestError, match="name") as caught:
         azure_names.check_blob(key, f"az://container/{key}")
     assert caught.value.certain
@@ -377,38 +369,19 @@ def test_no_request_is_sent_for_a_name_that_is_refused(store, server, verb):
     assert list(store._begun) == []
 
 
-LOCATIONS = {
-    "dot at the end": "az://container/run/step-1.",
-    "dot before a slash": "az://container/run./step-1",
-    "backslash": "az://container/run\\step-1",
-    "encoded backslash": "https://account.blob.core.windows.net/container/run%5Cstep-1",
-    "encoded dot": "https://account.blob.core.windows.net/container/run%2E",
-    "control character behind ASCII": "az://container/run\x85",
-    "characters": "az://container/" + "x" * 1025,
-    "segments": "az://container/" + "/".join("x" * 255),
-    "container of large letters": "az://Container/run",
-    "container with an underscore": "az://my_container/run",
-    "container with two hyphens": "az://my--container/run",
-    "container that ends in a hyphen": "az://container-/run",
-    "container with a dot": "az://my.container/run",
-    "long container": f"az://{'x' * 64}/run",
-}
-
-
-@pytest.mark.parametrize("location", LOCATIONS.values(), ids=LOCATIONS)
-def test_a_location_that_azure_changes_or_refuses_is_refused(location):
-    for is_checkpoint in (False, True):
-        with pytest.raises(InvalidURIError):
-            azure_names.check_location(CheckpointURI.parse(location), is_checkpoint=is_checkpoint)
-
-
-@pytest.mark.parametrize("prefix", ["x" * 961, "/".join("x" * 254)])
-def test_a_location_that_has_no_room_for_the_objects_beneath_is_refused_at_once(server, prefix):
-    """The longest name, that of a high rank, would come last."""
-    config = Config(azure=AzureOptions(endpoint_url=server.url))
-    with pytest.raises(InvalidURIError, match=r"960|253"):
-        cloudckpt.save({}, checkpoint_id=f"az://container/{prefix}", config=config, no_dist=True)
-    assert server.requests == []
+@pytest.mark.parametrize(
+    "location",
+    [
+        "az://container/run/step-1.",
+        "az://container/run./step-1",
+        "az://container/run\\step-1",
+        "https://account.blob.core.windows.net/container/run%5Cstep-1",
+        "https://account.blob.core.windows.net/container/run%2E",
+    ],
+)
+def test_a_location_that_azure_changes_is_refused(location):
+    with pytest.raises(InvalidURIError):
+        azure_names.check_location(CheckpointURI.parse(location))
 
 
 # what is sent along
@@ -474,7 +447,7 @@ def test_checksums_go_to_azure_and_to_whom_it_is_told(
 )
 def test_only_azure_is_known_to_honour_conditions(open_azure, endpoint, known):
     found = open_azure(endpoint_url=endpoint).capabilities
-    assert (found.conditional_writes, found.conditional_deletes) == (known, known)
+    assert (found.conditional_writes, found.conditional_deletes) == (known, known is True)
     assert found.create_only is bool(known)
 
 
@@ -566,11 +539,11 @@ def test_blocks_of_another_program_are_an_upload_too(store, server):
 
 
 @pytest.mark.parametrize("verb", ["put", "complete_upload"])
-def test_a_success_that_names_no_version_is_looked_up(store, server, verb):
+def test_a_success_that_names_no_version_proves_nothing(store, server, verb):
     server.answer(status=201)
-    server.answer(headers={"ETag": '"0x2"'}, size=4)
-    assert VERBS[verb](store).version == '"0x2"'
-    assert [request.method for request in server.requests] == ["PUT", "HEAD"]
+    with pytest.raises(ConnectionLostError, match="no ETag") as caught:
+        VERBS[verb](store)
+    assert not caught.value.certain
 
 
 def test_names_are_decoded_if_they_are_encoded(store, server):

@@ -9,6 +9,7 @@ import pytest
 from cloudckpt.config import MIB
 from cloudckpt.errors import ThrottledError
 from cloudckpt.stores import rest
+from cloudckpt.stores.http import native_tls
 from support.dialects import DIALECTS
 
 BODY = bytes(range(256)) * (4 * MIB // 256)
@@ -94,10 +95,15 @@ def way(request):
     return getattr(request, "param", WAYS[0])
 
 
+def unfit():
+    raise native_tls._UnfitError("out of reach")
+
+
 @pytest.fixture
 def served(way, tls_context, tls_files, monkeypatch):
     monkeypatch.setenv("AWS_CA_BUNDLE", tls_files[0])
-    monkeypatch.setenv("CLOUDCKPT_NATIVE_TLS", str(way[1] == "tls").lower())
+    if way[1] == "python's tls":
+        monkeypatch.setattr(native_tls, "_openssl", unfit)
     with Server(None if way[1] == "plain" else tls_context) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()

@@ -73,16 +73,6 @@ def send_large(store, verb, data):
 LARGE = bytes(2 * 1024**2)
 
 
-@pytest.mark.parametrize("verb", ["put", "put_part"])
-def test_a_policy_against_unsigned_bodies_is_told_with_its_way_out(store, server, verb):
-    server.respond(lambda request: server.Answer(403, body=error_xml("AccessDenied")))
-    with pytest.raises(AccessDeniedError, match="payload_signing_enabled = true"):
-        send_large(store, verb, LARGE)
-    with pytest.raises(AccessDeniedError) as caught:
-        put(store)
-    assert "payload_signing" not in str(caught.value)
-
-
 # where requests go
 
 
@@ -109,7 +99,7 @@ def test_a_policy_against_unsigned_bodies_is_told_with_its_way_out(store, server
 )
 def test_only_aws_is_known_to_honour_conditions(open_s3, endpoint, known):
     found = open_s3(endpoint_url=endpoint, region="us-east-1").capabilities
-    assert (found.conditional_writes, found.conditional_deletes) == (known, known)
+    assert (found.conditional_writes, found.conditional_deletes) == (known, known is True)
     assert found.create_only is bool(known)
 
 
@@ -393,14 +383,11 @@ SILENT = [
 
 
 @pytest.mark.parametrize("answer", SILENT)
-def test_a_completion_that_names_no_etag_is_looked_up(store, server, caplog, answer):
+def test_a_completion_that_names_no_etag_proves_nothing(store, server, answer):
     server.answer(body=answer)
-    found = {"ETag": '"tag"', "X-Amz-Meta-Cloudckptattempt": NAMED.attempt}
-    server.answer(headers=found, size=8)
-    info = store.complete_upload(NAMED, PARTS)
-    assert (info.size, info.version) == (8, '"tag"')
-    assert [request.method for request in server.requests] == ["POST", "HEAD"]
-    assert caplog.records == []
+    with pytest.raises(ConnectionLostError, match="no ETag") as caught:
+        store.complete_upload(NAMED, PARTS)
+    assert not caught.value.certain
 
 
 def test_a_store_that_ignores_a_range_is_asked_again(store, server):

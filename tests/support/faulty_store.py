@@ -221,9 +221,6 @@ class FaultyStore(ObjectStore):
     def get(self, key: str, **options: Any) -> tuple[bytearray, ObjectInfo]:
         return self._call("get", key, lambda: self.inner.get(key, **options))
 
-    def get_latest(self, key: str, **options: Any) -> tuple[bytearray, ObjectInfo]:
-        return self._call("get", key, lambda: self.inner.get_latest(key, **options))
-
     def get_range(
         self, key: str, start: int, into: Sequence[memoryview], **options: Any
     ) -> ObjectInfo:

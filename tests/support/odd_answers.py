@@ -201,7 +201,6 @@ def calls(name):
         "copy": lambda store: store.copy(store, found, "run/b", attempt="0123456789abcdef"),
         "copy_part": lambda store: store.copy_part(store, found, dialect.upload, 1, 0, 4),
         "delete_version": lambda store: store.delete("run/a", if_version=found.version),
-        "get_latest": lambda store: store.get_latest("run/a"),
     }
 
 

@@ -276,19 +276,6 @@ def test_an_object_that_was_put_together_wrongly_is_no_success_though_it_is_ours
         send(store, pieces_of(data, 700))
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_an_upload_whose_beginning_was_lost_leaves_no_twin(store, fails):
-    store.fail("create_upload", ConnectionLostError, calls=[1], when="after")
-    if fails:
-        store.fail("put_part", AccessDeniedError, calls=[2])
-        with pytest.raises(AccessDeniedError):
-            send(store, pieces_of(some_bytes(2500), 700))
-        assert held(store) == []
-    else:
-        send(store, pieces_of(some_bytes(2500), 700))
-        assert held(store) == [KEY]
-
-
 # failures
 
 

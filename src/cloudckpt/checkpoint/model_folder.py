@@ -115,7 +115,7 @@ class ModelFolder:
             return None
         key = uri.key(INDEX)
         try:
-            data, committed = retrier.call(lambda: store.get_latest(key, limit=MOST_INDEX_BYTES))
+            data, committed = retrier.call(lambda: store.get(key, limit=MOST_INDEX_BYTES))
         except ObjectNotFoundError:
             return None
         if is_claim(data):

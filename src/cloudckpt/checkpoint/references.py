@@ -438,7 +438,7 @@ def _who(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
     It is empty for a mark that can't be read, which counts as that of an uncommitted save.
     """
     try:
-        data, _ = retrier.call(lambda: store.get_latest(key, limit=_MOST_BYTES))
+        data, _ = retrier.call(lambda: store.get(key, limit=_MOST_BYTES))
         return str(json.loads(bytes(data))["checkpoint"])
     except ObjectNotFoundError:
         return None

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from cloudckpt.config.options import Options, Pairs, check_endpoint, option, require
 
 __all__ = ["AzureOptions", "GCSOptions", "S3Options"]
-
-# https://learn.microsoft.com/rest/api/storageservices/set-blob-tags
-_AZURE_TAGS = r"[A-Za-z0-9 +\-./:=_]"
-_S3_TAGS = r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]"
-# https://cloud.google.com/storage/quotas#objects: bytes of an object's custom metadata
-_MOST_METADATA = 8 * 1024 - 64  # the write's name takes some of them
-# a token of RFC 9110, and a header value without outer white space, which would be cut off
-_NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-_VALUE = r"(?:[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?)?"
 
 _ANONYMOUS = "send no credentials: for buckets that everybody may read"
 
@@ -44,8 +34,7 @@ class S3Options(Options):
         None, "'auto', 'path' or 'virtual'; else the profile's addressing_style, else 'auto'"
     )
     dialect: Literal[
-        "auto", "aws", "express", "r2", "coreweave", "minio", "ceph", "huggingface",
-        "other",
+        "auto", "aws", "express", "r2", "coreweave", "minio", "huggingface", "other"
     ] = option(
         "auto",
         "whose S3 it is, by its row in docs/s3.md; 'auto' knows those with hosts of their own, and "
@@ -61,11 +50,6 @@ class S3Options(Options):
 
     def _check(self) -> None:
         check_endpoint(self.endpoint_url)
-        _check_tags(self.tags, _S3_TAGS)
-        has_aws = any(name.lower().startswith("aws:") for name, _ in self.tags)
-        require(
-            not has_aws, "tags: names that begin with 'aws:' are reserved for AWS: choose others"
-        )
         require(
             not (self.anonymous and (self.profile or self.requester_pays)),
             "anonymous=True sends no credentials: leave out the profile and requester_pays",
@@ -93,23 +77,9 @@ class GCSOptions(Options):
         None, "customer-managed key, projects/…/locations/…/keyRings/…/cryptoKeys/…"
     )
     storage_class: str | None = option(None, "storage class of the objects, e.g. NEARLINE")
-    metadata: Pairs = option((), "custom metadata of objects, e.g. team=nlp,run=7")
 
     def _check(self) -> None:
         check_endpoint(self.endpoint_url)
-        # the metadata must be read back as written, but headers ignore case in names and outer
-        # white space
-        form = "write plain ASCII, without white space in names and around values"
-        _check_pairs("metadata", self.metadata, _NAME, _VALUE, form, same=str.lower)
-        size = sum(len(name) + len(value) for name, value in self.metadata)
-        require(
-            size <= _MOST_METADATA,
-            f"metadata: {size} bytes are too many; the limit of Google is 8 KiB",
-        )
-        has_ours = any(name.lower().startswith("cloudckpt") for name, _ in self.metadata)
-        require(
-            not has_ours, "metadata: names that begin with 'cloudckpt' are reserved: choose others"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,31 +102,9 @@ class AzureOptions(Options):
 
     def _check(self) -> None:
         check_endpoint(self.endpoint_url)
-        _check_tags(self.tags, _AZURE_TAGS)
         tier = self.access_tier
         require(
             tier is None or re.fullmatch("(?i:(?!archive$)[a-z0-9]+)", tier) is not None,
             f"access_tier={tier!r}: write the name of a tier, e.g. 'Cool' or 'Cold'; blobs in "
             "'Archive' can't be loaded before they are rehydrated, which takes hours",
         )
-
-
-def _check_tags(tags: Pairs, allowed: str) -> None:
-    """Raises ConfigError for invalid tags, which a store would refuse only after the data."""
-    require(len(tags) <= 10, f"tags: {len(tags)} tags are too many; the limit is 10")
-    form = (
-        "write names of 1 to 128 and values of up to 256 characters, of those that the store allows"
-    )
-    _check_pairs("tags", tags, f"{allowed}{{1,128}}", f"{allowed}{{0,256}}", form)
-
-
-def _check_pairs(
-    option: str, pairs: Pairs, key: str, value: str, form: str, same: Callable[[str], str] = str
-) -> None:
-    """Checks names and values against patterns, and refuses repeated names, as stores do."""
-    seen = set()
-    for name, content in pairs:
-        fits = re.fullmatch(key, name) and re.fullmatch(value, content)
-        require(bool(fits), f"{option}: {name!r}={content!r}: {form}")
-        require(same(name) not in seen, f"{option}: {name!r} is given twice; give it once")
-        seen.add(same(name))

@@ -28,12 +28,6 @@ MOST_ON_A_MACHINE = 64
 connection to S3 they fill 45 Gb/s.
 """
 
-NATIVE_TLS = "CLOUDCKPT_NATIVE_TLS"
-"""The environment variable that disables native TLS reads if it is ``0``.
-
-https responses are then received by Python's own calls, to rule out a fault in those of OpenSSL.
-"""
-
 _SMALL_REQUESTS = 16
 
 logger = logging.getLogger("cloudckpt")
@@ -204,7 +198,7 @@ def _variables() -> frozenset[str]:
     """Returns the names of the environment variables of all options."""
     classes = Config, RetryPolicy, S3Options, GCSOptions, AzureOptions, BackgroundOptions
     options = (variable for cls in classes for _, variable, _, _ in documented_options(cls))
-    return frozenset(options) | {NATIVE_TLS}
+    return frozenset(options)
 
 
 @cache

@@ -230,9 +230,7 @@ class _Adoption:
 
         def read(key: str) -> tuple[str, Pending | None]:
             try:
-                data, _ = self._view.retrier.call(
-                    lambda: self._store.get_latest(key, limit=MOST_BYTES)
-                )
+                data, _ = self._view.retrier.call(lambda: self._store.get(key, limit=MOST_BYTES))
                 return key, Pending.parse(bytes(data), self._store.uri(key))
             except ObjectNotFoundError:
                 return key, None

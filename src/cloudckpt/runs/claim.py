@@ -149,7 +149,7 @@ def copy_claim(
     origin, goal = open_store(source, config), open_store(target, target_config)
     retrier = Retrier(target_config.retry)
     try:
-        data, _ = Retrier(config.retry).call(lambda: origin.get_latest(source.key(CLAIM)))
+        data, _ = Retrier(config.retry).call(lambda: origin.get(source.key(CLAIM)))
         if Owner.read(goal, target.key(CLAIM), retrier) is None:
             only = creates_only(goal, target_config)
             put_whole(goal, target.key(CLAIM), memoryview(data), retrier, if_absent=only)

@@ -68,7 +68,7 @@ class Owner:
             StoreError: If the store refuses or stays unreachable.
         """
         try:
-            data, info = retrier.call(lambda: store.get_latest(key))
+            data, info = retrier.call(lambda: store.get(key))
         except ObjectNotFoundError:
             return None
         try:

@@ -274,7 +274,7 @@ class _Sweep:
             store, key = self._run.store, inside(folder) + MANIFEST
             uri, found = store.uri(key), None
             try:
-                data, _ = self._run.retrier.call(partial(store.get_latest, key))
+                data, _ = self._run.retrier.call(partial(store.get, key))
                 found = {file.key for file in read_manifest(data, folder, uri).files.values()}
             except ObjectNotFoundError:
                 found = set()

@@ -333,13 +333,6 @@ class ObjectStore(RangeReader):
             ObjectTooLargeError: If the object is larger; no memory is allocated for it.
         """
 
-    def get_latest(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
-        """Reads a whole object as `get` does, but never an earlier version from a cache.
-
-        For keys that are rewritten.
-        """
-        return self.get(key, limit=limit)
-
     def check_size(self, key: str, size: int, limit: int) -> None:
         """Raises an error if an object is too large to be read into memory.
 

@@ -16,14 +16,12 @@ class Capabilities:
     Attributes:
         conditional_writes: Whether ``if_absent`` and ``if_version`` of ``put`` are honoured: True
             or False where the vendor of this endpoint documents it, None where it must be tried.
-        conditional_deletes: Whether ``if_version`` of ``delete`` is honoured in one request. None:
-            not documented, so the object's version is checked first as well; False: known not to be
-            honoured.
+        conditional_deletes: Whether ``if_version`` of ``delete`` is documented to be honoured in
+            one request; otherwise the object's version is checked first.
         create_only: Whether ``if_absent`` of ``put`` and ``complete_upload`` is documented to
             prevent a repeated request from creating a second, billed version.
         min_part_size: Fewest bytes of an upload part other than the last.
         max_part_size: Most bytes of an upload part.
-        good_part_size: Bytes below which the store's vendor advises against parts; 0 if it doesn't.
         max_parts: Most parts of an upload.
         max_put_size: Most bytes of a single ``put``.
         checksum: The checksum algorithm of uploads: the one that the store verifies, if any.
@@ -35,12 +33,11 @@ class Capabilities:
     """
 
     conditional_writes: bool | None
-    conditional_deletes: bool | None = None
+    conditional_deletes: bool = False
     min_part_size: int
     max_part_size: int
     max_parts: int
     max_put_size: int
-    good_part_size: int = 0
     checksum: ChecksumAlgorithm = CRC32C
     verifies: bool = False
     create_only: bool = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,14 +25,10 @@ __all__ = [
     "Credentials",
     "Origin",
     "Source",
-    "alone",
-    "check_credential",
     "fetching",
     "take_over",
     "variables",
 ]
-
-_LONGEST_WAIT = 120.0  # seconds to wait for another thread that fetches the credentials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +72,6 @@ class Credentials(Generic[S]):
 
     Attributes:
         current: The source that authorizes requests.
-        were_held: Whether a lookup has ever returned usable credentials.
         have_worked: Whether a request has succeeded with credentials of this store. If later ones
             are refused, the credentials were probably replaced, and this process does not have the
             new ones yet.
@@ -89,7 +83,6 @@ class Credentials(Generic[S]):
         self._lock = threading.Lock()
         self._looked_at = 0.0
         self._failed = False
-        self.were_held = False
         # of the last lookup, with the time when it ended
         self._failure: tuple[float, StoreError] | None = None
         self.have_worked = False
@@ -122,12 +115,12 @@ class Credentials(Generic[S]):
     def failed(self, error: CredentialsError) -> StoreError:
         """Returns the error for a request without credentials; the next request looks them up.
 
-        If there were credentials before, they may come back: the error is transient, so that the
+        If credentials have worked before, they may come back: the error is transient, so that the
         request is retried until its deadline, each time with a lookup. Otherwise the error is
         final: the job is misconfigured.
         """
         self._failed = True
-        if not self.were_held:
+        if not self.have_worked:
             return error
         text = "the credentials can't be refreshed at the moment; it is tried again"
         return ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
@@ -163,33 +156,6 @@ class Credentials(Generic[S]):
                 self._looked_at = time.monotonic()
             self.current = found
             return True
-
-
-def check_credential(value: str, name: str, uri: str | None = None, *, header: bool = True) -> None:
-    """Raises an error if a credential can't be what its issuer gave out.
-
-    Args:
-        value: The credential.
-        name: Its name in messages: the environment variable, if it comes from one.
-        uri: The bucket that it is for.
-        header: Whether it is sent in a header, which must be ASCII.
-
-    Raises:
-        CredentialsError: If the value begins or ends with white space (often copied with it), or
-            contains control or (in headers) non-ASCII characters. The message does not quote the
-            value.
-    """
-    problem = None
-    if value != value.lstrip():
-        problem = "begins with white space: remove it"
-    elif value != value.rstrip():
-        problem = "ends in white space: remove it"
-    elif re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
-        problem = "contains a line break or another control character: copy it again"
-    elif header and not value.isascii():
-        problem = "contains characters that are not ASCII: copy it again"
-    if problem is not None:
-        raise CredentialsError(f"{name} {problem}", uri=uri)
 
 
 @contextlib.contextmanager
@@ -231,28 +197,6 @@ def fetching(
             )
             error = CredentialsError(text, uri=uri, cause=said(exc), certain=True)
         raise_alone(error)
-
-
-@contextlib.contextmanager
-def alone(lock: threading.Lock, uri: str, *, wait: bool = True) -> Iterator[bool]:
-    """Holds a lock while credentials are refreshed; yields whether this thread has acquired it.
-
-    Args:
-        lock: The lock of the refresh.
-        uri: The bucket, for messages.
-        wait: Whether to wait for another thread's refresh, at most `_LONGEST_WAIT` seconds.
-
-    Raises:
-        ConnectionLostError: If another thread's refresh takes longer.
-    """
-    is_mine = lock.acquire(timeout=_LONGEST_WAIT if wait else 0.0)
-    if wait and not is_mine:
-        raise ConnectionLostError("fetching the credentials took too long", uri=uri, certain=True)
-    try:
-        yield is_mine
-    finally:
-        if is_mine:
-            lock.release()
 
 
 _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")

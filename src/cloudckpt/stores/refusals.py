@@ -5,9 +5,8 @@ Each vendor supplies a table of :class:`Meaning`; :func:`refusal` looks an error
 
 from __future__ import annotations
 
-import datetime
-import email.utils
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,9 +27,10 @@ from cloudckpt.errors import (
     TransientStoreError,
     WrongRegionError,
 )
+from cloudckpt.stores.http.bodies import http_date
 from cloudckpt.stores.redaction import told
 
-__all__ = ["Meaning", "kind_of", "refusal", "retry_after"]
+__all__ = ["DAMAGED", "Meaning", "kind_of", "refusal", "retry_after"]
 
 
 class Meaning(NamedTuple):
@@ -54,6 +54,9 @@ class Meaning(NamedTuple):
     text: str = ""
     is_certain: bool = False
 
+
+DAMAGED = "the bytes arrived damaged, or not all of them"
+"""The message for a body that does not match its checksum or length."""
 
 _CODE = re.compile(r"[A-Za-z][\w.]{0,99}")
 _REQUEST_IDS = ("x-amz-request-id", "x-amz-id-2", "x-guploader-uploadid", "x-ms-request-id")
@@ -200,10 +203,8 @@ def _is_certain(code: str, status: int, *, is_known: bool) -> bool:
 
 def _ahead(headers: Mapping[str, str]) -> float | None:
     """Returns the seconds by which this machine's clock is ahead of a response's date, if any."""
-    date = _date(headers.get("date", ""))
-    if date is None:
-        return None
-    return (datetime.datetime.now(datetime.timezone.utc) - date).total_seconds()
+    date = http_date(headers.get("date", ""))
+    return None if date is None else time.time() - date
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
@@ -216,18 +217,7 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
         wait = headers.get(name, "")
         if wait.isascii() and wait.isdigit():
             return float(wait) / a_second
-    date = _date(wait)
-    if date is None:
+    if (date := http_date(wait)) is None:
         return None
-    now = _date(headers.get("date", "")) or datetime.datetime.now(datetime.timezone.utc)
-    seconds = (date - now).total_seconds()
+    seconds = date - (http_date(headers.get("date", "")) or time.time())
     return seconds if seconds > 0 else None
-
-
-def _date(text: str) -> datetime.datetime | None:
-    """Parses the date of an HTTP header; None if it is not a valid date."""
-    try:
-        date = email.utils.parsedate_to_datetime(text)
-    except (ValueError, TypeError, OverflowError):
-        return None
-    return date if date.tzinfo else date.replace(tzinfo=datetime.timezone.utc)

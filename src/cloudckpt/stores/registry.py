@@ -74,12 +74,11 @@ def checkpoint_location(location: URILike) -> CheckpointURI:
     """Parses and checks the location of a checkpoint that will be saved.
 
     Raises:
-        InvalidURIError: If it is not a valid location, if the store would change its name, or if it
-            leaves too few characters for the keys of its objects.
+        InvalidURIError: If it is not a valid location, or the store would change its name.
     """
     uri = CheckpointURI.parse(location)
     if uri.scheme == "az":
-        check_location(uri, is_checkpoint=True)
+        check_location(uri)
     return uri
 
 
@@ -91,13 +90,10 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
     where credentials come from a service; other buckets do not wait for that.
 
     Raises:
-        InvalidURIError: If the store would change the name, or does not allow it.
         StoreError: If there are no usable credentials.
         ConfigError: If the bucket can't be reached with these options.
         MissingDependencyError: If the store's packages are not installed.
     """
-    if uri.scheme == "az":
-        check_location(uri, is_checkpoint=False)
     key = (os.getpid(), uri.root, config)
     with late_imports:  # also guards the table
         place = _places.setdefault(key, _Place())

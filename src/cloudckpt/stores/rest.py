@@ -37,7 +37,7 @@ from cloudckpt.stores.base import (
     nbytes,
     once,
 )
-from cloudckpt.stores.credentials import Credentials, Origin
+from cloudckpt.stores.credentials import Credentials, Origin, fetching
 from cloudckpt.stores.http.bodies import Reply, http_date, reading
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.expect import EXPECT
@@ -181,9 +181,7 @@ class RestStore(ObjectStore):
 
     def _version(self, reply: Reply, key: str) -> str:
         """Returns the object's version according to a response."""
-        if tag := reply.headers.get("ETag"):
-            return tag
-        raise ConnectionLostError("the answer has no ETag", uri=self.uri(key))
+        return self.tag_of(reply.headers.get("ETag"), key)
 
     def _length(self, reply: Reply, key: str) -> int:
         """Returns the object's size, from the response to a HEAD or a GET of the whole object."""
@@ -195,29 +193,15 @@ class RestStore(ObjectStore):
         """Returns the metadata header that stores the write's name; empty if `attempt` is."""
         return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
 
-    def _made(self, key: str, size: int, tag: str | None, attempt: str) -> ObjectInfo:
-        """Returns the ObjectInfo of a written object, from a HEAD if the response has no ETag.
+    def tag_of(self, tag: str | None, key: str) -> str:
+        """Returns an ETag.
 
         Raises:
-            ServerError: If a HEAD shows no object or another one, or fails: the write may have been
-                carried out all the same.
+            ConnectionLostError: If the answer has none: what it confirms may be something else's.
         """
-        if tag:
-            return ObjectInfo(key, size, tag)
-        problem = "the object does not exist"
-        try:
-            found = self.head(key)
-            if (found.size, found.attempt) == (size, attempt):
-                return found
-            problem = "another object has its name"
-        except ObjectNotFoundError:
-            pass
-        except StoreError as error:
-            problem = f"the object can't be checked: {error}"
-        raise ServerError(
-            f"the store reported that it wrote an object of {size} bytes, but {problem}",
-            uri=self.uri(key),
-        )
+        if not tag:
+            raise ConnectionLostError("the answer has no ETag", uri=self.uri(key))
+        return tag
 
     @contextlib.contextmanager
     def exchange(
@@ -273,7 +257,6 @@ class RestStore(ObjectStore):
         except CloudCheckpointError as error:
             if isinstance(error, StoreError):
                 error.certain = error.certain and was_certain
-                self._advise(error, signed)
             if error.uri is None:
                 error.uri = uri
             conceal(error, signed.secrets[self.shown :] if signed else ())
@@ -290,9 +273,6 @@ class RestStore(ObjectStore):
         if isinstance(error, ThrottledError):
             self._busy_until = time.monotonic() + _BUSY
         return error
-
-    def _advise(self, error: StoreError, signed: Signed | None) -> None:
-        """Adds store-specific advice to an error; `signed` is None if nothing was sent."""
 
     def _signed(self, request: Request) -> Signed:
         """Signs a request, after fetching credentials if necessary.
@@ -312,8 +292,8 @@ class RestStore(ObjectStore):
         try:
             source = self._credentials.source()
             secrets = source.secrets()
-            url, headers = self._authorize(request, given, secrets)
-            self._credentials.were_held = True
+            with fetching("store's", None, is_passing=lambda exc: False, said=_class_of):
+                url, headers = self._authorize(request, given, secrets)
         except StoreError as error:
             error.certain = True  # nothing was sent
             if not isinstance(error, CredentialsError):
@@ -416,7 +396,7 @@ class RestStore(ObjectStore):
                 cause=error,
                 certain=error.certain,
             ) from error
-        return self._made(key, size, tag, attempt)
+        return ObjectInfo(key, size, self.tag_of(tag, key))
 
     def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         with self._read(key, None, {}) as reply:
@@ -483,8 +463,7 @@ class RestStore(ObjectStore):
             pass
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
-        honoured = self.capabilities.conditional_deletes
-        if if_version is not None and not honoured:
+        if if_version is not None and not self.capabilities.conditional_deletes:
             # another write may come between, but an object that was already replaced is not deleted
             try:
                 found = self.head(key)
@@ -494,13 +473,12 @@ class RestStore(ObjectStore):
                 raise PreconditionFailedError(
                     "the object was replaced", uri=self.uri(key), certain=True
                 )
-        self._delete(key, None if honoured is False else if_version)
+            if_version = None
+        self._delete(key, if_version)
 
     @abstractmethod
     def _delete(self, key: str, if_version: str | None) -> None:
-        """Deletes an object; a missing object is not an error. The store may ignore
-        `if_version`.
-        """
+        """Deletes an object; a missing object is not an error."""
 
     @abstractmethod
     def route(self) -> Route:
@@ -525,6 +503,11 @@ class RestStore(ObjectStore):
 
     def close(self) -> None:
         self._http.close()
+
+
+def _class_of(exc: Exception) -> str:
+    """Returns an exception's class: its text may quote a credential that can't be encoded."""
+    return type(exc).__name__
 
 
 def _expired(refused: CredentialsError) -> ExpiredCredentialsError:

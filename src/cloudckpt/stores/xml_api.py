@@ -11,7 +11,7 @@ from urllib.parse import unquote_plus
 from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.errors import ConnectionLostError, ServerError
+from cloudckpt.errors import ServerError
 from cloudckpt.stores.base import (
     Body,
     Part,
@@ -184,9 +184,7 @@ class XmlStore(RestStore):
         url = self.object_url(upload.key, {"partNumber": str(number), "uploadId": upload.id})
         headers = self.part_headers(checksum)
         with self.exchange("PUT", url, headers, body, progress, key=upload.key) as reply:
-            tag = reply.headers.get("ETag")
-        if not tag:
-            raise ConnectionLostError("the answer has no ETag", uri=self.uri(upload.key))
+            tag = self.tag_of(reply.headers.get("ETag"), upload.key)
         return Part(number, nbytes(body), tag, checksum)
 
     def _completed(

@@ -214,7 +214,6 @@ def choose_part_size(
     size = wanted or max(
         nbytes // _PARTS_AIMED_AT,
         even_share(nbytes, connections, each=_PARTS_EACH),
-        capabilities.good_part_size,
     )
     if copied is not None:
         size = min(size, copied // 6)

@@ -57,7 +57,7 @@ class View:
     def read(self, key: str, *, limit: int) -> bytearray:
         """Returns the content of an object of at most `limit` bytes."""
         with self.asking() as store:
-            return self.retrier.call(lambda: store.get_latest(key, limit=limit))[0]
+            return self.retrier.call(lambda: store.get(key, limit=limit))[0]
 
     def objects(self, prefix: str) -> list[ObjectInfo]:
         """Returns the objects whose key begins with `prefix`, ordered by key."""

@@ -154,10 +154,6 @@ class R2Stub(VendorStub):
         return super().answer(asked)
 
 
-class CephStub(VendorStub):
-    """Honours the conditions of PutObject, as its newer versions do, and no others."""
-
-
 class MinioStub(VendorStub):
     """Its conditions of PutObject are documented; that of DeleteObject is ignored."""
 
@@ -337,7 +333,6 @@ STUBS = {
     "r2": R2Stub,
     "coreweave": CoreWeaveStub,
     "minio": MinioStub,
-    "ceph": CephStub,
     "express": ExpressStub,
     "huggingface": HuggingFaceStub,
     "other": OtherStub,

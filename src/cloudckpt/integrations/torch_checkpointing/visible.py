@@ -163,7 +163,7 @@ class VisibleFiles:
             ObjectNotFoundError: If the record does not exist.
             CheckpointCorruptError: If the record is damaged.
         """
-        data, _ = self._retrier.call(lambda: self._store.get_latest(key, limit=MOST_RECORD_BYTES))
+        data, _ = self._retrier.call(lambda: self._store.get(key, limit=MOST_RECORD_BYTES))
         return read_record(data, self._store.uri(key))
 
     def manifest(self, folder: str) -> tuple[str, FileManifest] | None:
@@ -178,9 +178,7 @@ class VisibleFiles:
             known = self._manifests.get(folder)
             if known is not None and known[0] == version:
                 return known
-            data, info = self._retrier.call(
-                lambda: self._store.get_latest(key, limit=MOST_MANIFEST_BYTES)
-            )
+            data, info = self._retrier.call(lambda: self._store.get(key, limit=MOST_MANIFEST_BYTES))
         except ObjectNotFoundError:
             return None
         read = (info.version, read_manifest(data, folder, self._store.uri(key)))

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import datetime
 import email.utils
 import hmac
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
+from cloudckpt._version import __version__
 from cloudckpt.config import Config
 from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
     ConfigError,
+    ConnectionLostError,
     CredentialsError,
     MissingDependencyError,
 )
-from cloudckpt.stores.azure.tokens import Tokens
-from cloudckpt.stores.credentials import Credentials, Origin, check_credential
+from cloudckpt.stores.credentials import Credentials, Origin, fetching
 from cloudckpt.stores.http.bodies import iso_date
 from cloudckpt.stores.http.options import HttpOptions, first_set, named_by
-from cloudckpt.stores.redaction import raise_alone
+from cloudckpt.stores.redaction import raise_alone, told
 from cloudckpt.stores.rest import Request
 
 try:
+    from azure.core.exceptions import AzureError, ClientAuthenticationError
+    from azure.identity import DefaultAzureCredential, get_bearer_token_provider
     from azure.storage.blob import ContainerClient, generate_blob_sas
 except ImportError as exc:
     raise MissingDependencyError(
@@ -59,6 +62,11 @@ _CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 
 # from the request for a copy until its source has been read
 _LONGEST_COPY = datetime.timedelta(hours=2)
+
+_SCOPE = "https://storage.azure.com/.default"
+_CLI_TIMEOUT = 60  # seconds; `az` starts slowly on a busy machine
+_LONGEST_WAIT = 120.0  # seconds to wait for another thread that fetches the token
+_LONGEST_TEXT = 3000  # characters of the messages of all sources of tokens
 
 _SIGNED = (  # signed in this order, whether sent or not
     "content-encoding",
@@ -105,12 +113,10 @@ class ContainerAccess:
             if config.azure.anonymous:
                 return _Source()
             given = _from_environment(container, uri)
-            fits = given.account in ("", place.account)
+            fits = given.account in ("", place.account) and _are_together(given, place)
             if given.sas and not given.key and not given.account and host:
                 # a signature is sent, unlike a key: not to an account that only the URI names
                 fits = False
-            if fits:
-                _check_cloud(given, place, uri)
             if fits and given.key:
                 signing = _SharedKey(place.account, given.key, uri)
                 origin = Origin(source=f"an account key ({given.named_by})", identity=place.account)
@@ -132,14 +138,15 @@ class ContainerAccess:
                 )
             note = ""
             if not fits and given.account:
-                note = f" (AZURE_STORAGE_* is set for another account, {given.account!r})"
+                whose = " at ".join(filter(None, (repr(given.account), given.endpoint)))
+                note = f" (AZURE_STORAGE_* is set for another account, {whose})"
             elif not fits:
                 note = (
                     " (AZURE_STORAGE_SAS_TOKEN is not sent to an account that only the URI "
                     f"names: set AZURE_STORAGE_ACCOUNT={place.account} if it belongs to that "
                     "account)"
                 )
-            tokens = Tokens(config, uri, note=note)
+            tokens = _Tokens(config, uri, note)
             return _Source(token=tokens.get, found=tokens.origin)
 
         self.credentials = Credentials(look)
@@ -225,6 +232,63 @@ class _Source:
         return self.found()
 
 
+class _Tokens:
+    """Access tokens of Microsoft Entra ID, which azure-identity fetches, keeps and renews.
+
+    One thread at a time asks for one: the source may be a program (``az``), or be silent.
+    """
+
+    def __init__(self, config: Config, uri: str, note: str) -> None:
+        """Finds the sources; `note` is added to the message if none has credentials."""
+        self._uri, self._note = uri, note
+        self._lock = threading.Lock()
+        with fetching("Azure", uri, is_passing=_is_passing):
+            self._credential = DefaultAzureCredential(
+                process_timeout=_CLI_TIMEOUT,
+                connection_timeout=config.connect_timeout,
+                read_timeout=config.read_timeout,
+                user_agent=f"cloudckpt/{__version__}",
+            )
+            self._token = get_bearer_token_provider(self._credential, _SCOPE)
+
+    def get(self) -> str:
+        """Returns a valid token.
+
+        Raises:
+            CredentialsError: If no source has credentials, or they are refused.
+            ConnectionLostError: If a source does not respond.
+        """
+        if not self._lock.acquire(timeout=_LONGEST_WAIT):
+            text = "fetching the access token takes too long in another thread"
+            raise ConnectionLostError(text, uri=self._uri, certain=True)
+        try:
+            with fetching("Azure", self._uri, is_passing=_is_passing):
+                try:
+                    token = self._token()
+                except ClientAuthenticationError as exc:
+                    raise_alone(self._none(exc))
+        finally:
+            self._lock.release()
+        return token
+
+    def _none(self, exc: Exception) -> CredentialsError:
+        return CredentialsError(
+            f"no Azure credentials were found{self._note}: neither "
+            "AZURE_STORAGE_CONNECTION_STRING, nor an account key (AZURE_STORAGE_KEY, "
+            "AZURE_STORAGE_ACCOUNT_KEY) or shared access signature (AZURE_STORAGE_SAS_TOKEN), "
+            "nor a token by azure-identity (AZURE_CLIENT_ID and related variables, workload "
+            "identity, managed identity, 'az login'); set one of them",
+            uri=self._uri,
+            cause=told(str(exc), most=_LONGEST_TEXT),  # a line per source
+            certain=True,
+        )
+
+    def origin(self) -> Origin:
+        """Returns which azure-identity source supplied the token (by a private attribute)."""
+        found = getattr(self._credential, "_successful_credential", None) or self._credential
+        return Origin(source=f"azure-identity's {type(found).__name__}")
+
+
 class _SharedKey:
     """Signs requests to an account's blobs with its key; sends neither key nor reusable token.
 
@@ -242,7 +306,7 @@ class _SharedKey:
         self._account = account
         try:
             self._key = base64.b64decode(key, validate=True)
-        except binascii.Error:
+        except ValueError:
             raise_alone(  # without the cause's text, which might quote the key
                 CredentialsError(
                     "the key of the storage account is not valid base64; copy it again from "
@@ -292,9 +356,8 @@ class _Place:
 def _from_environment(container: str, uri: str) -> _Given:
     text = os.environ.get(_CONNECTION, "")
     if not text.strip():
-        sas, key = _secret(_SAS, uri).removeprefix("?"), _secret(_KEY, uri)
+        sas, key = _first(_SAS).removeprefix("?"), _first(_KEY)
         return _Given(account=_first(_ACCOUNT), key=key, sas=sas)
-    check_credential(text, _CONNECTION, uri, header=False)
     try:
         with ContainerClient.from_connection_string(text, container) as client:
             url, _, sas = client.url.partition("?")
@@ -308,8 +371,6 @@ def _from_environment(container: str, uri: str) -> _Given:
             uri=uri,
         )
         raise_alone(problem)
-    check_credential(key, f"AccountKey in {_CONNECTION}", uri)
-    check_credential(unquote(sas), f"SharedAccessSignature in {_CONNECTION}", uri)
     endpoint = url.rpartition("/")[0]
     check_endpoint(endpoint, f"BlobEndpoint in {_CONNECTION}")
     return _Given(endpoint=endpoint, account=account, key=key, sas=sas)
@@ -325,15 +386,6 @@ def _end_of(sas: str) -> float | None:
 
 def _first(variables: tuple[str, ...]) -> str:
     return next((text for name in variables if (text := os.environ.get(name, "").strip())), "")
-
-
-def _secret(variables: tuple[str, ...], uri: str) -> str:
-    """Returns the first of the variables that is set, after validating it as a credential."""
-    for name in variables:
-        if (text := os.environ.get(name, "")).strip():
-            check_credential(text, name, uri)
-            return text
-    return ""
 
 
 def _locate(host: str, config: Config, given: _Given, uri: str) -> _Place:
@@ -380,18 +432,13 @@ def _account_of(endpoint: str) -> str:
     return _VARIANT.sub("", _first_of(endpoint))
 
 
-def _check_cloud(given: _Given, place: _Place, uri: str) -> None:
-    """Prevents sending an account's credentials to an account of the same name in another cloud.
-
-    Raises:
-        ConfigError: If the connection string is for another cloud.
-    """
-    hosts = [urlsplit(endpoint).hostname or "" for endpoint in (given.endpoint, place.endpoint)]
+def _are_together(given: _Given, place: _Place) -> bool:
+    """Returns whether credentials are for this cloud: another one may have the same account."""
+    hosts = (urlsplit(endpoint).hostname or "" for endpoint in (given.endpoint, place.endpoint))
     there, here = map(_CLOUD.search, hosts)
-    if there and here and there.group("zone", "suffix") != here.group("zone", "suffix"):
-        raise ConfigError(
-            f"{_CONNECTION} belongs to the account {given.account!r} at {hosts[0]}, but the "
-            f"endpoint is at {hosts[1]}, which is another cloud; correct one of them, or unset "
-            "the variable",
-            uri=uri,
-        )
+    return not (there and here) or there.group("zone", "suffix") == here.group("zone", "suffix")
+
+
+def _is_passing(exc: Exception) -> bool:
+    # its subclass ClientAuthenticationError, a refusal, was caught before
+    return isinstance(exc, AzureError)

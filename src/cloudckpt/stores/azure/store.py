@@ -12,14 +12,11 @@ import binascii
 import contextlib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TypeVar
 from urllib.parse import quote, unquote, urlencode
 from xml.etree.ElementTree import Element
-
-import urllib3.exceptions
 
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.config import AzureOptions, Config
@@ -50,7 +47,7 @@ from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.http.bodies import Reply, http_date
 from cloudckpt.stores.http.options import Route
 from cloudckpt.stores.redaction import told
-from cloudckpt.stores.rest import UNRESERVED, Marks, Page, RestStore, Signed, encode_query
+from cloudckpt.stores.rest import UNRESERVED, Marks, Page, RestStore, encode_query
 from cloudckpt.stores.xml_api import text, unqualified
 
 __all__ = ["AzureStore"]
@@ -90,7 +87,7 @@ class AzureStore(RestStore):
         self._checksums = is_azure if config.checksum == "auto" else config.checksum == "on"
         self.capabilities = Capabilities(
             conditional_writes=is_azure or None,
-            conditional_deletes=is_azure or None,
+            conditional_deletes=is_azure,
             min_part_size=1,
             max_part_size=_MAX_BLOCK,
             max_parts=_MAX_BLOCKS,
@@ -105,10 +102,6 @@ class AzureStore(RestStore):
         self._blob_headers = {**self._scope, **_blob_headers(options)}
         self._begun: dict[str, Upload] = {}
         self._aborted: set[str] = set()
-
-    def _advise(self, error: StoreError, signed: Signed | None) -> None:
-        if isinstance(error.__cause__, urllib3.exceptions.NameResolutionError):
-            error.message += "; check the name of the storage account"
 
     def put(
         self,
@@ -172,7 +165,7 @@ class AzureStore(RestStore):
         with self.exchange("PUT", url, headers, body, key=upload.key, is_long=True) as reply:
             tag = reply.headers.get("ETag")
         self._begun.pop(upload.id, None)
-        return self._made(upload.key, size, tag, upload.attempt)
+        return ObjectInfo(upload.key, size, self.tag_of(tag, upload.key))
 
     def copies_from(self, source: ObjectStore) -> bool:
         return isinstance(source, AzureStore) and self._access.reaches(source._access)
@@ -203,8 +196,7 @@ class AzureStore(RestStore):
                     "tried again",
                     uri=self.uri(key),
                 )
-        made = self._made(key, found.size, answer.get("ETag"), attempt)
-        return replace(made, checksum=crc)
+        return ObjectInfo(key, found.size, self.tag_of(answer.get("ETag"), key), crc)
 
     def copy_part(
         self,

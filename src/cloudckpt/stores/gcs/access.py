@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from datetime import timezone
 from typing import Any
@@ -19,10 +17,9 @@ from cloudckpt.errors import (
     ClockError,
     CredentialsError,
     MissingDependencyError,
-    StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores.credentials import Credentials, Origin, alone, check_credential, fetching
+from cloudckpt.stores.credentials import Credentials, Origin, fetching
 from cloudckpt.stores.http.options import HttpOptions, first_set, named_by
 from cloudckpt.stores.http.tls_errors import causes
 from cloudckpt.stores.redaction import raise_alone, told
@@ -44,7 +41,6 @@ __all__ = ["BucketAccess"]
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 _INVALID = google.auth.credentials.TokenState.INVALID
-_PAUSE = 15.0  # seconds between refreshes of a valid token that fail
 
 
 class BucketAccess:
@@ -179,8 +175,6 @@ class _Token:
         self._uri = uri
         self._request = _Request()
         self._request.timeout = config.connect_timeout, config.read_timeout
-        self._lock = threading.Lock()
-        self._next_refresh = 0.0  # of a valid token, by the monotonic clock
         with self._fetching():
             self._credentials = _find(uri)
             self._credentials.with_non_blocking_refresh()
@@ -189,30 +183,21 @@ class _Token:
     def apply(self, method: str, url: str, headers: dict[str, str]) -> None:
         """Adds google-auth's headers to a request: the token, and others that it determines.
 
-        ``before_request`` is google-auth's hook for this. It looks up in the background from where
-        the account may be used (regional access boundaries), and adds a header about that. If the
-        background thread could not refresh a token minutes before its end, the hook tries it
-        itself; if that fails too, the token is still used as long as it is valid.
+        ``before_request`` is google-auth's hook for this. It refreshes the token in the background
+        before it expires, looks up from where the account may be used (regional access boundaries),
+        and adds a header about that.
         """
-        if time.monotonic() >= self._next_refresh:
-            try:
-                with self._fetching():
-                    self._credentials.before_request(self._request, method, url, headers)
-                return
-            except StoreError:
-                if self._credentials.token_state is _INVALID:
-                    raise
-                self._next_refresh = time.monotonic() + _PAUSE
-        self._credentials.apply(headers)
+        with self._fetching():
+            self._credentials.before_request(self._request, method, url, headers)
 
     def secrets(self) -> tuple[str, ...]:
         with self._fetching():
             if self._credentials.token_state is _INVALID:
-                with alone(self._lock, self._uri):
-                    if self._credentials.token_state is _INVALID:
-                        self._credentials.refresh(self._request)
+                self._credentials.refresh(self._request)
         token = self._credentials.token or ""
-        check_credential(token, "the access token of Google", self._uri)
+        if not token.isprintable():  # google-auth would log it
+            text = "Google's access token contains a line break or another control character"
+            raise CredentialsError(text, uri=self._uri, certain=True)
         return (token,)
 
     def origin(self) -> Origin:
@@ -244,7 +229,6 @@ class _Token:
 def _find(uri: str) -> google.auth.credentials.Credentials:
     """Returns the application default credentials."""
     found: google.auth.credentials.Credentials
-    check_credential(os.environ.get(_FILE, ""), _FILE, uri, header=False)
     try:
         found, _ = google.auth.default()
     except google.auth.exceptions.DefaultCredentialsError as exc:

@@ -23,7 +23,7 @@ from cloudckpt.errors import (
     StoreError,
     ThrottledError,
 )
-from cloudckpt.stores.refusals import Meaning, refusal
+from cloudckpt.stores.refusals import DAMAGED, Meaning, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["from_answer"]
@@ -39,19 +39,7 @@ nested in another.
 """
 
 _MEANINGS = (
-    Meaning(
-        "objectUnderActiveHold|retentionPolicyNotMet",
-        AccessDeniedError,
-        "a hold or a retention policy forbids to replace or delete the object until it ends; "
-        "nothing is lost",
-    ),
-    Meaning(
-        "userProjectAccessDenied",
-        AccessDeniedError,
-        "these credentials may not bill the project: grant serviceusage.services.use",
-    ),
     Meaning("orgPolicyConstraintFailed", AccessDeniedError),
-    Meaning("403", AccessDeniedError, "access denied; check the IAM roles of these credentials"),
     Meaning("noSuchBucket", BucketNotFoundError),
     Meaning("expiredToken", CredentialsError),
     Meaning("requestTimeTooSkewed", ClockError),
@@ -60,11 +48,11 @@ _MEANINGS = (
         InvalidRequestError,
         "this is a requester-pays bucket: name the project to bill in GCSOptions(user_project=…)",
     ),
-    Meaning("quotaExceeded", StorageFullError, "a quota is used up: raise it, or wait"),
+    Meaning("quotaExceeded", StorageFullError),
     Meaning(
         "badDigest|crcMismatch|invalidDigest|incompleteBody|uploadBrokenConnection",
         ServerError,
-        "the bytes arrived damaged, or not all of them",
+        DAMAGED,
     ),
     Meaning(".*[rR]ateLimitExceeded|slowDown|serviceUnavailable", ThrottledError),
 )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from cloudckpt.config import GCSOptions
-from cloudckpt.errors import ConfigError, StoreError
+from cloudckpt.errors import ConfigError
 from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Progress
 from cloudckpt.stores.http.bodies import Reply, iso_date
 
@@ -20,13 +19,10 @@ __all__ = [
     "LISTED",
     "RESOURCE",
     "answer_of",
-    "carried_out",
     "creation_headers",
     "described",
     "generation",
     "insertion",
-    "listed",
-    "metadata_of",
     "of_payload",
     "parse_crc32c",
     "resource_of",
@@ -35,7 +31,7 @@ __all__ = [
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
 RESOURCE = "name,size,generation,crc32c,metadata,timeCreated"
 
-LISTED = "name,size,generation,updated"
+LISTED = "name,size,generation,timeCreated"
 BRIEF = {"prettyPrint": "false"}
 
 CACHE_CONTROL = "no-store"
@@ -57,18 +53,12 @@ def creation_headers(options: GCSOptions) -> dict[str, str]:
         "Cache-Control": CACHE_CONTROL,
         "x-goog-storage-class": options.storage_class,
         "x-goog-encryption-kms-key-name": options.kms_key_name,
-        **{f"x-goog-meta-{name}": value for name, value in options.metadata},
     }
     headers = {name: value for name, value in wanted.items() if value is not None}
     for name, value in headers.items():
         if not _HEADER_VALUE.fullmatch(value):
             raise ConfigError(f"{name}={value!r} can't be sent in a header; write plain ASCII")
     return headers
-
-
-def metadata_of(options: GCSOptions, attempt: str) -> dict[str, str]:
-    """Returns a new object's metadata: the options', and the name of the write unless empty."""
-    return {**dict(options.metadata), **({ATTEMPT: attempt} if attempt else {})}
 
 
 def resource_of(options: GCSOptions, attempt: str = "") -> dict[str, Any]:
@@ -80,7 +70,7 @@ def resource_of(options: GCSOptions, attempt: str = "") -> dict[str, Any]:
         "contentType": "application/octet-stream",
         "cacheControl": CACHE_CONTROL,
         "storageClass": options.storage_class,
-        "metadata": metadata_of(options, attempt) or None,
+        "metadata": {ATTEMPT: attempt} if attempt else None,
     }
     return {name: value for name, value in wanted.items() if value is not None}
 
@@ -105,14 +95,6 @@ def described(resource: Mapping[str, Any], key: str) -> ObjectInfo:
     return ObjectInfo(key, size, version, crc32c, modified, attempt)
 
 
-def listed(item: Mapping[str, Any]) -> ObjectInfo:
-    """Returns the ObjectInfo of an entry of a listing."""
-    modified = iso_date(str(item.get("updated", "")))
-    return ObjectInfo(
-        str(item["name"]), int(item["size"]), str(int(item["generation"])), modified=modified
-    )
-
-
 def answer_of(reply: Reply) -> dict[str, Any]:
     """Parses the JSON object of a response.
 
@@ -124,16 +106,6 @@ def answer_of(reply: Reply) -> dict[str, Any]:
     if not isinstance(answer, dict) or "error" in answer:
         raise ValueError("the answer is not a JSON object: check the endpoint and the proxy")
     return answer
-
-
-@contextlib.contextmanager
-def carried_out() -> Iterator[None]:
-    """Marks errors of a request made after a successful write as uncertain."""
-    try:
-        yield
-    except StoreError as error:
-        error.certain = False
-        raise
 
 
 def generation(version: str) -> str:

@@ -21,12 +21,10 @@ from cloudckpt.errors import (
     ConnectionLostError,
     InvalidRequestError,
     PreconditionFailedError,
-    ServerError,
     StoreError,
     TransientStoreError,
 )
 from cloudckpt.stores.base import (
-    MOST_READ,
     Body,
     ObjectInfo,
     ObjectStore,
@@ -47,13 +45,10 @@ from cloudckpt.stores.gcs.json_api import (
     LISTED,
     RESOURCE,
     answer_of,
-    carried_out,
     creation_headers,
     described,
     generation,
     insertion,
-    listed,
-    metadata_of,
     of_payload,
     parse_crc32c,
     resource_of,
@@ -96,10 +91,9 @@ class GCSStore(XmlStore):
         self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"  # of the JSON API
         self.bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
         self._tokens: dict[tuple[object, ...], str] = {}  # the rewrite tokens of copies under way
-        self._may_be_cached = False  # whether the bucket's content may come from a cache
         self.capabilities = Capabilities(
             conditional_writes=is_google or None,
-            conditional_deletes=is_google or None,
+            conditional_deletes=is_google,
             create_only=is_google,
             min_part_size=_MIN_PART,
             max_part_size=_MAX_PART,
@@ -140,13 +134,7 @@ class GCSStore(XmlStore):
             of_payload(progress, len(before), size),
             key=key,
         ) as reply:
-            made = described(answer_of(reply), key)
-        if made.size != size:
-            raise ServerError(
-                f"{size} bytes were sent, but the store has {made.size}; it is tried again",
-                uri=self.uri(key),
-            )
-        return made
+            return described(answer_of(reply), key)
 
     def part_headers(self, crc32c: int) -> Mapping[str, str]:
         return {"x-goog-hash": f"crc32c={to_base64(crc32c)}"} if self._checksums else {}
@@ -161,17 +149,18 @@ class GCSStore(XmlStore):
         version = headers.get("x-goog-generation")
         crc32c = parse_crc32c(headers.get("x-goog-hash", ""))
         if version is None or crc32c is None:  # the hash is missing for KMS-encrypted objects
-            with carried_out():
+            try:
                 made = self.head(upload.key)
+            except StoreError as error:
+                error.certain = False  # the object was made
+                raise
         else:
             made = ObjectInfo(upload.key, size, version, crc32c)
         if made.size == size and made.checksum in (None, whole):
             return made
-        with contextlib.suppress(StoreError):
-            self.delete(made.key, if_version=made.version)  # the condition spares a later object
         raise StoreError(  # the parts are gone, so a retry is impossible
             "the store joined the parts incorrectly: the size or the CRC32C of the object is "
-            "wrong; the object was deleted",
+            "wrong; save again",
             uri=self.uri(made.key),
         )
 
@@ -196,7 +185,8 @@ class GCSStore(XmlStore):
         assert isinstance(source, GCSStore)
         options = self._options
         kms = options.kms_key_name
-        resource = {**resource_of(options, attempt), "metadata": metadata_of(options, attempt)}
+        # empty metadata: otherwise the source's is copied
+        resource = {"metadata": {}, **resource_of(options, attempt)}
         body = json.dumps({**resource, **({"kmsKeyName": kms} if kms else {})}).encode()
         query = {
             "destinationKmsKeyName": kms or "",
@@ -228,12 +218,6 @@ class GCSStore(XmlStore):
                     if token:
                         self._tokens[copied] = token
                     raise
-            if made.size != found.size:
-                raise ServerError(
-                    f"{found.size} bytes were copied, but the store has {made.size}; it is "
-                    "tried again",
-                    uri=self.uri(key),
-                )
         return made
 
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
@@ -242,19 +226,6 @@ class GCSStore(XmlStore):
         except InvalidRequestError as error:
             if error.status != _NOT_IMPLEMENTED:  # a store without multipart uploads has none open
                 raise
-
-    def get_latest(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
-        # Metadata never come from a cache. Caches store content by the whole URL, so with the
-        # generation in the URL the content is that of the current object.
-        info = self.head(key)
-        self.check_size(key, info.size, limit)
-        data = bytearray(info.size)
-        if data:
-            try:
-                self.get_range(key, 0, [memoryview(data)], if_version=info.version)
-            except PreconditionFailedError as error:
-                raise _replaced(self.uri(key)) from error
-        return data, info
 
     def get_range(
         self,
@@ -266,11 +237,6 @@ class GCSStore(XmlStore):
         progress: Progress | None = None,
     ) -> ObjectInfo:
         info = super().get_range(key, start, into, if_version=if_version, progress=progress)
-        if if_version is None and self._may_be_cached:
-            found = self.head(key)
-            if found != info:
-                raise _replaced(self.uri(key), found.version)
-            info = found
         if if_version is not None and info.version != if_version:
             raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
         return info
@@ -281,9 +247,6 @@ class GCSStore(XmlStore):
         with self.exchange("GET", url, {}, key=key) as reply:
             answered = http_date(reply.headers.get("Date", ""))
             return replace(described(answer_of(reply), key), answered=answered)
-
-    def look(self, key: str) -> ObjectInfo:
-        return self.head(key) if self._may_be_cached else super().look(key)
 
     def _delete(self, key: str, if_version: str | None) -> None:
         condition = generation(if_version) if if_version else ""
@@ -304,7 +267,7 @@ class GCSStore(XmlStore):
             url = self._url(self._path, {**query, "pageToken": marks[0] if marks else ""})
             with self.exchange("GET", url, {}, key=prefix) as reply:
                 page = answer_of(reply)
-                found = [listed(item) for item in page.get("items", ())]
+                found = [described(item, str(item["name"])) for item in page.get("items", ())]
                 token = page.get("nextPageToken")
                 return (found, sorted(page.get("prefixes", ()))), (token,) if token else None
 
@@ -344,8 +307,11 @@ class GCSStore(XmlStore):
         """
         # The URL to which ``alt=media`` of the metadata URL may redirect; Google's own clients read
         # from it: https://cloud.google.com/storage/docs/request-endpoints
-        condition = generation(if_version) if if_version else ""
-        query = {"alt": "media", "ifGenerationMatch": condition}
+        query = {"alt": "media"}
+        if if_version:
+            query["ifGenerationMatch"] = generation(if_version)
+        else:  # caches store public content by the whole URL, so a new one has the current object
+            query["ifMetagenerationNotMatch"] = str(int(random_suffix(), 16) >> 1)
         url = self._url(f"/download{self._path}/{quote(key, safe='')}", query)
         asked = {**headers, "Accept-Encoding": "gzip"}
         with self.exchange("GET", url, asked, key=key) as reply:
@@ -359,19 +325,9 @@ class GCSStore(XmlStore):
         return from_answer(status, headers, body, action, uri, is_google=is_google)
 
     def _version(self, reply: Reply, key: str) -> str:
-        # the object is publicly readable, and its writer did not forbid caching
-        if "public" in reply.headers.get("Cache-Control", ""):
-            self._may_be_cached = True
         if version := reply.headers.get("x-goog-generation"):
             return version
         raise ConnectionLostError("the answer has no generation", uri=self.uri(key))
-
-
-def _replaced(uri: str, version: str | None = None) -> ConnectionLostError:
-    """Returns the error for an object replaced while it was read; `version` is the new one."""
-    return ConnectionLostError(
-        "the object was replaced while it was read: it is read again", version=version, uri=uri
-    )
 
 
 def _check_encoding(reply: Reply, uri: str) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import http.client
 import re
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 
 import urllib3
-from urllib3.util.ssltransport import SSLTransport
 
 from cloudckpt.errors import (
     CloudCheckpointError,
@@ -26,7 +24,6 @@ from cloudckpt.errors import (
     ServerError,
 )
 from cloudckpt.stores.base import Body, Progress
-from cloudckpt.stores.http.native_tls import TLSSocket
 from cloudckpt.stores.http.stalls import Counter, LateError, Watch
 from cloudckpt.stores.redaction import reason, told
 
@@ -146,21 +143,6 @@ class Reply:
     def length(self) -> int | None:
         """The size of the body in bytes according to Content-Length; None if missing or invalid."""
         return whole_number(self.headers.get("Content-Length"))
-
-    @property
-    def tls(self) -> tuple[str, str] | None:
-        """The TLS version and cipher of the connection; None without TLS."""
-        if not isinstance(self._sock, (ssl.SSLSocket, SSLTransport)):
-            return None
-        cipher = self._sock.cipher()
-        return self._sock.version() or "", cipher[0] if cipher else ""
-
-    @property
-    def obstacle(self) -> str | None:
-        """Why bodies on this TLS connection are read record by record; None if they are not."""
-        if isinstance(self._sock, TLSSocket):
-            return self._sock.obstacle
-        return "TLS inside the TLS of a proxy"
 
     def check_range(self, start: int, size: int, uri: str) -> int:
         """Checks that the response holds the requested range; returns the size of the whole object.

@@ -180,10 +180,9 @@ class _Connecting(_Ours):
             f"the connection was not made within {self.connect_limit:g} s (4 times connect_timeout)"
         )
         if isinstance(self, urllib3.connection.HTTPSConnection):
-            self.ssl_context = self.contexts.to_store()
+            self.ssl_context = self.contexts.get()
             if self.proxy_config is not None:
-                to_proxy = self.contexts.to_proxy()
-                self.proxy_config = self.proxy_config._replace(ssl_context=to_proxy)
+                self.proxy_config = self.proxy_config._replace(ssl_context=self.ssl_context)
         self.calls[threading.get_ident()].connection = self
         self.connecting, self.is_spent, self.begun = True, False, b""
         try:
@@ -280,7 +279,7 @@ class HttpClient:
             InvalidRequestError: If a header or the URL is invalid, or the proxy refuses the host.
         """
         for name, value in headers.items():
-            if _UNFIT.search(value):  # http.client would quote the value in its error
+            if _UNFIT.search(str(value)):  # http.client would quote the value in its error
                 raise InvalidRequestError(
                     f"the header {name} can't be sent: it contains a line break or another "
                     "character that is not allowed in headers",
@@ -307,7 +306,7 @@ class HttpClient:
                 )
             except StoppedError as stopped:
                 raise stopped.error from None
-            except (urllib3.exceptions.LocationValueError, http.client.InvalidURL):
+            except (urllib3.exceptions.LocationValueError, http.client.InvalidURL, UnicodeError):
                 raise_alone(
                     InvalidRequestError(
                         f"the URL of the {method} request is not valid: check the endpoint",

@@ -47,10 +47,9 @@ __all__ = [
     "BodyReader",
     "LongReadSocket",
     "LongReadTLSSocket",
-    "TLSSocket",
     "WatchedSocket",
     "has_unread",
-    "obstacle",
+    "is_available",
 ]
 
 logger = logging.getLogger("cloudckpt")
@@ -81,13 +80,13 @@ class _UnfitError(Exception):
     """Raised with the reason why a connection must use Python's own reads."""
 
 
-def obstacle() -> str | None:
-    """Returns why this interpreter can't use native TLS reads; None if connections may try them."""
+def is_available() -> bool:
+    """Returns whether this interpreter has an OpenSSL that connections may try to read by."""
     try:
         _openssl()
-    except _UnfitError as exc:
-        return str(exc)
-    return None
+    except _UnfitError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -384,22 +383,27 @@ class LongReadSocket(WatchedSocket):
         return super().recv_into(buffer, nbytes, flags)
 
 
-class TLSSocket(ssl.SSLSocket):
-    """A TLS socket that is closed if its handshake fails; reads record by record.
+class LongReadTLSSocket(WatchedSocket, ssl.SSLSocket):
+    """A TLS socket that makes each long read in one native call, where that is possible.
 
-    During the handshake nothing else refers to the socket, and Python closes it only after
-    handshake errors: not after a KeyboardInterrupt, and not if the connection was broken just
-    before (by the peer or another thread), which Python takes for a socket that is still to be
-    connected.
+    A read of more than 64 KiB into a socket without a timeout then returns when the buffer is full
+    or the connection has ended. One thread at a time may use the socket, as with every
+    ``SSLSocket``; another thread may shut it down with ``socket.shutdown``, or close it.
     """
 
+    _chain: _Chain | None = None
+    _tried = False
+
     @property
-    def obstacle(self) -> str | None:
-        """Why long reads don't fill whole buffers without the GIL; None if they do."""
-        return "native_tls is off"
+    def fills_buffers(self) -> bool:  # type: ignore[override]
+        return self._chain is not None if self._tried else is_available()
 
     def getpeername(self) -> Any:
-        """Returns the peer's address, as needed by the handshake; closes a broken socket."""
+        """Returns the peer's address, as needed by the handshake; closes a broken socket.
+
+        If the connection was broken just before (by the peer or another thread), Python takes the
+        socket for one that is still to be connected, and does not close it.
+        """
         try:
             return super().getpeername()
         except OSError as exc:
@@ -411,36 +415,12 @@ class TLSSocket(ssl.SSLSocket):
             ) from exc
 
     def do_handshake(self, block: bool = False) -> None:
-        """Performs the handshake; closes the socket if that fails."""
+        """Performs the handshake; closes the socket if that fails, also by a KeyboardInterrupt."""
         try:
             super().do_handshake(block)
         except BaseException:
             self.close()
             raise
-
-
-class LongReadTLSSocket(WatchedSocket, TLSSocket):
-    """A TLS socket that makes each long read in one native call, where that is possible.
-
-    A read of more than 64 KiB into a socket without a timeout then returns when the buffer is full
-    or the connection has ended. One thread at a time may use the socket, as with every
-    ``SSLSocket``; another thread may shut it down with ``socket.shutdown``, or close it.
-    """
-
-    _chain: _Chain | None = None
-    _tried = False
-    _why_not: str | None = None
-
-    @property
-    def obstacle(self) -> str | None:
-        """Why this connection uses Python's own reads; None if it does not. Determined once."""
-        if not self._tried:
-            self._new_chain()
-        return self._why_not
-
-    @property
-    def fills_buffers(self) -> bool:  # type: ignore[override]
-        return self._why_not is None if self._tried else obstacle() is None
 
     def recv_into(self, buffer: WriteableBuffer, nbytes: int | None = None, flags: int = 0) -> int:
         """Receives into `buffer`: a long read in one native call, others as ``SSLSocket`` does."""
@@ -463,10 +443,9 @@ class LongReadTLSSocket(WatchedSocket, TLSSocket):
         try:
             self._chain = _Chain(self)
         except _UnfitError as exc:
-            self._why_not = str(exc)
-            logger.debug(
-                "TLS connections are read record by record, which is slower: %s", self._why_not
-            )
+            # as text: a log record that is kept must not keep the connection
+            why = str(exc)
+            logger.debug("TLS connections are read record by record, which is slower: %s", why)
         else:
             logger.debug("TLS connections are read in whole buffers, without the GIL")
         return self._chain

@@ -18,9 +18,8 @@ import urllib3.exceptions
 import urllib3.util.ssl_
 
 from cloudckpt.config import Config
-from cloudckpt.config.general import NATIVE_TLS
 from cloudckpt.config.options import Options
-from cloudckpt.stores.http.native_tls import LongReadTLSSocket, TLSSocket
+from cloudckpt.stores.http.native_tls import LongReadTLSSocket
 
 __all__ = ["LONGER", "Contexts", "HttpOptions", "Route", "first_set", "named_by"]
 
@@ -41,7 +40,6 @@ class HttpOptions:
     ca_bundle: str | None = None
     client_cert: str | None = None
     verify_tls: bool = True
-    native_tls: bool = True
 
     @classmethod
     def of(cls, config: Config, **others: Any) -> HttpOptions:
@@ -52,7 +50,6 @@ class HttpOptions:
             read_timeout=config.read_timeout,
             completion_timeout=LONGER * config.read_timeout,
             stall_timeout=config.stall_timeout,
-            native_tls=os.environ.get(NATIVE_TLS) != "0",
             **others,
         )
 
@@ -109,38 +106,29 @@ def first_set(*variables: str) -> str:
 
 
 class Contexts:
-    """The TLS contexts of one client; certificate files are read once, which takes 24 ms of CPU."""
+    """The TLS context of one client; certificate files are read once, which takes 24 ms of CPU."""
 
     def __init__(self, options: HttpOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._made: dict[type[ssl.SSLSocket], ssl.SSLContext] = {}
+        self._made: ssl.SSLContext | None = None
 
-    def to_store(self) -> ssl.SSLContext:
-        """Returns the context of connections to the store."""
-        return self._of(LongReadTLSSocket if self._options.native_tls else TLSSocket)
-
-    def to_proxy(self) -> ssl.SSLContext:
-        """Returns the context of connections to a proxy that itself uses TLS."""
-        return self._of(ssl.SSLSocket)
-
-    def _of(self, kind: type[ssl.SSLSocket]) -> ssl.SSLContext:
-        """Returns the context of a socket class, creating it on first use.
+    def get(self) -> ssl.SSLContext:
+        """Returns the context, creating it on first use.
 
         An unreadable file makes each connection fail, with the file's error.
         """
         with self._lock:
-            if kind not in self._made:
-                context = self._read()
-                context.sslsocket_class = kind
-                self._made[kind] = context
-            return self._made[kind]
+            if self._made is None:
+                self._made = self._read()
+            return self._made
 
     def _read(self) -> ssl.SSLContext:
         options = self._options
         context = urllib3.util.ssl_.create_urllib3_context(
             cert_reqs=ssl.CERT_REQUIRED if options.verify_tls else ssl.CERT_NONE
         )
+        context.sslsocket_class = LongReadTLSSocket
         if options.ca_bundle is None:
             context.load_default_certs()
         else:

@@ -24,8 +24,6 @@ from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
-    CredentialsError,
-    InvalidRequestError,
     MissingDependencyError,
 )
 from cloudckpt.stores.base import Body, nbytes
@@ -48,7 +46,7 @@ try:
     from botocore.httpsession import get_cert_path
     from botocore.utils import get_environ_proxies
 
-    from cloudckpt.stores.s3.credentials import METADATA_SETTINGS, Keys, Sessions, fetching_keys
+    from cloudckpt.stores.s3.credentials import Keys, Sessions, fetching_keys
 except ImportError as exc:
     raise MissingDependencyError(
         "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
@@ -316,7 +314,16 @@ def _dialect(options: S3Options, bucket: str, host: str, *, is_amazon: bool) -> 
     return row
 
 
-_SETTINGS = {"region": ("region", None, None, None), **METADATA_SETTINGS}
+_SETTINGS = {
+    "region": ("region", None, None, None),
+    # botocore itself asks the instance's metadata service once: a busy one would end the job
+    "metadata_service_num_attempts": (
+        "metadata_service_num_attempts",
+        "AWS_METADATA_SERVICE_NUM_ATTEMPTS",
+        3,
+        int,
+    ),
+}
 
 
 def _client(session: Any, options: S3Options, region: str | None = None) -> Any:
@@ -440,32 +447,8 @@ def _translated(uri: str) -> Iterator[None]:
     try:
         yield
     except (botocore.exceptions.BotoCoreError, ValueError, OSError) as exc:
-        raise_alone(_meaning(exc, uri))
-
-
-_OF_THE_REQUEST = (
-    botocore.exceptions.ParamValidationError,
-    botocore.exceptions.EndpointProviderError,
-    botocore.exceptions.UnsupportedS3ArnError,
-    botocore.exceptions.UnsupportedS3AccesspointConfigurationError,
-    botocore.exceptions.InvalidHostLabelError,
-)
-
-
-def _meaning(exc: Exception, uri: str) -> CloudCheckpointError:
-    cause = reason(exc)
-    if isinstance(exc, botocore.exceptions.ProfileNotFound):
-        text = "the profile does not exist; check AWS_PROFILE and ~/.aws"
-        return CredentialsError(text, uri=uri, cause=cause)
-    if isinstance(exc, _OF_THE_REQUEST):
-        return InvalidRequestError(
-            "boto3 can't address this object; see the cause, and check the bucket and the endpoint",
-            uri=uri,
-            cause=cause,
+        text = (
+            "boto3 rejects the name of the bucket or its settings; see the cause, and correct the "
+            "URI, ~/.aws/config or the AWS_* variables"
         )
-    return ConfigError(
-        "boto3 rejects its settings; see the cause, and correct ~/.aws/config or the AWS_* "
-        "variables",
-        uri=uri,
-        cause=cause,
-    )
+        raise_alone(ConfigError(text, uri=uri, cause=reason(exc)))

@@ -5,9 +5,7 @@ botocore refreshes both by its own rules.
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,19 +14,13 @@ import botocore.exceptions
 from botocore.credentials import RefreshableCredentials
 
 from cloudckpt.errors import AccessDeniedError, CredentialsError, TransientStoreError
-from cloudckpt.stores.credentials import Origin, check_credential, fetching
+from cloudckpt.stores.credentials import Origin, fetching
 from cloudckpt.stores.http.tls_errors import causes
 from cloudckpt.stores.redaction import raise_alone
 from cloudckpt.stores.s3.errors import from_code
 
-__all__ = ["METADATA_SETTINGS", "Keys", "Sessions", "fetching_keys"]
+__all__ = ["Keys", "Sessions", "fetching_keys"]
 
-_NAMES = (
-    ("AWS_ACCESS_KEY_ID", "aws_access_key_id"),
-    ("AWS_SECRET_ACCESS_KEY", "aws_secret_access_key"),
-    ("AWS_SESSION_TOKEN", "aws_session_token"),
-)
-_SILENT_FOR = 0.9  # seconds; botocore waits at least 1 s, and a response takes milliseconds
 # characters, the documented minimum; the end of a shorter id would reveal too much of it
 _LEAST_ID = 16
 # seconds before the keys' expiry, as in botocore.utils.IdentityCache: from then on one thread
@@ -52,10 +44,8 @@ class Keys:
         """
         self._uri = uri
         self._found: Any = None
-        self._latest: tuple[str, ...] = ()
         if session is None:
             return
-        began = time.monotonic()
         with fetching_keys(self._uri):
             self._found = session().get_credentials()
         if self._found is None:
@@ -63,7 +53,7 @@ class Keys:
                 "no AWS credentials were found: neither in the environment "
                 "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), nor "
                 "in a profile of ~/.aws/config and ~/.aws/credentials (AWS_PROFILE), nor from "
-                "the container's or instance's role" + _silence(time.monotonic() - began),
+                "the container's or instance's role",
                 uri=uri,
                 certain=True,
             )
@@ -79,40 +69,18 @@ class Keys:
             return ()
         with fetching_keys(self._uri):
             frozen = self._found.get_frozen_credentials()
-        found = (frozen.access_key, frozen.secret_key, frozen.token or "")
-        source = self._found.method
-        if found != self._latest:
-            for value, (variable, entry) in zip(found, _NAMES, strict=True):
-                name = variable if source == "env" else f"{entry} (which boto3 found by {source!r})"
-                check_credential(value, name, self._uri, header=value is not frozen.secret_key)
-            self._latest = found
-        return found
+        return frozen.access_key, frozen.secret_key, frozen.token or ""
 
     def origin(self) -> Origin:
         if self._found is None:
             return Origin(source="none are sent: anonymous=True")
-        key = self._latest[0] if self._latest else ""
+        key = self.secrets()[0]
         ends = getattr(self._found, "_expiry_time", None)  # botocore has no public name for it
         return Origin(
             source=f"boto3's {self._found.method}",
             identity=f"access key …{key[-4:]}" if len(key) >= _LEAST_ID else "",
             ends=ends.timestamp() if ends else None,
         )
-
-
-def _silence(seconds: float) -> str:
-    """Returns a hint for the message that no credentials were found; empty if there is none.
-
-    The hint is that the instance's metadata service did not answer for ``_SILENT_FOR`` or longer.
-    """
-    is_off = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
-    if is_off or seconds < _SILENT_FOR:
-        return ""
-    return (
-        f"; the metadata service of the instance did not answer within {seconds:.0f} s: a "
-        "container on EC2 needs a hop limit of 2 (aws ec2 modify-instance-metadata-options "
-        "--http-put-response-hop-limit 2)"
-    )
 
 
 _SILENT = (
@@ -223,29 +191,3 @@ class Sessions:
 
     def origin(self) -> Origin:
         return self.identity.origin()
-
-
-def _seconds(value: Any) -> Any:
-    """Parses a timeout for botocore: a pair (connect, read) stays, a number becomes int."""
-    return value if isinstance(value, tuple) else int(value)
-
-
-METADATA_SETTINGS = {
-    "metadata_service_timeout": (
-        "metadata_service_timeout",
-        "AWS_METADATA_SERVICE_TIMEOUT",
-        (1, 5),  # seconds to connect, which is immediate where the service exists; to respond
-        _seconds,
-    ),
-    "metadata_service_num_attempts": (
-        "metadata_service_num_attempts",
-        "AWS_METADATA_SERVICE_NUM_ATTEMPTS",
-        3,
-        int,
-    ),
-}
-"""boto3's timeouts and attempts for the instance metadata, unless the user sets them.
-
-boto3's own defaults are one second and one attempt. The format is that of botocore's session
-variables.
-"""

@@ -16,8 +16,6 @@ from typing import Literal
 
 __all__ = ["AWS", "DIALECTS", "EXPRESS", "HUGGING_FACE", "S3Dialect", "dialect_of"]
 
-_MIB = 1024**2
-
 
 @dataclass(frozen=True, kw_only=True)
 class S3Dialect:
@@ -25,7 +23,6 @@ class S3Dialect:
 
     Attributes:
         title: The store's name in messages.
-        documentation: The URL of the vendor's documentation; empty for unknown stores.
         hosts: The hosts of its endpoints, or their parent domains. Empty if it runs on the user's
             own hosts and must be named; Amazon's hosts come from botocore.
         verifies_checksums: Whether the store verifies a CRC32C sent with an object or a part.
@@ -35,8 +32,8 @@ class S3Dialect:
             hosts other than the vendor's: it is tested before the first commit.
         create_only: Whether completions and copies honour If-None-Match too. Only for stores with
             versions, where a repeated request would otherwise create another version.
-        conditional_deletes: Whether DeleteObject honours If-Match. Unless True, the object's
-            version is checked before it is deleted; if None, the condition is sent as well.
+        conditional_deletes: Whether DeleteObject honours If-Match. Otherwise the object's version
+            is checked before it is deleted.
         copies_parts: Whether the store has UploadPartCopy; if not, objects above 5 GiB are
             streamed.
         equal_parts: Whether all parts of an upload but the last must have the same size.
@@ -45,26 +42,23 @@ class S3Dialect:
         sessions: Whether requests are signed with the keys of a session (CreateSession).
         any_prefix: Whether listings accept any prefix and are ordered by key. Otherwise prefixes
             must end in a slash.
-        good_part: The part size in bytes that the vendor advises as a minimum; 0: no advice.
         addressing_style: The addressing style that the vendor demands, unless the user sets
             another.
         useless: The options that the store rejects, or accepts and ignores.
     """
 
     title: str
-    documentation: str = ""
     hosts: tuple[str, ...] = ()
     verifies_checksums: bool = False
     whole_checksums: bool = False
     conditional_writes: bool | None = None
     create_only: bool = False
-    conditional_deletes: bool | None = None
+    conditional_deletes: bool = False
     copies_parts: bool = True
     equal_parts: bool = False
     redirects: bool = False
     sessions: bool = False
     any_prefix: bool = True
-    good_part: int = 0
     addressing_style: Literal["path", "virtual"] | None = None
     useless: frozenset[str] = frozenset()
 
@@ -75,12 +69,11 @@ class S3Dialect:
         return any(host == name or host.endswith(f".{name}") for name in self.hosts)
 
 
-_AMAZON = "https://docs.aws.amazon.com/AmazonS3/latest/userguide/"
 _ENCRYPTION = frozenset({"sse", "kms_key_id"})
 
 AWS = S3Dialect(
     title="AWS S3",
-    documentation=_AMAZON + "conditional-requests.html",
+    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-requests.html
     verifies_checksums=True,
     whole_checksums=True,
     conditional_writes=True,
@@ -90,7 +83,7 @@ AWS = S3Dialect(
 
 EXPRESS = S3Dialect(
     title="S3 Express One Zone",
-    documentation=_AMAZON + "s3-express-differences.html",
+    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/s3-express-differences.html
     verifies_checksums=True,
     conditional_writes=True,
     conditional_deletes=True,
@@ -102,15 +95,11 @@ EXPRESS = S3Dialect(
 
 HUGGING_FACE = S3Dialect(
     title="Hugging Face Storage Buckets",
-    documentation="https://huggingface.co/docs/hub/storage-buckets-s3",
+    # https://huggingface.co/docs/hub/storage-buckets-s3
     hosts=("s3.hf.co",),
     conditional_writes=True,
-    conditional_deletes=False,
     copies_parts=False,
     redirects=True,
-    # "as few multipart parts as possible"; for clients that send one part at a time, 2 GB is
-    # advised
-    good_part=128 * _MIB,
     addressing_style="path",
     useless=_ENCRYPTION | {"tags", "storage_class", "requester_pays"},
 )
@@ -120,17 +109,15 @@ DIALECTS: Mapping[str, S3Dialect] = {
     "express": EXPRESS,
     "r2": S3Dialect(
         title="Cloudflare R2",
-        documentation="https://developers.cloudflare.com/r2/api/s3/api/",
+        # https://developers.cloudflare.com/r2/api/s3/api/
         hosts=("r2.cloudflarestorage.com",),
         # documented is a composite CRC32C; whether it is verified is not
         conditional_writes=True,
-        conditional_deletes=False,  # not in its documented list of conditional operations
         equal_parts=True,  # https://developers.cloudflare.com/r2/objects/multipart-objects/
     ),
     "coreweave": S3Dialect(
         title="CoreWeave AI Object Storage, LOTA",
-        documentation="https://docs.coreweave.com/products/storage/object-storage/buckets/"
-        "conditional-requests",
+        # https://docs.coreweave.com/products/storage/object-storage/buckets/conditional-requests
         hosts=("cwobject.com", "cwlota.com"),
         conditional_writes=True,
         create_only=True,
@@ -138,18 +125,9 @@ DIALECTS: Mapping[str, S3Dialect] = {
     ),
     "minio": S3Dialect(
         title="MinIO",
-        documentation="https://blog.min.io/"
-        "leading-the-way-minios-conditional-write-feature-for-modern-data-workloads",
+        # https://blog.min.io/leading-the-way-minios-conditional-write-feature-for-modern-data-workloads
         verifies_checksums=True,
         # PutObject's conditions were added by some version: they are tested
-        conditional_deletes=False,  # ignored; only AIStor supports it
-    ),
-    "ceph": S3Dialect(
-        title="Ceph RGW",
-        documentation="https://docs.ceph.com/en/latest/radosgw/s3/",
-        # PutObject's conditions were added and removed by some versions; those of completions and
-        # deletions are assumed to be ignored
-        conditional_deletes=False,
     ),
     "huggingface": HUGGING_FACE,
     "other": S3Dialect(title="any other"),

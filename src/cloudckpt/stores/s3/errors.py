@@ -23,7 +23,7 @@ from cloudckpt.errors import (
     ThrottledError,
     WrongRegionError,
 )
-from cloudckpt.stores.refusals import Meaning, refusal
+from cloudckpt.stores.refusals import DAMAGED, Meaning, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["REGION", "from_answer", "from_code"]
@@ -31,24 +31,12 @@ __all__ = ["REGION", "from_answer", "from_code"]
 REGION = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 """The syntax of a region's name: a label of a host name."""
 
-_KMS = (
-    "KMS refuses, or can't use, the key of the encryption; check kms_key_id, the key's policy and "
-    "region, and the IAM policies"
-)
-
 # codes that may come in the body of a 200 (of copies and completions) need an explicit class
 _MEANINGS = (
     Meaning("NoSuchBucket|NoSuchAccessPoint", BucketNotFoundError),
-    Meaning("NoSuchKey", ObjectNotFoundError),
-    Meaning(
-        "NoSuchUpload", ObjectNotFoundError, "the multipart upload no longer exists; save again"
-    ),
+    Meaning("NoSuchKey|NoSuchUpload", ObjectNotFoundError),
     Meaning("PreconditionFailed", PreconditionFailedError),
-    Meaning(
-        "AccessDenied|403",
-        AccessDeniedError,
-        "access denied; check the IAM, bucket and key policies for these credentials",
-    ),
+    Meaning("AccessDenied", AccessDeniedError),
     Meaning("NotImplemented", InvalidRequestError),
     Meaning(
         "InvalidObjectState",
@@ -56,19 +44,10 @@ _MEANINGS = (
         "the object is archived; restore it from its storage class first",
     ),
     Meaning(
-        "ExpiredToken(Exception)?|TokenRefreshRequired|InvalidToken|InvalidSecurity",
+        "ExpiredToken(Exception)?|TokenRefreshRequired|InvalidToken|InvalidSecurity"
+        "|InvalidAccessKeyId|InvalidClientTokenId|UnrecognizedClientException"
+        "|SignatureDoesNotMatch",
         CredentialsError,
-    ),
-    Meaning(
-        "InvalidAccessKeyId|InvalidClientTokenId|UnrecognizedClientException",
-        CredentialsError,
-        "the store does not know this access key; correct or renew it",
-    ),
-    Meaning(
-        "SignatureDoesNotMatch",
-        CredentialsError,
-        "the secret key does not fit the access key (or a proxy changed the request); copy both "
-        "anew",
     ),
     Meaning("RequestTimeTooSkewed|RequestExpired", ClockError),
     Meaning(
@@ -76,20 +55,11 @@ _MEANINGS = (
     ),
     Meaning("QuotaExceeded|XMinioStorageFull", StorageFullError),
     Meaning(
-        "KMS.ThrottlingException",
-        ThrottledError,
-        "KMS is throttling requests; consider an S3 Bucket Key",
-    ),
-    Meaning(
-        "SlowDown.*|.*Throttl.*|TooManyRequestsException|RequestLimitExceeded"
-        "|BandwidthLimitExceeded|PriorRequestNotComplete|ServiceUnavailable",
+        "KMS.ThrottlingException|SlowDown.*|.*Throttl.*|TooManyRequestsException"
+        "|RequestLimitExceeded|BandwidthLimitExceeded|PriorRequestNotComplete|ServiceUnavailable",
         ThrottledError,
     ),
-    Meaning(
-        "BadDigest|XAmzContent(SHA256|Checksum)Mismatch|IncompleteBody",
-        ServerError,
-        "the bytes arrived damaged, or not all of them",
-    ),
+    Meaning("BadDigest|XAmzContent(SHA256|Checksum)Mismatch|IncompleteBody", ServerError, DAMAGED),
     Meaning(
         "RequestTimeout(Exception)?|IDPCommunicationError|KMS.DependencyTimeoutException",
         ServerError,
@@ -101,9 +71,12 @@ _MEANINGS = (
         "not written: another write of the same object is in progress",
         is_certain=True,
     ),
-    Meaning("KMS.AccessDeniedException", AccessDeniedError, _KMS),
-    Meaning("KMS.NotFoundException", InvalidRequestError, _KMS),
-    Meaning("KMS\\..*", None, _KMS),
+    Meaning("KMS.AccessDeniedException", AccessDeniedError),
+    Meaning(
+        "KMS\\..*",
+        None,
+        "KMS can't use the key of the encryption; check kms_key_id, the key's policy and region",
+    ),
 )
 
 

@@ -16,9 +16,7 @@ from xml.etree.ElementTree import Element
 from cloudckpt.checksum import from_base64, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
-    AccessDeniedError,
     ConfigError,
-    ConnectionLostError,
     StoreError,
     WrongRegionError,
 )
@@ -37,13 +35,12 @@ from cloudckpt.stores.http.bodies import Reply, iso_date
 from cloudckpt.stores.http.options import Route
 from cloudckpt.stores.rest import UNRESERVED, Marks, Page, Signed, encode_query
 from cloudckpt.stores.s3.access import (
-    UNSIGNED_PAYLOAD,
     BucketAccess,
     object_headers,
 )
 from cloudckpt.stores.s3.dialects import AWS
 from cloudckpt.stores.s3.errors import from_answer
-from cloudckpt.stores.s3.redirects import Redirects
+from cloudckpt.stores.s3.redirects import redirected_read
 from cloudckpt.stores.xml_api import (
     XmlStore,
     key_text,
@@ -94,9 +91,8 @@ class S3Store(XmlStore):
         )
         self.capabilities = Capabilities(
             conditional_writes=dialect.conditional_writes and known,
-            conditional_deletes=dialect.conditional_deletes and known,
+            conditional_deletes=dialect.conditional_deletes and self._access.is_at_vendor,
             min_part_size=_MIN_PART,
-            good_part_size=dialect.good_part,
             max_part_size=_MAX_PART,
             max_parts=_MAX_PARTS,
             max_put_size=_MAX_PART,
@@ -120,9 +116,6 @@ class S3Store(XmlStore):
                 **self._object_headers,
             }
             self.part_checksum = "ChecksumCRC32C"
-        self._redirects: Redirects | None = None
-        if dialect.redirects:
-            self._redirects = Redirects(self, self._http, self._head)
 
     def part_headers(self, crc32c: int) -> Mapping[str, str]:
         # Object Lock demands the algorithm's name, or an MD5
@@ -163,7 +156,7 @@ class S3Store(XmlStore):
         condition = {"If-None-Match": "*"} if if_absent else {}
         tag, _ = self._completed(upload, parts, condition)
         size = sum(part.size for part in parts)
-        return self._made(upload.key, size, tag, upload.attempt)
+        return ObjectInfo(upload.key, size, self.tag_of(tag, upload.key))
 
     def checksum_of(self, info: ObjectInfo) -> int:
         if self._checksums:
@@ -197,7 +190,7 @@ class S3Store(XmlStore):
         }
         with self._copying(source, found):
             made, crc = self._copied(key, self.object_url(key), headers)
-        info = self._made(key, found.size, text(made, "ETag"), attempt)
+        info = ObjectInfo(key, found.size, self.tag_of(text(made, "ETag"), key))
         is_of_whole = text(made, "ChecksumType") in ("", "FULL_OBJECT")
         return replace(info, checksum=crc if is_of_whole else None)
 
@@ -216,8 +209,7 @@ class S3Store(XmlStore):
         url = self.object_url(upload.key, {"uploadId": upload.id, "partNumber": str(number)})
         with self._copying(source, found):
             made, crc = self._copied(upload.key, url, headers)
-            if not (tag := text(made, "ETag")):
-                raise ConnectionLostError("the answer has no ETag", uri=self.uri(upload.key))
+            tag = self.tag_of(text(made, "ETag"), upload.key)
         return Part(number, stop - start, tag, crc)
 
     def _copied(self, key: str, url: str, headers: Mapping[str, str]) -> tuple[Element, int | None]:
@@ -227,29 +219,17 @@ class S3Store(XmlStore):
             return made, _crc32c(made)
 
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
-        asked = prefix if self._dialect.any_prefix else _folder_of(prefix)
-        uploads = super().list_uploads(asked, retry)
+        uploads = super().list_uploads(self._listable(prefix), retry)
         return (upload for upload in uploads if upload.key.startswith(prefix))
 
-    def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
-        if self._dialect.any_prefix:
-            return super().list(prefix, retry)
-        found = super().list(_folder_of(prefix), retry)  # unordered
-        fitting = (info for info in found if info.key.startswith(prefix))
-        return iter(sorted(fitting, key=lambda info: info.key))
-
-    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
-        found = super().list_level(prefix, retry)
-        if self._dialect.any_prefix:
-            return found
-        level = [*found]  # unordered, with repeated folders
-        objects = [one for one in level if not isinstance(one, str)]
-        folders = {one for one in level if isinstance(one, str)}
-        return iter([*sorted(objects, key=lambda info: info.key), *sorted(folders)])
+    def _listable(self, prefix: str) -> str:
+        """Returns the prefix to ask for: up to the last slash where only such ones are allowed."""
+        return prefix if self._dialect.any_prefix else prefix[: prefix.rfind("/") + 1]
 
     def _listed(self, prefix: str, retry: Retry, delimiter: str) -> Iterator[Page]:
         level = {"delimiter": delimiter} if delimiter else {}
-        query = {"list-type": "2", "prefix": prefix, **level, "encoding-type": "url"}
+        asked = self._listable(prefix)
+        query = {"list-type": "2", "prefix": asked, **level, "encoding-type": "url"}
 
         def ask(marks: Marks) -> tuple[Page, Marks | None]:
             more = {"continuation-token": marks[0]} if marks else {}
@@ -260,28 +240,25 @@ class S3Store(XmlStore):
                 follows = text(page, "IsTruncated") == "true"
                 return found, (text(page, "NextContinuationToken"),) if follows else None
 
-        return self._all_pages(prefix, ask, retry)
+        pages = self._all_pages(prefix, ask, retry)
+        if self._dialect.any_prefix:
+            return pages
+        whole = [*pages]  # unordered, with repeated folders
+        found = (info for objects, _ in whole for info in objects if info.key.startswith(prefix))
+        folders = {folder for _, folders in whole for folder in folders}
+        return iter([(sorted(found, key=lambda info: info.key), sorted(folders))])
 
     def _delete(self, key: str, if_version: str | None) -> None:
         condition = {"If-Match": if_version} if if_version else {}
         self._removed(key, self.object_url(key), condition)
-
-    def _advise(self, error: StoreError, signed: Signed | None) -> None:
-        if signed is None or not isinstance(error, AccessDeniedError):
-            return
-        if UNSIGNED_PAYLOAD in signed.headers.values():
-            error.message += (
-                "; if a policy denies unsigned payloads (s3:x-amz-content-sha256), set "
-                "payload_signing_enabled = true below `s3 =` in the profile"
-            )
 
     def _read(
         self, key: str, if_version: str | None, headers: Mapping[str, str]
     ) -> contextlib.AbstractContextManager[Reply]:
         if if_version:
             headers = {**headers, "If-Match": if_version}
-        if self._redirects is not None:
-            return self._redirects.read(key, if_version, headers)
+        if self._dialect.redirects:
+            return redirected_read(self, self._http, self._head, key, if_version, headers)
         return self.exchange("GET", self.object_url(key), headers, key=key)
 
     def recover(self, refused: StoreError, signed: Signed | None) -> bool:
@@ -331,11 +308,6 @@ def _source(source: ObjectStore, found: ObjectInfo) -> dict[str, str]:
         "x-amz-copy-source": quote(path, safe=UNRESERVED),
         "x-amz-copy-source-if-match": found.version,
     }
-
-
-def _folder_of(prefix: str) -> str:
-    """Returns the prefix up to and including its last slash; empty if it has none."""
-    return prefix[: prefix.rfind("/") + 1]
 
 
 def _objects_in(page: Element) -> list[ObjectInfo]:
