@@ -101,6 +101,14 @@ def test_state_that_no_parameter_of_the_optimizer_takes_is_named(tmp_path, caplo
     assert report.unexpected == ()
 
 
+def test_state_that_was_saved_by_names_is_not_called_new_where_numbers_are_asked_for(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    optimizer = _optimizer(model)
+    uri = _saved(tmp_path, {"optimizer": get_optimizer_state_dict(model, optimizer)})
+    with pytest.raises(MissingKeyError, match="by numbers"):
+        cloudckpt.load({"optimizer": optimizer}, checkpoint_id=uri)
+
+
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.bool])
 def test_state_of_an_optimizer_that_torch_converts_is_named(tmp_path, kind):
     model = torch.nn.Linear(2, 2)

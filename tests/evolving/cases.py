@@ -32,7 +32,7 @@ WAYS = (
 """By what a state is saved."""
 
 WAYS_OF_TORCH = ("dcp.save", "dcp.save of a URI")
-"""Those that know no values of each rank, nor objects within a dict, and compare no copies."""
+"""Those that know no values of each rank, nor objects within a dict."""
 
 ALONE = ("alone", "everything", "verify", "inspect", "stock alone", "stock convert", "convert")
 """Checks that one rank makes by itself."""

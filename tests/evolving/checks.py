@@ -65,8 +65,9 @@ def _together(save: Save, step: int, world: int, place: Place) -> str | None:
 
 def _placed_otherwise(save: Save, step: int, world: int, place: Place) -> str | None:
     """Into other shards, and on as many ranks as there are now."""
-    state = placed_otherwise(save.state, world)
-    room, expected = (made(state, _here(save, step, blank=blank)) for blank in (True, False))
+    state, here = placed_otherwise(save.state, world), _here(save, step)
+    room = made(state, dataclasses.replace(here, blank=True))
+    expected = made(state, dataclasses.replace(here, saved_by=world))
     cloudckpt.load(room, checkpoint_id=place.uri, config=place.config)
     return difference(room, expected, ordered=True)
 

@@ -115,7 +115,7 @@ class _Drawing:
             fault = Fault(
                 self._one(kinds), self._one(range(self.world)), self._one((0, 0, 1, 2, 3))
             )
-        elif way not in WAYS_OF_TORCH and self._chance(12):
+        elif self._chance(12):
             fault = Fault("unlike", names=self._some_names(state))
         # the files of conversions are not tight
         others = [kind for kind in CHECKS if kind not in (*ALWAYS, *["convert"] * self._tight)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -50,7 +51,7 @@ def component_of(value: Any) -> Any:
 
 def made(state: State, here: Here) -> dict[Any, Any]:
     """What a rank has of it; or all of it, for a reader that is alone."""
-    return _made(state, "", here, range(here.world))
+    return _made(state, "", here, range(here.saved_by or here.world))
 
 
 def names(described: Any, name: str = "") -> list[str]:
@@ -70,14 +71,9 @@ def _made(described: Any, name: str, here: Here, holders: Sequence[int]) -> Any:
         content = _made(described.content, name, here, holders)
         return content if here.is_alone else Component(content)
     if isinstance(described, Each):
-        ranks = holders if here.rank is None else (here.rank,)
-        of_ranks = {
-            rank: _made(described.of, f"{name}.of {rank}", here.of_rank(rank), (rank,))
-            for rank in ranks
-        }
         if here.rank is not None:
-            return cloudckpt.per_rank(of_ranks[here.rank])
-        return {f"rank_{rank}": value for rank, value in of_ranks.items()}
+            return _of_rank(described, name, here, holders)
+        return {f"rank_{rank}": _of_each(described, name, here, rank) for rank in holders}
     if isinstance(described, dict):
         found = type(described)()
         for key, inner in described.items():
@@ -98,11 +94,26 @@ def _made(described: Any, name: str, here: Here, holders: Sequence[int]) -> Any:
     return described.made(name, here)
 
 
-def placed_otherwise(described: Any, world: int, own: bool = False) -> Any:
-    """The state with tensors in other shards.
+def _of_each(described: Each, name: str, here: Here, rank: int) -> Any:
+    return _made(described.of, f"{name}.of {rank}", here.of_rank(rank), (rank,))
 
-    It lacks the entries that none of so many ranks had, and those with values of each rank.
-    """
+
+def _of_rank(
+    described: Each, name: str, here: Here, holders: Sequence[int]
+) -> cloudckpt.PerRank[Any]:
+    """A rank's own value, and those of others that it gets if other ranks load than have saved."""
+    assert here.rank is not None
+    has_saved = not here.saved_by or here.rank in holders
+    of_rank = here if has_saved else dataclasses.replace(here, blank=True)
+    own = cloudckpt.per_rank(_of_each(described, name, of_rank, here.rank))
+    if here.saved_by and [*holders] != [*range(here.world)]:
+        alone = dataclasses.replace(here, rank=None)
+        own.all = {rank: _of_each(described, name, alone, rank) for rank in holders}
+    return own
+
+
+def placed_otherwise(described: Any, world: int, own: bool = False) -> Any:
+    """The state with tensors in other shards, without what none of so many ranks had."""
     if isinstance(described, Component):
         return Component(placed_otherwise(described.content, world, own))
     if isinstance(described, Own):
@@ -111,7 +122,7 @@ def placed_otherwise(described: Any, world: int, own: bool = False) -> Any:
         return type(described)(
             (key, placed_otherwise(value, world, own))
             for key, value in described.items()
-            if not (isinstance(value, Own) and min(value.ranks) >= world) and not _has_each(value)
+            if not (isinstance(value, Own) and min(value.ranks) >= world)
         )
     if isinstance(described, list):
         return [placed_otherwise(value, world, own) for value in described]
@@ -120,18 +131,6 @@ def placed_otherwise(described: Any, world: int, own: bool = False) -> Any:
         turned = names[(names.index(described.placed) + 2) % len(names)]
         return dataclasses.replace(described, placed=turned, form="")
     return described
-
-
-def _has_each(described: Any) -> bool:
-    if isinstance(described, (Own, Component)):
-        described = described.of if isinstance(described, Own) else described.content
-    if isinstance(described, dict):
-        return any(map(_has_each, described.values()))
-    return (
-        any(map(_has_each, described))
-        if isinstance(described, list)
-        else isinstance(described, Each)
-    )
 
 
 def flat(state: dict[Any, Any], rank: int | None = None) -> dict[str, Any]:
@@ -189,6 +188,10 @@ def _is_empty(value: Any) -> bool:
 
 
 def _differences(actual: Any, expected: Any, at: str, ordered: bool) -> Iterator[str]:
+    if isinstance(expected, cloudckpt.PerRank) and expected.all:
+        others = {rank: value for rank, value in actual.all.items() if rank != dist.get_rank()}
+        wanted = {rank: value for rank, value in expected.all.items() if rank != dist.get_rank()}
+        yield from _differences(others, wanted, f"{at}.all", ordered)
     actual, expected = component_of(actual), component_of(expected)
     if isinstance(expected, torch.Tensor):
         yield from _of_tensors(actual, expected, at)

@@ -4,10 +4,20 @@ import pytest
 
 from .cases import CHECKS, Case, Fault, Save, Segment
 from .machine import carry_out
-from .values import Numbers, Own, Plain, Tensor, Text
+from .states import Component
+from .values import Each, Numbers, Own, Plain, Random, Tensor, Text
 
 _TWO = {"a0": Own((0,), Tensor((100,))), "a1": Own((1,), Tensor((100,)))}
 _THREE = {"a": Plain(0), "b": Plain(0), "c": Plain(0)}
+
+_OF_EACH = {
+    "pos": Each(Numbers(2)),
+    "app": Component(
+        {"random": Each(Random("torch")), "n": [Each({"w": Tensor((3,)), "none": Plain({})})]}
+    ),
+    "some": Own((1,), {"state": Each(Component({"v": Each(Numbers(3))}))}),
+}
+_WAYS = ["save", "async thread", "async process", "manager", "adopted"]
 
 CASES = {
     "a list of one rank outgrows packing, and another rank's items stay where they were": Case(
@@ -82,3 +92,14 @@ def test_what_was_found_once_is_not_there_any_more(name, ranks, places):
     case = CASES[name]
     assert {save.checks for save in case.saves} == {CHECKS}
     assert carry_out(case, ranks, places(case.store)) == []
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (4, 2), (1, 2)])
+def test_values_of_each_rank_come_back_on_another_number_of_ranks(
+    saved_by, loaded_by, ranks, places
+):
+    together = ("together",)
+    saves = [Save(_OF_EACH, by=way, to=way, checks=together) for way in _WAYS]
+    saves += [Save(_OF_EACH, to=to, incremental=True, checks=together) for to in ("first", "next")]
+    segments = [Segment(saved_by, saves), Segment(loaded_by, [Save(_THREE, checks=together)])]
+    assert carry_out(Case(segments), ranks, places("local")) == []

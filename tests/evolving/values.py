@@ -33,6 +33,7 @@ class Here:
         blank: Whether it is room to be loaded into.
         kept: Tensors of this process, which a training keeps and changes; by name.
         unlike: The names of values that differ from rank to rank.
+        saved_by: How many ranks have saved what is loaded; 0 if as many as there are.
     """
 
     step: int
@@ -41,6 +42,7 @@ class Here:
     blank: bool = False
     kept: dict[str, tuple[Tensor, torch.Tensor]] | None = None
     unlike: frozenset[str] = frozenset()
+    saved_by: int = 0
 
     @property
     def is_alone(self) -> bool:
