@@ -113,6 +113,14 @@ def test_a_value_of_each_rank_is_not_loaded_for_one_of_all(tmp_path):
     assert {*report.missing, *report.left_alone} == {"pos.rank_0"}
 
 
+@pytest.mark.parametrize("saved", [5, torch.ones(2), {"t": torch.ones(2), "n": {}}, [1, (2,)], {}])
+def test_a_per_rank_of_none_takes_whatever_was_saved(tmp_path, saved):
+    cloudckpt.save({"a": [cloudckpt.per_rank(saved)]}, checkpoint_id=tmp_path)
+    room = cloudckpt.per_rank(None)
+    cloudckpt.load({"a": [room]}, checkpoint_id=tmp_path)
+    assert _plain(room) == _plain(cloudckpt.per_rank(saved))
+
+
 @pytest.mark.parametrize("value", [cloudckpt.per_rank(1), torch.nn.Linear(1, 1)], ids=str)
 def test_what_a_tuple_would_lose_is_refused_by_name(tmp_path, value):
     with pytest.raises(UnsupportedValueError) as caught:

@@ -232,7 +232,7 @@ class Content:
             asked = [self._rank] if of_ranks.keys() == {*range(ranks)} else sorted(of_ranks)
             made = {
                 _name(rank): own.state
-                if rank == self._rank and own.has_names(of_ranks[rank])
+                if rank == self._rank and own.takes(of_ranks[rank], metadata)
                 else _placeholder(
                     (*own.path, _name(rank)), of_ranks[rank], metadata, structure, uri
                 )
@@ -265,11 +265,14 @@ class _Own:
         self.path, self.value, self.content = path, value, content
         [(self.name, self.state)] = content.state.items()
 
-    def has_names(self, names: Mapping[str, Path]) -> bool:
-        """Whether the value is loaded in place: it has tensors, or the names of the saved value."""
+    def takes(self, names: Mapping[str, Path], metadata: Metadata) -> bool:
+        """Whether saved values are loaded in place: it has tensors, or the same names of values."""
         flat = flatten_state_dict({".".join(map(str, self.path)): {self.name: self.state}})[0]
-        has_tensors = any(isinstance(value, torch.Tensor) for value in flat.values())
-        return has_tensors or flat.keys() == names.keys()
+        if any(isinstance(value, torch.Tensor) for value in flat.values()):
+            return True
+        saved = map(metadata.state_dict_metadata.__getitem__, names)
+        is_tensor = any(isinstance(entry, TensorStorageMetadata) for entry in saved)
+        return flat.keys() == names.keys() and not is_tensor
 
 
 def _name(rank: int) -> str:

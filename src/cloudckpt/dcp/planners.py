@@ -369,7 +369,10 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                 continue
             if why := _why_not(value, entry):
                 if self._strict:
-                    text = f"{name} is {why}; with strict=False it keeps its value"
+                    text = (
+                        f"{name} is {why}; with strict=False, or leave_misfits=True of a "
+                        "Checkpointer, it keeps its value"
+                    )
                     raise ShapeMismatchError(text, uri=self._uri, item=name)
             elif not self._strict:
                 why = _why_not_held(value, entry.form.dtype)
