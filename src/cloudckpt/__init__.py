@@ -44,7 +44,6 @@ from cloudckpt.config import (
     RetryPolicy,
     S3Options,
 )
-from cloudckpt.fork import late_imports
 
 if TYPE_CHECKING:  # for readers and type checkers; at run time, names are imported on first use
     from cloudckpt import aio, format_utils, hf, integrations
@@ -138,14 +137,3 @@ if not TYPE_CHECKING:  # type checkers would otherwise accept any name
 
     if "torch" in sys.modules:  # a training job: its first save does not wait for imports
         __getattr__("async_save")
-
-
-def _tell_torchs_logger(event: events.Event) -> None:
-    """Passes an event on to torch's own logger, if torch's checkpoint code is imported."""
-    if "torch.distributed.checkpoint" in sys.modules:
-        with late_imports:
-            from cloudckpt.checkpoint.torch_private import tell_torchs_logger
-        tell_torchs_logger(event)
-
-
-events.subscribe(_tell_torchs_logger, progress=False)

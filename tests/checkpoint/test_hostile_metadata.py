@@ -214,12 +214,6 @@ def test_values_nested_deep_are_refused(where):
     assert len(str(caught.value)) < 2000
 
 
-def test_an_instance_that_contains_itself_is_refused():
-    made = named(DCP, "StorageMeta") + b")\x81\x94" + dictionary(text("a"), b"j\0\0\0\0") + b"b"
-    with pytest.raises(REFUSED):
-        load_metadata(metadata(planner_data=made), URI)
-
-
 # opcodes
 
 

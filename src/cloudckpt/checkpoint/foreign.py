@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -203,15 +202,7 @@ _CONSTRUCTORS: Mapping[str, Constructor] = {
     **CALLS,
     **dict.fromkeys(_ENCODINGS, _format),
     f"{_DCP}.Metadata": _metadata,
-    f"{_DCP}.StorageMeta": _fields(
-        StorageMeta,
-        {
-            "checkpoint_id": (str, os.PathLike, _NONE),
-            "save_id": (str, _NONE),
-            "load_id": (str, _NONE),
-            "modules": (list,),
-        },
-    ),
+    f"{_DCP}.StorageMeta": _fields(StorageMeta, {"save_id": (str, _NONE)}, more=True),
     f"{_DCP}.TensorStorageMetadata": _tensor,
     f"{_DCP}.BytesStorageMetadata": _fields(BytesStorageMetadata, {}),
     f"{_DCP}.ChunkStorageMetadata": _fields(

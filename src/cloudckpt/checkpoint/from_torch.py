@@ -152,10 +152,6 @@ class _Collected:
             raise NotInColumnsError(
                 f"a chunk of {name} does not have as many dimensions as the tensor"
             )
-        if not all(type(dim) is int and dim >= 0 for dim in shape):
-            raise NotInColumnsError(
-                f"the shape of {name} has a negative size or one that is not an integer"
-            )
         if math.prod(shape) * properties.dtype.itemsize >= _END:
             raise NotInColumnsError(f"{name} has more bytes than a 64-bit number can count")
         try:
@@ -200,15 +196,11 @@ class _Collected:
 def _paths(planner_data: Any) -> Paths | None:
     if planner_data is None:
         return None
-    if type(planner_data) is not dict:
-        raise NotInColumnsError("planner_data is not that of torch's planner")
-    for name, path in planner_data.items():
-        if type(name) is not str or type(path) is not tuple:
-            raise NotInColumnsError("planner_data is not that of torch's planner")
-        for element in path:
-            if type(element) is not str and (type(element) is not int or not 0 <= element < _END):
-                raise NotInColumnsError(
-                    f"the path of {name} in planner_data has an element that is neither a key "
-                    "nor an index"
-                )
-    return planner_data
+    for name, path in planner_data.items() if type(planner_data) is dict else [("", None)]:
+        if type(name) is not str or type(path) is not tuple or not all(map(_is_element, path)):
+            raise NotInColumnsError(f"planner_data has {name!r}, which is not as torch's planner's")
+    return planner_data  # type: ignore[no-any-return]
+
+
+def _is_element(element: object) -> bool:
+    return type(element) is str or (type(element) is int and 0 <= element < _END)

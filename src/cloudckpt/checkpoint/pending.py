@@ -10,11 +10,13 @@ Nothing here uses torch: the trainer encodes the plan and the record before the 
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cloudckpt.checkpoint.objects import WrittenObject, check_attempt, check_folder
 from cloudckpt.checksum import CRC32C
@@ -22,8 +24,7 @@ from cloudckpt.errors import CheckpointCorruptError
 
 __all__ = ["MOST_BYTES", "Pending"]
 
-_MAGIC = b"cloudckpt-pending\0\1"  # its last byte is the version
-_HEAD = struct.Struct(f"<{len(_MAGIC)}sI")  # the magic bytes, and the length of the JSON document
+_MAGIC = b"cloudckpt-pending\0\2"  # its last byte is the version; a JSON document follows
 _CRC = struct.Struct("<I")  # CRC32C of all bytes before it
 
 MOST_BYTES = 1 << 28
@@ -78,22 +79,10 @@ class Pending:
         """Encodes the pending object; plan, record and notes only once the store
         has all objects.
         """
-        parts = () if self.objects is None else (self.plan, self.record, self.notes)
-        document = json.dumps(
-            {
-                "save": self.save,
-                "rank": self.rank,
-                "ranks": self.ranks,
-                "job": self.job,
-                "attempt": self.attempt,
-                "held": self.held,
-                "sent": self.sent,
-                "copies": self.copies,
-                "objects": None if self.objects is None else [o.to_json() for o in self.objects],
-                "sizes": list(map(len, parts)),
-            }
-        ).encode()
-        body = b"".join((_HEAD.pack(_MAGIC, len(document)), document, *parts))
+        document = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        if self.objects is None:
+            document |= {"plan": b"", "record": b"", "notes": b"", "references": ()}
+        body = _MAGIC + json.dumps(document, default=_plain).encode()
         return body + _CRC.pack(CRC32C.of(body))
 
     @classmethod
@@ -105,14 +94,7 @@ class Pending:
         """
         try:
             return _parse(bytes(data))
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            struct.error,
-        ) as exc:
+        except (ValueError, LookupError, TypeError, RecursionError, struct.error) as exc:
             raise CheckpointCorruptError(
                 "the file that a saving process left for the next job can't be read: it is "
                 "damaged, or was written by a newer cloudckpt",
@@ -121,55 +103,30 @@ class Pending:
             ) from exc
 
 
+def _plain(value: bytes | WrittenObject) -> Any:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value.to_json()
+
+
 def _parse(data: bytes) -> Pending:
     body, (crc,) = data[: -_CRC.size], _CRC.unpack(data[-_CRC.size :])
-    magic, size = _HEAD.unpack_from(body)
-    if magic != _MAGIC or CRC32C.of(body) != crc:
+    if not body.startswith(_MAGIC) or CRC32C.of(body) != crc:
         raise ValueError(
             "invalid pending save: its version is unknown, or its checksum does not match"
         )
-    start = _HEAD.size + size
-    document = json.loads(body[_HEAD.size : start])
-    parts = []
-    for length in document["sizes"]:
-        if type(length) is not int or length < 0:
-            raise ValueError(
-                "invalid pending save: the size of a part is negative or not an integer"
-            )
-        parts.append(body[start : start + length])
-        start += length
-    objects = document["objects"]
-    if start != len(body) or len(parts) != (0 if objects is None else 3):
-        raise ValueError(
-            "invalid pending save: the number or the sizes of its parts do not match its header"
-        )
-    plan, record, notes = parts or (b"", b"", b"")
-    numbers = [document[name] for name in ("rank", "ranks", "sent", "copies")]
-    texts = [document[name] for name in ("save", "job", "attempt")]
+    document = json.loads(body[len(_MAGIC) :])
+    for name in ("plan", "record", "notes"):
+        document[name] = base64.b64decode(document[name], validate=True)
+    for name in ("objects", "references"):
+        if document[name] is not None:
+            document[name] = tuple(map(WrittenObject.from_json, document[name]))
     for folder in document["held"]:
         check_folder(folder)
-    if any(type(one) is not int or one < 0 for one in numbers) or any(
-        type(one) is not str for one in texts
-    ):
+    made = Pending(**{**document, "held": tuple(document["held"])})
+    numbers, texts = (made.rank, made.ranks, made.sent, made.copies), (made.save, made.job)
+    if {*map(type, numbers)} != {int} or {*map(type, texts)} != {str}:
         raise ValueError("invalid pending save: a field has the wrong type")
-    if texts[2]:
-        check_attempt(texts[2])
-    rank, ranks, sent, copies = numbers
-    if rank >= ranks:
-        raise ValueError(
-            "invalid pending save: the number of the rank is not below the number of ranks"
-        )
-    return Pending(
-        save=texts[0],
-        rank=rank,
-        ranks=ranks,
-        job=texts[1],
-        attempt=texts[2],
-        plan=plan,
-        record=record,
-        notes=notes,
-        held=tuple(document["held"]),
-        sent=sent,
-        copies=copies,
-        objects=None if objects is None else tuple(map(WrittenObject.from_json, objects)),
-    )
+    if made.attempt != "":
+        check_attempt(made.attempt)
+    if min(numbers) < 0 or made.rank >= made.ranks:
+        raise ValueError("invalid pending save: a number is negative, or the rank too large")
+    return made

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ _MAGIC = b"ckptrec\2"
 # magic; then bytes of the document and of the columns, each packed and unpacked
 _HEADER = struct.Struct("<8s4Q")
 _END = 1 << 63
+_MOST_DIMS = 64  # numpy's limit; columns are walked once for each number of dimensions
 
 _LEAST = 1 << 20
 _TIMES = 16
@@ -447,8 +449,11 @@ def _described_form(form: Form) -> list[Any] | None:
     layouts = {kind: name for name, kind in _LAYOUTS.items()}
     formats = {kind: name for name, kind in _FORMATS.items()}
     dtype = str(form.dtype).removeprefix("torch.")
-    if getattr(torch, dtype, None) is not form.dtype:
-        raise ValueError(f"the element type {dtype} is not an attribute of torch")
+    if vars(torch).get(dtype) is not form.dtype or form.dims > _MOST_DIMS:
+        raise ValueError(
+            f"a tensor of {dtype} with {form.dims} dimensions can't be described: its type is not "
+            f"an attribute of torch, or it has more than {_MOST_DIMS} dimensions"
+        )
     flags = (form.requires_grad, form.pin_memory)
     if not all(type(flag) is bool for flag in flags):
         raise ValueError("requires_grad or pin_memory is not a bool")
@@ -459,24 +464,19 @@ def _form(described: Any) -> Form:
     if described is None:
         return VALUE
     shape, name, layout, memory_format, requires_grad, pinned = described
-    dtype = getattr(torch, name) if type(name) is str else None
+    dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(
             f"this torch does not know the element type {name!r}: install a newer torch"
         )
     if {type(requires_grad), type(pinned)} != {bool}:
         raise ValueError("invalid metadata record: requires_grad or pin_memory is not a bool")
-    size = dtype.itemsize
-    if type(shape) is not list:
-        raise ValueError("invalid metadata record: the shape of a tensor is not a list")
-    for dim in shape:
-        if type(dim) is not int or not 0 <= dim < _END:
-            raise ValueError(
-                "invalid metadata record: a size in the shape of a tensor is negative, too "
-                "large, or not an integer"
-            )
-        size *= dim
-    if size >= _END:
+    if len(shape) > _MOST_DIMS or not all(type(dim) is int and 0 <= dim < _END for dim in shape):
+        raise ValueError(
+            "invalid metadata record: a shape has too many dimensions, or one that is negative, "
+            "too large, or not an integer"
+        )
+    if math.prod(shape) * dtype.itemsize >= _END:
         raise ValueError(
             "invalid metadata record: a tensor has more bytes than a 64-bit number can count"
         )

@@ -150,8 +150,11 @@ class Structure:
             for name, value in values.items():
                 tree.add(_path(paths.get(name, (name,))), value)
             for path in self.empty:
-                tree.container(path)  # another rank may have had a value at this path
-            return tree.built(self.keys)
+                tree.node(path)  # another rank may have had a value at this path
+            for path, key in self.keys.items():
+                if (node := tree.node(path[:-1], create=False)) is not None:
+                    node.keys[path[-1]] = key
+            return tree.built()
         except ValueError as exc:
             raise CheckpointCorruptError(
                 "the nesting of the saved state dict is inconsistent; load it into a state dict",
@@ -160,12 +163,25 @@ class Structure:
             ) from exc
 
 
-class _Tree:
-    """Builds nested containers without recursion, as paths come from the store."""
+class _Node:
+    """A container that is being rebuilt: its entries by torch's path elements, and its true keys.
+
+    Paths come from the store: each element of one is visited a fixed number of times, without
+    recursion.
+    """
+
+    __slots__ = ("entries", "keys")
 
     def __init__(self) -> None:
-        # by path, inner containers after outer ones
-        self._containers: dict[Path, dict[str | int, Any]] = {(): {}}
+        self.entries: dict[str | int, Any] = {}
+        self.keys: dict[str | int, Key] = {}
+
+
+class _Tree:
+    def __init__(self) -> None:
+        self._root = _Node()
+        # parent, element and node, outer ones first
+        self._nodes: list[tuple[_Node, str | int, _Node]] = [(self._root, "", self._root)]
 
     def add(self, path: Path, value: Any) -> None:
         """Adds a stored value at a path.
@@ -173,24 +189,27 @@ class _Tree:
         Raises:
             ValueError: If the path exists already, or leads through a value.
         """
-        container = self.container(path[:-1]) if path else None
-        if container is None or path[-1] in container:
+        node = self.node(path[:-1]) if path else None
+        if node is None or path[-1] in node.entries:
             raise ValueError(f"{shown(path)} exists twice, or within another value")
-        container[path[-1]] = value
+        node.entries[path[-1]] = value
 
-    def container(self, path: Path) -> dict[str | int, Any] | None:
-        """Returns the container at a path, created if missing; None if a value is in the way."""
-        container = self._containers[()]
-        for depth, element in enumerate(path, 1):
-            inner = self._containers.get(path[:depth])
-            if inner is None:
-                if element in container:
-                    return None
-                inner = container[element] = self._containers[path[:depth]] = {}
-            container = inner
-        return container
+    def node(self, path: Path, *, create: bool = True) -> _Node | None:
+        """Returns the container at a path; None if a value is in the way, or it is not created."""
+        node = self._root
+        for element in path:
+            inner = node.entries.get(element)
+            if isinstance(inner, _Node):
+                node = inner
+                continue
+            if element in node.entries or not create:
+                return None
+            inner = node.entries[element] = _Node()
+            self._nodes.append((node, element, inner))
+            node = inner
+        return node
 
-    def built(self, keys: Mapping[Path, Key]) -> dict[Any, Any]:
+    def built(self) -> dict[Any, Any]:
         """Returns the whole tree, with the original keys instead of their strings.
 
         Raises:
@@ -199,20 +218,19 @@ class _Tree:
         """
         holes = _HOLES
         made: Any = None
-        for path, container in reversed(self._containers.items()):
-            kinds = {type(element) for element in container}
+        for parent, element, node in reversed(self._nodes):
+            entries, kinds = node.entries, {*map(type, node.entries)}
             if kinds == {int}:
-                length = max(container) + 1  # type: ignore[operator]
-                holes -= length - len(container)
+                length = max(entries) + 1  # type: ignore[operator]
+                holes -= length - len(entries)
                 if holes < 0:
-                    raise ValueError(f"{shown(path)} has fewer entries than its length")
-                made = [container.get(index) for index in range(length)]
+                    raise ValueError(f"{element!r} has fewer entries than its length")
+                made = [entries.get(index) for index in range(length)]
             else:
-                made = {keys.get((*path, name), name): value for name, value in container.items()}
-                if int in kinds or len(made) != len(container):
-                    raise ValueError(f"{shown(path)} is both a list and a dict, or has a key twice")
-            if path:
-                self._containers[path[:-1]][path[-1]] = made
+                made = {node.keys.get(name, name): value for name, value in entries.items()}
+                if int in kinds or len(made) != len(entries):
+                    raise ValueError(f"{element!r} is both a list and a dict, or has a key twice")
+            parent.entries[element] = made
         if not isinstance(made, dict):
             raise ValueError("a list has keys that are not indices")
         return made

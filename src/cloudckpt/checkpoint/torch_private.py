@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
-import logging
 import operator
 import sys
-import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -44,7 +41,6 @@ try:
     from torch.distributed.checkpoint import protocol as _protocol  # type: ignore[attr-defined, unused-ignore]
 except ImportError:  # before torch 2.14
     _protocol = None
-from cloudckpt.events import Event
 
 __all__ = [
     "CURRENT_DCP_VERSION",
@@ -60,7 +56,6 @@ __all__ = [
     "allowed_by_torch",
     "allowed_by_user",
     "create_chunk_list",
-    "dcp_logger",
     "declare_as",
     "declared_shards",
     "declares_shards",
@@ -71,11 +66,9 @@ __all__ = [
     "forget_plans",
     "groups_joined",
     "init_state_dict",
-    "logged_by_torch",
     "set_group_timeout",
     "state_dict_being_planned",
     "store_of_group",
-    "tell_torchs_logger",
     "traverse_state_dict",
     "validate_global_plan",
     "whole_shape",
@@ -198,23 +191,6 @@ def store_of_group(group: dist.ProcessGroup) -> Store | None:
     return found if isinstance(found, Store) else None
 
 
-def dcp_logger() -> logging.Logger | None:
-    """Returns the logger of torch's checkpointing; None if this torch has no such logger.
-
-    It is looked up at each call, since the module may be reloaded with another logger.
-    """
-    found = _of_logger_module("_dcp_logger")
-    return found if isinstance(found, logging.Logger) else None
-
-
-def _of_logger_module(name: str) -> Any:
-    try:
-        module = importlib.import_module("torch.distributed.checkpoint.logger")
-    except ImportError:
-        return None
-    return getattr(module, name, None)
-
-
 def state_dict_being_planned() -> tuple[Any, Any] | None:
     """Returns the state dict and the planner of the torch save that is calling; else None.
 
@@ -233,42 +209,3 @@ def state_dict_being_planned() -> tuple[Any, Any] | None:
             return None
         frame = frame.f_back
     return None
-
-
-def logged_by_torch(checkpoint_id: str, group: dist.ProcessGroup | None) -> Any:
-    """Returns a decorator by which torch's logger logs a step of a save, as torch's saver would."""
-    if (decorator := _of_logger_module("_dcp_method_logger")) is None:
-        return lambda step: step
-    return decorator(checkpoint_id=checkpoint_id, process_group=group)
-
-
-def tell_torchs_logger(event: Event) -> None:
-    """Logs an event by torch's logger: a dict, at level DEBUG, or ERROR for a failure.
-
-    The keys are torch's if it has one: ``checkpoint_id``, ``func_name`` (for example
-    ``cloudckpt.upload``), ``event`` (``end`` or ``exception``), ``time`` and ``times_spent`` in
-    nanoseconds, ``local_rank`` in the group that saves, and with a process group ``global_rank``
-    and ``world_size``; in addition, ``bytes``, and ``error`` or ``detail`` with the class of an
-    error.
-    """
-    logger = dcp_logger()
-    level = logging.ERROR if event.failed else logging.DEBUG
-    if logger is None or not logger.isEnabledFor(level):
-        return
-    spent = int(event.seconds * 1e9)
-    message: dict[str, str | int] = {
-        "checkpoint_id": event.uri,
-        "uuid": str(uuid.uuid4().int),
-        "func_name": f"cloudckpt.{event.phase}",
-        "event": "exception" if event.failed else "end",
-        "time": int(event.began * 1e9) + spent,
-        "times_spent": spent,
-        "local_rank": str(event.rank),
-        "bytes": event.nbytes,
-    }
-    if dist.is_available() and dist.is_initialized():
-        message["global_rank"] = str(dist.get_rank())
-        message["world_size"] = str(dist.get_world_size())
-    if event.detail:
-        message["error" if event.failed else "detail"] = event.detail
-    logger.log(level, message, extra={"cloudckpt_event": event})

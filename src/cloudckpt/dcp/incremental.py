@@ -12,9 +12,9 @@ import functools
 import logging
 import re
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.torch_private import Collectives
 from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.config import Config
+from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.plan_cache import GroupRef, ref_to
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -149,7 +150,6 @@ def agree_on_base(
     ranks: Collectives,
     members: dist.ProcessGroup | None,
     writer: Writer,
-    logged: Callable[[Callable[..., Any]], Any],
     *,
     is_planned: bool,
 ) -> Base | None:
@@ -163,19 +163,18 @@ def agree_on_base(
         ranks: The saving ranks; all of them call this.
         members: Their process group.
         writer: This rank's writer.
-        logged: Wraps a function so that torch's logger records it as a step.
         is_planned: Whether the plan is new.
     """
     known = _remembered(members, writer.uri)
 
-    @logged
+    @portable_errors(str(writer.uri))
     def own() -> tuple[str, str]:
         if known is None or is_planned:
             return "", ""
         uri, base = known
         return uri.folder, base.attempt
 
-    @logged
+    @portable_errors(str(writer.uri))
     def held(told: list[tuple[str, str]]) -> tuple[bool, Base | None]:
         hold = writer.hold_base(None if known is None else known[0])
         if hold is None:
@@ -188,7 +187,7 @@ def agree_on_base(
     if base is None and is_held:
         assert known is not None
         return known[1]
-    return cast("Base | None", base)
+    return base
 
 
 _Steps = tuple[GroupRef, CheckpointURI, tuple[str, ...]]

@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -42,7 +42,7 @@ from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Extents, Heads, Record
 from cloudckpt.checkpoint.shard import check_supported, small_form_of
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.torch_private import Collectives, forget_plans, logged_by_torch
+from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
 from cloudckpt.dcp import incremental, plan_cache
 from cloudckpt.dcp.copies import (
     Copies,
@@ -168,7 +168,7 @@ class SaveLoop:
             base: Base | None = None
             if self._is_incremental:
                 base = incremental.agree_on_base(
-                    self._ranks, self._group, self._ours, self._logged, is_planned=known is None
+                    self._ranks, self._group, self._ours, is_planned=known is None
                 )
             if is_custom and planned is not None:
                 attempt, metadata = self._by_protocol(planned, base)
@@ -196,7 +196,7 @@ class SaveLoop:
         manifests: list[Manifest] = []
         reported: list[Report] = []
 
-        @self._logged
+        @portable_errors(self._writer.checkpoint_id)
         def write_data() -> Report:
             expected: int | None = None
             small: SmallTensors = ()
@@ -230,7 +230,7 @@ class SaveLoop:
                 written = written.without(known.extents)
             return entry.digest, written, compared
 
-        @self._logged
+        @portable_errors(self._writer.checkpoint_id)
         def finish_checkpoint(reports: list[Report]) -> str | None:
             reported.extend(reports)
             return commit() if are_alike(number for _, _, number in reports) else None
@@ -242,11 +242,11 @@ class SaveLoop:
                 mine[0] = replace(mine[0], of_all=of_all)
                 return self._ours.attempt
 
-        @self._logged
+        @portable_errors(self._writer.checkpoint_id)
         def describe_copies() -> list[Described]:
             return mine[0].copies.described(planner)
 
-        @self._logged
+        @portable_errors(self._writer.checkpoint_id)
         def compare_copies(by_rank: list[list[Described]]) -> tuple[str, frozenset[str]]:
             refuses = self._ours.config.replicas == "refuse"
             unlike = refuse_or_tell(by_rank, self._ours.checkpoint_id, refuses=refuses)
@@ -258,7 +258,7 @@ class SaveLoop:
             mine[0] = replace(mine[0], copies=mine[0].copies.without(unlike))
         if self._outline is not None:
             plan_cache.remember(mine[0])
-        return cast(str, attempt), manifests[0].metadata if manifests else None
+        return attempt, manifests[0].metadata if manifests else None
 
     def _by_protocol(self, planned: _Planned, base: Base | None) -> tuple[str, Metadata | None]:
         """Writes and commits with exactly torch's calls, for custom planners and writers.
@@ -268,7 +268,7 @@ class SaveLoop:
         """
         writer, metadata = self._writer, cast("Metadata | None", planned.of_all)
 
-        @self._logged
+        @portable_errors(self._writer.checkpoint_id)
         def write_data() -> list[WriteResult]:
             plan = self._planner.finish_plan(planned.step)
             if self._is_incremental:  # the first save has no base, but digests
@@ -282,7 +282,7 @@ class SaveLoop:
                 self._sent += [result.storage_data[0] for result in results]
             return results
 
-        @self._logged
+        @portable_errors(self._writer.checkpoint_id)
         def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
             assert metadata is not None
             with committing(writer):
@@ -291,11 +291,6 @@ class SaveLoop:
 
         done = self._ranks.all_reduce("write", write_data, finish_checkpoint)
         return ("", done) if isinstance(done, Metadata) else (done, metadata)
-
-    def _logged(self, step: Callable[..., Any]) -> Any:
-        """Wraps a step so that torch's logger records it like a step of torch's saver."""
-        where = self._writer.checkpoint_id
-        return logged_by_torch(checkpoint_id=where, group=self._group)(portable_errors(where)(step))
 
     def _plan_anew(self, is_custom: bool) -> _Planned:
         """Makes a new plan together with the other ranks; returns this rank's part.
@@ -307,7 +302,7 @@ class SaveLoop:
         found: list[Planned | Metadata] = []
         local: list[tuple[SavePlan, Structure]] = []
 
-        @self._logged
+        @portable_errors(self._writer.checkpoint_id)
         def local_step() -> bytes:
             given: dict[str, Any] = {
                 "state_dict": self._state_dict,
@@ -330,7 +325,7 @@ class SaveLoop:
                 writer.note_structure(structure)
             return pickle.dumps(plan)
 
-        @self._logged
+        @portable_errors(self._writer.checkpoint_id)
         def global_step(told: list[bytes]) -> list[tuple[Any, int, Shared]]:
             number, plan = plan_cache.new_number(), self._planned_together
             with paused_gc():
