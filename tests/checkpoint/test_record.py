@@ -105,6 +105,8 @@ def test_a_record_comes_back(digests, written):
         {"forms": [None, None, [[], *FLOATS]]},
         {"forms": [[[4, 6], *FLOATS], None]},
         {"forms": [[[4, 6], "load", *FLOATS[1:]], None, [[], *FLOATS]]},
+        {"forms": [[[4, 6], "nn", *FLOATS[1:]], None, [[], *FLOATS]]},
+        {"forms": [[[4, 6], *FLOATS], None, [[1] * 65, *FLOATS]]},
         {"forms": [[[4, 6], "float33", *FLOATS[1:]], None, [[], *FLOATS]]},
         {"forms": [[[4, 6], 7, *FLOATS[1:]], None, [[], *FLOATS]]},
         {"forms": [[[4, 6], "int8", "sparse_coo", *FLOATS[2:]], None, [[], *FLOATS]]},

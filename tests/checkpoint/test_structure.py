@@ -4,6 +4,7 @@ import collections
 import enum
 import json
 import logging
+import tracemalloc
 
 import pytest
 import torch
@@ -235,3 +236,14 @@ def test_paths_that_make_no_sense_are_told_as_damage(paths, structure):
     with pytest.raises(CheckpointCorruptError) as caught:
         structure.nested({"a": 1, "b": 2}, paths, URI)
     assert caught.value.uri == URI
+
+
+def test_deep_paths_take_memory_in_proportion_to_their_length():
+    names = [str(number) for number in range(50)]
+    paths = {name: (name, *("x",) * 990) for name in names}
+    tracemalloc.start()
+    try:
+        Structure(empty=(("e",),)).nested(dict.fromkeys(names, 1), paths, URI)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()

@@ -21,7 +21,7 @@ from cloudckpt.checkpoint.objects import METADATA, WrittenObject, checked
 from cloudckpt.checkpoint.record import Record, bound
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import StorageInfo
-from cloudckpt.checkpoint.trailer import Trailer, notes_at_end, pickle_in
+from cloudckpt.checkpoint.trailer import Trailer, notes_at_end, pickle_in, record_in
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -100,11 +100,6 @@ def _fetch(store: ObjectStore, key: str, *, whole: bool) -> Fetched:
     return Fetched(info, data)
 
 
-def _body_in(data: bytearray, trailer: Trailer) -> memoryview | None:
-    start = len(data) - trailer.behind_pickle
-    return None if start < 0 else memoryview(data)[start : start + trailer.body_size]
-
-
 def _range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> bytearray:
     data = bytearray()
     for at in range(start, stop, _PIECE):
@@ -180,8 +175,10 @@ class CommitObject:
         trailer = Trailer.at_end_of(data, uri)
         notes = b"" if trailer is None else notes_at_end(data, uri)
         if trailer is not None:
-            body = _checked(fetched, trailer, uri)
-            if body.nbytes:
+            if is_whole:
+                pickle_in(data, uri)  # only other readers need it, but damage must be reported
+            if trailer.body_size:
+                body = record_in(data, trailer, uri)
                 record = _with_table(Record.parse(body, uri, bound(trailer.size)), uri)
                 return cls(fetched.info, lazy_metadata(record), record, notes, trailer, is_whole)
         metadata = load_metadata(data, uri, trust_pickle=trust_pickle)
@@ -271,21 +268,6 @@ def _with_table(record: Record, uri: str) -> Record:
             uri=uri,
         )
     return record
-
-
-def _checked(fetched: Fetched, trailer: Trailer, uri: str) -> memoryview:
-    """Returns the bytes of the record, verified against their checksum."""
-    if len(fetched.data) == fetched.info.size:
-        pickle_in(fetched.data, uri)  # only other readers need it, but damage must be reported
-    found = _body_in(fetched.data, trailer)
-    size = trailer.size + trailer.behind_pickle
-    if found is None or size != fetched.info.size or CRC32C.of(found) != trailer.body_crc:
-        raise CheckpointCorruptError(
-            "the metadata does not match its checksum: restore the object, or load an older "
-            "checkpoint",
-            uri=uri,
-        )
-    return found
 
 
 def read_commit(

@@ -11,7 +11,6 @@ It contains no pickle, and the memory needed to read it is bounded beforehand.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -276,25 +275,26 @@ class Record:
         Raises:
             CheckpointCorruptError: If the record is inconsistent.
         """
-        with _senseless_is_corrupt(uri), paused_gc():
-            return _parse(memoryview(data), most, {} if known is None else known)
+        try:
+            with paused_gc():
+                return _parse(memoryview(data), most, {} if known is None else known)
+        except (
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            struct.error,
+        ) as exc:
+            raise CheckpointCorruptError(
+                "the metadata is invalid: it is damaged, or was written by a newer cloudckpt; "
+                "install that, or load an older checkpoint",
+                uri=uri,
+                cause=exc,
+            ) from exc
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Record.parse, (self.to_bytes(), self.location)
-
-
-@contextlib.contextmanager
-def _senseless_is_corrupt(uri: str) -> Iterator[None]:
-    kinds = (KeyError, TypeError, IndexError, AttributeError, RuntimeError, struct.error)
-    try:
-        yield
-    except (ValueError, *kinds) as exc:
-        raise CheckpointCorruptError(
-            "the metadata is invalid: it is damaged, or was written by a newer cloudckpt; "
-            "install that, or load an older checkpoint",
-            uri=uri,
-            cause=exc,
-        ) from exc
 
 
 class _Head(NamedTuple):
@@ -485,15 +485,12 @@ def _form(described: Any) -> Form:
 
 
 def _paths(names: Sequence[str], described: Any) -> Paths:
-    if type(described) is not list or not {*map(type, described)} <= {list}:
-        raise ValueError("invalid metadata record: a path is not a list")
     elements = list(chain.from_iterable(described))
     kinds = {*map(type, elements)}
     indices = (one for one in elements if type(one) is int) if int in kinds else ()
-    if not kinds <= {str, int} or not all(0 <= one < _END for one in indices):
-        raise ValueError(
-            "invalid metadata record: a path has an element that is neither a key nor an index"
-        )
+    is_listed = {*map(type, described)} <= {list} and kinds <= {str, int}
+    if not is_listed or not all(0 <= one < _END for one in indices):
+        raise ValueError("invalid metadata record: a path is not a list of keys and indices")
     return dict(zip(names, map(tuple, described), strict=True))
 
 

@@ -14,7 +14,15 @@ import struct
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import CheckpointCorruptError
 
-__all__ = ["MOST_NOTES", "TAIL", "Trailer", "notes_at_end", "pickle_in", "with_trailer"]
+__all__ = [
+    "MOST_NOTES",
+    "TAIL",
+    "Trailer",
+    "notes_at_end",
+    "pickle_in",
+    "record_in",
+    "with_trailer",
+]
 
 _MAGIC = b"cloudckpt-metadata\0\1"  # its last byte is the version
 _TRAILER = struct.Struct(f"<QIQIQI{len(_MAGIC)}s")
@@ -82,20 +90,20 @@ def notes_at_end(tail: bytes | bytearray, uri: str) -> bytes:
     """
     if (trailer := Trailer.at_end_of(tail, uri)) is None:
         if not tail.endswith(_END):
-            raise CheckpointCorruptError(
-                "the metadata are cut off, or none: restore them, or load an older checkpoint",
-                uri=uri,
-            )
+            raise _damaged(uri)
         return b""
-    end = len(tail) - _TRAILER.size
-    start = end - trailer.notes_size
-    if start < 0 or CRC32C.of(notes := bytes(tail[start:end])) != trailer.notes_crc:
-        raise CheckpointCorruptError(
-            "the notes do not match their checksum: restore the object, or load an older "
-            "checkpoint",
-            uri=uri,
-        )
-    return notes
+    stop = len(tail) - _TRAILER.size
+    return bytes(_part(tail, stop - trailer.notes_size, stop, trailer.notes_crc, uri))
+
+
+def record_in(data: bytes | bytearray, trailer: Trailer, uri: str) -> memoryview:
+    """Returns the record in the last bytes of ``.metadata``, which must include it.
+
+    Raises:
+        CheckpointCorruptError: If it is damaged.
+    """
+    start = len(data) - trailer.behind_pickle
+    return _part(data, start, start + trailer.body_size, trailer.body_crc, uri)
 
 
 def pickle_in(data: bytes | bytearray, uri: str) -> memoryview:
@@ -108,14 +116,24 @@ def pickle_in(data: bytes | bytearray, uri: str) -> memoryview:
     Raises:
         CheckpointCorruptError: If it is damaged.
     """
-    pickled = memoryview(data)
-    if (trailer := Trailer.at_end_of(data, uri)) is not None:
-        is_whole = len(data) == trailer.size + trailer.behind_pickle
-        pickled = pickled[: trailer.size]
-        if not is_whole or CRC32C.of(pickled) != trailer.crc:
-            raise CheckpointCorruptError(
-                "the metadata does not match its checksum: restore the object, or load an "
-                "older checkpoint",
-                uri=uri,
-            )
-    return pickled
+    if (trailer := Trailer.at_end_of(data, uri)) is None:
+        return memoryview(data)
+    stop = len(data) - trailer.behind_pickle
+    return _part(data, stop - trailer.size, stop, trailer.crc, uri, first=True)
+
+
+def _part(
+    data: bytes | bytearray, start: int, stop: int, crc: int, uri: str, *, first: bool = False
+) -> memoryview:
+    part = memoryview(data)[max(start, 0) : max(stop, 0)]
+    if start < 0 or (first and start) or CRC32C.of(part) != crc:
+        raise _damaged(uri)
+    return part
+
+
+def _damaged(uri: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        "the metadata is cut off, or does not match its checksum: restore the object, or load an "
+        "older checkpoint",
+        uri=uri,
+    )
