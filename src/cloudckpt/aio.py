@@ -20,7 +20,7 @@ from cloudckpt.checkpoint.objects import find_commit
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import TransferCancelledError
 from cloudckpt.runs import contents, verifying
-from cloudckpt.runs.catalog import CheckpointSummary, Run, newest_step, summaries
+from cloudckpt.runs.catalog import CheckpointSummary, Run
 from cloudckpt.runs.contents import CheckpointContents
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 from cloudckpt.runs.verifying import Verified
@@ -51,7 +51,7 @@ async def latest(
 ) -> str | None:
     """Returns the URI of a run's newest committed step, or None; see :func:`cloudckpt.latest`."""
     found = Run(run, step_name=step_name, config=config)
-    step = await _asked(found.view, lambda view: newest_step(view, found))
+    step = await _asked(found.view, lambda view: found.through(view).newest())
     return None if step is None else str(found.uri(step))
 
 
@@ -60,7 +60,7 @@ async def list_checkpoints(
 ) -> list[CheckpointSummary]:
     """Returns the committed checkpoints of a run; see :func:`cloudckpt.list_checkpoints`."""
     found = Run(run, step_name=step_name, config=config)
-    return await _asked(found.view, lambda view: summaries(view, found), is_wide=True)
+    return await _asked(found.view, lambda view: found.through(view).summaries(), is_wide=True)
 
 
 def watch(

@@ -404,7 +404,7 @@ def test_a_checkpoint_of_a_run_that_is_deleted_meanwhile_is_left_out(cloud, capl
     assert deleted
     assert (copied.checkpoints, copied.already_there) == (2, 0)
     assert {key.split("/")[1] for key in cloud.keys("there")} == {"step-1", "step-3"}
-    assert "deleted while its run was copied: memory://here/run/step-2" in caplog.text
+    assert "deleted before it was copied: memory://here/run/step-2" in caplog.text
 
 
 def _copy(source: str, target: str, forbidden: str | None = None) -> int:

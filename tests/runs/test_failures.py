@@ -142,7 +142,7 @@ def test_failures_are_counted_in_the_order_of_the_saves() -> None:
     assert tolerated(second)  # told before that of the save before it
     assert tolerated(first)
     assert saves.status().failures_in_row == 2
-    saves.committed(third)
+    saves.end(third, "committed")
     assert saves.status().failures_in_row == 0
     assert tolerated(others[0])
     assert saves.status().failures_in_row == 1

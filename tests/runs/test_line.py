@@ -228,7 +228,7 @@ def test_a_checkpoint_in_the_place_of_a_run_is_refused_with_the_run_named(run, a
 @pytest.fixture
 def answers(monkeypatch):
     """What ends the silence of a store that is asked for the first claim."""
-    monkeypatch.setattr(claim, "PATIENCE", 0.2)
+    monkeypatch.setattr(own_line, "_PATIENCE", 0.2)
     answers, put_whole, asked = threading.Event(), claim.put_whole, itertools.count()
 
     def put(*args, **options):

@@ -22,10 +22,10 @@ FAILED, WRONG, NOTHING_THERE, DAMAGED = 1, 2, 3, 4
 
 app = typer.Typer(
     name="cloudckpt",
-    help="Look at checkpoints in object stores, verify, compare, copy and delete them. Options "
-    "come from the environment, as everywhere in cloudckpt, or are given. The exit code is 0, or 1 "
-    "for a failure, 2 for wrong arguments or options, 3 if there is no checkpoint, 4 if one is "
-    "damaged, 130 after Ctrl-C; of diff as of diff(1).",
+    help="List, inspect, verify, compare, copy and delete checkpoints in stores and folders. "
+    "Options that are not given are read from environment variables (CLOUDCKPT_*). Exit codes: 0 "
+    "success, 1 failure, 2 invalid arguments or options, 3 no checkpoint, 4 a damaged checkpoint, "
+    "130 Ctrl-C; diff uses those of diff(1).",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # which joins the lines of a paragraph

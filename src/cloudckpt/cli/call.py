@@ -197,15 +197,16 @@ def _call(
 
     Args:
         given: The options of the command itself, among them its locations.
-        dry_run: Change nothing, and print what would be done.
-        yes: Do not ask.
-        as_json: Print JSON.
-        quiet: Print only results that were asked for, and errors.
-        verbose: Log to stderr what happens.
-        concurrency: Transfers and requests at a time.
-        endpoint_url: Of the store.
-        profile: Of the configuration files of AWS.
-        region: Of the bucket in S3.
+        dry_run: Print what would be done, and change nothing.
+        yes: Do not ask for confirmation.
+        as_json: Print the result as JSON.
+        quiet: Print only requested results and errors: no progress, no confirmation.
+        verbose: Log each step to stderr.
+        concurrency: Maximum number of concurrent transfers and requests. [default: as
+            CLOUDCKPT_CONNECTIONS says, else chosen by the measured speed]
+        endpoint_url: URL of the store's endpoint, e.g. https://minio:9000.
+        profile: Profile in the AWS configuration files (S3 only).
+        region: Region of the bucket, e.g. eu-west-1 (S3 only).
     """
     options = _of_store(given, endpoint_url=endpoint_url, profile=profile, region=region)
     if concurrency is not None:

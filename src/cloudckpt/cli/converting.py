@@ -34,19 +34,19 @@ def convert(
     overwrite: bool | None = None,
     trust_pickle: bool = False,
 ) -> None:
-    """Turn a file of torch.save into a checkpoint, or a checkpoint into a file or a new checkpoint.
+    """Convert a torch.save file to a checkpoint, or a checkpoint to a file or a new checkpoint.
 
-    The content of SOURCE tells which of them it is. This needs memory for one copy of the state.
-    TARGET appears when it is complete.
+    The content of SOURCE decides which of them it is. The command needs memory for one copy of the
+    state. TARGET becomes visible when it is complete.
 
     Args:
         call: As it was called.
-        source: A checkpoint, of cloudckpt or torch, or a file of torch.save.
-        target: Where to write.
-        to: A checkpoint (dcp) or a file of torch.save (torch); by default the other one, or what
-            TARGET is named like.
-        overwrite: Replace what is there. [default: as CLOUDCKPT_OVERWRITE says, else yes]
-        trust_pickle: Let pickles in SOURCE run any code; only if you trust it.
+        source: A checkpoint of cloudckpt or torch, or a torch.save file.
+        target: Location of the checkpoint or file to write.
+        to: Format of TARGET: a checkpoint (dcp) or a torch.save file (torch). [default: a
+            checkpoint for a file; for a checkpoint, by the extension of TARGET]
+        overwrite: Replace an existing target. [default: as CLOUDCKPT_OVERWRITE says, else yes]
+        trust_pickle: Allow pickles in SOURCE to run code. Use it only for sources that you trust.
     """
     from cloudckpt import format_utils
 
@@ -103,16 +103,18 @@ def export(
 ) -> None:
     """Write the tensors of a checkpoint as a model in safetensors files.
 
-    Where the store can, it copies them itself. The model appears when all of it is there.
+    Within a cloud the store copies most bytes itself. The model becomes visible when it is
+    complete.
 
     Args:
         call: As it was called.
-        checkpoint: A checkpoint, of cloudckpt or torch.
-        target: The folder of the model.
-        prefix: Export only what is beneath this name, such as model, and drop the name.
-        max_shard_size: Maximum bytes of tensors in a file, e.g. 5GB or 4GiB.
-        dtype: What floating-point tensors become: bfloat16, float16, float32, ...
-        overwrite: Replace what is there. [default: as CLOUDCKPT_OVERWRITE says, else yes]
+        checkpoint: A checkpoint of cloudckpt or torch.
+        target: The folder of the model, e.g. s3://bucket/model.
+        prefix: Export only tensors whose names begin with this prefix, e.g. model, and remove it
+            from the names.
+        max_shard_size: Maximum file size, e.g. 5GB or 4GiB.
+        dtype: Convert floating-point tensors to this type, e.g. bfloat16. [default: no conversion]
+        overwrite: Replace an existing target. [default: as CLOUDCKPT_OVERWRITE says, else yes]
     """
     import torch
 
@@ -156,13 +158,14 @@ def export(
 def import_(call: Call, source: str, checkpoint: str, *, overwrite: bool | None = None) -> None:
     """Save a model in safetensors files as a checkpoint.
 
-    This needs memory for one copy of the model. The checkpoint appears when it is complete.
+    The command needs memory for one copy of the model. The checkpoint becomes visible when it is
+    complete.
 
     Args:
         call: As it was called.
-        source: A model in safetensors files: its folder, or one file.
-        checkpoint: Where to save.
-        overwrite: Replace what is there. [default: as CLOUDCKPT_OVERWRITE says, else yes]
+        source: The folder of a model in safetensors files, or one such file.
+        checkpoint: Location of the checkpoint to write, e.g. s3://bucket/run/step-0.
+        overwrite: Replace an existing target. [default: as CLOUDCKPT_OVERWRITE says, else yes]
     """
     from cloudckpt.api import exists
     from cloudckpt.format_utils import dcp_to_dcp

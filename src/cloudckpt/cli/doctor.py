@@ -29,15 +29,15 @@ def doctor(
 ) -> None:
     """Check all that saving and loading need: credentials, connection, permissions, speed.
 
-    What it writes is named .cloudckpt-doctor.* and deleted again. No credentials are shown. The
-    exit code is 1 if something does not work.
+    The objects that it writes are named .cloudckpt-doctor.* and deleted again. Credentials are not
+    shown. The exit code is 1 if a check fails.
 
     Args:
         call: As it was called.
-        location: Where checkpoints are to be, e.g. s3://bucket/run.
-        read_only: Write nothing, for those who may only load.
-        size: MiB to send to measure the speed, up to 1024.
-        patience: After which a check counts as failed.
+        location: The location to check, e.g. s3://bucket/run.
+        read_only: Write nothing: check only what loading needs.
+        size: MiB to upload and download to measure the speed, at most 1024.
+        patience: Time after which a check fails, e.g. 60s.
     """
     from cloudckpt.doctor import examine
 

@@ -26,13 +26,13 @@ _STYLES = {"added": "green", "removed": "red", "unknown": "dim"}
 
 @command(CHECKPOINTS)
 def inspect(call: Call, checkpoint: str, pattern: str = "*", *, html: str | None = None) -> None:
-    """Show what is in a checkpoint: names, shapes, types, sizes, and what was noted with it.
+    """Show what is in a checkpoint: names, shapes, types, sizes, and its notes.
 
     Args:
         call: As it was called.
         checkpoint: The checkpoint, e.g. s3://bucket/run/step-1000.
-        pattern: Which names, e.g. 'model.*'; * stands for any text.
-        html: Write this file: a page with sizes, notes and how it was saved.
+        pattern: Pattern of the names to show, e.g. 'model.*'; * matches any text.
+        html: Write an HTML page to this file: sizes, notes, and times of the save.
     """
     found = cloudckpt.inspect(checkpoint, config=call.config)
     items = tuple(item for item in found.items if fnmatchcase(item.name, pattern))
@@ -81,14 +81,14 @@ def _print_notes(found: "CheckpointContents", items: "tuple[StoredItem, ...]") -
 def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
     """Show how two checkpoints differ: in names, shapes, types and, by checksums, content.
 
-    The exit code is 1 if they differ, and more if that can't be told: 2 if checksums don't tell, or
-    for a failure, 3 if one is not there, 4 if one is damaged.
+    The exit code is 0 if they are the same, 1 if they differ, 2 if the checksums can't be compared
+    or the command failed, 3 if a checkpoint does not exist, 4 if one is damaged.
 
     Args:
         call: As it was called.
         first: A checkpoint, e.g. s3://bucket/run/step-1000.
-        second: Another checkpoint.
-        pattern: Which names, e.g. 'model.*'; * stands for any text.
+        second: The checkpoint to compare with.
+        pattern: Pattern of the names to compare, e.g. 'model.*'; * matches any text.
     """
     try:
         found = cloudckpt.diff(first, second, pattern=pattern, config=call.config)

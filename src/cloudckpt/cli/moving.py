@@ -15,14 +15,14 @@ from cloudckpt.errors import CheckpointCorruptError
 def verify(call: Call, checkpoint: str, *, ranks: bool | None = None) -> None:
     """Read all of a checkpoint and compare each block with its checksum.
 
-    Lists every damaged range: item, object, the first byte and the one after the last, and what is
-    wrong. Started by torchrun, the ranks divide the work.
+    Lists every damaged range: item, object, what is wrong, the first byte and the one after the
+    last. If torchrun starts the command, the ranks divide the work.
 
     Args:
         call: As it was called.
         checkpoint: The checkpoint, e.g. s3://bucket/run/step-1000.
-        ranks: Share the work with the other ranks of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-            [default: if torchrun has started the command]
+        ranks: Share the work with other ranks, as given by RANK, WORLD_SIZE, MASTER_ADDR and
+            MASTER_PORT. [default: yes if torchrun has started the command, else no]
     """
     with together(ranks) as joined:
         try:
@@ -55,20 +55,21 @@ def cp(
     step_name: str | None = None,
     ranks: bool | None = None,
 ) -> None:
-    """Copy a checkpoint, or all of a run, to another place, within a cloud or across clouds.
+    """Copy a checkpoint or a whole run, within a cloud, across clouds, or from and to disks.
 
-    It is compared with its checksums on the way, and becomes visible when all of it is there. A
-    checkpoint that is copied to a run goes beneath it. Started by torchrun, the ranks divide the
-    checkpoints of a run.
+    The bytes are compared with their checksums, and a copy becomes visible when it is complete. A
+    checkpoint that is copied to an existing run is put into it. If torchrun starts the command, the
+    ranks divide the checkpoints of a run.
 
     Args:
         call: As it was called.
         source: A checkpoint, or the folder of a run.
-        target: Where to copy it.
-        overwrite: Replace what is there. [default: as CLOUDCKPT_OVERWRITE says, else yes]
-        step_name: Of a run, copy only checkpoints with such names, e.g. 'step-{step}'.
-        ranks: Share the work with the other ranks of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-            [default: if torchrun has started the command]
+        target: Location of the copy; for a checkpoint also the folder of an existing run.
+        overwrite: Replace an existing target. [default: as CLOUDCKPT_OVERWRITE says, else yes]
+        step_name: Copy only checkpoints of a run whose folder names match this pattern, e.g.
+            'step-{step}'. [default: all]
+        ranks: Share the work with other ranks, as given by RANK, WORLD_SIZE, MASTER_ADDR and
+            MASTER_PORT. [default: yes if torchrun has started the command, else no]
     """
     config = call.having(overwrite)
     if call.dry_run:
@@ -98,7 +99,7 @@ def cp(
 def unshare(call: Call, checkpoint: str) -> None:
     """Make a checkpoint self-contained that shares bytes with others of its run.
 
-    What it shares is copied into its own folder.
+    The shared data is copied into its own folder.
 
     Args:
         call: As it was called.

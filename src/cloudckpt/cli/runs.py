@@ -16,7 +16,7 @@ from cloudckpt.cli.call import RUNS, Call, command, seconds
 from cloudckpt.cli.output import Moment, Size, safe
 from cloudckpt.errors import CheckpointNotFoundError
 from cloudckpt.runs import CheckpointSummary, finding
-from cloudckpt.runs.catalog import Run, newest_of, summary
+from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.uri import CheckpointURI
 
@@ -27,16 +27,16 @@ _YELLOW = dict.fromkeys(["abandoned", "incomplete", "pending"], "yellow")
 def ls(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) -> None:
     """List the checkpoints of a run; of a folder or bucket, the runs beneath it.
 
-    Abandoned: committed, but not of the training that the next job restores. Incomplete: an
-    interrupted save left it. Pending: its trainers were killed and their saving processes send the
-    rest, which the next job or `cloudckpt recover` commits. Kept: deleted, except for data that
-    later steps share.
+    States: committed; abandoned (committed, but not part of the training that the next job
+    restores); incomplete (left by an interrupted save, or being saved); pending (its job was
+    killed, and the next job or `cloudckpt recover` can commit it); kept (deleted, except for data
+    that other checkpoints share).
 
     Args:
         call: As it was called.
-        locations: Runs, folders and buckets, e.g. s3://bucket/run; * and ? stand for any text in a
-            name, of checkpoints, too.
-        step_name: The name pattern of the run's checkpoints.
+        locations: Runs, folders, buckets or checkpoints, e.g. s3://bucket/run. In each folder
+            name, * matches any text and ? one character.
+        step_name: Pattern of the checkpoints' folder names.
     """
     found = _checkpoints(call, locations, step_name)
     if not found:
@@ -91,8 +91,8 @@ def _show_runs(call: Call, locations: Sequence[str], step_name: str) -> None:
     rows = []
     for run in _runs_beneath(call, locations, step_name):
         steps = run.steps()
-        newest = newest_of(run.view, run, steps)
-        last = None if newest is None else summary(run.view, run, run.names.name(newest))
+        newest = run.newest(steps)
+        last = None if newest is None else run.summary(run.names.name(newest))
         age = None if last is None or last.modified is None else Moment(last.modified)
         rows.append({"latest": newest, "steps": len(steps), "age": age, "run": str(run.root)})
     call.show(rows)
@@ -120,12 +120,13 @@ def _refuse_none(found: Sequence[object], locations: Sequence[str]) -> None:
 
 @command(RUNS)
 def du(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) -> None:
-    """Show what the runs in a folder or bucket take: in all, abandoned, and not committed.
+    """Show the size of each run in a folder or bucket: in all, abandoned, and not committed.
 
     Args:
         call: As it was called.
-        locations: Runs, folders and buckets; * and ? stand for any text in a name.
-        step_name: The name pattern of the runs' checkpoints.
+        locations: Runs, folders or buckets, e.g. s3://bucket. In each folder name, * matches any
+            text and ? one character.
+        step_name: Pattern of the checkpoints' folder names.
     """
     rows = []
     for run in _runs_beneath(call, locations, step_name):
@@ -150,7 +151,7 @@ def latest(call: Call, run: str, *, step_name: str = DEFAULT_PATTERN) -> None:
     Args:
         call: As it was called.
         run: The folder of a run, e.g. s3://bucket/run.
-        step_name: The name pattern of the run's checkpoints.
+        step_name: Pattern of the checkpoints' folder names.
     """
     found = cloudckpt.latest(run, step_name=step_name, config=call.config)
     if found is None:
@@ -174,9 +175,9 @@ def best(
     Args:
         call: As it was called.
         run: The folder of a run, e.g. s3://bucket/run.
-        metric: The metric to compare.
-        mode: Whether its lowest or its highest value is the best.
-        step_name: The name pattern of the run's checkpoints.
+        metric: Name of the metric to compare, e.g. loss.
+        mode: Whether the lowest (min) or the highest value (max) is the best.
+        step_name: Pattern of the checkpoints' folder names.
     """
     from cloudckpt.runs.pruning import best_step
 
@@ -194,12 +195,12 @@ def best(
 
 @command(RUNS, writes=True)
 def recover(call: Call, checkpoint: str, *, wait: str = "60s") -> None:
-    """Commit a checkpoint whose job was killed after all of its data was sent.
+    """Commit a checkpoint whose job was killed after all data was uploaded.
 
     Args:
         call: As it was called.
         checkpoint: The checkpoint, e.g. s3://bucket/run/step-1000.
-        wait: How long to wait for processes that are still sending.
+        wait: Maximum time to wait for processes that are still uploading, e.g. 60s.
     """
     from cloudckpt.runs import adopting
 
@@ -207,7 +208,7 @@ def recover(call: Call, checkpoint: str, *, wait: str = "60s") -> None:
     if call.dry_run:
         uri = CheckpointURI.parse(checkpoint)
         run = Run(uri.parent, config=call.config)
-        found = summary(run.view, run, uri.folder)
+        found = run.summary(uri.folder)
         _refuse_none([found] if found else [], [checkpoint])
         state = "incomplete" if found is None else _state(found)
     else:
@@ -222,9 +223,10 @@ def rm(call: Call, locations: list[str], *, recursive: bool = False) -> None:
 
     Args:
         call: As it was called.
-        locations: Checkpoints to delete; * and ? stand for any text in a name.
-        recursive: Delete all checkpoints of the runs that are there or beneath, and what saves have
-            left in them. No job may be saving there.
+        locations: Checkpoints, e.g. s3://bucket/run/step-1000; with --recursive, runs or folders.
+            In each folder name, * matches any text and ? one character.
+        recursive: Delete whole runs, at the locations or beneath them: all checkpoints, and the
+            leftovers of killed saves. No job may be saving there.
     """
     runs, alone = list[Run](), list[str]()
     for uri in [uri for one in locations for uri in finding.matching(one, call.config)]:
@@ -248,19 +250,20 @@ def prune(
     abandoned: bool = False,
     step_name: str = DEFAULT_PATTERN,
 ) -> None:
-    """Delete the checkpoints of a run that are not to be kept; never the newest committed one.
+    """Delete the checkpoints of a run that no given rule keeps; the newest always stays.
 
     Args:
         call: As it was called.
         run: The folder of a run, e.g. s3://bucket/run.
-        max_to_keep: Keep so many of the newest; by a metric alone, so many of the best.
-        best_to_keep: Keep so many of the best, and those without the metric.
-        keep_younger_than: Keep those committed within this time, e.g. 2h.
-        keep_period: Keep steps that this number divides, too.
-        best_metric: The metric by which some are the best.
-        best_mode: Whether its lowest or its highest values are the best.
-        abandoned: Delete abandoned checkpoints, too.
-        step_name: The name pattern of the run's checkpoints.
+        max_to_keep: Keep this many of the newest checkpoints; with --best-metric and without
+            --best-to-keep, this many of the best.
+        best_to_keep: Keep this many of the best checkpoints, and all without the metric.
+        keep_younger_than: Keep checkpoints that were committed within this time, e.g. 2h.
+        keep_period: Keep steps that are multiples of this number.
+        best_metric: Name of the metric that decides which checkpoints are the best, e.g. loss.
+        best_mode: Whether the lowest (min) or the highest values (max) are the best.
+        abandoned: Also delete all abandoned checkpoints; they stay by default.
+        step_name: Pattern of the checkpoints' folder names.
     """
     from cloudckpt.runs import pruning
 
@@ -332,7 +335,7 @@ def sweep(call: Call, run: str, *, older_than: str = "24h") -> None:
     Args:
         call: As it was called.
         run: The folder of a run, e.g. s3://bucket/run.
-        older_than: Their minimum age; less than a day only if no job is saving there.
+        older_than: Minimum age of leftovers, e.g. 24h. Less is safe only if no job is saving there.
     """
     from cloudckpt.runs import sweeping
 

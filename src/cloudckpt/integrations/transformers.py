@@ -194,7 +194,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if step is not None:
             return self._bring(meeting, step)
         damage: CheckpointCorruptError | None = None
-        for found in meeting.broadcast_from_first(lambda: list(self._run.committed_steps())):
+        for found in meeting.broadcast_from_first(lambda: self._run.committed()[::-1]):
             try:
                 return self._bring(meeting, found)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:

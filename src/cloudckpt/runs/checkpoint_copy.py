@@ -23,7 +23,6 @@ from cloudckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
-    CommitUnknownError,
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -120,7 +119,7 @@ class Place:
 
 
 def copy_checkpoint(
-    source: Place, target: Place, progress: Progress, *, is_of_a_run: bool = False
+    source: Place, target: Place, progress: Progress, *, skips_same: bool = False
 ) -> Copied:
     """Copies one checkpoint; a copy to its own location replaces references by copied objects.
 
@@ -128,33 +127,34 @@ def copy_checkpoint(
         source: The checkpoint.
         target: The location of the copy; its options say whether it may replace a checkpoint.
         progress: Counts the copied bytes.
-        is_of_a_run: Whether the checkpoint is one of a run that is copied: it is then skipped if
-            the target has an identical one, and the caller sets ``progress.total``.
+        skips_same: Whether nothing is copied if the target has an identical checkpoint.
 
     Raises:
         CheckpointReplacedError: If the source was replaced meanwhile; the caller may try again.
         CloudCheckpointError: The other errors of :func:`cloudckpt.copy`.
     """
     part = read_content(source.uri, source.config)
-    if is_of_a_run and _has_the_same(target, part):
+    if skips_same and _has_the_same(target, part):
         return Copied(already_there=1)
     baseline, attempt = _baseline(part, source, target), random_suffix()
-    objects = {one.source: one for one in _objects(part, source, target)}
-    tasks = [
-        replace(one, target=target.uri.key(data_name(0, ordinal, attempt)))
-        for ordinal, one in enumerate(objects.values())
-    ]
-    manifest = Manifest.of_copy(part.said, _renamed(part, source, tasks, attempt), attempt)
-    if not is_of_a_run:
-        progress.total = sum(task.size for task in tasks)
+    tasks = _tasks(part, source, target, attempt)
+    objects = {one.name: one for one in part.said.objects}  # those not copied keep their names
+    for ordinal, (name, task) in enumerate(tasks.items()):
+        known = objects.get(name) or WrittenObject(0, 0, "", task.size, 0, 0, 0)
+        objects[name] = replace(known, rank=0, ordinal=ordinal, attempt=attempt, folder="")
+    manifest = Manifest.of_copy(part.said, objects, attempt)
+    nbytes = sum(task.size for task in tasks.values())
+    progress.total = max(progress.total, nbytes)
+    written = {objects[name].name for name in tasks}
     try:
-        by_store = _Sending(source, target, progress).run(tasks, part)
+        by_store = _send(source, target, list(tasks.values()), part, progress)
     except BaseException:
-        _discard(tasks, target)
+        keys = [task.target for task in tasks.values()]
+        threads = target.config.requests_at_once
+        delete_quietly(target.store, keys, target.config.retry, threads=threads)
         raise
-    written = {task.target.removeprefix(target.uri.key("")) for task in tasks}
     try:
-        publish(
+        publish(  # if it fails, it deletes the objects itself, unless they may be needed
             target.store,
             target.uri,
             target.config,
@@ -165,29 +165,9 @@ def copy_checkpoint(
             kept={one.name for one in manifest.objects} - written,
             data=partial(manifest.data, part.said.notes),
         )
-    except CommitUnknownError:
-        raise
-    except Exception:  # the failed commit has deleted its own object
-        _discard(tasks, target)
-        raise
     finally:
         forget_listings()
-    nbytes = sum(task.size for task in tasks)
     return Copied(checkpoints=1, objects=len(tasks), nbytes=nbytes, by_store=by_store)
-
-
-def _renamed(
-    part: ReadContent, source: Place, tasks: Sequence[CopyTask], attempt: str
-) -> dict[str, WrittenObject]:
-    """Returns the objects of the copy, keyed by their names in the source."""
-    known = {one.name: one for one in part.said.objects}
-    names = {source.uri.key(name): name for name in known}
-    renamed = dict(known)  # objects that are not copied keep their names
-    for ordinal, task in enumerate(tasks):
-        name = names.get(task.source, task.source.removeprefix(source.uri.key("")))
-        record = known.get(name) or WrittenObject(0, 0, "", task.size, 0, 0, 0)
-        renamed[name] = replace(record, rank=0, ordinal=ordinal, attempt=attempt, folder="")
-    return renamed
 
 
 def _baseline(part: ReadContent, source: Place, target: Place) -> Baseline:
@@ -210,123 +190,97 @@ def _baseline(part: ReadContent, source: Place, target: Place) -> Baseline:
     return begun
 
 
-def _objects(part: ReadContent, source: Place, target: Place) -> list[CopyTask]:
-    """Lists the data objects to copy, without names at the target.
+def _tasks(part: ReadContent, source: Place, target: Place, attempt: str) -> dict[str, CopyTask]:
+    """Returns the data objects to copy, by their names in the source.
 
-    For a copy to its own location, only objects in the folders of other checkpoints are listed.
+    For a copy to its own location, only objects in the folders of other checkpoints are copied.
 
     Raises:
         CheckpointCorruptError: If an object without checksum is missing or too short.
     """
     uri, kind = source.uri, part.said.checksum
+    found: dict[str, tuple[int, int | None]] = {}  # size and checksum
     if kind is not None:
-        return [
-            CopyTask(uri.key(one.name), "", one.size, one.checksum, kind)
-            for one in part.said.objects
-            if one.folder or uri != target.uri
-        ]
-    needed: dict[str, int] = {}  # the minimum size of each object, by key
-    for entry in (part.metadata.storage_data or {}).values():
-        key = uri.key(checked(entry.relative_path, str(uri)))
-        needed[key] = max(needed.get(key, 0), entry.offset + entry.length)
-    kind = source.store.capabilities.checksum
-    infos = source.heads(list(needed))
-    for info in infos:
-        if info.size < needed[info.key]:
-            raise CheckpointCorruptError(
-                f"an object has {info.size} bytes, but the checkpoint needs {needed[info.key]}: "
-                "it was truncated; copy another checkpoint",
-                uri=source.store.uri(info.key),
-            )
-    return [CopyTask(info.key, "", info.size, info.checksum, kind) for info in infos]
+        for one in part.said.objects:
+            if one.folder or uri != target.uri:
+                found[one.name] = one.size, one.checksum
+    else:
+        needed: dict[str, int] = {}  # the minimum size of each object
+        for entry in (part.metadata.storage_data or {}).values():
+            name = checked(entry.relative_path, str(uri))
+            needed[name] = max(needed.get(name, 0), entry.offset + entry.length)
+        kind = source.store.capabilities.checksum
+        infos = source.heads([uri.key(name) for name in needed])
+        for (name, least), info in zip(needed.items(), infos, strict=True):
+            found[name] = info.size, info.checksum
+            if info.size < least:
+                raise CheckpointCorruptError(
+                    f"an object has {info.size} bytes, but the checkpoint needs {least}: it was "
+                    "truncated; copy another checkpoint",
+                    uri=source.store.uri(info.key),
+                )
+    return {
+        name: CopyTask(uri.key(name), target.uri.key(data_name(0, number, attempt)), *one, kind)
+        for number, (name, one) in enumerate(found.items())
+    }
 
 
-def _discard(tasks: Sequence[CopyTask], target: Place) -> None:
-    """Deletes the objects written by a copy that failed."""
-    keys, config = [task.target for task in tasks], target.config
-    delete_quietly(target.store, keys, config.retry, threads=config.requests_at_once)
+def _send(
+    source: Place,
+    target: Place,
+    tasks: Sequence[CopyTask],
+    part: ReadContent,
+    progress: Progress,
+) -> int:
+    """Copies objects until all have arrived; returns the bytes that the store copied itself.
 
+    If the store can't copy by itself, the rest is streamed through this machine. An object that was
+    damaged in transit is copied once more.
 
-@dataclass(frozen=True)
-class _Sending:
-    """Copies the data objects of one checkpoint to the target."""
+    Raises:
+        CheckpointReplacedError: If the source was replaced meanwhile.
+        CheckpointCorruptError: If the source is damaged.
+    """
+    within = [
+        task.source
+        for task in tasks
+        # a copy by the file system reports no checksum to compare
+        if source.uri.scheme != "file" and copies_within(source.store, target.store, task.size)
+    ]
+    infos = {info.key: info for info in source.heads(within)}
+    left = {task.target: replace(task, found=infos.get(task.source)) for task in tasks}
+    by_store, mismatches, stats = 0, 0, TransferStats(str(target.uri))
 
-    source: Place
-    target: Place
-    progress: Progress
+    def arrived(task: CopyTask) -> None:
+        nonlocal by_store
+        del left[task.target]
+        by_store += task.size if task.found is not None else 0
 
-    def run(self, tasks: Sequence[CopyTask], part: ReadContent) -> int:
-        """Copies objects; an object damaged in transit is copied once more.
-
-        Returns:
-            The bytes that the store copied itself.
-
-        Raises:
-            CheckpointReplacedError: If the source was replaced meanwhile.
-            CheckpointCorruptError: If the source is damaged.
-        """
+    while True:
         try:
-            return self._sent(tasks)
+            relay(
+                source.store,
+                target.store,
+                list(left.values()),
+                target.config,
+                stats,
+                moved=progress.add,
+                arrived=arrived,
+            )
+            return by_store
+        except _NOT_COPIED as error:
+            if all(task.found is None for task in left.values()):
+                raise
+            logger.warning(
+                "the store can't copy by itself, so the bytes pass through this machine: %s", error
+            )
+            left = {key: replace(task, found=None) for key, task in left.items()}
         except CheckpointCorruptError as error:
-            source = self.source
             check_unchanged(source.store, part.commit, str(source.uri), source.config.retry, error)
-            raise
-
-    def _sent(self, tasks: Sequence[CopyTask]) -> int:
-        """Copies objects until all have arrived; returns the bytes that the store copied itself.
-
-        If the store can't copy by itself, the rest is streamed through this machine.
-        """
-        left = {task.target: task for task in self._by_store(tasks)}
-        by_store = 0
-
-        def arrived(task: CopyTask) -> None:
-            nonlocal by_store
-            del left[task.target]
-            by_store += task.size if task.found is not None else 0
-
-        stats = TransferStats(str(self.target.uri))
-        tries = 0
-        while True:
-            try:
-                relay(
-                    self.source.store,
-                    self.target.store,
-                    list(left.values()),
-                    self.target.config,
-                    stats,
-                    moved=self.progress.add,
-                    arrived=arrived,
-                )
-                return by_store
-            except _NOT_COPIED as error:
-                if all(task.found is None for task in left.values()):
-                    raise
-                logger.warning(
-                    "the store can't copy by itself, so the bytes pass through this machine: %s",
-                    error,
-                )
-                left = {key: replace(task, found=None) for key, task in left.items()}
-            except MismatchError as error:
-                # raises if the object is damaged in the source
-                check(self.source.uri, self.source.config, only=str(error.uri))
-                tries += 1
-                if tries == 2:
-                    raise
-
-    def _by_store(self, tasks: Sequence[CopyTask]) -> list[CopyTask]:
-        """Sets ``found``, the source's object info, for objects that the store can copy itself.
-
-        Local files are always streamed: a copy by the file system reports no checksum to compare.
-        """
-        source, target = self.source, self.target
-        within = [
-            task.source
-            for task in tasks
-            if source.uri.scheme != "file" and copies_within(source.store, target.store, task.size)
-        ]
-        found = {info.key: info for info in source.heads(within)}
-        return [replace(task, found=found.get(task.source)) for task in tasks]
+            mismatches += 1
+            if not isinstance(error, MismatchError) or mismatches == 2:
+                raise
+            check(source.uri, source.config, only=str(error.uri))  # raises if the source is damaged
 
 
 def _has_the_same(target: Place, ours: ReadContent) -> bool:

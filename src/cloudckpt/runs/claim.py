@@ -18,27 +18,18 @@ which steps are on the line of the run (:mod:`cloudckpt.runs.line`).
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextvars
 import json
-import logging
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.checkpoint.commit import conditions_work
 from cloudckpt.checkpoint.objects import CLAIM, trial_name
 from cloudckpt.config import Config
-from cloudckpt.dcp.writer import CommitHook
 from cloudckpt.errors import (
-    AccessDeniedError,
     CheckpointConflictError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -49,11 +40,7 @@ from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Claim", "ClaimHook", "copy_claim"]
-
-logger = logging.getLogger("cloudckpt")
-
-PATIENCE = 10.0  # seconds that a call of save() waits for the claim
+__all__ = ["Claim", "copy_claim"]
 
 
 @dataclass(frozen=True)
@@ -167,121 +154,3 @@ def _taken(run: CheckpointURI, by: Owner | None) -> CheckpointConflictError:
         "give one of them its own folder, or stop it",
         uri=str(run),
     )
-
-
-class ClaimHook(CommitHook):
-    """Claims a run, checks the claim before each commit and deletion, and calls the user's hook.
-
-    Only rank 0 claims the run; the other ranks get the job's name from it.
-
-    Attributes:
-        job: The job's name, which is part of each step's notes; empty until the job claims the run.
-    """
-
-    def __init__(self, inner: CommitHook | None) -> None:
-        self.job = ""
-        self._inner = inner if inner is not None else CommitHook()
-        self._claim: Future[Claim] | None = None
-        self._drawn: set[str] = set()  # all random names of this job
-        self._deciding = threading.Lock()
-        self._is_late = False  # saves have used the job's name before the claim was answered
-
-    @property
-    def claimed_by(self) -> str:  # type: ignore[override]
-        """The name of this job; empty until it claims the run."""
-        return self.job
-
-    @property
-    def is_wanting(self) -> bool:
-        """Whether the job has not tried to claim the run yet, or the last try has failed."""
-        return self._claim is None or (
-            self._claim.done() and self._claim.exception(timeout=0) is not None
-        )
-
-    def begin(
-        self,
-        run: CheckpointURI,
-        config: Config,
-        continues: Mapping[str, int],
-        opened: Owner | None,
-        first: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Begins to claim the run under a new job name, in a thread of its own.
-
-        Args:
-            run: The folder of the run.
-            config: Options.
-            continues: The jobs that this job continues, each with its last step on the line.
-            opened: The claim that the job read when it opened the run.
-            first: Called in that thread before the claim is written.
-        """
-        before, job = self._claim, random_suffix()
-        made: Future[Claim] = Future()
-        self._claim, self._is_late, self.job = made, False, job
-        here = contextvars.copy_context()
-
-        def claim() -> Claim:
-            first()
-            seen: Owner | Claim | None = opened
-            if before is not None and before.exception() is None:
-                seen = before.result()
-            elif before is not None:  # the failed request may have been carried out by the store
-                retrier = Retrier(config.retry)
-                now = Owner.read(open_store(run, config), run.key(CLAIM), retrier)
-                seen = now if now is not None and now.job in self._drawn else opened
-            self._drawn.add(job)
-            try:
-                return Claim.make(run, config, job, continues, seen)
-            except AccessDeniedError as error:
-                with self._deciding:
-                    if seen is None or self._is_late:
-                        raise
-                    self.job = seen.job
-                logger.warning(
-                    "%s can't be replaced (is there a retention policy?), so another job that "
-                    "saves into this run would not be noticed: %s",
-                    CLAIM,
-                    error,
-                )
-                return Claim(run, config, seen.version, seen.job)
-
-        def run_it() -> None:
-            try:
-                made.set_result(here.run(claim))
-            except BaseException as error:  # noqa: BLE001 - raised where the claim is needed
-                made.set_exception(error)
-
-        # a daemon thread: a program that ends does not wait for an unanswered claim
-        threading.Thread(target=run_it, name="cloudckpt-claim", daemon=True).start()
-
-    def wait(self, seconds: float | None) -> bool:
-        """Waits up to ``seconds`` for the claim; returns whether the store has answered.
-
-        If it has not, the commits of saves that begin now wait for the claim, and fail if it fails.
-
-        Raises:
-            CheckpointConflictError: If another job has claimed the run since it was opened.
-            CloudCheckpointError: If the run can't be claimed.
-        """
-        assert self._claim is not None
-        concurrent.futures.wait([self._claim], seconds)
-        with self._deciding:
-            if not self._claim.done():
-                self._is_late = True
-                return False
-        self._claim.result()
-        return True
-
-    def check_claim(self) -> None:
-        """Waits for the claim if one was begun, checks it, and calls the user's hook."""
-        if self._claim is not None:
-            self._claim.result().check()
-        self._inner.check_claim()
-
-    def before_commit(self, uri: str, metadata: Metadata) -> None:
-        """Calls the user's hook."""
-        self._inner.before_commit(uri, metadata)
-
-    def after_commit(self, uri: str, metadata: Metadata) -> None:
-        """Calls the user's hook."""
-        self._inner.after_commit(uri, metadata)

@@ -6,30 +6,20 @@ consists of whole rows. So tensors saved by different numbers of ranks can still
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.runs.contents import ReadContent, StoredItem, read_content
-from cloudckpt.transfer.landing import StoredBytes
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["ComparedItem", "Comparison", "diff"]
-
-_Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""The position of a chunk in its tensor: its offsets and its sizes."""
-
-_Content = dict[tuple[object, ...], tuple[object, int]]
-"""For each chunk of an entry, keyed by its position and checksum algorithm: a value that is equal
-for equal bytes, and the number of bytes."""
 
 Verdict = Literal["same", "changed", "reshaped", "removed", "added", "unknown"]
 
@@ -106,158 +96,119 @@ def diff(
     config = config_or_default(config)
     here, there = CheckpointURI.parse(first), CheckpointURI.parse(second)
     before, after = read_content(here, config), read_content(there, config)
-    ours, theirs = _entries(before, pattern), _entries(after, pattern)
-    items = {
-        name: _compared(name, ours.get(name), theirs.get(name))
-        for name in sorted(ours.keys() | theirs.keys())
-    }
-
-    unknown = [
-        (name, ours[name], theirs[name])
-        for name, item in items.items()
-        if item.verdict == "unknown"
+    names = {*before.metadata.state_dict_metadata, *after.metadata.state_dict_metadata}
+    pairs = [
+        (_stored(before, name), _stored(after, name))
+        for name in sorted(names)
+        if fnmatchcase(name, pattern)
     ]
-    if unknown:
-        _read_indexes([one for _, one, _ in unknown], here, config)
-        _read_indexes([other for _, _, other in unknown], there, config)
-    for name, one, other in unknown:
-        verdict, differing = _by_checksums(one, other)
-        items[name] = dataclasses.replace(items[name], verdict=verdict, differing=differing)
-    return Comparison(first=str(here), second=str(there), items=tuple(items.values()))
+    if any(_are_alike(one, other) for one, other in pairs):
+        for uri, part in ((here, before), (there, after)):
+            part.places.read_indexes(open_store(uri, config), config)
+    items = [_compared(one, other, before, after) for one, other in pairs]
+    return Comparison(first=str(here), second=str(there), items=tuple(items))
+
+
+def _stored(part: ReadContent, name: str) -> StoredItem | None:
+    """Describes an entry of a checkpoint; None if the checkpoint lacks it."""
+    entry = part.metadata.state_dict_metadata.get(name)
+    return None if entry is None else part.item(name, entry)
+
+
+def _are_alike(one: StoredItem | None, other: StoredItem | None) -> bool:
+    """Returns whether both checkpoints have an entry, of the same shape and element type."""
+    if one is None or other is None:
+        return False
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def _compared(
+    one: StoredItem | None, other: StoredItem | None, before: ReadContent, after: ReadContent
+) -> ComparedItem:
+    """Compares an entry by its metadata and, if they are equal, by the checksums of its chunks."""
+    stored, differing = one or other, None
+    assert stored is not None
+    verdict: Verdict
+    if one is None or other is None:
+        verdict = "added" if one is None else "removed"
+    elif not _are_alike(one, other):
+        verdict = "reshaped"
+    else:
+        sums = _checksums(before, stored.name), _checksums(after, stored.name)
+        verdict, differing = _by_checksums(*sums, stored)
+    return ComparedItem(
+        name=stored.name, verdict=verdict, first=one, second=other, differing=differing
+    )
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """An entry of a checkpoint that is being compared."""
+class _Chunk:
+    """The stored bytes of a chunk: the checksum, its algorithm, and how many bytes they are."""
 
-    part: ReadContent
-    name: str
-
-    @property
-    def stored(self) -> StoredItem:
-        """The entry's name, shape, type and size."""
-        return self.part.item(self.name, self.part.metadata.state_dict_metadata[self.name])
-
-    @property
-    def tensor(self) -> TensorStorageMetadata | None:
-        """The metadata of the tensor; None if the entry is not a tensor."""
-        entry = self.part.metadata.state_dict_metadata[self.name]
-        return entry if isinstance(entry, TensorStorageMetadata) else None
-
-    def chunks(self) -> dict[_Place, StoredBytes]:
-        """Returns where each chunk's bytes are stored, by the position of the chunk."""
-        tensor = self.tensor
-        if tensor is None:
-            (value,) = self.part.places.wholes([MetadataIndex(self.name)])
-            return {((), ()): value}
-        indices = [
-            MetadataIndex(self.name, chunk.offsets, number)
-            for number, chunk in enumerate(tensor.chunks)
-        ]
-        return dict(zip(_boxes_of(tensor), self.part.places.wholes(indices), strict=True))
-
-    def checksums(self) -> _Content | None:
-        """Returns the checksums of the entry's chunks; None if a chunk has no checksum."""
-        found: _Content = {}
-        for place, source in self.chunks().items():
-            if source.blocks is None:
-                return None
-            mark = source.nbytes, _checksum(source)
-            found[(place, source.blocks.algorithm)] = mark, source.nbytes
-        return found
+    algorithm: ChecksumAlgorithm
+    checksum: int
+    nbytes: int
 
 
-def _boxes_of(tensor: TensorStorageMetadata) -> list[_Place]:
-    """Returns the positions of a tensor's chunks."""
-    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""The position of a chunk in its tensor: its offsets and its sizes."""
 
 
-def _entries(part: ReadContent, pattern: str) -> dict[str, _Entry]:
-    """Returns the entries of a checkpoint whose names match the pattern."""
-    return {
-        name: _Entry(part, name)
-        for name in part.metadata.state_dict_metadata
-        if fnmatchcase(name, pattern)
-    }
+def _checksums(part: ReadContent, name: str) -> dict[_Box, _Chunk] | None:
+    """Returns the checksum of each chunk of an entry; None if a chunk has none."""
+    entry = part.metadata.state_dict_metadata[name]
+    boxes: list[_Box] = [((), ())]
+    if isinstance(entry, TensorStorageMetadata):
+        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+    found: dict[_Box, _Chunk] = {}
+    for box, source in zip(boxes, part.places.wholes(part.indices(name)), strict=True):
+        if (blocks := source.blocks) is None:
+            return None
+        starts = range(0, source.nbytes, blocks.size)
+        lengths = (min(blocks.size, source.nbytes - start) for start in starts)
+        checksum = blocks.algorithm.combine(zip(blocks.checksums, lengths, strict=True))
+        found[box] = _Chunk(blocks.algorithm, checksum, source.nbytes)
+    return found
 
 
-def _read_indexes(entries: Sequence[_Entry], uri: CheckpointURI, config: Config) -> None:
-    """Reads the indexes, with the block checksums, of the checkpoints that have these entries."""
-    for part in {id(entry.part): entry.part for entry in entries}.values():
-        part.places.read_indexes(open_store(uri, config), config)
-
-
-def _compared(name: str, one: _Entry | None, other: _Entry | None) -> ComparedItem:
-    """Compares an entry by metadata alone; ``unknown`` if only checksums can decide."""
-    first = None if one is None else one.stored
-    second = None if other is None else other.stored
-    verdict: Verdict
-    if one is None or other is None or first is None or second is None:
-        verdict = "removed" if other is None else "added"
-    elif (first.shape, first.dtype) != (second.shape, second.dtype):
-        verdict = "reshaped"
-    else:
-        verdict = "unknown"
-    return ComparedItem(name=name, verdict=verdict, first=first, second=second)
-
-
-def _by_checksums(one: _Entry, other: _Entry) -> tuple[Verdict, int | None]:
-    """Compares the checksums of two entries chunk by chunk, or else of the whole tensors.
+def _by_checksums(
+    ours: dict[_Box, _Chunk] | None, theirs: dict[_Box, _Chunk] | None, stored: StoredItem
+) -> tuple[Verdict, int | None]:
+    """Compares the checksums of an entry chunk by chunk, or else of the whole tensors.
 
     Returns:
         The verdict, and how many bytes differ, or None if that is not known.
     """
-    verdict, differing = _verdict(one.checksums(), other.checksums())
-    joined = _joined(one), _joined(other)
-    if verdict != "unknown" or None in joined or joined[0][0] is not joined[1][0]:  # type: ignore[index]
-        return verdict, differing
-    return ("same" if joined[0] == joined[1] else "changed"), None
-
-
-def _verdict(ours: _Content | None, theirs: _Content | None) -> tuple[Verdict, int | None]:
-    """Compares checksums chunk by chunk; returns the verdict and how many bytes differ.
-
-    If the entries are not divided into the same chunks, the verdict is ``unknown``.
-    """
-    if ours is None or theirs is None or ours.keys() != theirs.keys():
+    if ours is None or theirs is None:
         return "unknown", None
-    differing = [
-        max(nbytes, theirs[place][1])
-        for place, (mark, nbytes) in ours.items()
-        if mark != theirs[place][0]
-    ]
-    return ("changed", sum(differing)) if differing else ("same", None)
+    if ours.keys() == theirs.keys() and all(
+        one.algorithm is theirs[box].algorithm for box, one in ours.items()
+    ):
+        differing = [
+            max(one.nbytes, theirs[box].nbytes) for box, one in ours.items() if one != theirs[box]
+        ]
+        return ("changed", sum(differing)) if differing else ("same", None)
+    one, other = _joined(ours, stored), _joined(theirs, stored)
+    if one is None or other is None or one.algorithm is not other.algorithm:
+        return "unknown", None
+    return ("same" if one == other else "changed"), None
 
 
-def _checksum(source: StoredBytes) -> int:
-    """Combines the checksums of all blocks of a chunk into one."""
-    blocks = source.blocks
-    assert blocks is not None
-    lengths = (
-        min(blocks.size, source.nbytes - start) for start in range(0, source.nbytes, blocks.size)
-    )
-    return blocks.algorithm.combine(zip(blocks.checksums, lengths, strict=True))
-
-
-def _joined(entry: _Entry) -> tuple[ChecksumAlgorithm, int] | None:
-    """Combines the checksums of a tensor's chunks into one of the whole tensor, with its algorithm.
+def _joined(chunks: dict[_Box, _Chunk], stored: StoredItem) -> _Chunk | None:
+    """Combines the checksums of a tensor's chunks into one of the whole tensor.
 
     Returns None if the chunks are not whole rows that follow one another without a gap, are not
-    stored as raw elements, or lack checksums of one algorithm.
+    stored as raw elements, or have checksums of several algorithms.
     """
-    tensor = entry.tensor
-    if tensor is None:
+    shape, kinds = stored.shape, {one.algorithm for one in chunks.values()}
+    if not shape or len(kinds) != 1:
         return None
-    shape, itemsize = tuple(tensor.size), tensor.properties.dtype.itemsize
-    algorithm, total, row = None, 0, 0
-    for (offsets, sizes), source in sorted(entry.chunks().items(), key=lambda pair: pair[0]):
+    [algorithm], checksum, row = kinds, 0, 0
+    for (offsets, sizes), one in sorted(chunks.items(), key=lambda pair: pair[0]):
         is_next = offsets == (row, *([0] * (len(shape) - 1))) and sizes[1:] == shape[1:]
-        is_raw = source.nbytes == math.prod(sizes) * itemsize
-        if not shape or not is_next or not is_raw or source.blocks is None:
+        is_raw = one.nbytes * math.prod(shape) == stored.nbytes * math.prod(sizes)
+        if not is_next or not is_raw:
             return None
-        if algorithm not in (None, source.blocks.algorithm):
-            return None
-        algorithm = source.blocks.algorithm
-        total = algorithm.joined(total, _checksum(source), source.nbytes)
+        checksum = algorithm.joined(checksum, one.checksum, one.nbytes)
         row += sizes[0]
-    return None if algorithm is None or row != shape[0] else (algorithm, total)
+    return _Chunk(algorithm, checksum, stored.nbytes) if row == shape[0] else None

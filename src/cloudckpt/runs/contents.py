@@ -193,16 +193,18 @@ class ReadContent:
 
         Arguments and errors: :meth:`cloudckpt.checkpoint.places.Places.sources`.
         """
-        found: list[MetadataIndex] = []
-        for name, entry in self.metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                found += (
-                    MetadataIndex(name, chunk.offsets, number)
-                    for number, chunk in enumerate(entry.chunks)
-                )
-            else:
-                found.append(MetadataIndex(name))
-        return self.places.sources(found, store, config, damaged)
+        names = self.metadata.state_dict_metadata
+        indices = [index for name in names for index in self.indices(name)]
+        return self.places.sources(indices, store, config, damaged)
+
+    def indices(self, name: str) -> list[MetadataIndex]:
+        """Returns torch's index of each chunk of an entry."""
+        entry = self.metadata.state_dict_metadata[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            return [MetadataIndex(name)]
+        return [
+            MetadataIndex(name, chunk.offsets, number) for number, chunk in enumerate(entry.chunks)
+        ]
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: int) -> StoredItem:

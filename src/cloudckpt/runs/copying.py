@@ -27,6 +27,7 @@ from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CloudCheckpointError,
     ConfigError,
 )
 from cloudckpt.runs.catalog import list_checkpoints
@@ -95,9 +96,8 @@ def copy(
         ConfigError: If both are the same location.
         CheckpointNotFoundError: If there is no committed checkpoint to copy, or all were deleted
             meanwhile.
-        CheckpointExistsError: If there is a checkpoint at the target and ``overwrite`` is off; also
-            if the checkpoint to be replaced, or its replacement, was saved without collectives, or
-            if the target of a run is a checkpoint.
+        CheckpointExistsError: If there is a checkpoint at the target and ``overwrite`` is off, or
+            if the source is a run and the target a checkpoint.
         CheckpointCorruptError: If the source is damaged; a damaged checkpoint is not visible at the
             target.
         CheckpointConflictError: If another writer has written to the target meanwhile.
@@ -120,53 +120,51 @@ def copy(
             options=f"overwrite={ends[1].config.overwrite}",
         ),
     )
-    done = Progress(progress)
-    pairs = meeting.broadcast_from_first(lambda: _pairs(origin, goal, step_name))
-    if pairs[0].nbytes is None:
-        from_, to = pairs[0].ends(origin, goal)
-        return meeting.broadcast_from_first(
-            lambda: retry_if_replaced(partial(copy_checkpoint, from_, to, done))
+    copies = meeting.broadcast_from_first(lambda: _copies(origin, goal, step_name))
+    if copies[0].source != origin.uri:  # the source is a run
+        meeting.broadcast_from_first(
+            lambda: copy_claim(origin.uri, origin.config, goal.uri, goal.config)
         )
-    meeting.broadcast_from_first(
-        lambda: copy_claim(origin.uri, origin.config, goal.uri, goal.config)
-    )
-    share = pairs[meeting.rank :: meeting.size]
-    copies = meeting.begin(lambda: _copies(origin, goal, share, done))
-    of_all = meeting.gathered(copies)
-    copied = sum((one.copied for one in of_all), Copied())
-    if damaged := [error for one in of_all for error in one.damaged]:
-        raise _of_a_run(damaged, copied)
-    deleted = [error for one in of_all for error in one.deleted]
-    if deleted and not copied.checkpoints + copied.already_there:
-        raise deleted[0]
+    share = copies[meeting.rank :: meeting.size]
+    made = meeting.begin(lambda: _carry_out(share, origin, goal, Progress(progress)))
+    of_all = meeting.gathered(made)
+    copied = sum((one for one, _ in of_all), Copied())
+    failed = [error for _, errors in of_all for error in errors]
+    if damaged := [error for error in failed if isinstance(error, CheckpointCorruptError)]:
+        raise _one_error(damaged, len(copies), copied)
+    if failed and not copied.checkpoints + copied.already_there:
+        raise failed[0]
     return copied
 
 
 @dataclass(frozen=True)
-class _Copies:
-    """The result of copying one rank's share of a run's checkpoints."""
+class _Copy:
+    """A copy to make: the locations, and the bytes that the store lists in a run's checkpoint."""
 
-    copied: Copied
-    damaged: list[CheckpointCorruptError]
-    deleted: list[CheckpointNotFoundError]
+    source: CheckpointURI
+    target: CheckpointURI
+    nbytes: int = 0
 
 
-def _copies(origin: Place, goal: Place, pairs: Sequence[_Pair], done: Progress) -> _Copies:
-    """Copies some checkpoints of a run, one after the other, and collects those that fail."""
-    done.total = sum(pair.nbytes or 0 for pair in pairs)
-    copied, damaged, deleted = Copied(), list[CheckpointCorruptError](), []
-    for pair in pairs:
-        source, target = pair.ends(origin, goal)
+def _carry_out(
+    copies: Sequence[_Copy], origin: Place, goal: Place, done: Progress
+) -> tuple[Copied, list[CloudCheckpointError]]:
+    """Copies checkpoints one after the other; returns the errors of damaged and deleted ones."""
+    done.total = sum(one.nbytes for one in copies)
+    copied, failed = Copied(), list[CloudCheckpointError]()
+    for one in copies:
+        source, target = replace(origin, uri=one.source), replace(goal, uri=one.target)
+        is_of_a_run = origin.uri != one.source
         try:
             copied += retry_if_replaced(
-                partial(copy_checkpoint, source, target, done, is_of_a_run=True)
+                partial(copy_checkpoint, source, target, done, skips_same=is_of_a_run)
             )
         except CheckpointCorruptError as error:
-            damaged.append(error)
+            failed.append(error)
         except CheckpointNotFoundError as error:
-            deleted.append(error)
-            logger.warning("a checkpoint was deleted while its run was copied: %s", error.uri)
-    return _Copies(copied, damaged, deleted)
+            failed.append(error)
+            logger.warning("a checkpoint was deleted before it was copied: %s", error.uri)
+    return copied, failed
 
 
 def planned(
@@ -182,15 +180,13 @@ def planned(
     can be detected without copying.
     """
     origin, goal = _ends(source, target, config, None)
-    found = []
-    for pair in _pairs(origin, goal, step_name):
-        (here, to), nbytes = pair.ends(origin, goal), pair.nbytes
-        if nbytes is None:
-            if not to.config.overwrite and is_committed(to.store, to.uri, to.retrier):
-                raise CheckpointExistsError("it exists, and overwrite is off", uri=str(to.uri))
-            nbytes = inspect(here.uri, config=here.config).nbytes
-        found.append((str(here.uri), str(to.uri), nbytes))
-    return found
+    copies = _copies(origin, goal, step_name)
+    if copies[0].source == origin.uri:  # the source is a checkpoint
+        to = replace(goal, uri=copies[0].target)
+        if not to.config.overwrite and is_committed(to.store, to.uri, to.retrier):
+            raise CheckpointExistsError("it exists, and overwrite is off", uri=str(to.uri))
+        copies = [replace(copies[0], nbytes=inspect(origin.uri, config=origin.config).nbytes)]
+    return [(str(one.source), str(one.target), one.nbytes) for one in copies]
 
 
 def _ends(
@@ -236,21 +232,7 @@ def detach(
     return retry_if_replaced(partial(copy_checkpoint, place, place, Progress(progress)))
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """The source and target of one copy; ``nbytes`` is None unless it is part of a run's copy."""
-
-    source: str
-    target: str
-    nbytes: int | None = None
-
-    def ends(self, origin: Place, goal: Place) -> tuple[Place, Place]:
-        """Returns the source and the target with the options of this rank."""
-        source, target = CheckpointURI.parse(self.source), checkpoint_location(self.target)
-        return replace(origin, uri=source), replace(goal, uri=target)
-
-
-def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair]:
+def _copies(origin: Place, goal: Place, step_name: str | None) -> list[_Copy]:
     """Lists the copies to make: one of the source if it is a checkpoint, or all of a run.
 
     Raises:
@@ -258,24 +240,18 @@ def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair]:
         CheckpointExistsError: If the source is a run, and the target a checkpoint.
         CheckpointNotFoundError: If there is no committed checkpoint to copy.
     """
-    is_there = is_committed(goal.store, goal.uri, goal.retrier)
-    if is_committed(origin.store, origin.uri, origin.retrier):
-        name = origin.uri.prefix.rpartition("/")[2]
-        beneath = name and not is_there and _is_run(goal)
-        to = goal.uri.join(name) if beneath else goal.uri
-        if origin.uri == to and origin.store is goal.store:
-            raise ConfigError(
-                "the source and the target of the copy are the same: choose another target",
-                uri=str(to),
-            )
-        if beneath:
-            logger.info("%s is a run: the copy is put into it, at %s", goal.uri, to)
-        return [_Pair(str(origin.uri), str(to))]
-    if origin.uri == goal.uri and origin.store is goal.store:
+    is_there, to = is_committed(goal.store, goal.uri, goal.retrier), goal.uri
+    is_checkpoint = is_committed(origin.store, origin.uri, origin.retrier)
+    if is_checkpoint and origin.uri.folder and not is_there and _is_run(goal):
+        to = goal.uri.join(origin.uri.folder)
+        logger.info("%s is a run: the copy is put into it, at %s", goal.uri, to)
+    if origin.uri == to and origin.store is goal.store:
         raise ConfigError(
             "the source and the target of the copy are the same: choose another target",
-            uri=str(goal.uri),
+            uri=str(to),
         )
+    if is_checkpoint:
+        return [_Copy(origin.uri, checkpoint_location(to))]
     if is_there:
         raise CheckpointExistsError(
             "the target is a checkpoint, and a folder can't be a checkpoint and a run: choose "
@@ -284,9 +260,10 @@ def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair]:
         )
     pattern = step_name or DEFAULT_PATTERN
     found = [
-        _Pair(one.uri, str(goal.uri.join(CheckpointURI.parse(one.uri).folder)), one.nbytes)
+        _Copy(source, checkpoint_location(goal.uri.join(source.folder)), one.nbytes)
         for one in list_checkpoints(origin.uri, step_name=pattern, config=origin.config)
         if one.is_committed and (step_name is None or one.step is not None)
+        for source in [CheckpointURI.parse(one.uri)]
     ]
     if not found:
         what = "" if step_name is None else f" called {step_name!r}"
@@ -306,11 +283,14 @@ def _is_run(place: Place) -> bool:
     return any(one.is_committed for one in found)
 
 
-def _of_a_run(damaged: list[CheckpointCorruptError], copied: Copied) -> CheckpointCorruptError:
-    """Makes one error of a run's damaged checkpoints."""
+def _one_error(
+    damaged: list[CheckpointCorruptError], copies: int, copied: Copied
+) -> CheckpointCorruptError:
+    """Makes one error of the damaged checkpoints."""
     error = one_error(damaged)
-    error.message += (
-        f" | {len(damaged)} damaged checkpoints of the run were not copied; "
-        f"{copied.checkpoints + copied.already_there} were, or are there already"
-    )
+    if copies > 1:
+        error.message += (
+            f" | {len(damaged)} damaged checkpoints of the run were not copied; "
+            f"{copied.checkpoints + copied.already_there} were, or are there already"
+        )
     return error

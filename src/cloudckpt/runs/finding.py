@@ -5,8 +5,6 @@ A run is a folder that has a checkpoint, or the leftovers of a killed save, in a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -75,43 +73,32 @@ def runs_beneath(
     root = Run(location, step_name=step_name, config=config)
     view, level, found = root.view, [root.root], set[CheckpointURI]()
     for _ in range(_DEEPEST):
-        looked = dict(zip(level, view.each(partial(_Folder.of, view), level), strict=True))
-        folders = {uri: folder for uri, folder in looked.items() if not folder.is_checkpoint}
-        found |= {uri.parent for uri in looked.keys() - folders.keys() if uri != root.root}
-        known = [(uri, *folder.children(uri, root)) for uri, folder in folders.items()]
-        has_steps = view.each(lambda one: any(is_checkpoint(view, uri) for uri in one[1]), known)
-        found |= {uri for (uri, _, _), is_run in zip(known, has_steps, strict=True) if is_run}
-        level = [uri for _, _, others in known for uri in others]
+        beneath, steps = list[CheckpointURI](), list[list[CheckpointURI]]()
+        for uri, (names, is_one) in zip(level, view.each(partial(_list, view), level), strict=True):
+            if is_one:
+                found |= {uri.parent} - {root.root.parent}
+                continue
+            names = [name for name in names if CheckpointURI.accepts(f"{uri}/{name}")]
+            newest = root.steps_among(names)[-_STEPS_TRIED:]
+            steps.append([uri.join(root.names.name(step)) for step in newest])
+            others = (name for name in names if root.names.step(name) is None and name[0] != ".")
+            beneath += map(uri.join, others)
+        are_runs = view.each(lambda some: any(is_checkpoint(view, one) for one in some), steps)
+        found |= {some[0].parent for some, is_run in zip(steps, are_runs, strict=True) if is_run}
+        level = beneath
     return [Run(uri, step_name=step_name, config=root.config) for uri in sorted(found, key=str)]
 
 
-@dataclass(frozen=True)
-class _Folder:
-    """A listed folder: the names of its subfolders, and whether it is a checkpoint."""
-
-    names: Sequence[str]
-    is_checkpoint: bool
-
-    @classmethod
-    def of(cls, view: View, uri: CheckpointURI) -> _Folder:
-        """Lists a folder, and checks whether it is a checkpoint."""
-        level = view.level(below := uri.key(""))
-        names = [one for one in level if isinstance(one, str)]
-        if names and len(level) >= AT_FIRST:
-            names = view.folders(below)
-        objects = [one for one in level if isinstance(one, ObjectInfo)]
-        return cls(names, any(is_ours(info.key.removeprefix(below)) for info in objects))
-
-    def children(
-        self, uri: CheckpointURI, run: Run
-    ) -> tuple[list[CheckpointURI], list[CheckpointURI]]:
-        """Returns the newest subfolders that are named like steps, and all other subfolders."""
-        accepted = [name for name in self.names if CheckpointURI.accepts(f"{uri}/{name}")]
-        others = [name for name in accepted if run.names.step(name) is None and name[0] != "."]
-        steps = [run.names.name(step) for step in run.steps_among(accepted)[-_STEPS_TRIED:]]
-        return [uri.join(name) for name in steps], [uri.join(name) for name in others]
+def _list(view: View, uri: CheckpointURI) -> tuple[list[str], bool]:
+    """Returns the names of a folder's subfolders, and whether the folder is a checkpoint."""
+    level = view.level(below := uri.key(""))
+    names = [one for one in level if isinstance(one, str)]
+    if names and len(level) >= AT_FIRST:
+        names = view.folders(below)
+    objects = [one for one in level if isinstance(one, ObjectInfo)]
+    return names, any(is_ours(info.key.removeprefix(below)) for info in objects)
 
 
 def is_checkpoint(view: View, uri: CheckpointURI) -> bool:
     """Returns whether a folder directly contains objects of a checkpoint, committed or not."""
-    return _Folder.of(view, uri).is_checkpoint
+    return _list(view, uri)[1]

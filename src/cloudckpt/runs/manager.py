@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -28,8 +29,7 @@ from cloudckpt.errors import (
     ConfigError,
     SaveInProgressError,
 )
-from cloudckpt.runs.catalog import Run, newest_step
-from cloudckpt.runs.claim import ClaimHook
+from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.own_line import OwnLine
 from cloudckpt.runs.preemption import Preemption
 from cloudckpt.runs.pruning import Pruner, best_step
@@ -135,10 +135,8 @@ class CheckpointManager(ClosedAtExit):
         """
         if checkpointer is not None:
             checked(checkpointer)
-        self._hook = ClaimHook(None if checkpointer is None else checkpointer.commit_hook)
-        self._read_only, self._incremental = read_only, incremental
-        self._adopt_wait, self._keep_abandoned = adopt_wait, keep_abandoned
-        self._base: str | None = None  # the base of the first save after a restore
+        self._read_only, self._keep_abandoned = read_only, keep_abandoned
+        self._adopt_wait = adopt_wait
         group, alone = None, False
         if checkpointer is not None:
             group, alone = checkpointer.process_group, checkpointer.no_dist
@@ -162,7 +160,7 @@ class CheckpointManager(ClosedAtExit):
                 best_metric=best_metric,
                 best_mode=best_mode,
             )
-            options = saving_options(checkpointer, config, self._hook, incremental=incremental)
+            options = saving_options(checkpointer, config, incremental=incremental)
             found = Run(run, step_name=step_name, config=options.config)
             self._saves = Saves(on_failure, max_failures, found.uri, self._meeting.rank)
             self._schedule.watch()
@@ -178,11 +176,11 @@ class CheckpointManager(ClosedAtExit):
 
         with contextlib.ExitStack() as undo:  # if another rank fails, releases what was made here
             self._run, self._retention, options = self._meeting.begin(prepare, alike)
-            self._line = OwnLine(self._run, self._meeting, self._hook)
-            self._pruner = Pruner(self._run, self._retention, self._hook)
+            self._line = OwnLine(self._run, self._meeting, options.commit_hook)
+            self._pruner = Pruner(self._run, self._retention, self._line)
             undo.callback(self._pruner.close, wait=False)
             self._saver = StepSaver(
-                options,
+                replace(options, commit_hook=self._line),
                 self._saves,
                 self._line,
                 self._pruner.in_use,
@@ -220,7 +218,7 @@ class CheckpointManager(ClosedAtExit):
         Raises:
             StoreError: If the store refuses or stays unreachable.
         """
-        return self._meeting.broadcast_from_first(lambda: newest_step(self._run.view, self._run))
+        return self._meeting.broadcast_from_first(self._run.newest)
 
     @collective("CheckpointManager.best_step")
     def best_step(self) -> int | None:
@@ -346,25 +344,16 @@ class CheckpointManager(ClosedAtExit):
                 self._restored = None
             return False
         is_last = self._schedule.is_last(step, self._saves.newest)
-        begun = self._saver.save(
-            step,
-            self.uri(step),
-            state,
-            metrics,
-            notes,
-            base=self._base,
-            force=force,
-            is_last=is_last,
-        )
+        begun = self._saver.save(step, state, metrics, notes, force=force, is_last=is_last)
         if begun is None:
             return False
-        self._base = None
+        noted, ends = begun
         self._schedule.saved(is_last=is_last)
         if self._meeting.rank == 0:
-            self._retention.warn_of_metric(step, begun.notes.metrics)
+            self._retention.warn_of_metric(step, noted.metrics)
             # a job that never called restore() may not know that the run has steps
             keeps = self._keep_abandoned or not self._line.has_restored
-            self._pruner.after(begun.ends, keep_abandoned=keeps)
+            self._pruner.after(ends, keep_abandoned=keeps)
         return True
 
     @collective("CheckpointManager.restore")
@@ -431,9 +420,8 @@ class CheckpointManager(ClosedAtExit):
             with self._pruner.in_use.kept(step):
                 load(self.uri(step), self._run.config)
             self._restored = step
-            self._saves.restored(step)
+            self._saves.begin(step, "restored")
             self._line.go_on_from(step, notes)
-            self._base = self.uri(step) if self._incremental else None
 
         if step is not None:
             goal = self._meeting.broadcast_from_first(lambda: goal_of(self._run, step))
@@ -441,10 +429,10 @@ class CheckpointManager(ClosedAtExit):
             return step
         adopts = self._adopt_wait and not self._read_only
         until = time.monotonic() + self._adopt_wait if adopts else None
-        newest = restore_newest(self._run, self._meeting, self._hook, until, load_step)
+        newest = restore_newest(self._run, self._meeting, self._line, until, load_step)
         if newest is None:
             self._restored = None
-            self._saves.restored(None)
+            self._saves.begin(None, "restored")
             self._line.go_on_from(None, None)
         return newest
 

@@ -84,11 +84,6 @@ class Preemption:
         # not guarded by a lock: a signal handler would wait for the code that it interrupts
         self._noticed = False
         self._has_failed = False
-        self._before: dict[int, Any] = {}  # the previous handler of each signal
-        self._calling: set[int] = set()  # signals whose previous handler is running
-        self._first: dict[int, float] = {}  # when each signal came first, by the monotonic clock
-        self._watchers = 0
-        self._pid = os.getpid()
 
     @property
     def noticed(self) -> bool:
@@ -123,8 +118,6 @@ class Preemption:
         Raises:
             ConfigError: If a signal can't be handled.
         """
-        self._watchers += 1
-        self._pid = os.getpid()
         if self._signals and threading.current_thread() is not threading.main_thread():
             logger.warning(
                 "signals can only be handled in the main thread, so this job does not notice a "
@@ -132,79 +125,94 @@ class Preemption:
                 "Preemption(is_due=...) or deadline="
             )
             return
-        try:
+        with contextlib.ExitStack() as undo:
             for number in self._signals:
-                self._handle(number)
-        except BaseException:
-            self.ignore()
-            raise
-
-    def _handle(self, number: int) -> None:
-        """Sets the handler of a signal, unless the current one already leads to it.
-
-        The current handler may be that of another manager, which calls this one in its turn.
-        """
-        try:
-            before = handler = signal.getsignal(number)
-            while isinstance(owner := getattr(handler, "__self__", None), Preemption):
-                if owner is self:
-                    return
-                handler = owner._before.get(number)
-            signal.signal(number, self._on_signal)
-            self._before[number] = before
-        except (OSError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"Preemption(signals=...): {number!r} can't be handled: give signals that a "
-                "process may handle, such as signal.SIGTERM",
-                cause=error,
-            ) from error
+                try:
+                    _handled.setdefault(number, _Signal(number)).watch(self)
+                except (OSError, TypeError, ValueError) as error:
+                    raise ConfigError(
+                        f"Preemption(signals=...): {number!r} can't be handled: give signals that "
+                        "a process may handle, such as signal.SIGTERM",
+                        cause=error,
+                    ) from error
+                undo.callback(_handled[number].ignore, self)
+            undo.pop_all()
 
     def ignore(self) -> None:
-        """Restores the previous handlers, if this was the last watcher.
+        """Restores the previous handlers, if this was the last watcher of their signals.
 
-        A handler that was set after :meth:`watch` stays; if it calls this object's handler, that
-        only calls the previous one.
+        A handler that was set after :meth:`watch` stays; if it calls ours, that only calls the
+        previous one.
         """
-        self._watchers -= 1
-        if self._watchers or threading.current_thread() is not threading.main_thread():
-            return
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, before if before is not None else signal.SIG_DFL)
+        for number in self._signals:
+            if number in _handled:
+                _handled[number].ignore(self)
 
-    def _previous(self, number: int) -> Any:
-        """Returns the previous handler of a signal, without those of managers that have ended."""
-        before = self._before.get(number, signal.SIG_DFL)
-        while isinstance(owner := getattr(before, "__self__", None), Preemption):
-            if owner._watchers:
-                break
-            before = owner._before.get(number, signal.SIG_DFL)
-        return before
+    def notice(self) -> None:
+        """Records that the job is about to end."""
+        self._noticed = True
+
+
+class _Signal:
+    """One signal of this process, with one handler for all objects that watch the signal."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._watchers: list[Preemption] = []
+        self._before: Any = signal.SIG_DFL  # the previous handler
+        self._is_calling = False  # whether the previous handler is running
+        self._first: float | None = None  # when the signal came first, by the monotonic clock
+        self._pid = os.getpid()
+
+    def watch(self, one: Preemption) -> None:
+        """Adds a watcher, and sets the handler unless it is the current one."""
+        if os.getpid() != self._pid:
+            self._watchers, self._pid = [], os.getpid()
+        if not self._watchers:
+            self._first = None
+        before = signal.getsignal(self._number)
+        if before != self._on_signal:
+            signal.signal(self._number, self._on_signal)
+            self._before = before if before is not None else signal.SIG_DFL
+        self._watchers.append(one)
+
+    def ignore(self, one: Preemption) -> None:
+        """Removes a watcher; restores the previous handler if it was the last one."""
+        if one not in self._watchers:
+            return
+        self._watchers.remove(one)
+        is_set = signal.getsignal(self._number) == self._on_signal
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and is_set and not self._watchers:
+            signal.signal(self._number, self._before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Records that the job is about to end, and calls the previous handler.
+        """Tells the watchers that the job is about to end, and calls the previous handler.
 
         If there is no previous handler, a second signal ends the process.
         """
-        before = self._previous(number)
         is_elsewhere, is_second = os.getpid() != self._pid, False
         if self._watchers and not is_elsewhere:
-            self._noticed = True
-            now = time.monotonic()
-            is_second = now - self._first.setdefault(number, now) > _TOGETHER
-        if callable(before):
-            if number not in self._calling:  # the previous handler may itself call this one
-                self._calling.add(number)
+            for one in self._watchers:
+                one.notice()
+            self._first = time.monotonic() if self._first is None else self._first
+            is_second = time.monotonic() - self._first > _TOGETHER
+        if callable(self._before):
+            if not self._is_calling:  # the previous handler may itself call this one
+                self._is_calling = True
                 try:
-                    before(number, frame)
+                    self._before(number, frame)
                 finally:
-                    self._calling.discard(number)
-        elif before == signal.SIG_DFL and (
+                    self._is_calling = False
+        elif self._before == signal.SIG_DFL and (
             # SIGTERM must still end a forked child, as multiprocessing expects
             not self._watchers or is_second or (is_elsewhere and number == signal.SIGTERM)
         ):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+_handled: dict[int, _Signal] = {}
 
 
 class Agreement:

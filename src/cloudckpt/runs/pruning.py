@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Literal
 
 from cloudckpt.background.save import SaveFuture
@@ -26,10 +25,10 @@ from cloudckpt.errors import (
     ConfigError,
     StoreError,
 )
-from cloudckpt.runs.catalog import History, Run, history_of, notes_of, summary
-from cloudckpt.runs.claim import ClaimHook
+from cloudckpt.runs.catalog import History, Run
 from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.deleting import delete_at
+from cloudckpt.runs.own_line import OwnLine
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.uri import URILike
 
@@ -132,7 +131,7 @@ def best_step(run: Run, retention: Retention) -> tuple[int, float] | None:
     """
     for _ in range(_LOOKS):
         steps = run.steps()
-        history = history_of(run.view, run, steps)
+        history = run.history(steps)
         if run.steps() == steps:
             break  # otherwise steps were deleted or saved meanwhile, and the notes are read again
     _log_damaged(run, history)
@@ -179,16 +178,16 @@ class Pruner:
         in_use: The steps that are being saved or loaded, which are not deleted.
     """
 
-    def __init__(self, run: Run, retention: Retention, hook: ClaimHook) -> None:
+    def __init__(self, run: Run, retention: Retention, line: OwnLine) -> None:
         """
         Args:
             run: The run.
             retention: The rules by which steps are kept.
-            hook: Checks that this job still holds the claim of the run.
+            line: Checks that this job still holds the claim of the run.
         """
         self._run = run
         self._retention = retention
-        self._hook = hook
+        self._line = line
         self.in_use = StepsInUse()
         self._logged: set[int] = set()  # unreadable and abandoned steps that were logged
         self._has_told_loss = False  # whether it was logged that another job claimed the run
@@ -233,9 +232,9 @@ class Pruner:
         if self._retention.keeps_all and keep_abandoned:
             return
         try:
-            self._hook.check_claim()
+            self._line.check_claim()
             history = self._run.history()
-            job = self._hook.job
+            job = self._line.job
             if job and all(one.job != job for one in history.line.values()):
                 return  # another process has deleted all steps of this job
             self._log_new(history, keep_abandoned)
@@ -259,8 +258,9 @@ class Pruner:
         self._run.log_unread(new)
         abandoned = [step for step in history.abandoned if step not in self._logged]
         if abandoned and keep_abandoned:
-            view, names = self._run.view, map(self._run.names.name, abandoned)
-            found = view.each(partial(summary, view, self._run), names)
+            names = map(self._run.names.name, abandoned)
+            run = self._run.through(self._run.view)
+            found = run.view.each(run.summary, names)
             logger.warning(
                 "%s: steps of another training are kept (%s), %d bytes in all: delete them "
                 "with cloudckpt rm, cloudckpt prune --abandoned, or keep_abandoned=False",
@@ -276,7 +276,7 @@ class Pruner:
             if not is_free:
                 return
             try:
-                if notes_of(self._run.view, self._run, step) == notes:
+                if self._run.notes(step) == notes:
                     self._delete(step)
             except CheckpointConflictError:
                 raise  # another job has claimed the run: no step may be deleted
@@ -289,7 +289,7 @@ class Pruner:
 
     def _delete(self, step: int) -> None:
         """Deletes a step if this job still holds the claim."""
-        delete_at(self._run.uri(step), self._run.config, self._hook.check_claim)
+        delete_at(self._run.uri(step), self._run.config, self._line.check_claim)
 
 
 class StepsInUse:
@@ -305,25 +305,17 @@ class StepsInUse:
         self._used: Counter[int] = Counter()
         self._deleted: set[int] = set()
 
-    def begin(self, step: int) -> None:
-        """Marks a step as in use, after waiting for a deletion of it in progress."""
+    @contextlib.contextmanager
+    def kept(self, step: int) -> Iterator[None]:
+        """Marks a step as in use during a ``with`` block, after a deletion of it in progress."""
         with self._changed:
             self._changed.wait_for(lambda: step not in self._deleted)
             self._used[step] += 1
-
-    def end(self, step: int) -> None:
-        """Ends one use of a step, which :meth:`begin` has marked."""
-        with self._changed:
-            self._used[step] -= 1
-
-    @contextlib.contextmanager
-    def kept(self, step: int) -> Iterator[None]:
-        """Marks a step as in use during a ``with`` block."""
-        self.begin(step)
         try:
             yield
         finally:
-            self.end(step)
+            with self._changed:
+                self._used[step] -= 1
 
     @contextlib.contextmanager
     def deleted(self, step: int) -> Iterator[bool]:

@@ -24,7 +24,7 @@ from cloudckpt.errors import (
     IncompleteSaveError,
 )
 from cloudckpt.runs.adopting import adopt_pending
-from cloudckpt.runs.catalog import NewestFirst, Run, newest_step, notes_of
+from cloudckpt.runs.catalog import NewestFirst, Run
 from cloudckpt.runs.verifying import verify as verify_checkpoint
 
 __all__ = ["checkpoint_in", "goal_of", "load_from", "restore_newest"]
@@ -57,7 +57,7 @@ def restore_newest(
         CloudCheckpointError: The other errors of ``load``.
     """
     adopt = None if until is None else partial(_adopt, run, hook, until)
-    line = NewestFirst(run.view, run, adopt=adopt)  # only rank 0 iterates over it
+    line = NewestFirst(run, adopt=adopt)  # only rank 0 iterates over it
     steps, damages = iter(line), list[CloudCheckpointError]()
     restored = None
     while (found := meeting.broadcast_from_first(lambda: next(steps, None))) is not None:
@@ -83,7 +83,8 @@ def restore_newest(
 def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
     """Commits a step if it is pending and can be adopted; logs why it can't."""
     try:
-        if run.is_pending(step):
+        found = run.summary(run.names.name(step))
+        if found is not None and found.is_pending:
             adopt_pending(run.uri(step), run.config, until=until, hook=hook)
     except (IncompleteSaveError, CheckpointCorruptError, AccessDeniedError) as error:
         logger.warning("the unfinished step %d could not be committed: %s", step, error)
@@ -117,8 +118,9 @@ def goal_of(run: Run, step: int, *, says: bool = True) -> Notes:
     Raises:
         CheckpointNotFoundError: If the step is not committed; the message lists those that are.
     """
-    notes = notes_of(run.view, run, step)
-    if notes is None:
+    try:
+        notes = run.notes(step)
+    except CheckpointNotFoundError as error:
         history = run.history()
         there = ", ".join(map(str, history.line)) or "none"
         others = ", ".join(map(str, history.abandoned))
@@ -126,10 +128,10 @@ def goal_of(run: Run, step: int, *, says: bool = True) -> Notes:
             f"step {step} has no committed checkpoint; the committed steps are {there}"
             + (f", and the abandoned ones {others}" if others else ""),
             uri=str(run.uri(step)),
-        )
+        ) from error
     if not says:
         return notes
-    line = NewestFirst(run.view, run)
+    line = NewestFirst(run)
     newest = next((one for one, found in line if isinstance(found, Notes)), step)
     if newest != step:
         logger.warning(
@@ -155,8 +157,7 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
         CheckpointNotFoundError: If the location has no such checkpoint.
         ConfigError: If it is a single checkpoint, and a step was given.
     """
-    view = source.view
-    if find_commit(view.look, source.root) is not None:
+    if find_commit(source.view.look, source.root) is not None:
         if step is not None:
             raise ConfigError(
                 f"source= is a single checkpoint, so it has no step={step}: leave step= out, or "
@@ -167,7 +168,7 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
     if step is not None:
         goal_of(source, step, says=False)
         return str(source.uri(step)), step
-    if (newest := newest_step(view, source)) is None:
+    if (newest := source.newest()) is None:
         raise CheckpointNotFoundError(
             "source= is neither a checkpoint nor a run with a checkpoint: check the location",
             uri=str(source.root),

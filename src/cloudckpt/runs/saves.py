@@ -61,20 +61,24 @@ class RunStatus:
     last_failure: CloudCheckpointError | None
 
 
+Outcome = Literal["under way", "ended", "committed", "failed", "dropped", "restored"]
+"""The state of a save. ``ended``: it has failed, and the failure is not reported yet; ``failed``:
+the failure was reported; ``dropped``: the save did not take place."""
+
+
 @dataclass(eq=False)
 class Save:
     """One entry of the list of a job's saves: a requested save, or a restored step.
 
     Attributes:
         step: The step; None for a restore that found no step.
-        outcome: The state of the save. ``ended``: it has failed, and the failure is not reported
-            yet; ``failed``: the failure was reported; ``dropped``: the save did not take place.
+        outcome: The state of the save.
         when: When the save was committed, by the monotonic clock; None if it is not.
         number: The number that the background checkpointer gave the save; -1 if it has none.
     """
 
     step: int | None
-    outcome: Literal["under way", "ended", "committed", "failed", "dropped", "restored"]
+    outcome: Outcome
     when: float | None = None
     number: int = -1
 
@@ -116,39 +120,30 @@ class Saves:
 
     @property
     def newest(self) -> int | None:
-        """The last step saved or restored by this job, without failed and dropped saves."""
+        """The last step saved or restored by this job, without failed saves."""
         with self._lock:
-            counted = (one for one in reversed(self._all) if one.outcome not in _NOTHING)
-            return next((one.step for one in counted), None)
+            counted = (one.step for one in reversed(self._all) if one.outcome != "failed")
+            return next(counted, None)
 
-    def begin(self, step: int) -> Save:
-        """Adds a save to the list."""
-        made = Save(step, "under way")
+    def begin(self, step: int | None, outcome: Outcome = "under way") -> Save:
+        """Adds a save or, with the outcome ``restored``, a restored step to the list."""
+        made = Save(step, outcome)
         with self._lock:
             self._all.append(made)
         return made
 
-    def restored(self, step: int | None) -> None:
-        """Adds a restored step to the list; None if the run had no step to restore."""
+    def end(self, save: Save, outcome: Outcome) -> None:
+        """Sets the outcome of a save; a commit settles all earlier saves that have ended."""
         with self._lock:
-            self._all.append(Save(step, "restored"))
-
-    def committed(self, save: Save) -> None:
-        """Marks a save as committed, and removes earlier saves whose outcome is settled."""
-        save.outcome, save.when, self.has_committed = "committed", time.monotonic(), True
-        with self._lock:
+            if save.outcome == "under way":
+                save.outcome = outcome
             at = self._all.index(save) if save in self._all else 0
-            open_ = [one for one in self._all[:at] if one.outcome in ("under way", "ended")]
-            self._all[:at] = open_
-
-    def dropped(self, save: Save) -> None:
-        """Marks a save as one that did not take place."""
-        save.outcome = "dropped"
-
-    def ended(self, save: Save) -> None:
-        """Marks a background save as failed; the failure is counted when it is reported."""
-        if save.outcome == "under way":
-            save.outcome = "ended"
+            if outcome == "committed":
+                save.when, self.has_committed = time.monotonic(), True
+                open_ = [one for one in self._all[:at] if one.outcome in ("under way", "ended")]
+                self._all[:at] = open_
+            elif outcome == "dropped" and save in self._all:
+                self._all.remove(save)
 
     def failed_earlier(self, numbers: Collection[int], error: CloudCheckpointError) -> None:
         """Counts failures of earlier background saves, given by the checkpointer's numbers.
@@ -164,8 +159,11 @@ class Saves:
     def status(self) -> RunStatus:
         """Returns the state of the job's saves, as this rank knows it."""
         with self._lock:
-            newest = self._newest_committed()
+            there = [one for one in self._all if one.outcome in ("committed", "restored")]
+            newest = next((one for one in reversed(there) if one.step is not None), None)
             when = None if newest is None else newest.when
+            settled = [one for one in self._all if one.outcome in ("committed", "failed")]
+            is_well = bool(settled) and settled[-1].outcome == "committed"
             return RunStatus(
                 newest_step=None if newest is None else newest.step,
                 newest_age=None if when is None else time.monotonic() - when,
@@ -174,7 +172,7 @@ class Saves:
                     for one in self._all
                     if one.outcome == "under way" and one.step is not None
                 ),
-                failures_in_row=self._in_row(),
+                failures_in_row=0 if is_well else self._row(),
                 last_failure=self.last_failure,
             )
 
@@ -219,29 +217,12 @@ class Saves:
             )
         )
 
-    def _newest_committed(self) -> Save | None:
-        """Returns the last committed save or restored step; None if there is no such entry."""
-        there = (one for one in reversed(self._all) if one.outcome in ("committed", "restored"))
-        return next((one for one in there if one.step is not None), None)
-
-    def _in_row(self) -> int:
-        """Returns how many saves have failed in a row; 0 if a later save is known as committed."""
-        for one in reversed(self._all):
-            if one.outcome == "committed":
-                return 0
-            if one.outcome == "failed":
-                break
-        return self._row()
-
     def _row(self) -> int:
         """Returns the length of the last row of failures; same on all ranks."""
-        row, has_begun = 0, False
+        row = 0
         for one in reversed(self._all):
             if one.outcome == "failed":
-                row, has_begun = row + 1, True
-            elif has_begun and one.outcome != "dropped":
+                row += 1
+            elif row:
                 break
         return row
-
-
-_NOTHING = ("failed", "dropped")

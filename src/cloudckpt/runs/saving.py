@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,19 +19,18 @@ from cloudckpt.checkpointer import (
     make_sync_checkpointer,
 )
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.dcp.writer import CommitHook
 from cloudckpt.errors import CloudCheckpointError, ConfigError
 from cloudckpt.runs.own_line import OwnLine
 from cloudckpt.runs.pruning import StepsInUse
 from cloudckpt.runs.saves import Save, Saves
 
-__all__ = ["Begun", "StepSaver", "saving_options"]
+__all__ = ["StepSaver", "saving_options"]
 
 logger = logging.getLogger("cloudckpt")
 
 
 def saving_options(
-    given: CheckpointerConfig | None, config: Config | None, hook: CommitHook, *, incremental: bool
+    given: CheckpointerConfig | None, config: Config | None, *, incremental: bool
 ) -> CheckpointerConfig:
     """Merges the options given to a manager into those of its checkpointer.
 
@@ -46,7 +46,7 @@ def saving_options(
     if incremental:
         made = replace(config_or_default(options.config), incremental=True)
         options = replace(options, config=made)
-    return replace(options, commit_hook=hook)
+    return options
 
 
 def _make_notes(
@@ -66,19 +66,6 @@ def _make_notes(
             raise ConfigError(f"{name}={given!r}: give a dict")
     user = dict(notes or {})
     return Notes(step=step, metrics=metrics_of(metrics), user=user, job=job, continues=continues)
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A save that has begun, or is committed already.
-
-    Attributes:
-        ends: The future that a background save completes; None if the save is committed.
-        notes: The notes stored with the step.
-    """
-
-    ends: SaveFuture | None
-    notes: Notes
 
 
 class StepSaver:
@@ -116,93 +103,71 @@ class StepSaver:
     def save(
         self,
         step: int,
-        uri: str,
         state: dict[str, Any],
         metrics: Mapping[str, float] | None,
         notes: Mapping[str, Any] | None,
         *,
-        base: str | None,
         force: bool,
         is_last: bool,
-    ) -> Begun | None:
-        """Saves a step; returns None if it is skipped, or has failed with a tolerated error.
+    ) -> tuple[Notes, SaveFuture | None] | None:
+        """Saves a step, in the background unless it is the final one.
 
         Args:
             step: The number of the step.
-            uri: The location of the step.
             state: The state dict to save.
             metrics: Numbers to store with the checkpoint.
             notes: Other values to store with it.
-            base: The URI of the base of an incremental save, if it is not the newest step.
             force: Whether a step of another training may be replaced.
             is_last: Whether this is the final save before the job ends: it waits for the earlier
                 saves, and is committed when this returns.
 
+        Returns:
+            The notes stored with the step, and the future of the save, or None if it is committed
+            already. None if the step is skipped, or has failed with a tolerated error.
+
         Raises:
             CloudCheckpointError: The errors of a checkpointer's ``save``.
         """
-        save = self._saves.begin(step)
+        save, line = self._saves.begin(step), self._line
         try:
-            job, continues = self._line.for_save()
+            job, continues = line.for_save()
             # called by the save, which raises an invalid value's error on all ranks
             noted = functools.cache(partial(_make_notes, step, metrics, notes, job, continues))
-            return self._begin(save, step, uri, state, noted, base, force, is_last)
+            if is_last:
+                self._end_earlier_saves()
+            with contextlib.ExitStack() as in_use:
+                in_use.enter_context(self._in_use.kept(step))
+                futures = (self._direct if is_last else self.checkpointer).save(
+                    line.run.uri(step),
+                    state,
+                    notes=noted,
+                    base=line.base,
+                    # a job that never called restore() may not know that the step exists
+                    keep_existing=not (line.has_restored or force),
+                    is_first=not self._saves.has_committed,
+                )
+                written = None if futures is None else futures[1]
+                if written is None:
+                    self._saves.end(save, "committed")
+                elif written.skipped:
+                    self._saves.end(save, "dropped")
+                    return None
+                else:
+                    save.number = written.number
+                    written.add_done_callback(partial(self._note_end, save, in_use.pop_all()))
+            line.base = None
+            return noted(), written
         except CloudCheckpointError as error:
-            self._line.explain(error)
+            line.explain(error)
             if error is self._saves.last_failure:  # the error of an earlier save, counted already
-                self._saves.dropped(save)
+                self._saves.end(save, "dropped")
                 raise
             if not self._saves.tolerates(save, error):
                 raise
             return None
         except BaseException:
-            self._saves.dropped(save)
+            self._saves.end(save, "dropped")
             raise
-
-    def _begin(
-        self,
-        save: Save,
-        step: int,
-        uri: str,
-        state: dict[str, Any],
-        notes: Callable[[], Notes],
-        base: str | None,
-        force: bool,
-        is_last: bool,
-    ) -> Begun | None:
-        """Begins the save of a step, in the background unless it is the final one.
-
-        Returns None if the checkpointer skips the step.
-        """
-        saver = self.checkpointer
-        if is_last:
-            self._end_earlier_saves()
-            saver = self._direct
-        self._in_use.begin(step)
-        try:
-            futures = saver.save(
-                uri,
-                state,
-                notes=notes,
-                base=base,
-                # a job that never called restore() may not know that the step exists
-                keep_existing=not (self._line.has_restored or force),
-                is_first=not self._saves.has_committed,
-            )
-        except BaseException:
-            self._in_use.end(step)
-            raise
-        written = None if futures is None else futures[1]
-        if written is not None and not written.skipped:
-            save.number = written.number
-            written.add_done_callback(functools.partial(self._note_end, save, step))
-            return Begun(written, notes())
-        self._in_use.end(step)
-        if written is not None:
-            self._saves.dropped(save)
-            return None
-        self._saves.committed(save)
-        return Begun(None, notes())
 
     def _end_earlier_saves(self) -> None:
         """Waits for all earlier saves before the final one, and only logs their failures."""
@@ -214,13 +179,10 @@ class StepSaver:
             else:
                 return
 
-    def _note_end(self, save: Save, step: int, written: SaveFuture) -> None:
+    def _note_end(self, save: Save, in_use: contextlib.ExitStack, written: SaveFuture) -> None:
         """Records the outcome of a background save; runs in the thread that saved."""
-        self._in_use.end(step)
-        if written.exception() is None:
-            self._saves.committed(save)
-        else:
-            self._saves.ended(save)
+        in_use.close()
+        self._saves.end(save, "committed" if written.exception() is None else "ended")
 
     def _failed_earlier(self, numbers: Collection[int], error: CloudCheckpointError) -> None:
         """Counts failed background saves; raises their error unless it is tolerated."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.runs.contents import read_content
-from cloudckpt.stores.base import ObjectInfo, RangeReader
+from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import Sink, StoredBytes, Wanted
 from cloudckpt.transfer.memory import bytes_of
@@ -110,19 +110,15 @@ class _Content:
     Attributes:
         objects: The units to read: the checkpoint's own data objects, if they have checksums, and
             single items in objects of other checkpoints or of other writers.
-        items: The number of all items.
-        nbytes: The bytes of all items, without envelopes.
         commit: The commit object that was read.
-        has_checksums: Whether the checkpoint has checksums.
         damaged: The damage that was detected in the commit object and in the indexes.
+        if_intact: The result if nothing else is damaged.
     """
 
     objects: Sequence[_Object]
-    items: int
-    nbytes: int
     commit: ObjectInfo
-    has_checksums: bool
     damaged: Sequence[CheckpointCorruptError]
+    if_intact: Verified
 
     @classmethod
     def of(cls, uri: CheckpointURI, config: Config) -> _Content:
@@ -142,18 +138,12 @@ class _Content:
         for one in part.said.objects:
             own = [] if one.folder else by_key.pop(key := uri.key(one.name), [])
             if not one.folder and store.uri(key) not in reported:
-                assert part.said.checksum is not None
                 whole = StoredBytes(key, 0, one.size, None, one.size, f"a part of {one.name}")
                 objects.append(_Object(whole, part.said.checksum, one.checksum, own))
         objects += [_Object(item) for of_object in by_key.values() for item in of_object]
-        nbytes = sum(item.nbytes for item in items)
-        return cls(objects, len(items), nbytes, part.commit, part.has_checksums, damaged)
-
-    def share(self, meeting: Meeting) -> list[_Object]:
-        """Returns the units that this rank reads, by key and offset; ranks get similar sizes."""
-        largest_first = sorted(self.objects, key=lambda one: -one.whole.nbytes)
-        own = largest_first[meeting.rank :: meeting.size]
-        return sorted(own, key=lambda one: (one.whole.key, one.whole.offset))
+        nbytes, has_checksums = sum(item.nbytes for item in items), part.has_checksums
+        result = Verified(items=len(items), nbytes=nbytes, has_checksums=has_checksums)
+        return cls(objects, part.commit, damaged, result)
 
 
 def check(uri: CheckpointURI, config: Config, *, only: str) -> None:
@@ -183,7 +173,10 @@ def _verify(
 ) -> Verified:
     """Verifies a checkpoint once; :func:`verify` calls it again if it was replaced meanwhile."""
     content = meeting.broadcast_from_first(lambda: _Content.of(uri, config))
-    found = meeting.begin(lambda: _damages(uri, config, content.share(meeting), progress))
+    largest_first = sorted(content.objects, key=lambda one: -one.whole.nbytes)
+    share = largest_first[meeting.rank :: meeting.size]  # so ranks get similar sizes
+    share.sort(key=lambda one: (one.whole.key, one.whole.offset))
+    found = meeting.begin(lambda: _damages(uri, config, share, progress))
     damaged = [*content.damaged, *(error for each in meeting.gathered(found) for error in each)]
     if damaged:
         meeting.broadcast_from_first(
@@ -192,7 +185,7 @@ def _verify(
             )
         )
         raise one_error(damaged) from damaged[0].__cause__
-    return Verified(items=content.items, nbytes=content.nbytes, has_checksums=content.has_checksums)
+    return content.if_intact
 
 
 def _damages(
@@ -201,85 +194,75 @@ def _damages(
     share: Sequence[_Object],
     progress: Callable[[int, int], None],
 ) -> list[CheckpointCorruptError]:
-    """Reads a rank's share of the objects, and returns an error for each damaged item."""
-    sums: list[_Sum] = []
+    """Reads some objects, and returns an error for each damaged item.
+
+    The items of an object with a wrong checksum are read again, to find the damaged ones.
+    """
     seen = Progress(progress)
-    wanted = [
-        Wanted(one.whole, 0, one.whole.nbytes, _Read(one, sums, seen.add), True) for one in share
-    ]
     seen.total = sum(one.whole.nbytes for one in share)
-    store = open_store(uri, config)
-    found = _find_damages(store, uri, wanted, config)
-    for unlike in _unlike(share, sums):
-        found += _damages_of(unlike, store, uri, config)
+    reads = [_Read(one, seen.add) for one in share]
+    found = _read(uri, config, reads)
+    for one in [read.one for read in reads if read.differs]:
+        again = _Read(one)
+        items = _read(uri, config, [_Read(_Object(item)) for item in one.items])
+        items = items or _read(uri, config, [again])
+        found += items
+        if not items and again.differs:
+            where = open_store(uri, config).uri(one.whole.key)
+            what = (
+                "the bytes between the items, which other readers need, do not match the checksum"
+            )
+            item = one.whole.item
+            damages = [Damage(where, item, what, 0, one.whole.nbytes)]
+            found.append(CheckpointCorruptError(what, uri=where, item=item, damages=damages))
     return found
 
 
-_Sum = tuple[str, int, int, int]
-"""The checksum of a piece of an object: its key, its first byte, its length, the checksum."""
-
-
 class _Read(Sink):
-    """Computes checksums of the bytes that arrive, and discards the bytes."""
+    """Computes the checksum of an object from the bytes that arrive, and discards the bytes."""
 
-    __slots__ = ("_algorithm", "_key", "_seen", "_sums")
+    __slots__ = ("_parts", "_seen", "one")
 
-    def __init__(
-        self, one: _Object, sums: list[_Sum], seen: Callable[[int], None] = lambda count: None
-    ) -> None:
+    def __init__(self, one: _Object, seen: Callable[[int], None] = lambda count: None) -> None:
         """
         Args:
-            one: The unit that is read.
-            sums: The list to which the checksums are added, if the unit has a checksum.
+            one: The object.
             seen: Called with the number of bytes that have arrived, from any thread.
         """
         super().__init__(None)
-        self._key, self._algorithm, self._sums, self._seen = (
-            one.whole.key,
-            one.algorithm,
-            sums,
-            seen,
-        )
+        self.one, self._seen = one, seen
+        self._parts: list[tuple[int, int, int]] = []  # first byte, checksum, length
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
         """Computes the checksum of bytes that have arrived at offset ``start``."""
-        if self._algorithm is not None:
-            checksum = self._algorithm.of(bytes_of(data))
-            self._sums.append((self._key, start, data.numel(), checksum))
+        if self.one.algorithm is not None:
+            self._parts.append((start, self.one.algorithm.of(bytes_of(data)), data.numel()))
         self._seen(data.numel())
 
-
-def _unlike(objects: Sequence[_Object], sums: Iterable[_Sum]) -> Iterator[_Object]:
-    """Yields the objects that were read completely and have a wrong checksum."""
-    by_key: dict[str, list[tuple[int, int]]] = {}
-    for key, _, nbytes, checksum in sorted(sums):
-        by_key.setdefault(key, []).append((checksum, nbytes))
-    for one in objects:
-        pieces = by_key.get(one.whole.key, [])
-        # an object that was not read completely is reported by the download
-        is_whole = sum(nbytes for _, nbytes in pieces) == one.whole.nbytes
-        if one.algorithm and is_whole and one.algorithm.combine(pieces) != one.checksum:
-            yield one
+    @property
+    def differs(self) -> bool:
+        """Whether the object was read completely, and has a wrong checksum."""
+        parts = [(checksum, nbytes) for _, checksum, nbytes in sorted(self._parts)]
+        if self.one.algorithm is None or sum(n for _, n in parts) != self.one.whole.nbytes:
+            return False  # an object that was not read completely is reported by the download
+        return self.one.algorithm.combine(parts) != self.one.checksum
 
 
-def _damages_of(
-    one: _Object, store: RangeReader, uri: CheckpointURI, config: Config
+def _read(
+    uri: CheckpointURI, config: Config, reads: Sequence[_Read]
 ) -> list[CheckpointCorruptError]:
-    """Reads an object again, and returns its damage: the damaged items, or the bytes between them.
+    """Reads objects, and returns an error for each item that is missing or damaged, in order.
 
-    Returns an empty list if the object has the right checksum this time.
+    Raises:
+        StoreError: If the store refuses or stays unreachable.
     """
-    sums: list[_Sum] = []
-    items = [Wanted(item, 0, item.nbytes, _Read(_Object(item), sums), True) for item in one.items]
-    whole = Wanted(one.whole, 0, one.whole.nbytes, _Read(one, sums), True)
-    found = _find_damages(store, uri, items, config)
-    found = found or _find_damages(store, uri, [whole], config)
-    if found or not list(_unlike([one], sums)):
-        return found
-    where = store.uri(one.whole.key)
-    what = "the bytes between the items, which other readers need, do not match the checksum"
-    damage = Damage(where, one.whole.item, what, 0, one.whole.nbytes)
-    return [CheckpointCorruptError(what, uri=where, item=one.whole.item, damages=[damage])]
+    found: list[CheckpointCorruptError] = []
+    wanted = [Wanted(read.one.whole, 0, read.one.whole.nbytes, read, True) for read in reads]
+    download(open_store(uri, config), wanted, config, TransferStats(str(uri)), damaged=found.append)
+    return sorted(
+        found,
+        key=lambda error: [(one.object, one.start or 0, one.item) for one in error.damages],
+    )
 
 
 class Progress:
@@ -302,24 +285,6 @@ class Progress:
             self.total = max(self.total, self._done)
             done, total = self._done, self.total
         self._tell(done, total)
-
-
-def _find_damages(
-    store: RangeReader, uri: CheckpointURI, wanted: Sequence[Wanted], config: Config
-) -> list[CheckpointCorruptError]:
-    """Reads items, and returns an error for each that is missing or damaged, in order.
-
-    Raises:
-        StoreError: If the store refuses or stays unreachable.
-    """
-    found: list[CheckpointCorruptError] = []
-    download(store, wanted, config, TransferStats(str(uri)), damaged=found.append)
-    return sorted(found, key=lambda error: _places(error.damages))
-
-
-def _places(damages: Sequence[Damage]) -> list[tuple[str, int, str]]:
-    """Returns a sort key: object, first byte and item of each damage."""
-    return [(damage.object, damage.start or 0, damage.item) for damage in damages]
 
 
 def one_error(found: Sequence[CheckpointCorruptError]) -> CheckpointCorruptError:

@@ -10,15 +10,7 @@ from typing import Literal
 from cloudckpt.checkpoint.objects import find_commit
 from cloudckpt.config import Config, whole_number
 from cloudckpt.errors import ConfigError
-from cloudckpt.runs.catalog import (
-    CheckpointSummary,
-    Run,
-    history_of,
-    newest_of,
-    owner_of,
-    steps_of,
-    summary,
-)
+from cloudckpt.runs.catalog import CheckpointSummary, Run
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import URILike
@@ -107,14 +99,11 @@ class Watch:
     def due(self, view: View) -> list[int]:
         """Begins a poll: lists the steps, and returns those to check with :meth:`look`."""
         is_first, self._began = self._began is None, time.monotonic()
-        # only the first poll warns if folders exist, and none has the name of a step
-        folders = self.run.root.key("")
-        steps = (
-            steps_of(view, self.run) if is_first else self.run.steps_among(view.folders(folders))
-        )
+        run = self.run.through(view)
+        steps = run.steps(warns=is_first)
         if self._start == "latest":
-            self._start = newest_of(view, self.run, steps) or 0
-        owner = owner_of(view, self.run)
+            self._start = run.newest(steps) or 0
+        owner = run.owner()
         claim, before = None if owner is None else owner.version, self._claim
         self._claim = claim
         if claim != before:
@@ -127,7 +116,7 @@ class Watch:
             if step >= self._start
             and (step not in self._known or step == newest or claim != before)
         ]
-        abandoned = history_of(view, self.run, due).abandoned
+        abandoned = run.history(due).abandoned
         self._known.update(dict.fromkeys(abandoned, ""))
         return [step for step in due if step not in abandoned]
 
@@ -137,7 +126,7 @@ class Watch:
         if commit is None:
             self._known.pop(step, None)
         elif self._known.get(step) != commit.version:
-            found = summary(view, self.run, self.run.names.name(step))
+            found = self.run.through(view).summary(self.run.names.name(step))
             if found is not None and found.is_committed:
                 self._known[step] = commit.version
                 return found
