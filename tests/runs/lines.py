@@ -134,7 +134,7 @@ class Lines(RuleBasedStateMachine):
     def objects(self, step: int) -> set[str]:
         """The keys of the data of a committed step, those of others that it refers to too."""
         at = self.step_at(step)
-        return {at.key(one.name) for one in read_content(at, self.config).said.objects}
+        return {at.key(one.name) for one in read_content(at, self.config).commit.objects}
 
     def is_damaged(self, step: int) -> bool:
         return bool(self.run.damaged and self.run.damaged & self.objects(step))

@@ -21,7 +21,7 @@ from cloudckpt.errors import (
     ConfigError,
     ConnectionLostError,
 )
-from cloudckpt.runs import Preemption, claim, own_line, prune
+from cloudckpt.runs import Preemption, claim, prune
 
 
 def job(run, **options) -> CheckpointManager:
@@ -147,7 +147,7 @@ def test_a_job_that_is_killed_before_its_first_commit_leaves_what_it_continues(r
         save(manager, 1, 2, 3)
     with job(run) as manager:
         manager.restore(state(0), step=2)
-        manager._hook.before_commit = lambda *_: 1 / 0
+        manager._line.before_commit = lambda *_: 1 / 0
         with pytest.raises(cloudckpt.errors.CloudCheckpointError):
             manager.save(3, state(3))
     assert restored(run) == (2, 2)
@@ -175,7 +175,7 @@ def test_a_step_that_is_copied_into_a_run_is_not_restored_without_a_word(run, tw
 
 
 def test_many_jobs_that_have_left_no_step_are_forgotten(run, monkeypatch) -> None:
-    monkeypatch.setattr(own_line, "_MANY_JOBS", 3)
+    monkeypatch.setattr(claim, "_MANY_JOBS", 3)
     with job(run, max_to_keep=1) as manager:
         for step in range(1, 10):
             manager.restore(state(0))
@@ -187,7 +187,7 @@ def test_many_jobs_that_have_left_no_step_are_forgotten(run, monkeypatch) -> Non
 def test_of_many_jobs_that_of_an_abandoned_step_that_is_restored_is_not_forgotten(
     run, monkeypatch
 ) -> None:
-    monkeypatch.setattr(own_line, "_MANY_JOBS", 1)
+    monkeypatch.setattr(claim, "_MANY_JOBS", 1)
     with job(run) as manager:
         for step in (1, 2, 3):
             manager.restore(state(0))
@@ -204,7 +204,7 @@ def test_a_run_with_steps_is_never_taken_for_a_new_one(run) -> None:
     with job(run) as manager:
         save(manager, 1, 2)
     with job(run) as manager:  # it forgets to restore, and is killed before its first commit
-        manager._hook.before_commit = lambda *_: 1 / 0
+        manager._line.before_commit = lambda *_: 1 / 0
         with pytest.raises(cloudckpt.errors.CloudCheckpointError):
             manager.save(3, state(3))
     assert restored(run) == (2, 2)
@@ -228,7 +228,7 @@ def test_a_checkpoint_in_the_place_of_a_run_is_refused_with_the_run_named(run, a
 @pytest.fixture
 def answers(monkeypatch):
     """What ends the silence of a store that is asked for the first claim."""
-    monkeypatch.setattr(own_line, "_PATIENCE", 0.2)
+    monkeypatch.setattr(claim, "_PATIENCE", 0.2)
     answers, put_whole, asked = threading.Event(), claim.put_whole, itertools.count()
 
     def put(*args, **options):

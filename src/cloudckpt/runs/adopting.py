@@ -26,7 +26,6 @@ from dataclasses import replace
 
 from cloudckpt.checkpoint.baseline import LONGEST_SAVE, Baseline, refuse_run
 from cloudckpt.checkpoint.commit import commit, conditions_work
-from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.manifest import Manifest
 from cloudckpt.checkpoint.objects import (
     CLAIM,
@@ -48,7 +47,6 @@ from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
-    CloudCheckpointError,
     IncompleteSaveError,
     ObjectNotFoundError,
     ObjectTooLargeError,
@@ -65,18 +63,6 @@ from cloudckpt.uri import CheckpointURI, URILike
 __all__ = ["adopt", "adopt_pending"]
 
 logger = logging.getLogger("cloudckpt")
-
-_SENSELESS = (
-    NotInColumnsError,
-    CloudCheckpointError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    RuntimeError,
-    AssertionError,
-)
-"""The errors that parsing raises for records whose checksum is right and whose content is not."""
 
 _BETWEEN_LOOKS = 0.5  # seconds between two listings of the records
 _LONGEST_SILENCE = 10.0  # seconds without a changed record after which the processes count as dead
@@ -182,39 +168,27 @@ class _Adoption:
         while True:
             before = self._seen
             self._look()
-            saves = self._saves(job)
-            for by_rank in saves:
-                if all(
-                    rank in by_rank and by_rank[rank].objects is not None
-                    for rank in range(next(iter(by_rank.values())).ranks)
-                ):
+            saves: dict[tuple[str, int], dict[int, Pending]] = {}  # the records of a save, by rank
+            for one in self._seen.values():
+                if one.job == job:
+                    saves.setdefault((one.save, one.ranks), {})[one.rank] = one
+            for (_, ranks), by_rank in saves.items():
+                sent = {rank for rank, one in by_rank.items() if one.objects is not None}
+                if sent >= {*range(ranks)}:
                     return by_rank
             if not saves and self._seen:
                 raise self._of_another_job()
             if not saves:
                 raise self._incomplete("no saving process has left anything to commit")
             now = time.monotonic()
-            if self._seen != before:
-                heard = now
+            heard = heard if self._seen == before else now
+            missing = _what_is_missing(saves.values())
             if now >= until or now - heard >= _LONGEST_SILENCE:
-                raise self._incomplete(_what_is_missing(saves))
+                raise self._incomplete(missing)
             if not is_told:
-                logger.info(
-                    "%s: %s; waiting for up to %.0f s",
-                    self._uri,
-                    _what_is_missing(saves),
-                    until - now,
-                )
+                logger.info("%s: %s; waiting for up to %.0f s", self._uri, missing, until - now)
                 is_told = True
             time.sleep(_BETWEEN_LOOKS)
-
-    def _saves(self, job: str) -> list[dict[int, Pending]]:
-        """Groups the records of ``job`` by save: for each save, its records by rank."""
-        found: dict[tuple[str, int], dict[int, Pending]] = {}
-        for one in self._seen.values():
-            if one.job == job:
-                found.setdefault((one.save, one.ranks), {})[one.rank] = one
-        return list(found.values())
 
     def _look(self) -> None:
         """Lists the records in the step's folder, and reads those that are new or not final."""
@@ -287,7 +261,9 @@ class _Adoption:
             refers = any(found.folder for one in written for found in one.objects)
             attempt = by_rank[0].attempt if refers else random_suffix()
             return Manifest(planned.written(written, attempt=attempt, uri=uri), uri)
-        except _SENSELESS as exc:
+        except MemoryError:
+            raise
+        except Exception as exc:  # the records' checksums are right, and their content may be any
             raise self._incomplete(f"the ranks' reports do not fit together: {exc}") from exc
 
     def _check_objects(self, objects: Iterable[WrittenObject]) -> None:

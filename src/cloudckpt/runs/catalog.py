@@ -211,8 +211,9 @@ class History:
     unread: dict[int, CloudCheckpointError]
 
     def scores(self, metric: str) -> dict[int, float]:
-        """Returns a metric of each step on the line; NaN for a step saved without that metric."""
-        return {step: one.metrics.get(metric, math.nan) for step, one in self.line.items()}
+        """Returns a metric of the steps on the line that have it, and not as NaN."""
+        found = {step: one.metrics.get(metric, math.nan) for step, one in self.line.items()}
+        return {step: score for step, score in found.items() if not math.isnan(score)}
 
 
 class Run:

@@ -16,6 +16,7 @@ from cloudckpt.checkpoint.objects import (
     checked,
     data_name,
 )
+from cloudckpt.checkpoint.record import Record
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -138,11 +139,11 @@ def copy_checkpoint(
         return Copied(already_there=1)
     baseline, attempt = _baseline(part, source, target), random_suffix()
     tasks = _tasks(part, source, target, attempt)
-    objects = {one.name: one for one in part.said.objects}  # those not copied keep their names
+    objects = {one.name: one for one in part.commit.objects}  # those not copied keep their names
     for ordinal, (name, task) in enumerate(tasks.items()):
         known = objects.get(name) or WrittenObject(0, 0, "", task.size, 0, 0, 0)
         objects[name] = replace(known, rank=0, ordinal=ordinal, attempt=attempt, folder="")
-    manifest = Manifest.of_copy(part.said, objects, attempt)
+    manifest = Manifest.of_copy(part.commit, objects, attempt)
     nbytes = sum(task.size for task in tasks.values())
     progress.total = max(progress.total, nbytes)
     written = {objects[name].name for name in tasks}
@@ -163,7 +164,7 @@ def copy_checkpoint(
             objects=manifest.objects,
             own=written,
             kept={one.name for one in manifest.objects} - written,
-            data=partial(manifest.data, part.said.notes),
+            data=partial(manifest.data, part.commit.notes),
         )
     finally:
         forget_listings()
@@ -177,7 +178,7 @@ def _baseline(part: ReadContent, source: Place, target: Place) -> Baseline:
         CheckpointExistsError: If the target has a checkpoint, and its options forbid to replace it.
     """
     uri, store = target.uri, target.store
-    name = part.commit.key.removeprefix(source.uri.key(""))
+    name = part.commit.info.key.removeprefix(source.uri.key(""))
     key = uri.key(name)
     look = partial(target.retrier.call, partial(store.look, key))
     begun = begin(look, key, uri.object(name), overwrite=True)
@@ -198,10 +199,10 @@ def _tasks(part: ReadContent, source: Place, target: Place, attempt: str) -> dic
     Raises:
         CheckpointCorruptError: If an object without checksum is missing or too short.
     """
-    uri, kind = source.uri, part.said.checksum
+    uri, kind = source.uri, part.commit.checksum
     found: dict[str, tuple[int, int | None]] = {}  # size and checksum
     if kind is not None:
-        for one in part.said.objects:
+        for one in part.commit.objects:
             if one.folder or uri != target.uri:
                 found[one.name] = one.size, one.checksum
     else:
@@ -276,7 +277,9 @@ def _send(
             )
             left = {key: replace(task, found=None) for key, task in left.items()}
         except CheckpointCorruptError as error:
-            check_unchanged(source.store, part.commit, str(source.uri), source.config.retry, error)
+            check_unchanged(
+                source.store, part.commit.info, str(source.uri), source.config.retry, error
+            )
             mismatches += 1
             if not isinstance(error, MismatchError) or mismatches == 2:
                 raise
@@ -292,7 +295,7 @@ def _has_the_same(target: Place, ours: ReadContent) -> bool:
         theirs = read_content(target.uri, target.config)
         if not ours.has_checksums or not theirs.has_checksums:
             return False
-        if ours.said.notes != theirs.said.notes or _content(ours) != _content(theirs):
+        if ours.commit.notes != theirs.commit.notes or _content(ours) != _content(theirs):
             return False
     except (CheckpointNotFoundError, CheckpointReplacedError):
         return False
@@ -301,7 +304,7 @@ def _has_the_same(target: Place, ours: ReadContent) -> bool:
             "the existing checkpoint at the target is damaged, and is replaced: %s", error
         )
         return False
-    store, objects = target.store, theirs.said.objects
+    store, objects = target.store, theirs.commit.objects
     sizes: dict[str, int] = {}
     for folder in {one.folder for one in objects}:  # its own folder, and those it refers to
         place = target.uri.beside(folder) if folder else target.uri
@@ -310,12 +313,15 @@ def _has_the_same(target: Place, ours: ReadContent) -> bool:
     return all(sizes.get(target.uri.key(record.name)) == record.size for record in objects)
 
 
-def _content(part: ReadContent) -> object:
-    """Returns what is equal for a checkpoint and its copy: entries, bytes, checksums, structure."""
-    objects = {one.name: (one.size, one.checksum) for one in part.said.objects}
-    places = {
-        (index.fqn, index.offset): (objects.get(place.relative_path), place.offset, place.length)
-        for index, place in (part.metadata.storage_data or {}).items()
-    }
-    entries = dict(part.metadata.state_dict_metadata)
-    return entries, places, part.said.checksum, part.said.structure
+def _content(part: ReadContent) -> bytes:
+    """Returns what is equal for a checkpoint and its copy: its record, without objects' names."""
+    record = part.commit.record
+    assert record is not None  # the checkpoint has checksums
+    objects = [replace(one, rank=0, ordinal=0, attempt="", folder="") for one in record.objects]
+    return Record(
+        table=record.table,
+        extents=record.extents,
+        objects=objects,
+        checksum=record.checksum,
+        structure=record.structure,
+    ).to_bytes()

@@ -18,29 +18,45 @@ which steps are on the line of the run (:mod:`cloudckpt.runs.line`).
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextvars
 import json
+import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from cloudckpt.checkpoint.commit import conditions_work
+from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import CLAIM, trial_name
 from cloudckpt.config import Config
+from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.dcp.writer import CommitHook
 from cloudckpt.errors import (
+    AccessDeniedError,
     CheckpointConflictError,
+    CheckpointExistsError,
+    CloudCheckpointError,
     ObjectNotFoundError,
     PreconditionFailedError,
 )
+from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.line import Owner
 from cloudckpt.stores.base import random_suffix
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Claim", "copy_claim"]
+__all__ = ["OwnLine", "copy_claim"]
+
+logger = logging.getLogger("cloudckpt")
 
 
 @dataclass(frozen=True)
@@ -154,3 +170,211 @@ def _taken(run: CheckpointURI, by: Owner | None) -> CheckpointConflictError:
         "give one of them its own folder, or stop it",
         uri=str(run),
     )
+
+
+_MANY_JOBS = 100  # a line of more jobs drops those that have no committed step any more
+_PATIENCE = 10.0  # seconds that a call of save() waits for the claim
+
+
+class OwnLine(CommitHook):
+    """The jobs and steps that this job continues, equal on all ranks, and its claim of the run.
+
+    Rank 0 claims the run; the other ranks get the job's name from it. As the commit hook of the
+    job's saves, this checks the claim before each commit, and calls the user's hook.
+
+    Attributes:
+        run: The run.
+        job: The job's name, which is part of each step's notes; empty until the job claims the run.
+        base: The location of the base of the next save, if that is incremental and the first since
+            a restore; otherwise None.
+        has_restored: Whether the job has called ``restore()`` without ``source``, and so knows
+            whether the run has steps.
+    """
+
+    def __init__(self, run: Run, meeting: Meeting, inner: CommitHook | None) -> None:
+        """Reads the current claim of the run; ``inner`` is the user's hook.
+
+        Raises:
+            ConfigError: If the run's location is a checkpoint.
+            StoreError: If the store refuses or stays unreachable.
+        """
+        self.run, self._meeting = run, meeting
+        self._inner = inner if inner is not None else CommitHook()
+        self.job = ""
+        self.base: str | None = None
+        self.has_restored = False
+        self._continues: Mapping[str, int] = {}
+        self._begins = True  # the next save begins a new line, and claims the run anew
+        self._is_claimed = False
+        self._claim: Future[Claim] | None = None
+        self._drawn: set[str] = set()  # all random names of this job
+        self._deciding = threading.Lock()
+        self._is_late = False  # saves have used the job's name before the claim was answered
+        self._opened = meeting.broadcast_from_first(self._open)
+
+    def _open(self) -> Owner | None:
+        """Checks the run's location, and reads the claim; called on rank 0."""
+        self.run.check_is_run()
+        return self.run.owner()
+
+    @property
+    def claimed_by(self) -> str:  # type: ignore[override]
+        """The name of this job; empty until it claims the run."""
+        return self.job
+
+    def check_claim(self) -> None:
+        """Waits for the claim if one was begun, checks it, and calls the user's hook."""
+        if self._claim is not None:
+            self._claim.result().check()
+        self._inner.check_claim()
+
+    def before_commit(self, uri: str, metadata: Metadata) -> None:
+        """Calls the user's hook."""
+        self._inner.before_commit(uri, metadata)
+
+    def after_commit(self, uri: str, metadata: Metadata) -> None:
+        """Calls the user's hook."""
+        self._inner.after_commit(uri, metadata)
+
+    def go_on_from(self, step: int | None, notes: Notes | None) -> None:
+        """Makes the next save continue the restored step; None, in an empty run, continues none."""
+        continues = {} if step is None or notes is None else notes.continued_at(step)
+        if len(continues) > _MANY_JOBS:
+            there = self._meeting.broadcast_from_first(self.run.history)
+            jobs = {one.job for part in (there.line, there.abandoned) for one in part.values()}
+            continues = {job: last for job, last in continues.items() if job in jobs}
+        self._continues, self.has_restored, self._begins = continues, True, True
+        is_base = step is not None and self.run.config.incremental
+        self.base = str(self.run.uri(step)) if step is not None and is_base else None
+
+    def for_save(self) -> tuple[str, Mapping[str, int]]:
+        """Claims the run if it is not claimed yet or a new line begins, on all ranks together.
+
+        Returns:
+            The job's name, and the jobs that it continues, each with its last step: for the notes.
+
+        Raises:
+            CheckpointConflictError: If another job has claimed the run.
+            CloudCheckpointError: If the run can't be claimed.
+        """
+        if self._begins or not self._is_claimed:
+            told = self._meeting.broadcast_from_first(lambda: self._claim_run(saves=True))
+            self.job, self._is_claimed = told
+            self._begins = False
+        return self.job, self._continues
+
+    def for_deletion(self) -> None:
+        """Claims the run before a deletion if it is not claimed yet; keeps the current line.
+
+        Raises:
+            CheckpointConflictError: If another job has claimed the run.
+            CloudCheckpointError: If the run can't be claimed.
+        """
+        if not self._is_claimed:
+            told = self._meeting.broadcast_from_first(lambda: self._claim_run(saves=False))
+            self.job, self._is_claimed = told
+
+    def explain(self, error: CloudCheckpointError) -> None:
+        """Rewrites the message of an existing step's error if the job did not call ``restore()``.
+
+        Without it, a save replaces no step, even if the options allow it.
+        """
+        if isinstance(error, CheckpointExistsError) and not self.has_restored:
+            error.message = (
+                "this step already has a checkpoint of another training, and this job did not "
+                "call restore(): call it, give the job its own folder, or replace the step "
+                "with force=True"
+            )
+
+    def _claim_run(self, *, saves: bool) -> tuple[str, bool]:
+        """Claims the run on rank 0 if a save begins a new line, or no claim was made or answered.
+
+        A save waits for up to ten seconds; if the store has not answered by then, the commits of
+        saves that begin now wait for the claim, and fail if it fails. A deletion waits for the
+        answer.
+
+        Returns:
+            The job's name, and whether the store has answered.
+        """
+        claim, patience = self._claim, None
+        has_failed = claim is not None and claim.done() and claim.exception() is not None
+        if (saves and self._begins) or claim is None or has_failed:
+            patience = _PATIENCE if saves else None
+            claim = self._begin(saves)
+        elif saves:
+            patience = 0.0
+        concurrent.futures.wait([claim], patience)
+        with self._deciding:
+            is_there = claim.done()
+            self._is_late = self._is_late or not is_there
+        if is_there:
+            claim.result()
+        elif patience:
+            logger.warning(
+                "%s: the store has not answered for %.0f s whether this job may save into the "
+                "run; training continues, and the save commits when it has answered",
+                self.run.root,
+                patience,
+            )
+        return self.job, is_there
+
+    def _begin(self, saves: bool) -> Future[Claim]:
+        """Begins to claim the run under a new job name, in a thread of its own."""
+        before, continues, made = self._claim, self._continues, Future[Claim]()
+        if not saves and not self.has_restored:  # a deletion keeps the current line
+            line = self.run.history().line
+            continues = line[max(line)].continued_at(max(line)) if line else {}
+        self._claim, self._is_late, self.job = made, False, random_suffix()
+        here, job = contextvars.copy_context(), self.job
+
+        def claim() -> Claim:
+            if saves and not self.has_restored:
+                self._warn_of_steps()
+            seen: Owner | Claim | None = self._opened
+            if before is not None and before.exception() is None:
+                seen = before.result()
+            elif before is not None:  # the failed request may have been carried out by the store
+                now = self.run.owner()
+                seen = now if now is not None and now.job in self._drawn else self._opened
+            self._drawn.add(job)
+            return self._claimed(job, continues, seen)
+
+        def run_it() -> None:
+            try:
+                made.set_result(here.run(claim))
+            except BaseException as error:  # noqa: BLE001 - raised where the claim is needed
+                made.set_exception(error)
+
+        # a daemon thread: a program that ends does not wait for an unanswered claim
+        threading.Thread(target=run_it, name="cloudckpt-claim", daemon=True).start()
+        return made
+
+    def _claimed(self, job: str, continues: Mapping[str, int], seen: Owner | Claim | None) -> Claim:
+        """Claims the run, or keeps the claim that is there if the store forbids to replace it."""
+        root, config = self.run.root, self.run.config
+        try:
+            return Claim.make(root, config, job, continues, seen)
+        except AccessDeniedError as error:
+            with self._deciding:
+                if seen is None or self._is_late:
+                    raise
+                self.job = seen.job
+            logger.warning(
+                "%s can't be replaced (is there a retention policy?), so another job that "
+                "saves into this run would not be noticed: %s",
+                CLAIM,
+                error,
+            )
+            return Claim(root, config, seen.version, seen.job)
+
+    def _warn_of_steps(self) -> None:
+        """Logs a warning if the run has steps and the job saves without calling ``restore()``."""
+        steps = reversed(self.run.steps())
+        if (there := next(filter(self.run.is_committed, steps), None)) is not None:
+            logger.warning(
+                "%s has steps up to %d, and restore() was not called: this job starts a new "
+                "line of steps, which the next job will restore. Existing steps are not "
+                "replaced without force=True",
+                self.run.root,
+                there,
+            )

@@ -18,7 +18,7 @@ from cloudckpt.checkpoint.places import Places
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.errors import CheckpointCorruptError
-from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.download import raise_it
 from cloudckpt.transfer.landing import StoredBytes
 from cloudckpt.transfer.retry import open_store
@@ -105,8 +105,10 @@ def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents
     location = CheckpointURI.parse(uri)
     config = config_or_default(config)
     read, notes = read_content(location, config), Notes()
-    if read.commit.key == location.key(METADATA):  # models of safetensors files have no notes
-        notes = Notes.from_json(read.said.notes, open_store(location, config).uri(read.commit.key))
+    if read.commit.info.key == location.key(METADATA):  # models of safetensors files have no notes
+        notes = Notes.from_json(
+            read.commit.notes, open_store(location, config).uri(read.commit.info.key)
+        )
     return CheckpointContents(
         uri=str(location),
         items=tuple(sorted(read.items(), key=lambda item: item.name)),
@@ -122,32 +124,27 @@ class ReadContent:
     """A checkpoint whose commit object was read.
 
     Attributes:
-        said: The commit object, parsed.
+        commit: The commit object, parsed.
         places: The positions of the entries' bytes in the data objects.
     """
 
-    said: CommitObject
+    commit: CommitObject
     places: Places
-
-    @property
-    def commit(self) -> ObjectInfo:
-        """The store's information on the commit object: key, size, version."""
-        return self.said.info
 
     @property
     def metadata(self) -> Metadata:
         """The checkpoint's metadata in torch's form."""
-        return self.said.metadata
+        return self.commit.metadata
 
     @property
     def has_checksums(self) -> bool:
         """Whether the checkpoint has checksums, as all that cloudckpt writes have."""
-        return self.said.record is not None
+        return self.commit.record is not None
 
     def shared(self) -> dict[str, int]:
         """Returns how many bytes the checkpoint refers to in other checkpoints, by their folder."""
         found: dict[str, int] = {}
-        if (record := self.said.record) is not None and len(record.extents):
+        if (record := self.commit.record) is not None and len(record.extents):
             extents, sums = record.extents, unfilled(len(record.objects)).zero_()
             sums.index_add_(0, extents.objects, extents.lengths)
             for one, nbytes in zip(record.objects, sums.tolist(), strict=True):
@@ -157,7 +154,7 @@ class ReadContent:
 
     def times(self) -> SaveTimes | None:
         """Returns the times of the save; None if they were not recorded."""
-        record = self.said.record
+        record = self.commit.record
         if record is None or not len(record.times):
             return None
         ranks = tuple(tuple(row) for row in record.times.tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from cloudckpt.checkpoint.commit import no_longer_needed, trusted
@@ -99,10 +99,7 @@ def delete_at(
         again = retrier.call(partial(fetch, store, commit))
         if gone is not None and _is_of_the_same_save(gone, trusted(again, store.uri(commit))):
             retrier.call(partial(store.delete, commit, if_version=again.info.version))
-    if location.scheme == "file":
-        for folder in {location.prefix, *map(os.path.dirname, keys)}:
-            with contextlib.suppress(OSError):  # the folder holds other files
-                os.rmdir(folder)
+    _remove_empty(location, {location.prefix, *map(os.path.dirname, keys)})
 
 
 def delete_run(run: URILike, *, config: Config | None = None) -> None:
@@ -127,10 +124,15 @@ def delete_run(run: URILike, *, config: Config | None = None) -> None:
     sweep(location, older_than=0, config=config)
     store, claim = open_store(location, config), location.key(CLAIM)
     delete_all(store, [claim], config.retry, threads=1, what="objects of a deleted run")
-    if location.scheme == "file":
-        for folder in [*(CheckpointURI.parse(one.uri).prefix for one in found), location.prefix]:
-            with contextlib.suppress(OSError):  # the folder holds other files
-                os.rmdir(folder)
+    inside = [CheckpointURI.parse(one.uri).prefix for one in found]
+    _remove_empty(location, [*inside, location.prefix])
+
+
+def _remove_empty(location: CheckpointURI, folders: Iterable[str]) -> None:
+    """Removes folders of a file system if they are empty."""
+    for folder in folders if location.scheme == "file" else ():
+        with contextlib.suppress(OSError):  # the folder holds other files
+            os.rmdir(folder)
 
 
 def _is_of_the_same_save(one: CommitObject, other: CommitObject | None) -> bool:

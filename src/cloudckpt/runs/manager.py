@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from numbers import Real
 from typing import Any, Literal
 
 from cloudckpt._arguments import suggesting
@@ -30,14 +28,13 @@ from cloudckpt.errors import (
     SaveInProgressError,
 )
 from cloudckpt.runs.catalog import Run
-from cloudckpt.runs.own_line import OwnLine
+from cloudckpt.runs.claim import OwnLine
 from cloudckpt.runs.preemption import Preemption
 from cloudckpt.runs.pruning import Pruner, best_step
 from cloudckpt.runs.restoring import checkpoint_in, goal_of, load_from, restore_newest
-from cloudckpt.runs.saves import OnFailure, RunStatus, Saves
-from cloudckpt.runs.saving import StepSaver, saving_options
+from cloudckpt.runs.saves import OnFailure, RunStatus, Saves, StepSaver, saving_options
 from cloudckpt.runs.schedule import Schedule
-from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, check_step
+from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, check_seconds, check_step
 from cloudckpt.uri import URILike
 
 __all__ = ["CheckpointManager"]
@@ -149,9 +146,7 @@ class CheckpointManager(ClosedAtExit):
             self._schedule = Schedule(
                 save_interval_steps, save_interval_seconds, preemption, read_only=read_only
             )
-            given: object = adopt_wait
-            if not isinstance(given, Real) or not 0 <= float(given) < math.inf:
-                raise ConfigError(f"adopt_wait={adopt_wait!r}: give a number of seconds")
+            check_seconds("adopt_wait", adopt_wait, or_zero=True)
             kept = Retention(
                 max_to_keep=max_to_keep,
                 best_to_keep=best_to_keep,
@@ -163,7 +158,8 @@ class CheckpointManager(ClosedAtExit):
             options = saving_options(checkpointer, config, incremental=incremental)
             found = Run(run, step_name=step_name, config=options.config)
             self._saves = Saves(on_failure, max_failures, found.uri, self._meeting.rank)
-            self._schedule.watch()
+            if preemption is not None:
+                self._schedule.watch()
             undo.callback(self._schedule.ignore)
             return found, kept, options
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import numbers
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from types import FrameType
 from typing import Any
 
@@ -29,11 +29,6 @@ _START = 600.0  # seconds in which all ranks must join the creation of the group
 _PATIENCE = 1800.0  # seconds that a rank waits in a collective for the others, as in torch
 _TOGETHER = 0.3  # seconds in which two signals of one number, from two senders, count as one
 _LONG = 1.0  # seconds; after steps of this length, waiting for a collective costs little
-
-
-def _is_time(given: object) -> bool:
-    """Returns whether a value is a number, and not NaN."""
-    return isinstance(given, numbers.Real) and not math.isnan(given)
 
 
 class Preemption:
@@ -65,16 +60,12 @@ class Preemption:
         Raises:
             ConfigError: If an argument has a wrong type.
         """
-        are_many: object = isinstance(signals, Iterable)
+        after_epoch: object = deadline
+        is_time = isinstance(after_epoch, Real) and not math.isnan(after_epoch)
         for name, given, fits, instead in (
-            ("signals", signals, are_many, "a list of signals, such as [signal.SIGUSR1]"),
+            ("signals", signals, isinstance(signals, Iterable), "a list, such as [signal.SIGUSR1]"),
             ("is_due", is_due, is_due is None or callable(is_due), "a function"),
-            (
-                "deadline",
-                deadline,
-                deadline is None or _is_time(deadline),
-                "seconds since 1970, such as time.time() + 3600",
-            ),
+            ("deadline", deadline, deadline is None or is_time, "seconds since 1970"),
         ):
             if not fits:
                 raise ConfigError(f"Preemption({name}={given!r}): give {instead}")

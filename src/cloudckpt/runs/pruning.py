@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import Counter
@@ -26,9 +25,9 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.runs.catalog import History, Run
+from cloudckpt.runs.claim import OwnLine
 from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.deleting import delete_at
-from cloudckpt.runs.own_line import OwnLine
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.uri import URILike
 
@@ -97,14 +96,12 @@ def prune(
     found = Run(run, step_name=step_name, config=config)
     history = found.history()
     _log_damaged(found, history)
-    if best_metric is not None:
-        scores = history.scores(best_metric)
-        if scores and all(map(math.isnan, scores.values())):
-            raise ConfigError(
-                f"no checkpoint of this run has the metric {best_metric!r}: see cloudckpt "
-                "inspect for their metrics",
-                uri=str(found.root),
-            )
+    if best_metric is not None and history.line and not history.scores(best_metric):
+        raise ConfigError(
+            f"no checkpoint of this run has the metric {best_metric!r}: see cloudckpt inspect for "
+            "their metrics",
+            uri=str(found.root),
+        )
     steps = _unneeded(found, history, kept)
     if steps:
         try:
@@ -136,8 +133,7 @@ def best_step(run: Run, retention: Retention) -> tuple[int, float] | None:
             break  # otherwise steps were deleted or saved meanwhile, and the notes are read again
     _log_damaged(run, history)
     scores = history.scores(str(retention.best_metric))
-    step = retention.best(scores)
-    return None if step is None else (step, scores[step])
+    return next(((step, scores[step]) for step in retention.ranked(scores)), None)
 
 
 def _log_damaged(run: Run, history: History) -> None:

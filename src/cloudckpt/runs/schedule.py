@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
-from numbers import Real
 
-from cloudckpt.config import whole_number
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import ConfigError
 from cloudckpt.runs.preemption import Agreement, Preemption
+from cloudckpt.runs.steps import check_count, check_seconds
 
 __all__ = ["Schedule"]
 
@@ -30,8 +28,7 @@ class Schedule:
             every_steps: Save the steps that are multiples of this number; None saves all steps,
                 unless ``every_seconds`` is given.
             every_seconds: Save a step if so many seconds have passed on rank 0 since the last save.
-            preemption: How the job learns that it is about to be stopped. If given, it is watched
-                from :meth:`watch` on; if None, SIGTERM is handled from the first question on.
+            preemption: How the job learns that it is about to be stopped; None: by SIGTERM.
             read_only: Whether no signal is handled.
 
         Raises:
@@ -40,37 +37,29 @@ class Schedule:
         given: object = preemption
         if not isinstance(given, (Preemption, type(None))):
             raise ConfigError(f"preemption={given!r}: give a Preemption, such as Preemption()")
-        seconds: object = every_seconds
-        if every_steps is not None and (whole_number(every_steps) or 0) < 1:
-            raise ConfigError(
-                f"save_interval_steps={every_steps!r}: give a whole number of at least 1"
-            )
-        if every_steps is not None and seconds is not None:
+        self._steps, self._seconds = 1, every_seconds
+        if every_steps is not None:
+            self._steps = check_count("save_interval_steps", every_steps)
+        if every_seconds is not None:
+            check_seconds("save_interval_seconds", every_seconds)
+        if every_steps is not None and every_seconds is not None:
             raise ConfigError(
                 "save_interval_steps= and save_interval_seconds= exclude each other: give one "
                 "of them"
             )
-        if seconds is not None and not (
-            isinstance(seconds, Real) and 0 < float(seconds) < math.inf
-        ):
-            raise ConfigError(
-                f"save_interval_seconds={seconds!r}: give a number of seconds above 0"
-            )
-        self._steps, self._seconds = whole_number(every_steps) or 1, every_seconds
         self._preemption = preemption if preemption is not None else Preemption()
-        self._watches_at_once = preemption is not None and not read_only
         self._is_watching, self._read_only = False, read_only
         self._has_saved_last = False  # whether the final save was made
         self._asked: tuple[int, bool, bool] | None = None  # the last step, and its two answers
         self._due_since = time.monotonic()  # the beginning of the current interval in seconds
 
     def watch(self) -> None:
-        """Begins to handle the signals of a Preemption that the user has given.
+        """Begins to handle the signals, as the first question does.
 
         Raises:
             ConfigError: If a signal can't be handled.
         """
-        if self._watches_at_once:
+        if not (self._is_watching or self._read_only):
             self._preemption.watch()
             self._is_watching = True
 
@@ -109,9 +98,7 @@ class Schedule:
 
     def _answers(self, step: int) -> tuple[bool, bool]:
         """Asks all ranks, once a step: is the job about to end, and is a save due by the clock?"""
-        if not (self._is_watching or self._read_only):
-            self._preemption.watch()
-            self._is_watching = True
+        self.watch()
         if self._asked is None or self._asked[0] != step:
             is_due = False
             if self._is_first and self._seconds is not None:

@@ -14,7 +14,15 @@ from typing import Literal
 from cloudckpt.config import whole_number
 from cloudckpt.errors import ConfigError
 
-__all__ = ["DEFAULT_PATTERN", "HIGHEST_STEP", "Retention", "StepNames", "check_step"]
+__all__ = [
+    "DEFAULT_PATTERN",
+    "HIGHEST_STEP",
+    "Retention",
+    "StepNames",
+    "check_count",
+    "check_seconds",
+    "check_step",
+]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -35,6 +43,30 @@ def check_step(step: int) -> int:
     if found is None or not 0 <= found <= HIGHEST_STEP:
         raise ConfigError(f"step={step!r} is not valid: give a whole number from 0 to 10**18 - 1")
     return found
+
+
+def check_count(name: str, value: object) -> int:
+    """Converts the value of the option ``name`` to a Python int.
+
+    Raises:
+        ConfigError: If it is not a whole number of at least 1.
+    """
+    found = whole_number(value)
+    if found is None or found < 1:
+        raise ConfigError(f"{name}={value!r}: give a whole number of at least 1")
+    return found
+
+
+def check_seconds(name: str, value: object, *, or_zero: bool = False) -> None:
+    """Checks that the value of the option ``name`` is a finite number of seconds above 0.
+
+    Raises:
+        ConfigError: If it is not; with ``or_zero``, 0 is allowed.
+    """
+    if not isinstance(value, Real) or not (0 < float(value) < math.inf or (or_zero and value == 0)):
+        raise ConfigError(
+            f"{name}={value!r}: give a number of seconds{'' if or_zero else ' above 0'}"
+        )
 
 
 class StepNames:
@@ -121,18 +153,10 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name in ("max_to_keep", "best_to_keep", "keep_period"):
-            if (value := getattr(self, name)) is None:
-                continue
-            found = whole_number(value)
-            if found is None or found < 1:
-                raise ConfigError(
-                    f"{name}={value!r}: give a whole number of at least 1, or None; no option "
-                    "deletes all checkpoints of a run"
-                )
-            object.__setattr__(self, name, found)
-        age: object = self.keep_younger_than
-        if age is not None and not (isinstance(age, Real) and 0 < float(age) < math.inf):
-            raise ConfigError(f"keep_younger_than={age!r}: give a number of seconds above 0")
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_count(name, value))
+        if self.keep_younger_than is not None:
+            check_seconds("keep_younger_than", self.keep_younger_than)
         metric: object = self.best_metric
         if not isinstance(metric, (str, type(None))):
             raise ConfigError(f"best_metric={metric!r}: give the name of a metric, such as 'loss'")
@@ -159,7 +183,7 @@ class Retention:
 
         Args:
             committed: The committed steps.
-            scores: The scores of steps; a missing one and NaN both mean that a step has no score.
+            scores: The scores of the steps that have one.
         """
         if self.keeps_all or not committed:
             return []
@@ -169,19 +193,19 @@ class Retention:
             newest, best = 1, self.max_to_keep
         kept = {*newest_first[:newest]}
         if best is not None:
-            usable = _usable(scores or {})
-            kept.update(step for step in committed if step not in usable)
-            ranked = [step for step in newest_first if step in usable]
-            ranked.sort(key=lambda step: self._badness(usable[step]))
-            kept.update(ranked[:best])
+            scores = scores or {}
+            kept.update(step for step in committed if step not in scores)
+            kept.update(
+                self.ranked({step: scores[step] for step in committed if step in scores})[:best]
+            )
         if self.keep_period is not None:
             kept.update(step for step in committed if step % self.keep_period == 0)
         return sorted(set(committed) - kept)
 
-    def best(self, scores: Mapping[int, float]) -> int | None:
-        """Returns the step with the best score, of equal scores the newest; None without scores."""
-        usable = _usable(scores)
-        return min(usable, key=lambda step: (self._badness(usable[step]), -step), default=None)
+    def ranked(self, scores: Mapping[int, float]) -> list[int]:
+        """Returns the steps by their scores, best first; of equal scores the newest comes first."""
+        sign = -1 if self.best_mode == "max" else 1
+        return sorted(scores, key=lambda step: (sign * scores[step], -step))
 
     def warn_of_metric(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs a warning if a step's metrics lack ``best_metric``, or have NaN there."""
@@ -196,14 +220,5 @@ class Retention:
                 else f"missing (its metrics: {', '.join(metrics) or 'none'})",
             )
 
-    def _badness(self, score: float) -> float:
-        """Returns a sort key by which the best score comes first."""
-        return -score if self.best_mode == "max" else score
-
 
 _MODES = ("min", "max", None)
-
-
-def _usable(scores: Mapping[int, float]) -> dict[int, float]:
-    """Returns the scores that are not NaN."""
-    return {step: score for step, score in scores.items() if not math.isnan(score)}

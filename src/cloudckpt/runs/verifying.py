@@ -126,7 +126,7 @@ class _Content:
         part = read_content(uri, config)
         store, damaged = open_store(uri, config), list[CheckpointCorruptError]()
         try:
-            part.said.check_pickle(store, Retrier(config.retry))
+            part.commit.check_pickle(store, Retrier(config.retry))
         except CheckpointCorruptError as error:
             damaged.append(error)
         items = part.sources(store, config, damaged.append)
@@ -135,15 +135,15 @@ class _Content:
         for item in items:
             by_key.setdefault(item.key, []).append(item)
         objects = []
-        for one in part.said.objects:
+        for one in part.commit.objects:
             own = [] if one.folder else by_key.pop(key := uri.key(one.name), [])
             if not one.folder and store.uri(key) not in reported:
                 whole = StoredBytes(key, 0, one.size, None, one.size, f"a part of {one.name}")
-                objects.append(_Object(whole, part.said.checksum, one.checksum, own))
+                objects.append(_Object(whole, part.commit.checksum, one.checksum, own))
         objects += [_Object(item) for of_object in by_key.values() for item in of_object]
         nbytes, has_checksums = sum(item.nbytes for item in items), part.has_checksums
         result = Verified(items=len(items), nbytes=nbytes, has_checksums=has_checksums)
-        return cls(objects, part.commit, damaged, result)
+        return cls(objects, part.commit.info, damaged, result)
 
 
 def check(uri: CheckpointURI, config: Config, *, only: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from typing import Literal
@@ -11,7 +10,7 @@ from cloudckpt.checkpoint.objects import find_commit
 from cloudckpt.config import Config, whole_number
 from cloudckpt.errors import ConfigError
 from cloudckpt.runs.catalog import CheckpointSummary, Run
-from cloudckpt.runs.steps import DEFAULT_PATTERN
+from cloudckpt.runs.steps import DEFAULT_PATTERN, check_seconds
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import URILike
 
@@ -82,8 +81,7 @@ class Watch:
 
     def __init__(self, run: Run, interval: float, start: int | Literal["latest"]) -> None:
         """Takes ``interval`` and ``start`` of :func:`watch`, and raises its ConfigError."""
-        if not (0 < interval < math.inf):
-            raise ConfigError(f"interval={interval!r}: give a number of seconds above 0")
+        check_seconds("interval", interval)
         first: int | Literal["latest"] | None = (
             "latest" if start == "latest" else whole_number(start)
         )
