@@ -247,16 +247,6 @@ def test_of_two_complete_saves_the_one_of_the_job_that_has_the_run_is_committed(
         (both / "step-2" / ".metadata").unlink()
 
 
-def test_saves_of_jobs_that_have_lost_the_run_are_not_waited_for(tmp_path, monkeypatch) -> None:
-    killed(tmp_path, 2)
-    folder = tmp_path / "run" / "step-2"
-    (folder / left(folder)[1]).unlink()
-    (tmp_path / "run" / ".cloudckpt-job.json").write_text('{"job": "another"}')
-    monkeypatch.setattr(adopting, "_BETWEEN_LOOKS", -1.0)  # which nobody can sleep
-    with pytest.raises(IncompleteSaveError, match="another job has claimed the run"):
-        adopt(str(folder))
-
-
 def test_a_run_says_what_is_pending(tmp_path) -> None:
     killed(tmp_path)
     found = cloudckpt.list_checkpoints(str(tmp_path / "run"))
@@ -265,13 +255,6 @@ def test_a_run_says_what_is_pending(tmp_path) -> None:
         (2, False, True),
     ]
     assert cloudckpt.latest(str(tmp_path / "run")) == (tmp_path / "run" / "step-1").as_uri()
-
-
-def test_nothing_is_left_of_a_save_that_is_settled(tmp_path) -> None:
-    ended = job(tmp_path, 2, last=3)
-    assert ended == [(0, (None, True))] * 2
-    assert settled()
-    assert all(not left(tmp_path / "run" / f"step-{step}") for step in (1, 2, 3))
 
 
 def test_a_process_that_shall_not_outlive_its_trainer_leaves_nothing(tmp_path, monkeypatch) -> None:

@@ -1,7 +1,7 @@
 """Runs as they are found: what docs/runs.md says of each is held here.
 
 Where another test holds it, it is named in the table there by what it does: a step that exists and
-``max_to_keep=0`` in test_manager and test_steps, a policy that demands conditions in
+``max_to_keep=0`` in test_manager, a policy that demands conditions in
 tests/terraform.
 """
 

@@ -81,11 +81,6 @@ def test_checkpoints_are_listed_by_step_and_torn_ones_are_told_apart(store) -> N
         assert abs(one.modified - time.time()) < 600
 
 
-def test_a_run_that_is_not_there_has_none(store) -> None:
-    assert list_checkpoints(f"{store.root}/run", config=CONFIG) == []
-    assert latest(f"{store.root}/run", config=CONFIG) is None
-
-
 def test_the_latest_of_a_thousand_steps_takes_three_requests(store) -> None:
     commit(store, *range(1, 1001))
     store.requests.clear()

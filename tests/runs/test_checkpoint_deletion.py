@@ -14,7 +14,6 @@ from cloudckpt.checkpoint.objects import KEPT_FOR
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointReplacedError,
-    ConnectionLostError,
 )
 from cloudckpt.runs.deleting import delete
 from cloudckpt.stores import local, registry
@@ -66,18 +65,6 @@ def test_nothing_of_a_deleted_checkpoint_is_left_and_its_neighbours_are(store) -
     assert store.deleted[0] == "run/step-7/.metadata"
     assert cloudckpt.exists(other, config=CONFIG)
     assert not cloudckpt.exists(uri, config=CONFIG)
-
-
-def test_what_it_does_not_know_stays(store) -> None:
-    uri = save(store, 7)
-    for name in ("notes.txt", "__0_0.0123456789abcdef.distcp", "sub/file"):
-        store.put(uri.key(name), [memoryview(b"x")], checksum=0)
-    delete(uri, config=CONFIG)
-    assert [key.removeprefix("run/step-7/") for key in keys(store)] == [
-        "__0_0.0123456789abcdef.distcp",
-        "notes.txt",
-        "sub/file",
-    ]
 
 
 def test_a_save_that_commits_meanwhile_stays_whole(store) -> None:
@@ -140,21 +127,6 @@ def test_what_can_not_be_deleted_is_told_and_the_rest_is_gone(store) -> None:
     with pytest.raises(AccessDeniedError, match=r"on hold \(.*: 1\)"):
         delete(uri, config=CONFIG)
     assert keys(store) == sorted(set(held))
-
-
-def test_a_lost_answer_is_no_failure(store) -> None:
-    uri = save(store, 7)
-    lost: set[str] = set()
-
-    def lose(key: str) -> None:
-        if key not in lost:
-            lost.add(key)
-            MemoryStore.delete(store, key)
-            raise ConnectionLostError("the answer was lost", uri=store.uri(key))
-
-    store.before = lose
-    delete(uri, config=CONFIG)
-    assert keys(store) == []
 
 
 def test_on_a_disk_its_folder_goes_too_unless_other_files_are_in_it(tmp_path) -> None:

@@ -138,30 +138,6 @@ def _ended_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _ended_by_the_one_that_watches_again(number: int, ends: bool) -> None:
-    """Two managers share one, and another one comes and goes between them."""
-    signal.alarm(30)
-    shared, other = (Preemption(signals=[number]) for _ in range(2))
-    shared.watch()
-    other.watch()
-    shared.ignore()
-    shared.watch()
-    other.ignore()
-    if ends:
-        shared.ignore()
-    else:
-        os.kill(os.getpid(), number)
-        assert shared.noticed
-        time.sleep(0.5)
-    os.kill(os.getpid(), number)
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_who_watches_again_beneath_another_ends_as_if_it_were_alone(ends) -> None:
-    with child(_ended_by_the_one_that_watches_again, number=signal.SIGTERM, ends=ends) as ended:
-        assert ended.wait()[0] == -signal.SIGTERM
-
-
 def test_a_signal_that_nobody_watches_any_more_ends_the_process() -> None:
     with child(_ended_by, number=signal.SIGUSR1) as ended:
         assert ended.wait()[0] == -signal.SIGUSR1
@@ -208,11 +184,6 @@ def test_outside_of_the_main_thread_no_signal_is_handled(caplog) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
     assert preemption.noticed
     assert "main thread" in caplog.text
-
-
-def test_a_rank_alone_hears_at_once() -> None:
-    agreement = Agreement(None)
-    assert [agreement.step(noticed)[0] for noticed in (False, True)] == [False, True]
 
 
 def _heard_at(long: float) -> tuple[list[int], list[int]]:

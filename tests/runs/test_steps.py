@@ -109,10 +109,3 @@ def test_the_newest_is_never_deleted_nor_what_is_not_there(
     if committed:
         assert max(committed) not in unneeded
         assert len(committed) - len(unneeded) >= min(most, len(committed))
-
-
-@pytest.mark.parametrize("option", ["max_to_keep", "best_to_keep", "keep_period"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
-def test_a_limit_that_would_keep_nothing_is_refused(option: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=option):
-        Retention(**{option: value})  # type: ignore[arg-type]

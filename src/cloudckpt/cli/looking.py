@@ -38,16 +38,10 @@ def inspect(call: Call, checkpoint: str, pattern: str = "*", *, html: str | None
     items = tuple(item for item in found.items if fnmatchcase(item.name, pattern))
     if html is not None:
         _write(html, page(dataclasses.replace(found, items=items)))
-    rows: list[dict[str, object]] = [
-        {
-            "name": item.name,
-            "type": item.dtype or "value",
-            "shape": _shape(item),
-            "size": Size(item.nbytes),
-            "chunks": item.chunks,
-        }
-        for item in items
-    ]
+    rows: list[dict[str, object]] = []
+    for item in items:
+        form = {"type": item.dtype or "value", "shape": _shape(item)}
+        rows.append({"name": item.name, **form, "size": Size(item.nbytes), "chunks": item.chunks})
     document = {
         "uri": found.uri,
         "has_checksums": found.has_checksums,

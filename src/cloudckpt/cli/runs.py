@@ -3,7 +3,7 @@
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -40,23 +40,20 @@ def ls(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) ->
     """
     found = _checkpoints(call, locations, step_name)
     if not found:
-        _show_runs(call, locations, step_name)
+        _show_runs(call, locations, step_name, _newest_of)
         return
-    rows: list[dict[str, object]] = [
-        {
-            "step": "-" if one.step is None else one.step,
-            "state": _state(one),
-            "size": Size(one.nbytes),
-            "age": None if one.modified is None else Moment(one.modified),
-            "job": one.job[:8],
-            "checkpoint": one.uri,
-        }
-        for one in found
-    ]
-    if not any(one.is_abandoned for one in found):  # jobs are shown if some steps are abandoned
-        for row in rows:
-            del row["job"]
+    rows = []
+    for one in found:
+        row: dict[str, object] = {"step": "-" if one.step is None else one.step}
+        row |= {"state": _state(one), "size": Size(one.nbytes), "age": _age(one)}
+        if any(other.is_abandoned for other in found):
+            row["job"] = one.job[:8]
+        rows.append(row | {"checkpoint": one.uri})
     call.show(rows, [dataclasses.asdict(one) for one in found], _YELLOW)
+
+
+def _age(one: CheckpointSummary | None) -> Moment | None:
+    return None if one is None or one.modified is None else Moment(one.modified)
 
 
 def _checkpoints(call: Call, locations: Sequence[str], step_name: str) -> list[CheckpointSummary]:
@@ -64,18 +61,17 @@ def _checkpoints(call: Call, locations: Sequence[str], step_name: str) -> list[C
     uris = [uri for one in locations for uri in finding.matching(one, call.config)]
     if uris == locations and len(uris) == 1:
         return cloudckpt.list_checkpoints(uris[0], step_name=step_name, config=call.config)
-    wanted = [one for one in map(CheckpointURI.parse, uris) if _is_checkpoint(call, one)]
+    wanted = [
+        uri
+        for uri in map(CheckpointURI.parse, uris)
+        if finding.is_checkpoint(Run(uri, config=call.config).view, uri)
+    ]
     return [
         one
-        for run in dict.fromkeys(one.parent for one in wanted)
+        for run in dict.fromkeys(uri.parent for uri in wanted)
         for one in cloudckpt.list_checkpoints(run, step_name=step_name, config=call.config)
         if one.uri in map(str, wanted)
     ]
-
-
-def _is_checkpoint(call: Call, uri: CheckpointURI) -> bool:
-    """Returns whether a folder directly contains objects of a checkpoint."""
-    return finding.is_checkpoint(Run(uri.parent, config=call.config).view, uri)
 
 
 def _state(one: CheckpointSummary) -> str:
@@ -87,16 +83,37 @@ def _state(one: CheckpointSummary) -> str:
     return "kept" if one.is_referred_to else "incomplete"
 
 
-def _show_runs(call: Call, locations: Sequence[str], step_name: str) -> None:
-    rows = []
-    for run in _runs_beneath(call, locations, step_name):
-        steps = run.steps()
-        newest = run.newest(steps)
-        last = None if newest is None else run.summary(run.names.name(newest))
-        age = None if last is None or last.modified is None else Moment(last.modified)
-        rows.append({"latest": newest, "steps": len(steps), "age": age, "run": str(run.root)})
-    call.show(rows)
-    _refuse_none(rows, locations)
+def _show_runs(
+    call: Call,
+    locations: Sequence[str],
+    step_name: str,
+    describe: Callable[[Run], dict[str, object]],
+) -> None:
+    """Shows a row for each run beneath the locations.
+
+    Raises:
+        CheckpointNotFoundError: If there is no run.
+    """
+    found = _runs_beneath(call, locations, step_name)
+    call.show([{**describe(run), "run": str(run.root)} for run in found])
+    _refuse_none(found, locations)
+
+
+def _newest_of(run: Run) -> dict[str, object]:
+    steps = run.steps()
+    newest = run.newest(steps)
+    last = None if newest is None else run.summary(run.names.name(newest))
+    return {"latest": newest, "steps": len(steps), "age": _age(last)}
+
+
+def _sizes_of(run: Run) -> dict[str, object]:
+    found = run.summaries()
+    return {
+        "size": Size(sum(one.nbytes for one in found)),
+        "abandoned": Size(sum(one.nbytes for one in found if one.is_abandoned)),
+        "uncommitted": Size(sum(one.nbytes for one in found if not one.is_committed)),
+        "checkpoints": len(found),
+    }
 
 
 def _runs_beneath(
@@ -128,20 +145,7 @@ def du(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) ->
             text and ? one character.
         step_name: Pattern of the checkpoints' folder names.
     """
-    rows = []
-    for run in _runs_beneath(call, locations, step_name):
-        found = cloudckpt.list_checkpoints(run.root, step_name=step_name, config=call.config)
-        rows.append(
-            {
-                "size": Size(sum(one.nbytes for one in found)),
-                "abandoned": Size(sum(one.nbytes for one in found if one.is_abandoned)),
-                "uncommitted": Size(sum(one.nbytes for one in found if not one.is_committed)),
-                "checkpoints": len(found),
-                "run": str(run.root),
-            }
-        )
-    call.show(rows)
-    _refuse_none(rows, locations)
+    _show_runs(call, locations, step_name, _sizes_of)
 
 
 @command(RUNS)
@@ -155,9 +159,8 @@ def latest(call: Call, run: str, *, step_name: str = DEFAULT_PATTERN) -> None:
     """
     found = cloudckpt.latest(run, step_name=step_name, config=call.config)
     if found is None:
-        raise CheckpointNotFoundError(
-            "there is no committed checkpoint in this run: check the location", uri=run
-        )
+        what = "there is no committed checkpoint in this run: check the location"
+        raise CheckpointNotFoundError(what, uri=run)
     call.show([{"checkpoint": found}], {"uri": found})
 
 
@@ -272,8 +275,6 @@ def prune(
         raise typer.BadParameter(
             "nothing says what to keep: give --max-to-keep, --best-to-keep or --keep-younger-than"
         )
-    if (best_metric is None) != (best_mode is None):
-        raise typer.BadParameter("give both --best-metric and --best-mode, or neither")
     unneeded = pruning.prune(
         run,
         max_to_keep=max_to_keep,

@@ -28,7 +28,6 @@ from cloudckpt.checkpoint.baseline import LONGEST_SAVE, Baseline, refuse_run
 from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checkpoint.manifest import Manifest
 from cloudckpt.checkpoint.objects import (
-    CLAIM,
     METADATA,
     OF_RANKS,
     WrittenObject,
@@ -51,12 +50,12 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     ObjectTooLargeError,
 )
-from cloudckpt.runs.line import Owner
+from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.sweeping import clock_of
-from cloudckpt.stores.base import ObjectStore, random_suffix
+from cloudckpt.stores.base import random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.deleting import delete_quietly
-from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.retry import open_store
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -127,21 +126,12 @@ class _Adoption:
 
     def __init__(self, uri: CheckpointURI, config: Config, hook: CommitHook) -> None:
         self._uri, self._config, self._hook = uri, config, hook
-        self._run = uri.parent
-        self._retrier = Retrier(config.retry)
+        self._run = Run(uri.parent, config=config)
         self._seen: dict[str, Pending] = {}  # the records read so far, by key
-
-    @property
-    def _store(self) -> ObjectStore:
-        return open_store(self._uri, self._config)
-
-    @property
-    def _view(self) -> View:
-        return View(self._uri, self._config)
 
     def _owner(self) -> str:
         """Reads the name of the job that holds the run's claim; empty if the run is not claimed."""
-        owner = Owner.read(self._store, self._run.key(CLAIM), self._retrier)
+        owner = self._run.owner()
         return "" if owner is None else owner.job
 
     def carry_out(self, until: float) -> None:
@@ -155,7 +145,7 @@ class _Adoption:
         keys, threads = list(self._seen), self._config.requests_at_once
         needed, mark = {one.folder for one in manifest.objects}, keep_name(by_rank[0].attempt)
         keys += [self._uri.beside(one).key(mark) for one in by_rank[0].held if one not in needed]
-        delete_quietly(self._store, keys, self._config.retry, threads=threads)
+        delete_quietly(self._run.store, keys, self._config.retry, threads=threads)
 
     def _awaited(self, job: str, until: float) -> Mapping[int, Pending]:
         """Waits until all ranks of one save of ``job`` have sent their data; returns the records.
@@ -195,7 +185,7 @@ class _Adoption:
         below = self._uri.key("")
         listed = {
             info.key
-            for info in self._view.objects(below + OF_RANKS)
+            for info in self._run.view.objects(below + OF_RANKS)
             if is_pending_name(info.key.removeprefix(below)) and info.size <= MOST_BYTES
         }
 
@@ -204,8 +194,10 @@ class _Adoption:
 
         def read(key: str) -> tuple[str, Pending | None]:
             try:
-                data, _ = self._view.retrier.call(lambda: self._store.get(key, limit=MOST_BYTES))
-                return key, Pending.parse(bytes(data), self._store.uri(key))
+                data, _ = self._run.view.retrier.call(
+                    lambda: self._run.store.get(key, limit=MOST_BYTES)
+                )
+                return key, Pending.parse(bytes(data), self._run.store.uri(key))
             except ObjectNotFoundError:
                 return key, None
             except (CheckpointCorruptError, ObjectTooLargeError) as error:
@@ -213,7 +205,7 @@ class _Adoption:
                 return key, None
 
         known = {key: one for key, one in self._seen.items() if key in listed}
-        for key, found in self._view.each(read, filter(is_new, listed)):
+        for key, found in self._run.view.each(read, filter(is_new, listed)):
             if found is not None:
                 known[key] = found
         self._seen = known
@@ -272,8 +264,8 @@ class _Adoption:
         Raises:
             IncompleteSaveError: If an object is missing, differs, or is too old.
         """
-        view, below = self._view, self._uri.key(OF_RANKS)
-        young = clock_of(self._store, self._uri, self._config) - LONGEST_SAVE
+        view, below = self._run.view, self._uri.key(OF_RANKS)
+        young = clock_of(self._run) - LONGEST_SAVE
         ages = {info.key: info.modified for info in view.objects(below)}
 
         def check(one: WrittenObject) -> None:
@@ -294,11 +286,11 @@ class _Adoption:
 
     def _commit(self, manifest: Manifest, pending: Pending, baseline: Baseline) -> None:
         """Writes ``.metadata`` if the records' job still holds the claim, and runs the hook."""
-        store, uri = self._store, str(self._uri)
+        store, uri = self._run.store, str(self._uri)
         body = manifest.data(pending.notes)
         trial = self._uri.key(trial_name(manifest.attempt))
         setting = self._config.conditional_writes
-        conditional = conditions_work(store, setting, trial, self._retrier)
+        conditional = conditions_work(store, setting, trial, self._run.retrier)
         self._hook.before_commit(uri, manifest.metadata)
         baseline.check_age(uri)
 
@@ -312,7 +304,7 @@ class _Adoption:
                 baseline,
                 body,
                 conditional=conditional,
-                retrier=self._retrier,
+                retrier=self._run.retrier,
                 check=check,
             )
         except CheckpointConflictError:

@@ -21,7 +21,6 @@ from cloudckpt.config import Config
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
-    CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     InvalidRequestError,
@@ -179,16 +178,9 @@ def _baseline(part: ReadContent, source: Place, target: Place) -> Baseline:
     """
     uri, store = target.uri, target.store
     name = part.commit.info.key.removeprefix(source.uri.key(""))
-    key = uri.key(name)
-    look = partial(target.retrier.call, partial(store.look, key))
-    begun = begin(look, key, uri.object(name), overwrite=True)
-    if begun.version and not target.config.overwrite and source.uri != uri:
-        raise CheckpointExistsError(
-            "a checkpoint already exists here: choose another location, or allow it to be "
-            "replaced (overwrite=True, --overwrite)",
-            uri=str(uri),
-        )
-    return begun
+    look = partial(target.retrier.call, partial(store.look, uri.key(name)))
+    may_replace = target.config.overwrite or source.uri == uri
+    return begin(look, uri.key(name), str(uri), overwrite=may_replace)
 
 
 def _tasks(part: ReadContent, source: Place, target: Place, attempt: str) -> dict[str, CopyTask]:

@@ -19,6 +19,7 @@ which steps are on the line of the run (:mod:`cloudckpt.runs.line`).
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import contextvars
 import json
 import logging
@@ -28,7 +29,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -50,7 +50,7 @@ from cloudckpt.errors import (
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.line import Owner
 from cloudckpt.stores.base import random_suffix
-from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
@@ -59,84 +59,56 @@ __all__ = ["OwnLine", "copy_claim"]
 logger = logging.getLogger("cloudckpt")
 
 
-@dataclass(frozen=True)
-class Claim:
-    """The claim object that a job has written: no other job may write to the run.
+def _write_claim(run: Run, job: str, continues: Mapping[str, int], seen: Owner | None) -> Owner:
+    """Claims a run, unless another job has done so since its claim was read.
 
-    Attributes:
-        run: The folder of the run.
-        config: The options to reach the run.
-        version: The version of the claim object.
-        job: The name of this job; the name of the previous job if the store did not allow to
-            replace its claim.
+    Args:
+        run: The run.
+        job: The job's name.
+        continues: The jobs that this job continues, each with its last step on the line.
+        seen: The claim that the job read when it opened the run, or its own earlier claim.
+
+    Raises:
+        CheckpointConflictError: If another job has claimed the run meanwhile.
+        ConfigError: If the store ignores conditions.
+        StoreError: If the store refuses or stays unreachable.
     """
+    document = {
+        "job": job,
+        "continues": [*continues.items()],
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "began": time.time(),
+    }
+    content = memoryview(json.dumps(document).encode())
+    store, retrier = run.store, Retrier(run.config.retry)
+    trial, condition = run.root.key(trial_name(random_suffix())), dict[str, Any]()
+    setting = run.config.conditional_writes
+    if setting != "off" and conditions_work(store, setting, trial, retrier):
+        condition = {"if_absent": True} if seen is None else {"if_version": seen.version}
+    else:
+        now = run.owner()
+        if (now and now.version) != (seen and seen.version):
+            raise _taken(run, now)
+    try:
+        made = put_whole(store, run.root.key(CLAIM), content, retrier, **condition)
+    except (PreconditionFailedError, ObjectNotFoundError) as error:
+        raise _taken(run, run.owner()) from error
+    return Owner(made.version, job)
 
-    run: CheckpointURI
-    config: Config
-    version: str
-    job: str
 
-    @classmethod
-    def make(
-        cls,
-        run: CheckpointURI,
-        config: Config,
-        job: str,
-        continues: Mapping[str, int],
-        seen: Owner | Claim | None,
-    ) -> Claim:
-        """Claims a run, unless another job has done so since its claim was read.
+def _check(run: Run, claim: Owner) -> None:
+    """Checks that no other job has claimed the run since a claim.
 
-        Args:
-            run: The folder of the run.
-            config: Options.
-            job: The job's name.
-            continues: The jobs that this job continues, each with its last step on the line.
-            seen: The claim that the job read when it opened the run, or its own earlier claim.
-
-        Raises:
-            CheckpointConflictError: If another job has claimed the run meanwhile.
-            ConfigError: If the store ignores conditions.
-            StoreError: If the store refuses or stays unreachable.
-        """
-        document = {
-            "job": job,
-            "continues": [*continues.items()],
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "began": time.time(),
-        }
-        content = memoryview(json.dumps(document).encode())
-        store, key, retrier = open_store(run, config), run.key(CLAIM), Retrier(config.retry)
-        trial, condition = run.key(trial_name(random_suffix())), dict[str, Any]()
-        setting = config.conditional_writes
-        if setting != "off" and conditions_work(store, setting, trial, retrier):
-            condition = {"if_absent": True} if seen is None else {"if_version": seen.version}
-        else:
-            now = Owner.read(store, key, retrier)
-            if (now and now.version) != (seen and seen.version):
-                raise _taken(run, now)
-        try:
-            made = put_whole(store, key, content, retrier, **condition)
-        except (PreconditionFailedError, ObjectNotFoundError) as error:
-            raise _taken(run, Owner.read(store, key, retrier)) from error
-        return cls(run, config, made.version, job)
-
-    def check(self) -> None:
-        """Checks that no other job has claimed the run since this claim.
-
-        Raises:
-            CheckpointConflictError: If another job has claimed the run, or the claim was deleted.
-            StoreError: If the store refuses or stays unreachable.
-        """
-        store, key = open_store(self.run, self.config), self.run.key(CLAIM)
-        retrier = Retrier(self.config.retry)
-        try:
-            if retrier.call(lambda: store.head(key)).version == self.version:
-                return
-        except ObjectNotFoundError:
-            pass
-        raise _taken(self.run, Owner.read(store, key, retrier))
+    Raises:
+        CheckpointConflictError: If another job has claimed the run, or the claim was deleted.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    store, retrier = run.store, Retrier(run.config.retry)
+    with contextlib.suppress(ObjectNotFoundError):
+        if retrier.call(lambda: store.head(run.root.key(CLAIM))).version == claim.version:
+            return
+    raise _taken(run, run.owner())
 
 
 def copy_claim(
@@ -149,18 +121,17 @@ def copy_claim(
     Raises:
         StoreError: If a store refuses or stays unreachable.
     """
-    origin, goal = open_store(source, config), open_store(target, target_config)
-    retrier = Retrier(target_config.retry)
-    try:
-        data, _ = Retrier(config.retry).call(lambda: origin.get(source.key(CLAIM)))
-        if Owner.read(goal, target.key(CLAIM), retrier) is None:
-            only = creates_only(goal, target_config)
-            put_whole(goal, target.key(CLAIM), memoryview(data), retrier, if_absent=only)
-    except (ObjectNotFoundError, PreconditionFailedError):
-        return
+    origin, goal = Run(source, config=config), Run(target, config=target_config)
+    with contextlib.suppress(ObjectNotFoundError, PreconditionFailedError):
+        store, key = origin.store, origin.root.key(CLAIM)
+        data, _ = origin.retrier.call(lambda: store.get(key))
+        if goal.owner() is None:
+            only = creates_only(goal.store, target_config)
+            content, key = memoryview(data), goal.root.key(CLAIM)
+            put_whole(goal.store, key, content, goal.retrier, if_absent=only)
 
 
-def _taken(run: CheckpointURI, by: Owner | None) -> CheckpointConflictError:
+def _taken(run: Run, by: Owner | None) -> CheckpointConflictError:
     """Makes the error for a job whose run was claimed by another job, or whose claim is gone."""
     what = f"the object {CLAIM} of this run was deleted, so something may be deleting the run"
     if by is not None:
@@ -168,7 +139,7 @@ def _taken(run: CheckpointURI, by: Owner | None) -> CheckpointConflictError:
     return CheckpointConflictError(
         f"{what}. Two training jobs in one run would delete and replace each other's checkpoints: "
         "give one of them its own folder, or stop it",
-        uri=str(run),
+        uri=str(run.root),
     )
 
 
@@ -206,7 +177,7 @@ class OwnLine(CommitHook):
         self._continues: Mapping[str, int] = {}
         self._begins = True  # the next save begins a new line, and claims the run anew
         self._is_claimed = False
-        self._claim: Future[Claim] | None = None
+        self._claim: Future[Owner] | None = None
         self._drawn: set[str] = set()  # all random names of this job
         self._deciding = threading.Lock()
         self._is_late = False  # saves have used the job's name before the claim was answered
@@ -225,7 +196,7 @@ class OwnLine(CommitHook):
     def check_claim(self) -> None:
         """Waits for the claim if one was begun, checks it, and calls the user's hook."""
         if self._claim is not None:
-            self._claim.result().check()
+            _check(self.run, self._claim.result())
         self._inner.check_claim()
 
     def before_commit(self, uri: str, metadata: Metadata) -> None:
@@ -318,19 +289,19 @@ class OwnLine(CommitHook):
             )
         return self.job, is_there
 
-    def _begin(self, saves: bool) -> Future[Claim]:
+    def _begin(self, saves: bool) -> Future[Owner]:
         """Begins to claim the run under a new job name, in a thread of its own."""
-        before, continues, made = self._claim, self._continues, Future[Claim]()
+        before, continues, made = self._claim, self._continues, Future[Owner]()
         if not saves and not self.has_restored:  # a deletion keeps the current line
             line = self.run.history().line
             continues = line[max(line)].continued_at(max(line)) if line else {}
         self._claim, self._is_late, self.job = made, False, random_suffix()
         here, job = contextvars.copy_context(), self.job
 
-        def claim() -> Claim:
+        def claim() -> Owner:
             if saves and not self.has_restored:
                 self._warn_of_steps()
-            seen: Owner | Claim | None = self._opened
+            seen = self._opened
             if before is not None and before.exception() is None:
                 seen = before.result()
             elif before is not None:  # the failed request may have been carried out by the store
@@ -349,11 +320,10 @@ class OwnLine(CommitHook):
         threading.Thread(target=run_it, name="cloudckpt-claim", daemon=True).start()
         return made
 
-    def _claimed(self, job: str, continues: Mapping[str, int], seen: Owner | Claim | None) -> Claim:
+    def _claimed(self, job: str, continues: Mapping[str, int], seen: Owner | None) -> Owner:
         """Claims the run, or keeps the claim that is there if the store forbids to replace it."""
-        root, config = self.run.root, self.run.config
         try:
-            return Claim.make(root, config, job, continues, seen)
+            return _write_claim(self.run, job, continues, seen)
         except AccessDeniedError as error:
             with self._deciding:
                 if seen is None or self._is_late:
@@ -365,7 +335,7 @@ class OwnLine(CommitHook):
                 CLAIM,
                 error,
             )
-            return Claim(root, config, seen.version, seen.job)
+            return seen
 
     def _warn_of_steps(self) -> None:
         """Logs a warning if the run has steps and the job saves without calling ``restore()``."""

@@ -43,9 +43,8 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.runs.catalog import Run
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
+from cloudckpt.stores.base import ObjectInfo, Upload, random_suffix
 from cloudckpt.transfer.deleting import abort_each, delete_each, delete_quietly
-from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -172,7 +171,7 @@ class _Sweep:
         """Lists all objects and uploads beneath the folder, and keeps those that are leftovers."""
         store, retrier = self._run.store, self._run.retrier
         below = self._run.root.key("")
-        limit = clock_of(store, self._run.root, self._run.config) - self._older_than
+        limit = clock_of(self._run) - self._older_than
         uploads = store.list_uploads(below, retrier.call)
         self._uploads = [
             upload
@@ -305,23 +304,24 @@ class _Named:
         self.unread = self.unread or other.unread
 
 
-def clock_of(store: ObjectStore, folder: CheckpointURI, config: Config) -> float:
+def clock_of(run: Run) -> float:
     """Returns the time of the store's clock in seconds since 1970, from an object that it writes.
 
     Raises:
         StoreError: If the store reports no times, refuses, or stays unreachable.
     """
-    retrier, key = Retrier(config.retry), folder.key(probe_name("sweep", random_suffix()))
-    put_whole(store, key, memoryview(b""), retrier, if_absent=creates_only(store, config))
+    store, retrier = run.store, run.retrier
+    key = run.root.key(probe_name("sweep", random_suffix()))
+    put_whole(store, key, memoryview(b""), retrier, if_absent=creates_only(store, run.config))
     try:
         listed = list(store.list(key, retrier.call))
     finally:
-        delete_quietly(store, [key], config.retry, threads=1)
+        delete_quietly(store, [key], run.config.retry, threads=1)
     if not listed or listed[0].modified is None:
         raise StoreError(
             "the store does not report when objects were written, so leftovers can't be told "
             "from a save in progress, and nothing was deleted",
-            uri=str(folder),
+            uri=str(run.root),
         )
     return listed[0].modified
 
