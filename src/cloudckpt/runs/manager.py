@@ -130,14 +130,10 @@ class CheckpointManager(ClosedAtExit):
             StoreError: If the store refuses or stays unreachable.
             CloudCheckpointError: The errors of :func:`make_async_checkpointer`.
         """
-        if checkpointer is not None:
-            checked(checkpointer)
+        given = CheckpointerConfig() if checkpointer is None else checked(checkpointer)
         self._read_only, self._keep_abandoned = read_only, keep_abandoned
         self._adopt_wait = adopt_wait
-        group, alone = None, False
-        if checkpointer is not None:
-            group, alone = checkpointer.process_group, checkpointer.no_dist
-        self._meeting = Meeting.of(group, alone)
+        self._meeting = Meeting.of(given.process_group, given.no_dist)
         self._pid = os.getpid()
         self._closed = False
         self._restored: int | None = None  # the restored step, until a warning about it was logged

@@ -33,15 +33,15 @@ HIGHEST_STEP = 10**18 - 1
 """The highest valid step: steps have at most eighteen digits."""
 
 
-def check_step(step: int) -> int:
-    """Converts a step, possibly a number of numpy or torch, to a Python int.
+def check_step(step: int, name: str = "step") -> int:
+    """Converts a step, given as the option ``name``, to a Python int; it may be of numpy or torch.
 
     Raises:
         ConfigError: If it is not a whole number from 0 to :data:`HIGHEST_STEP`.
     """
     found = whole_number(step)
     if found is None or not 0 <= found <= HIGHEST_STEP:
-        raise ConfigError(f"step={step!r} is not valid: give a whole number from 0 to 10**18 - 1")
+        raise ConfigError(f"{name}={step!r} is not valid: give a whole number from 0 to 10**18 - 1")
     return found
 
 

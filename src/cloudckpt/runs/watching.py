@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 from cloudckpt.checkpoint.objects import find_commit
-from cloudckpt.config import Config, whole_number
-from cloudckpt.errors import ConfigError
+from cloudckpt.config import Config
 from cloudckpt.runs.catalog import CheckpointSummary, Run
-from cloudckpt.runs.steps import DEFAULT_PATTERN, check_seconds
+from cloudckpt.runs.steps import DEFAULT_PATTERN, check_seconds, check_step
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import URILike
 
@@ -82,13 +81,7 @@ class Watch:
     def __init__(self, run: Run, interval: float, start: int | Literal["latest"]) -> None:
         """Takes ``interval`` and ``start`` of :func:`watch`, and raises its ConfigError."""
         check_seconds("interval", interval)
-        first: int | Literal["latest"] | None = (
-            "latest" if start == "latest" else whole_number(start)
-        )
-        if first is None or (first != "latest" and first < 0):
-            raise ConfigError(
-                f"start={start!r}: give a step, as a whole number from 0, or 'latest'"
-            )
+        first = start if start == "latest" else check_step(start, "start")
         self.run, self._interval, self._start = run, interval, first
         self._known: dict[int, str] = {}  # the yielded version of each step; empty if abandoned
         self._claim: str | None = None  # the version of the claim at the last poll
@@ -101,21 +94,20 @@ class Watch:
         steps = run.steps(warns=is_first)
         if self._start == "latest":
             self._start = run.newest(steps) or 0
-        owner = run.owner()
-        claim, before = None if owner is None else owner.version, self._claim
-        self._claim = claim
-        if claim != before:
-            self._known = {step: one for step, one in self._known.items() if one}
-        self._known = {step: self._known[step] for step in steps if step in self._known}
-        newest = max((step for step, version in self._known.items() if version), default=None)
-        due = [
-            step
-            for step in steps
-            if step >= self._start
-            and (step not in self._known or step == newest or claim != before)
-        ]
+        owner, before = run.owner(), self._claim
+        self._claim = None if owner is None else owner.version
+        has_changed = self._claim != before  # other steps may be abandoned now
+        listed = {*steps}
+        known = {
+            step: version
+            for step, version in self._known.items()
+            if step in listed and (version or not has_changed)
+        }
+        newest = max((step for step, version in known.items() if version), default=None)
+        due = [step for step in steps if has_changed or step not in known or step == newest]
+        due = [step for step in due if step >= self._start]
         abandoned = run.history(due).abandoned
-        self._known.update(dict.fromkeys(abandoned, ""))
+        self._known = known | dict.fromkeys(abandoned, "")
         return [step for step in due if step not in abandoned]
 
     def look(self, view: View, step: int) -> CheckpointSummary | None:
