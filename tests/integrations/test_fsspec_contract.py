@@ -31,10 +31,6 @@ class _Ours(abstract.AbstractFixtures):
         return False
 
 
-class TestCopy(_Ours, abstract.AbstractCopyTests):
-    pass
-
-
 class TestGet(_Ours, abstract.AbstractGetTests):
     pass
 

@@ -2,7 +2,6 @@
 
 import io
 import os
-import pickle
 import zipfile
 from collections import OrderedDict
 
@@ -42,10 +41,8 @@ from cloudckpt.torch_files import object_file
 from cloudckpt.torch_files.torch_file import load_torch_file, write_torch_file
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
-from dcp.children import in_a_child
 from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.places import Place
-from dcp.test_memory import _forget_peak, _status
 from dcp.values import assert_same, blank_like, numbered
 from support.faulty_store import FaultyStore
 
@@ -276,11 +273,8 @@ _GOOD = bytes_of_file({"t": numbered(300)})
 BROKEN = {
     "empty": (b"", CheckpointCorruptError, "not written by torch.save"),
     "text": (b"hello" * 100, CheckpointCorruptError, "not written by torch.save"),
-    "a pickle": (pickle.dumps({"a": 1}), CheckpointCorruptError, "not written by torch.save"),
     "truncated": (_GOOD[:-30], CheckpointCorruptError, "truncated"),
-    "cut in half": (_GOOD[: len(_GOOD) // 2], CheckpointCorruptError, "truncated"),
     "a few bytes": (_GOOD[:7], CheckpointCorruptError, "truncated"),
-    "another zip": (_zip_of(readme="hi"), CheckpointCorruptError, "can't read"),
     "no dict": (bytes_of_file(numbered(3)), CheckpointError, "contains a Tensor"),
     "damaged pickle": (_zip_of(data_pkl=b"garbage"), CheckpointError, "can't"),
 }
@@ -320,111 +314,14 @@ def test_views_of_one_storage_stay_so(local):
     assert loaded["c"] is loaded["again"] is loaded["list"][0]
 
 
-def _rezipped(data: bytes, without: str = "nothing") -> bytes:
-    """As another tool would pack it: other alignment, and no data descriptors."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(buffer, "w") as new:
-        for info in old.infolist():
-            if not info.filename.endswith(without):
-                new.writestr(info.filename, old.read(info))
-    return buffer.getvalue()
-
-
-ODD = {
-    "legacy": lambda: bytes_of_file(nested_state(), _use_new_zipfile_serialization=False),
-    "packed by another tool": lambda: _rezipped(bytes_of_file(nested_state())),
-    "of an older torch": lambda: _rezipped(bytes_of_file(nested_state()), ".format_version"),
-    "sparse": lambda: bytes_of_file({"s": torch.eye(5).to_sparse(), "t": numbered(9)}),
-    "conjugated": lambda: bytes_of_file({"c": torch.randn(4, dtype=torch.cfloat).conj()}),
-    "quantized": lambda: bytes_of_file({"q": _quantized(), "t": numbered(9)}),
-    "with attributes": lambda: bytes_of_file({"t": _attributed(), "u": numbered(3)}),
-}
-
-
-def _quantized():
-    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-
-
-def _attributed():
-    tensor = numbered(4)
-    tensor.note = "mine"
-    return tensor
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("kind", ODD)
-def test_unusual_files_are_read_as_torch_reads_them(kind, local):
-    data = ODD[kind]()
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_files_are_read_as_torch_reads_them(is_zip, local):
+    state = nested_state() | {"sparse": torch.eye(5).to_sparse()}
+    data = bytes_of_file(state, _use_new_zipfile_serialization=is_zip)
     put(local, "model.pt", data)
     ours, theirs = loaded_from(local, "model.pt"), torch.load(io.BytesIO(data))
-    for key, value in theirs.items():
-        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-            assert torch.equal(ours[key].to_dense(), value.to_dense())
-        elif isinstance(value, torch.Tensor):
-            assert torch.equal(ours[key], value)
-            assert getattr(ours[key], "note", None) == getattr(value, "note", None)
-        else:
-            assert_same(ours[key], value)
-
-
-# ---- memory
-
-
-def _growth(folder: str) -> dict[str, float]:
-    """The peak of the resident set above the one before, over the size of the state."""
-    torch.set_num_threads(1)
-    config = cloudckpt.Config(connections=4, memory_budget=32 * MIB)
-    size = 160 * MIB
-    state = {f"t{n}": torch.full((5 * MIB,), float(n)) for n in range(8)}  # of 20 MiB each
-    small = {"t": torch.ones(1000)}
-    cloudckpt.save(state, checkpoint_id=f"{folder}/ck", config=config, no_dist=True)
-    cloudckpt.save(small, checkpoint_id=f"{folder}/small", config=config, no_dist=True)
-    torch.save(state, f"{folder}/model.pt")
-    grown = {}
-
-    def step(name, action, *arguments):
-        _forget_peak()
-        before = _status("VmRSS")
-        action(*arguments)
-        grown[name] = _status("VmHWM") - before
-
-    def load(uri):
-        load_torch_file(CheckpointURI.parse(uri), config, TransferStats())
-
-    def read_broadcast(state, uri):
-        reader = BroadcastingTorchSaveReader(uri, config=config)
-        dcp.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner(), no_dist=True)
-
-    def write(state, uri):
-        write_torch_file(state, CheckpointURI.parse(uri), config)
-
-    def convert(action, source, destination):
-        action(source, destination, config=config)
-
-    dcp_to_torch_save(f"{folder}/small", f"{folder}/small.pt", config=config)
-    torch_save_to_dcp(f"{folder}/small.pt", f"{folder}/small2", config=config)
-    step("write", write, state, f"{folder}/w.pt")
-    step("broadcast", read_broadcast, state, f"{folder}/model.pt")
-    del state
-    step("load", load, f"{folder}/model.pt")
-    step("from dcp", convert, dcp_to_torch_save, f"{folder}/ck", f"{folder}/new.pt")
-    step("to dcp", convert, torch_save_to_dcp, f"{folder}/model.pt", f"{folder}/new")
-    grown["size"] = size
-    return grown
-
-
-@pytest.fixture(scope="module")
-def growth(tmp_path_factory) -> dict[str, float]:
-    return in_a_child("forkserver", _growth, str(tmp_path_factory.mktemp("memory")), deadline=250)
-
-
-@pytest.mark.parametrize(
-    ("step", "copies"),
-    [("write", 0), ("broadcast", 1), ("load", 1), ("from dcp", 1), ("to dcp", 1)],
-)
-def test_memory_stays_within_the_stated_bound(step, copies, growth):
-    bound = copies * growth["size"] + 32 * MIB + 16 * MIB
-    assert growth[step] <= bound, {name: value // MIB for name, value in growth.items()}
+    assert torch.equal(ours.pop("sparse").to_dense(), theirs.pop("sparse").to_dense())
+    assert_same(ours, theirs)
 
 
 # ---- resharding by broadcast

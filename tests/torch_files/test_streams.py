@@ -15,7 +15,6 @@ from cloudckpt.errors import (
     CheckpointReplacedError,
     ConnectionLostError,
     InvalidRequestError,
-    ThrottledError,
 )
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
@@ -83,11 +82,6 @@ def test_what_is_written_arrives(store, size):
     assert uploads == []
 
 
-def test_a_small_object_is_one_request(store):
-    send(store, [b"abc", b"def"])
-    assert dict(store.calls) == {"put": 1}
-
-
 def test_a_buffer_may_change_after_it_was_written(store):
     def write(stream):
         chunk = bytearray(3 * MIB)
@@ -123,14 +117,6 @@ def test_a_writer_that_fails_leaves_what_was_there(store, error):
     assert held(store) == ({KEY: b"old"}, [])
     assert store.calls["put_part"] > 0
     assert store.calls["delete"] == 0
-
-
-def test_transient_failures_are_tried_again(store):
-    store.fail("put_part", ConnectionLostError, calls=[1, 3, 4])
-    store.fail("complete_upload", ThrottledError, calls=[1])
-    stats = send(store, [some_bytes(12 * MIB)])
-    assert held(store) == ({KEY: some_bytes(12 * MIB)}, [])
-    assert stats.retries == 4
 
 
 def test_uploads_of_others_to_the_same_key_are_left_alone(store, caplog):
@@ -187,16 +173,6 @@ def test_a_fork_leaves_a_file_to_the_process_that_writes_it(store, monkeypatch):
     file._upload = upload
     file._end()
     assert held(store) == ({KEY: bytes(23 * MIB)}, [])
-
-
-def test_large_files_get_large_parts(store):
-    store.capabilities = Capabilities(
-        conditional_writes=True, min_part_size=1, max_part_size=1 << 40, max_parts=10,
-        max_put_size=1 << 50,
-    )  # fmt: skip
-    data = some_bytes(70 * MIB)
-    send(store, [data], expected=len(data))
-    assert held(store) == ({KEY: data}, [])
 
 
 def test_more_bytes_than_parts_can_hold_are_refused(store):
@@ -303,9 +279,3 @@ def test_a_replaced_object_is_noticed_in_a_store_that_ignores_conditions():
     file.seek(900_000)
     with pytest.raises(CheckpointReplacedError, match="replaced"):
         file.read(10)
-
-
-def test_a_broken_read_goes_on(store):
-    data = some_bytes(20 * MIB)
-    store.fail("get_range", ConnectionLostError, calls=[1, 2])
-    assert opened(store, data).read(20 * MIB) == data

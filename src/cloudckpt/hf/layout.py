@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE, SUFFIX, header_bytes
+from cloudckpt.checkpoint.safetensors import SINGLE_FILE, SUFFIX, header_bytes
 from cloudckpt.config import MIB, whole_number
-from cloudckpt.errors import ConfigError, InvalidURIError, UnsupportedTensorError
+from cloudckpt.errors import ConfigError, InvalidURIError
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.boxes import Box
 from cloudckpt.uri import CheckpointURI, URILike
@@ -180,15 +180,7 @@ def needs_index(files: Sequence[FilePlan]) -> bool:
 
 def weight_map(files: Sequence[FilePlan]) -> dict[str, str]:
     """Returns the file name of each tensor name, for the index."""
-    found: dict[str, str] = {}
-    for file in files:
-        for tensor in file.tensors:
-            if tensor.name in found:
-                raise UnsupportedTensorError(
-                    f"{tensor.name} is listed twice: keep one entry", item=tensor.name, uri=INDEX
-                )
-            found[tensor.name] = file.name
-    return found
+    return {tensor.name: file.name for file in files for tensor in file.tensors}
 
 
 def natural(name: str) -> list[tuple[bool, int, str]]:

@@ -28,7 +28,6 @@ __all__ = ["ObjectFile", "PinnedObject", "object_at"]
 
 _FIRST_WINDOW = 64 * 1024
 _LARGEST_WINDOW = 32 * MIB
-_WINDOWS = 2
 _GROWTH = 8
 _REQUEST = 4 * MIB
 _REQUESTS = 64  # reads of more than so many such requests use larger ones, on all connections
@@ -161,9 +160,8 @@ class ObjectFile(io.RawIOBase):
     """A seekable binary file that reads from an object.
 
     Reads of 32 MiB and more go over parallel connections directly into the caller's memory. Smaller
-    reads are served from windows, which grow from 64 KiB to 32 MiB while reads are sequential; the
-    last two windows are cached. It uses at most 64 MiB of memory, or ``memory_budget`` if that is
-    less.
+    reads are served from a window, which grows from 64 KiB to 32 MiB while reads are sequential. It
+    uses at most 64 MiB of memory, or ``memory_budget`` if that is less.
 
     Attributes:
         failure: The first error or interrupt of a read; None before. Callers written in C++ replace
@@ -176,9 +174,8 @@ class ObjectFile(io.RawIOBase):
         self._object = pinned
         self._size = pinned.info.size
         self._at = 0
-        self._largest = min(_LARGEST_WINDOW, config.memory_budget // _WINDOWS)
-        self._ahead = _FIRST_WINDOW
-        self._windows: list[tuple[int, torch.Tensor]] = []
+        self._largest = min(_LARGEST_WINDOW, config.memory_budget // 2)
+        self._first, self._window = 0, torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def readable(self) -> bool:
         return True
@@ -216,28 +213,21 @@ class ObjectFile(io.RawIOBase):
             self._object.read([(self._at, torch.frombuffer(view, dtype=torch.uint8))])
             return
         stop = self._at + view.nbytes
-        for first, window in self._windows:
-            if first <= self._at and stop <= first + window.nbytes:
-                break
-        else:
-            first, window = self._look(view.nbytes)
-        view[:] = bytes_of(window)[self._at - first : stop - first]
+        if self._at < self._first or stop > self._first + self._window.nbytes:
+            self._look(view.nbytes)
+        view[:] = bytes_of(self._window)[self._at - self._first : stop - self._first]
 
-    def _look(self, count: int) -> tuple[int, torch.Tensor]:
-        """Reads a new window that has the next ``count`` bytes; returns its offset and bytes."""
-        follows = any(
-            first <= self._at <= first + window.nbytes + _FIRST_WINDOW
-            for first, window in self._windows
-        )
-        self._ahead = min(self._ahead * _GROWTH, self._largest) if follows else _FIRST_WINDOW
-        size = min(max(count, self._ahead), self._size)
+    def _look(self, count: int) -> None:
+        """Reads a new window that has the next ``count`` bytes."""
+        end = self._first + self._window.nbytes
+        follows = self._first <= self._at <= end + _FIRST_WINDOW
+        ahead = min(self._window.nbytes * _GROWTH, self._largest) if follows else 0
+        size = min(max(count, ahead, _FIRST_WINDOW), self._size)
         first = min(self._at, self._size - size)  # a window at the end begins earlier
         if (grain := self._object.grain) > 1:  # blocks are read whole in any case
             stop = min(aligned(first + size, grain), self._size)
             first = first // grain * grain
             size = stop - first
-        del self._windows[: len(self._windows) - _WINDOWS + 1]
         window = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._object.read([(first, window)])
-        self._windows.append((first, window))
-        return first, window
+        self._first, self._window = first, window

@@ -178,17 +178,13 @@ class CloudStorage(Storage):  # type: ignore[misc]
             FileNotFoundError: If the source does not exist.
             CommitUnknownError: If the store did not say whether it carried out the commit.
         """
-        source, target = _uri(src_path), _uri(dst_path)
-        if (source.scheme, source.bucket, source.account) != (
-            target.scheme,
-            target.bucket,
-            target.account,
-        ):
-            raise InvalidURIError(
-                f"{source} can't be renamed to {target}, which is in another bucket"
-            )
         folders, key = self._at(src_path)
-        folders.rename_folder(key, target.prefix)
+        there, target = self._at(dst_path)
+        if there is not folders:
+            raise InvalidURIError(
+                f"{_uri(src_path)} can't be renamed to {_uri(dst_path)}, which is in another bucket"
+            )
+        folders.rename_folder(key, target)
 
 
 def _uri(path: str | os.PathLike[str]) -> CheckpointURI:
