@@ -1,6 +1,5 @@
 """What is imported when: commands that only look at a run do not wait for torch."""
 
-import inspect
 import pickle
 import subprocess
 import sys
@@ -10,10 +9,7 @@ import torch
 
 import cloudckpt
 from cloudckpt import api
-from cloudckpt.cli import runs
-from cloudckpt.cli.call import seconds
 from cloudckpt.runs import manager
-from cloudckpt.runs.sweeping import LEFTOVERS_AGE
 
 _SCRIPT = """
 import sys
@@ -62,8 +58,3 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
         _ = cloudckpt.restore
     with pytest.raises(ImportError):
         exec("from cloudckpt import restore")
-
-
-def test_the_command_line_says_the_age_of_leftovers_that_is_true():
-    older_than = inspect.signature(runs.sweep).parameters["older_than"]
-    assert seconds(older_than.default) == LEFTOVERS_AGE

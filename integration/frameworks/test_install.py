@@ -11,7 +11,6 @@ from support.identities import identities
 FRAMEWORKS = {
     "accelerate": ["accelerate.accelerator", "accelerate.checkpointing", "accelerate.tracking"],
     "lightning": ["lightning.pytorch", "lightning.fabric"],
-    "peft": ["peft"],
     "ray": ["ray.train", "ray.train.v2._internal.execution.context"],
     "torch_checkpointing": ["torch_checkpointing.checkpoint_manager"],
     "transformers": ["transformers.trainer", "transformers.modeling_utils"],

@@ -1,4 +1,3 @@
-import pickle
 from pathlib import Path
 
 import pytest
@@ -86,11 +85,3 @@ def test_the_newest_are_kept_and_nothing_of_another_run_is_deleted(
         b"%d" % step for step in range(1, 6)
     ]
     assert not cloudckpt.sweep(run, older_than=0).objects
-
-
-def test_the_storage_is_one_job_in_all_processes_that_it_is_sent_to() -> None:
-    config = CloudStorageConfig()
-    sent = pickle.loads(pickle.dumps(config))
-    assert sent.job
-    assert sent.job == config.job
-    assert sent == config

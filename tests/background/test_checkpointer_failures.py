@@ -23,7 +23,7 @@ from dcp.places import Place
 from faults.states import SMALL, filled
 
 from .saves import PATIENCE, Gate, Refusing, SlowEnd, of_rank, step_at
-from .waiting import eventually, interrupted
+from .waiting import eventually
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 
@@ -130,19 +130,6 @@ def test_closing_before_the_save_has_ended_says_that_it_has_not(local, tmp_path)
     assert caught.value.uri == local.uri
     gate.open()
     written.result(PATIENCE)
-
-
-def test_closing_that_was_interrupted_tells_of_a_failure_when_it_is_done_again(local, tmp_path):
-    gate = Gate(tmp_path)
-    one = checkpointer(local)
-    one.save(local.uri, filled(1, SMALL), planner=Failing(gate))
-    gate.wait()
-    with interrupted(one._saver, "close"):
-        one.close()
-    gate.open()
-    with pytest.raises(CheckpointError, match="the dog ate it"):
-        one.close()
-    one.close()
 
 
 def test_an_error_of_the_training_is_not_hidden_by_one_of_the_last_save(local, caplog):

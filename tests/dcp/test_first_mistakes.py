@@ -32,17 +32,11 @@ from .places import Place
 WITH_OPTIONS = {
     "save": lambda place, **given: cloudckpt.save({}, checkpoint_id=place, **given),
     "async_save": lambda place, **given: cloudckpt.async_save({}, checkpoint_id=place, **given),
-    "load": lambda place, **given: cloudckpt.load({}, checkpoint_id=place, **given),
-    "exists": cloudckpt.exists,
-    "writer": cloudckpt.CloudStorageWriter,
     "reader": cloudckpt.CloudStorageReader,
     "manager": cloudckpt.CheckpointManager,
     "checkpointer": lambda _, **given: make_sync_checkpointer(CheckpointerConfig(**given)),
     "install": lambda _, **given: cloudckpt.install(**given),
-    "latest": cloudckpt.latest,
     "verify": cloudckpt.verify,
-    "copy": lambda place, **given: cloudckpt.copy(place, f"{place}-copy", **given),
-    "sweep": cloudckpt.sweep,
     "hf.save": lambda place, **given: cloudckpt.hf.save({}, place, **given),
     "save_file": lambda place, **given: save_file(str(place), b"", **given),
 }

@@ -196,22 +196,6 @@ def test_different_places_of_ranks_under_one_name_are_refused():
     assert caught.value.item == "a.b"
 
 
-@pytest.mark.parametrize("change", ["overlap", "gap", "outside"])
-def test_what_torch_does_not_let_pass_is_refused_in_its_words(change):
-    second = {"overlap": ([1], [3]), "gap": ([3], [1]), "outside": ([2], [3])}[change]
-    items = [tensor_item("a", chunk([0], [2]), [4]), tensor_item("a", chunk(*second), [4])]
-    plans = [SavePlan([item], planner_data={"a": ("a",)}) for item in items]
-    _, _, refusal = by_torch(plans, lowest=False)
-    assert refusal.startswith(REFUSED)
-    if change == "outside":
-        with pytest.raises(NotInColumnsError):
-            records_of(plans)
-        return
-    with pytest.raises(ValueError, match="key:a") as caught:
-        plan_together(records_of(plans), to_lowest_rank=False, uri=URI)
-    assert is_as_torchs(str(caught.value), refusal)
-
-
 def test_names_that_many_ranks_share_are_read_once():
     """Also if ranks with other names stand between them, as the stages of a pipeline do."""
     stages = [SavePlan([value_item(name)], planner_data={name: (name,)}) for name in "abcd"]

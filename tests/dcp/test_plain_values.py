@@ -7,8 +7,6 @@ import datetime
 import io
 import logging
 import pathlib
-from collections import deque
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,15 +167,6 @@ def test_what_would_not_load_is_refused_by_name_if_it_is_to_be(local, value):
             save({"a": {"own": value}, "n": 1}, local.having(unloadable="refuse"))
         assert caught.value.item == "a.own"
     save({"n": 1}, local.having(unloadable="refuse"))
-
-
-@pytest.mark.parametrize("kind", [lambda one: SimpleNamespace(x=one), lambda one: deque([one])])
-def test_an_object_within_another_that_has_a_state_of_its_own_is_refused(local, kind):
-    state = {"app": kind(torch.nn.Linear(1, 1))}
-    with pytest.raises(UnsupportedValueError) as caught:
-        save(state, local)
-    assert caught.value.item == "app"
-    save(state, local.having(unloadable="warn"))  # by somebody who will load the whole of it
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

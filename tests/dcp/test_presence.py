@@ -92,14 +92,6 @@ def test_the_last_checkpoints_beneath_a_run_are_named(place):
     assert "step-7" not in told
 
 
-def test_a_file_is_told_from_nothing(place):
-    uri = CheckpointURI.parse(place.uri)
-    open_store(uri, place.config).put(
-        uri.key("model.pt"), [memoryview(b"of torch.save")], checksum=0
-    )
-    assert "This is a file; if torch.save" in not_found(place.at("model.pt"))
-
-
 def test_a_listing_that_is_refused_is_no_matter(local, monkeypatch):
     save(local.at("step-1"))
 

@@ -1,13 +1,11 @@
 """What crosses a process boundary, and saving on its other side."""
 
-import pickle
 import threading
 
 import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import CloudStorageReader
 from cloudckpt.format_utils import torch_save_to_dcp
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
@@ -16,23 +14,6 @@ from cloudckpt.uri import CheckpointURI
 from .children import in_a_child
 from .places import Place
 from .values import assert_same, numbered
-
-
-def _there_and_back(thing):
-    return pickle.loads(pickle.dumps(thing))
-
-
-def test_a_reader_takes_its_place_and_options_along(local):
-    cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.uri, config=local.config)
-    reader = CloudStorageReader(local.uri, config=local.config, trust_pickle=True)
-    cloudckpt.load({"t": torch.zeros(5)}, storage_reader=reader)
-    twin = _there_and_back(reader)
-    assert (twin.checkpoint_id, twin.config) == (reader.checkpoint_id, reader.config)
-    assert twin.trust_pickle is True
-    loaded = {"t": torch.zeros(5)}
-    cloudckpt.load(loaded, storage_reader=twin)
-    assert_same(loaded["t"], numbered(5))
-
 
 # ---- saving and loading in a child
 

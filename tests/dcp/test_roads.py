@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import cloudckpt
 from cloudckpt import CloudStorageReader, CloudStorageWriter
-from cloudckpt.errors import CheckpointExistsError, ConfigError, InstallError, InvalidURIError
+from cloudckpt.errors import ConfigError, InstallError, InvalidURIError
 from cloudckpt.uri import CheckpointURI
 
 from .stock import FsspecReader, FsspecWriter
@@ -155,15 +155,6 @@ def test_a_framework_that_makes_torchs_writer_saves_to_the_store(writer, reader,
     dcp.async_save(_state(), storage_writer=writer(s3.uri)).result(_PATIENCE)
     assert reader(s3.uri).read_metadata().state_dict_metadata.keys() == {"t", "step"}
     assert cloudckpt.inspect(s3.uri).has_checksums
-
-
-@pytest.mark.parametrize("writer", [FileSystemWriter, FsspecWriter])
-def test_overwrite_of_torchs_writer_is_heeded(writer, installed, s3):
-    dcp.save(_state(), storage_writer=writer(s3.uri, overwrite=False))
-    dcp.save(_state(), storage_writer=writer(s3.uri))
-    with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(_state(), storage_writer=writer(s3.uri, overwrite=False))
-    assert isinstance(caught.value.failures[0][0], CheckpointExistsError)
 
 
 @pytest.mark.parametrize(

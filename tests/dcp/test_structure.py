@@ -269,19 +269,3 @@ def test_a_value_that_is_no_container_does_not_stand_for_the_keys_of_one(value, 
     planner = DefaultLoadPlanner(allow_partial_load=True)
     cloudckpt.load(state, checkpoint_id=tmp_path, planner=planner)
     assert_same(state, {"w": torch.ones(2), "average": {"w": torch.zeros(2), "n": 7}})
-
-
-NAMED_ALIKE = [  # what is saved, loaded into, and then there
-    ({"a": 5, "a.b": 7}, {"a": {"b": {}}, "a.b": 0}, {"a": 5, "a.b": 7}),
-    ({"a": {"b": 5}}, {"a": {"b": {}}, "a.b": 0}, {"a": {"b": {}}, "a.b": 5}),
-]
-
-
-@pytest.mark.parametrize(("content", "state", "expected"), NAMED_ALIKE)
-def test_a_container_and_a_value_whose_names_are_alike_are_kept_apart(
-    content, state, expected, tmp_path
-):
-    cloudckpt.save(content, checkpoint_id=tmp_path)
-    state = copy.deepcopy(state)
-    cloudckpt.load(state, checkpoint_id=tmp_path)
-    assert_same(state, expected)

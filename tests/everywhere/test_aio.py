@@ -3,8 +3,6 @@
 import asyncio
 import dataclasses
 import gc
-import os
-import signal
 import threading
 import time
 import uuid
@@ -30,7 +28,6 @@ from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo, Retry, once
 from cloudckpt.uri import CheckpointURI
 from faults.refusals import GATEWAYS, internal_error, slow_down
-from support.forks import child
 from support.memory_store import MemoryStore
 from support.wire.faults import Reset, Respond, Truncate
 from support.wire.hop import Fault, Hop
@@ -222,26 +219,6 @@ def test_who_is_cancelled_before_a_thread_is_free_asks_nothing(held) -> None:
 
     asyncio.run(ask())
     assert held.listings == 1
-
-
-def _asks_in_a_fork() -> int:
-    held = Held("of-the-parent")
-    registry._OPENERS = {"memory": lambda: lambda uri, config: held}
-    location = "memory://held/run"
-    asks = threading.Thread(
-        target=lambda: asyncio.run(aio.latest(location, config=ONE)), daemon=True
-    )
-    asks.start()
-    assert held.is_asked.wait(60)
-    if not (pid := os.fork()):
-        signal.alarm(60)
-        os._exit(7 if asyncio.run(aio.exists(location, config=ONE)) is False else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    with child(_asks_in_a_fork) as one:
-        assert one.wait() == (0, 7)
 
 
 @dataclasses.dataclass(frozen=True)

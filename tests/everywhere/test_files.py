@@ -122,22 +122,6 @@ def test_what_can_be_no_file_is_refused(place, tmp_path) -> None:
         save_file(f"{place.uri}/x", b"", if_absent=True, config=off)
 
 
-@on["memory"]
-def test_a_stream_that_fails_changes_nothing(place) -> None:
-    class Broken(io.RawIOBase):
-        def readable(self) -> bool:
-            return True
-
-        def readinto(self, buffer) -> int:
-            raise OSError("the disk is gone")
-
-    uri = f"{place.uri}/file"
-    save_file(uri, b"before", config=place.config)
-    with pytest.raises(OSError, match="the disk is gone"):
-        save_file(uri, Broken(), config=place.config)
-    assert load_file(uri, config=place.config) == b"before"
-
-
 # with faults
 
 URI = "memory://faulty/run/file"

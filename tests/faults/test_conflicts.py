@@ -19,7 +19,6 @@ from support.wire.hop import Fault, Hop
 from support.wire.request import Request
 
 from . import jobs
-from .refusals import Refusal, slow_down
 from .selection import everywhere, on
 from .states import SMALL, filled, impatient, load_step
 
@@ -291,21 +290,6 @@ class TestStoresWithoutConditions:
         assert proxy.requests("PutObject", f"*/{CLAIM}") == []
 
     @on("s3", "google")
-    @pytest.mark.parametrize("refusal", ["no such condition", "no such argument"])
-    def test_a_store_that_refuses_conditions_is_told_from_one_that_fails(
-        self, place, store, proxy, unprobed, refusal
-    ):
-        before = store.objects()
-        proxy.inject(
-            Refusal(refusal),
-            where=is_conditional,
-            operation="PutObject",
-        )
-        with pytest.raises(ConfigError, match=r"conditional_writes='off'"):
-            cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=unprobed)
-        assert store.objects() == before
-
-    @on("s3", "google")
     def test_without_conditions_a_save_works_and_says_what_is_given_up(
         self, place, store, dialect, proxy, endpoint, direct, caplog
     ):
@@ -318,27 +302,3 @@ class TestStoresWithoutConditions:
         store.assert_tidy()
         sent = proxy.requests("PutObject")
         assert not any(map(is_conditional, sent))
-
-    @on("s3", "google", "azure")
-    def test_a_store_that_honours_them_is_tried_out_once(self, uri, store, proxy, unprobed):
-        for step in (1, 2):
-            cloudckpt.save(filled(step, SMALL), checkpoint_id=uri, config=unprobed)
-        tried = [request.path for request in proxy.requests("PutObject", "*/.conditions.*")]
-        assert len(tried) > 3
-        assert len(set(tried)) == 1, "the second save must not try it again"
-        assert load_step(uri, unprobed, SMALL) == 2
-        store.assert_tidy()
-
-    @on("s3", "google", skip=[1])
-    @pytest.mark.parametrize("fault", [Reset("request"), Reset("answer"), slow_down(0)])
-    @pytest.mark.parametrize("skip", range(4))
-    def test_a_fault_during_the_trial_is_not_taken_for_its_result(
-        self, uri, store, proxy, unprobed, direct, fault, skip
-    ):
-        rule = proxy.inject(
-            fault, operation="PutObject", path="*/.conditions.*", skip=skip, times=1
-        )
-        cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=unprobed)
-        assert rule.injected == 1
-        assert load_step(uri, direct, SMALL) == 1
-        store.assert_tidy()
