@@ -139,7 +139,8 @@ def test_an_object_arrives_through_any_passing_faults(sizes, seed, share, width)
     store = FaultyStore(Checking(), seed=seed)
     for verb in ("put", "create_upload", "put_part", "complete_upload"):
         store.fail(verb, ThrottledError, probability=share / 3)
-        store.fail(verb, ConnectionLostError, probability=share / 3, when="after")
+        if verb != "create_upload":  # which would leave an empty upload to the sweep
+            store.fail(verb, ConnectionLostError, probability=share / 3, when="after")
     for verb in ("put", "put_part"):
         store.fail(verb, ConnectionLostError, probability=share / 3, when="during", moved=1)
     data = some_bytes(sum(sizes))
