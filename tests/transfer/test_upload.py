@@ -139,8 +139,7 @@ def test_an_object_arrives_through_any_passing_faults(sizes, seed, share, width)
     store = FaultyStore(Checking(), seed=seed)
     for verb in ("put", "create_upload", "put_part", "complete_upload"):
         store.fail(verb, ThrottledError, probability=share / 3)
-        if verb != "create_upload":  # which would leave an empty upload to the sweep
-            store.fail(verb, ConnectionLostError, probability=share / 3, when="after")
+        store.fail(verb, ConnectionLostError, probability=share / 3, when="after")
     for verb in ("put", "put_part"):
         store.fail(verb, ConnectionLostError, probability=share / 3, when="during", moved=1)
     data = some_bytes(sum(sizes))
@@ -275,6 +274,19 @@ def test_an_object_that_was_put_together_wrongly_is_no_success_though_it_is_ours
     store.inner.head = told
     with pytest.raises(ObjectNotFoundError):
         send(store, pieces_of(data, 700))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_upload_whose_beginning_was_lost_leaves_no_twin(store, fails):
+    store.fail("create_upload", ConnectionLostError, calls=[1], when="after")
+    if fails:
+        store.fail("put_part", AccessDeniedError, calls=[2])
+        with pytest.raises(AccessDeniedError):
+            send(store, pieces_of(some_bytes(2500), 700))
+        assert held(store) == []
+    else:
+        send(store, pieces_of(some_bytes(2500), 700))
+        assert held(store) == [KEY]
 
 
 # failures

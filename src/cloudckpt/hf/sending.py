@@ -258,6 +258,8 @@ class FileUpload(ObjectUpload):
         """Aborts the upload; an existing object at the key stays."""
         if self._upload is not None:
             self._abort(self._upload)
+        if self._may_have_twin:
+            self._abort_twins()
 
 
 def send_work(

@@ -225,3 +225,13 @@ class _NamedUpload(ObjectUpload):
     def abandon(self) -> None:
         if self._upload is not None and self.info is None:
             self._abort(self._upload)
+        self._abort_twins()
+
+    def _abort_twins(self) -> None:
+        if self._may_have_twin:
+            # at a key that is not random, it may be the upload of another program
+            logger.warning(
+                "%s: an empty multipart upload could not be aborted; cloudckpt sweep aborts it "
+                "later",
+                self._store.uri(self.key),
+            )

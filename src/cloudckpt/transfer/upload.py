@@ -90,6 +90,7 @@ class ObjectUpload:
         self._first: PartPlan | None = None
         self._upload: Upload | None = None
         self._create_only = create_only
+        self._may_have_twin = False
         self._lock = threading.Lock()
         self._sent: list[Part] = []
         self._summed = 0
@@ -142,13 +143,28 @@ class ObjectUpload:
         """Removes everything of the object from the store; errors are logged, not raised."""
         if self._upload is not None and self.info is None:
             self._abort(self._upload)
+        if self._may_have_twin:
+            self._abort_twins()
         delete_quietly(self._store, [self.key], self._retrier.policy, threads=1)
 
     def _create(self) -> Upload:
-        return self._retrier.call(lambda: self._store.create_upload(self.key, self._part_size))
+        def create() -> Upload:
+            try:
+                return self._store.create_upload(self.key, self._part_size)
+            except BaseException as error:
+                # a request without a response, or interrupted, may have begun an upload
+                if isinstance(error, TransientStoreError) or not isinstance(error, Exception):
+                    self._may_have_twin = True
+                raise
+
+        return self._retrier.call(create)
 
     def _abort(self, upload: Upload) -> None:
         _abort(self._store, upload, self._retrier.policy)
+
+    def _abort_twins(self) -> None:
+        own = () if self._upload is None else (self._upload.id,)
+        _abort_all(self._store, self.key, self._retrier.policy, apart_from=own)
 
     def _send(self, part: PartPlan) -> None:
         if self._upload is None:
@@ -287,6 +303,8 @@ class ObjectUpload:
         )
         self._whole = checksum
         self._stats.add_requests(2)
+        if self._may_have_twin:
+            self._abort_twins()
 
     def _look(self, attempt: str, checksum: int | None) -> ObjectInfo | None:
         """Returns the object if that attempt has made it with the right checksum; else None."""
@@ -306,11 +324,13 @@ def _abort(store: ObjectStore, upload: Upload, policy: RetryPolicy) -> None:
         )
 
 
-def _abort_all(store: ObjectStore, key: str, policy: RetryPolicy) -> None:
+def _abort_all(
+    store: ObjectStore, key: str, policy: RetryPolicy, *, apart_from: Sequence[str] = ()
+) -> None:
     """Aborts all uploads of a key; the key is random, so no other process has begun any."""
     try:
         for upload in store.list_uploads(key, Retrier.for_cleanup(policy).call):
-            if upload.key == key:
+            if upload.key == key and upload.id not in apart_from:
                 _abort(store, upload, policy)
     except CloudCheckpointError as error:
         logger.warning(
