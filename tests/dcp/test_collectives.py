@@ -91,11 +91,11 @@ def test_the_ranks_of_a_load_meet_three_times(ranks, local, planner):
         assert calls == ["broadcast_object_list", "all_gather_object", "all_gather_object"]
 
 
-def test_a_planner_that_wants_the_plans_of_all_ranks_gets_them_by_three_calls_more(ranks, local):
+def test_the_plans_of_all_ranks_go_to_the_first_rank_only_if_its_planner_wants_them(ranks, local):
     for calls in ranks(2, calls_of_a_load, local, OwnLoadPlanner()):
         assert calls == [
             "broadcast_object_list",
-            *["all_gather_object", "all_gather_object", "broadcast_object_list"],
+            *["all_gather_object", "gather_object", "all_gather_object", "scatter_object_list"],
             *["all_gather_object", "all_gather_object"],
         ]
 

@@ -253,20 +253,21 @@ class _Load:
 
     def _planned_together(self, status: RankStatus, terms: _Terms) -> LoadPlan:
         """Returns this rank's part of a plan that the first rank makes from all plans."""
-        local: bytes | None = None
+        local = b""
         if status.failure is None:
             try:
                 local = pickle.dumps(self._local_plan(terms))
             except BaseException as error:  # noqa: BLE001 - told to all ranks
                 status = status._replace(failure=error)
-        consensus = self._meeting.exchange(status, local)
-        consensus.raise_on_all_ranks()
+        self._meeting.exchange(status).raise_on_all_ranks()
 
-        def global_plan() -> list[LoadPlan]:
-            plans = [pickle.loads(plan) for plan in consensus.values]  # noqa: S301 - of the ranks
-            return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
+        def divide(told: list[bytes]) -> list[bytes]:
+            plans = [pickle.loads(plan) for plan in told]  # noqa: S301 - of the ranks
+            plans = self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
+            return [pickle.dumps(plan) for plan in plans]
 
-        return self._meeting.broadcast_from_first(global_plan)[self._meeting.rank]
+        part = self._meeting.divided_by_first(local, divide)
+        return cast(LoadPlan, pickle.loads(part))  # noqa: S301 - of the first rank
 
     def _prepared(
         self, plan: LoadPlan, until_the_end: contextlib.ExitStack

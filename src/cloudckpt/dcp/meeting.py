@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt._version import __version__
-from cloudckpt.checkpoint.torch_private import device_for_collectives
+from cloudckpt.checkpoint.torch_private import Collectives, device_for_collectives
 from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.failures import portable
 from cloudckpt.dcp.gloo_threads import let_finish
@@ -354,6 +354,26 @@ class Meeting:
             ProcessGroupError: If the ranks lost each other.
         """
         return self.exchange(RankStatus(), value, has_begun=True).values
+
+    def divided_by_first(self, value: T, divide: Callable[[list[T]], list[T]]) -> T:
+        """Returns this rank's part of what the first rank makes of all values; a collective call.
+
+        No other rank gets the values of all.
+
+        Args:
+            value: This rank's value.
+            divide: Returns a part for each rank, given the values of all; called on the first rank.
+                An error that it raises is raised on all ranks.
+
+        Raises:
+            CloudCheckpointError: See :meth:`begin`.
+        """
+        ranks = Collectives(self.group, self.group is not None, 0)
+        with self._together(None, has_begun=False):
+            told = ranks.gather_object(value)
+        parts = self.begin(lambda: None if told is None else divide(told))
+        with self._together(None, has_begun=False):
+            return ranks.scatter_object(parts)
 
     @contextlib.contextmanager
     def _together(self, failure: BaseException | None, has_begun: bool) -> Iterator[None]:
