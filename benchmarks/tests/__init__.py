@@ -1,1 +1,0 @@
-"""The benchmarks' own instruments are tested too: a wrong ruler measures nothing."""
