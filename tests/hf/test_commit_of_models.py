@@ -286,7 +286,8 @@ def test_a_save_outlives_passing_faults_and_undoes_itself_at_lasting_ones(
                 assert seen in (1, None)
         else:
             assert here.seen() == 2
-            assert not list(here.plain.list_uploads("")), "of lost answers, too"
+            if (verb, when) != ("create_upload", "after"):  # which only a sweep can find
+                assert not list(here.plain.list_uploads(""))
             here.save(3, "two files")
             assert here.seen() == 3
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,23 +106,23 @@ class ModelFolder:
             UnsupportedTensorError: If this torch lacks a tensor's type.
         """
         retrier = Retrier(config.retry)
-        head = functools.partial(_head, store, retrier)
+        names: dict[str, str] = {}
         single = uri.prefix if uri.prefix.endswith(SUFFIX) else uri.key(SINGLE_FILE)
-        if only := head(single):
-            return cls._read(store, uri, lambda: [only], only, {}, config)
-        if uri.prefix.endswith(SUFFIX):
-            return None
-        key = uri.key(INDEX)
-        try:
-            data, committed = retrier.call(lambda: store.get(key, limit=MOST_INDEX_BYTES))
-        except ObjectNotFoundError:
-            return None
-        if is_claim(data):
-            return None
-        names = parse_index(data, store.uri(key))
+        committed = only = _head(store, retrier, single)
+        if committed is None:
+            key = uri.key(INDEX)
+            if uri.prefix.endswith(SUFFIX):
+                return None
+            try:
+                data, committed = retrier.call(lambda: store.get(key, limit=MOST_INDEX_BYTES))
+            except ObjectNotFoundError:
+                return None
+            if is_claim(data):
+                return None
+            names = parse_index(data, store.uri(key))
 
         def look(name: str) -> ObjectInfo:
-            info = head(uri.key(name))
+            info = _head(store, retrier, uri.key(name))
             if info is None:
                 raise CheckpointCorruptError(
                     f"the model's index lists the file {name}, which does not exist: upload it, "
@@ -132,27 +131,9 @@ class ModelFolder:
                 )
             return info
 
-        def look_at_all() -> list[ObjectInfo]:
-            return View(uri, config).each(look, sorted(set(names.values())))
-
-        return cls._read(store, uri, look_at_all, committed, names, config)
-
-    @classmethod
-    def _read(
-        cls,
-        store: ObjectStore,
-        uri: CheckpointURI,
-        find: Callable[[], Sequence[ObjectInfo]],
-        committed: ObjectInfo,
-        names: dict[str, str],
-        config: Config,
-    ) -> ModelFolder:
-        """Lists the files by ``find`` and reads their headers.
-
-        ``names`` has the file of each tensor, from the index; it is empty for a single file.
-        """
         try:
-            files = find()
+            listed = sorted(set(names.values()))
+            files = View(uri, config).each(look, listed) if only is None else [only]
             return cls(uri, files, committed, cls._tensors(store, uri, files, names, config))
         except CheckpointCorruptError as error:
             check_unchanged(store, committed, str(uri), config.retry, error)
