@@ -199,11 +199,10 @@ def _other_rank(port: int, who: str, ranks: int, tensors: int) -> dict[str, floa
 def _all_of(plan: bytes) -> Any:
     """The part of a rank that writes all that it has."""
     from cloudckpt.checkpoint.record import Record
-    from cloudckpt.dcp.global_plan import Part
 
     table = Record.parse(plan, "").table
     assert table is not None
-    return Part(torch.arange(table.count), torch.zeros(table.count, dtype=torch.int64))
+    return list(range(table.count))
 
 
 def _reading(port: int, who: str, ranks: int, tensors: int) -> dict[str, float]:
@@ -212,7 +211,7 @@ def _reading(port: int, who: str, ranks: int, tensors: int) -> dict[str, float]:
     folder = _folder(port, who)
     if who == OURS:
         import cloudckpt
-        from cloudckpt.dcp.planners import CloudLoadPlanner
+        from cloudckpt.dcp.load_plan import CloudLoadPlanner
 
         reader: Any = cloudckpt.CloudStorageReader(folder)
         planner: DefaultLoadPlanner = CloudLoadPlanner(str(folder))

@@ -20,21 +20,15 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.content import Content
-from cloudckpt.dcp.failures import is_of_group
+from cloudckpt.dcp.failures import break_off, is_of_group, one_error
 from cloudckpt.dcp.load_loop import load_together
-from cloudckpt.dcp.meeting import (
-    Meeting,
-    RankStatus,
-    break_off,
-    check_together,
-    one_error,
-)
-from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
+from cloudckpt.dcp.load_plan import CloudLoadPlanner
+from cloudckpt.dcp.meeting import Meeting, RankStatus, check_together, collective
 from cloudckpt.dcp.reader import CloudStorageReader, OurReader
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.dcp.save_loop import SaveLoop
+from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import (
     CloudCheckpointError,

@@ -26,14 +26,11 @@ from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.background.stager import Stager
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.dcp.arrivals import collective
-from cloudckpt.dcp.planners import (
-    CloudLoadPlanner,
-    CloudSavePlanner,
-    EverythingPlanner,
-)
+from cloudckpt.dcp.load_plan import CloudLoadPlanner, EverythingPlanner
+from cloudckpt.dcp.meeting import collective
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.report import LoadReport
+from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter, CommitHook
 from cloudckpt.errors import ClosedError, CloudCheckpointError, ConfigError
 from cloudckpt.uri import URILike

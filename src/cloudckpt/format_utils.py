@@ -14,7 +14,7 @@ from cloudckpt.api import ToLoad, exists, load_prepared, save
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import beneath, is_committed, is_file
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.dcp.planners import DynamicMetaLoadPlanner, EverythingPlanner
+from cloudckpt.dcp.load_plan import EverythingPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
@@ -24,7 +24,7 @@ from cloudckpt.errors import (
     InvalidURIError,
 )
 from cloudckpt.events import Span, Transferred
-from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader
+from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from cloudckpt.torch_files.torch_file import check_destination, load_torch_file, write_torch_file
 from cloudckpt.transfer.retry import Retrier, open_store, retry_if_replaced
 from cloudckpt.transfer.stats import TransferStats

@@ -18,7 +18,7 @@ import cloudckpt
 from background.waiting import eventually
 from cloudckpt.checkpoint.torch_private import store_of_group
 from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig
-from cloudckpt.dcp import arrivals
+from cloudckpt.dcp import meeting as arrivals
 
 SOON = 1.5  # seconds until a rank that waits says so; a rank comes late once all that wait have
 PATIENT = 30.0  # and of the ranks that nobody keeps waiting
@@ -166,7 +166,7 @@ def test_a_wait_that_is_over_leaves_no_mark(ranks, tmp_path):
 _ENDS = """
 import datetime, sys, time
 import torch.distributed as dist
-from cloudckpt.dcp import arrivals
+from cloudckpt.dcp import meeting as arrivals
 
 arrivals._MARKED_AFTER = arrivals.FIRST_LINE = 0.01
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cloudckpt
 from cloudckpt.checkpointer import close_async_savers
-from cloudckpt.dcp import copies, plan_cache
+from cloudckpt.dcp import copies, save_plan
 from cloudckpt.errors import KeyCollisionError
 from support.logs import warnings_of_ours
 
@@ -91,7 +91,7 @@ def _named(text: str) -> set[str]:
 
 
 def _told_of(place: Place, kind, drawn: list[set[str]]) -> list[set[str]]:
-    plan_cache.forget()
+    save_plan.forget()
     copies._told.clear()
     found = []
     try:
@@ -118,7 +118,7 @@ def test_what_differs_between_ranks_is_named_once(kind, ranks, local):
 
 
 def _refused(place: Place, kind, unlike: set[str]) -> tuple:
-    plan_cache.forget()
+    save_plan.forget()
     try:
         for known in (False, True):
             if known:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 import cloudckpt
 from cloudckpt import Config
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.errors import (
     ConfigError,
     ThrottledError,

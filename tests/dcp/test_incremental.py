@@ -22,8 +22,8 @@ from cloudckpt.checkpoint.base import VALUE, Base, digest_of_bytes, kind_of
 from cloudckpt.checkpoint.objects import is_keep_name
 from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checksum import CRC64NVME
-from cloudckpt.dcp.incremental import Contents
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.save_plan import CloudSavePlanner
+from cloudckpt.dcp.saving import Contents
 from cloudckpt.dcp.writer import CommitHook
 from cloudckpt.errors import (
     AccessDeniedError,

@@ -76,7 +76,7 @@ def test_the_plan_is_that_of_torch(of_tensors):
     state = {f"t{n}": Sharded(shape, wanted) for n, (shape, _, wanted) in enumerate(of_tensors)}
     state["value"] = None
     theirs = create_default_local_load_plan(state, metadata).items
-    ours = plan_reads(state, table_of_metadata(metadata))[0].items
+    ours = plan_reads(state, table_of_metadata(metadata), "")[0].items
     assert set(ours) == set(theirs)
     assert len(ours) == len(theirs)
     hints = {(i.dest_index, i.storage_index): i.storage_index.index for i in theirs}
@@ -86,5 +86,5 @@ def test_the_plan_is_that_of_torch(of_tensors):
 def test_names_that_are_missing_are_left_out():
     table = table_of_metadata(Metadata({"there": described((3,), [[(0, 3)]])}))
     state = {"there": torch.zeros(3), "missing": torch.zeros(3)}
-    plan, _ = plan_reads(state, table)
+    plan, _ = plan_reads(state, table, "")
     assert [item.dest_index.fqn for item in plan.items] == ["there"]

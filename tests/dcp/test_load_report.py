@@ -58,8 +58,8 @@ def test_a_load_that_is_not_strict_loads_what_fits_and_names_the_rest(tmp_path, 
     assert {*report.converted} == {"half"}
     assert {*report.left_alone} == {"vocab", "kind", "many"}
     assert len(str(report).splitlines()) <= 10
-    tables = [r for r in caplog.records if r.levelno == logging.INFO and "loaded 3" in r.message]
-    assert len(tables) == 1
+    tables = [r for r in caplog.records if "loaded 3" in r.message]
+    assert [r.levelno for r in tables] == [logging.WARNING]
 
 
 @pytest.mark.parametrize("road", ROADS)
@@ -108,19 +108,6 @@ def test_state_that_was_saved_by_names_is_not_called_new_where_numbers_are_asked
     uri = _saved(tmp_path, {"optimizer": get_optimizer_state_dict(model, optimizer)})
     with pytest.raises(MissingKeyError, match="by numbers"):
         cloudckpt.load({"optimizer": optimizer}, checkpoint_id=uri)
-
-
-@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.bool])
-def test_state_of_an_optimizer_that_torch_converts_is_named(tmp_path, kind):
-    model = torch.nn.Linear(2, 2)
-    optimizer = _optimizer(model)
-    for state in optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"].to(kind)
-    uri = _saved(tmp_path, {"optimizer": optimizer.state_dict(), "n": torch.ones(1, dtype=kind)})
-    state = {"optimizer": optimizer.state_dict(), "n": torch.zeros(1, dtype=kind)}
-    report = cloudckpt.load(state, checkpoint_id=uri)
-    assert {*report.doubtful} == {f"optimizer.state.{number}.exp_avg" for number in (0, 1)}
-    assert str(kind) in str(report)
 
 
 SAVED = [({"a": 1, "b": 2}, "2 entries"), ([torch.ones(1), 2], "2 entries")]

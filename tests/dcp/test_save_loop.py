@@ -21,8 +21,8 @@ from cloudckpt.checkpointer import (
     CommitHook,
     close_async_savers,
 )
-from cloudckpt.dcp import meeting, plan_cache
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp import meeting, save_plan
+from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.errors import ConfigError
 
 from .places import Place
@@ -34,9 +34,9 @@ FEW = 600
 
 @pytest.fixture(autouse=True)
 def forgetful():
-    plan_cache.forget()
+    save_plan.forget()
     yield
-    plan_cache.forget()
+    save_plan.forget()
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ import cloudckpt
 import cloudckpt.hf
 from cloudckpt import CheckpointManager
 from cloudckpt.checkpointer import CheckpointerConfig, close_async_savers
-from cloudckpt.dcp import plan_cache
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp import save_plan
+from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.errors import IncompleteSaveError, KeyCollisionError, UnsupportedTensorError
 
 from .places import Place
@@ -239,7 +239,7 @@ ROADS = {
 
 
 def _saved_by(road: str, place: Place, seeds: Sequence[int]) -> None:
-    plan_cache.forget()
+    save_plan.forget()
     try:
         for step, seed in enumerate(seeds, 1):
             there = ROADS[road](place, step, spread(step, seed))

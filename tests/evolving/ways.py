@@ -19,7 +19,7 @@ from cloudckpt.checkpoint.objects import WrittenObject, pending_name
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.shard import Layout, send_here
 from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, CommitHook, SaveFuture
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError, StoreError
 from cloudckpt.runs import adopting
 from cloudckpt.stores.base import ObjectStore

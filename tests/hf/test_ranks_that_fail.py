@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt.hf
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.errors import AccessDeniedError, RanksFailedError
 from cloudckpt.hf.writer import SafetensorsWriter
 from cloudckpt.stores import registry

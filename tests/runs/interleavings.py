@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import cloudckpt
 from cloudckpt import CheckpointManager, Config, RetryPolicy
 from cloudckpt.background import process, sender
-from cloudckpt.background.channel import Job, Outcome
+from cloudckpt.background.sender import Job, Outcome
 from cloudckpt.checkpoint import baseline
 from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.baseline import begin

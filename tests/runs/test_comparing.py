@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import (
 
 import cloudckpt
 from cloudckpt.checksum import CRC64NVME
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.runs.comparing import diff
 from cloudckpt.stores.local import LocalStore
 

@@ -18,8 +18,7 @@ from cloudckpt.background.groups import exists
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver, alike
 from cloudckpt.config import BackgroundOptions, Config
-from cloudckpt.dcp.arrivals import collective
-from cloudckpt.dcp.meeting import Meeting, check_together
+from cloudckpt.dcp.meeting import Meeting, check_together, collective
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.fork import module_lock
 from cloudckpt.uri import URILike

@@ -22,6 +22,8 @@ import logging
 import multiprocessing
 import os
 import pickle
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -35,15 +37,8 @@ from typing import Any
 import torch
 
 from cloudckpt.background.arena import Annex, Arena
-from cloudckpt.background.channel import (
-    SETTLED,
-    Job,
-    Outcome,
-    Settings,
-    send_descriptor,
-    set_timeout,
-)
 from cloudckpt.background.groups import START_TIMEOUT
+from cloudckpt.background.sender import SETTLED, Job, Outcome, Settings, as_socket
 from cloudckpt.checkpoint.object_plan import STATE, Destination
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
@@ -231,6 +226,21 @@ class ProcessSender:
             self._sent_by.settle()
 
 
+def _set_timeout(channel: channels.Connection, seconds: float) -> None:
+    """Sets the timeout of each read and write: the other side may stop within a message."""
+    whole = int(seconds)
+    value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    with as_socket(channel) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+
+def _send_descriptor(channel: channels.Connection, fd: int) -> None:
+    """Sends a file descriptor, after everything that was already sent."""
+    with as_socket(channel) as end:
+        socket.send_fds(end, [b"\0"], [fd])
+
+
 def log_levels() -> dict[str, int]:
     """Returns the explicitly set levels of loggers, by name; the root logger's name is empty."""
     named = list(logging.Logger.manager.loggerDict.items())
@@ -266,7 +276,7 @@ class _Worker:
             self._channel, theirs = multiprocessing.Pipe()
             undo.callback(self._channel.close)
             with theirs:
-                set_timeout(self._channel, _SIGN_OF_LIFE)
+                _set_timeout(self._channel, _SIGN_OF_LIFE)
                 self._process = _start(theirs.fileno())
             settings = Settings(os.getpid(), _NICE, _SIGN_OF_LIFE, options.outlive, log_levels())
             with contextlib.suppress(ConnectionError):  # it has ended: the first wait says how
@@ -320,7 +330,7 @@ class _Worker:
         try:
             self._channel.send(job)
             for fd in descriptors:
-                send_descriptor(self._channel, fd)
+                _send_descriptor(self._channel, fd)
         except OSError as exc:
             raise self._death(exc) from exc
 

@@ -27,10 +27,9 @@ from cloudckpt.background.save import Save, as_ours
 from cloudckpt.background.stager import Stager
 from cloudckpt.checkpoint.shard import send_here
 from cloudckpt.config import BackgroundOptions
-from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.failures import release_frames
-from cloudckpt.dcp.meeting import Consensus, Meeting, RankStatus
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.meeting import Consensus, Meeting, RankStatus, all_expected
+from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import (
     ClosedError,

@@ -9,6 +9,12 @@ If its trainer ends before the commit, it keeps sending the save that it was giv
 it holds itself, and records its progress in the store: at once that it is sending, again every two
 seconds, and finally what a commit needs (:mod:`cloudckpt.checkpoint.pending`). It never commits:
 the next job decides whether that step is still wanted.
+
+The trainer sends ``Settings`` once and a ``Job`` for each save, followed by the descriptors of the
+memory that holds its bytes. ``SETTLED`` says that the trainer knows the outcome of that save;
+closing the channel ends the process. The process answers with pairs of a message type and its
+content: ``ready``, an ``outcome`` for each job, and between them ``alive``, ``stuck`` (a bool),
+``log`` and ``event``.
 """
 
 from __future__ import annotations
@@ -24,23 +30,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from cloudckpt.background.channel import (
-    SETTLED,
-    Job,
-    Outcome,
-    Settings,
-    as_socket,
-    receive_descriptors,
-)
-from cloudckpt.checkpoint.object_plan import ObjectPlan, send, sending_group
+from cloudckpt.checkpoint.object_plan import Destination, ObjectPlan, send, sending_group
 from cloudckpt.checkpoint.objects import METADATA, WrittenObject, pending_name
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, SaveProcessError
-from cloudckpt.events import relay
+from cloudckpt.events import Transferred, relay
 from cloudckpt.stores.credentials import take_over
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.packing import SlabPool
@@ -51,8 +49,13 @@ from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.waiting import is_stuck
 
 __all__ = [
+    "SETTLED",
     "CurrentSave",
+    "Job",
+    "Outcome",
+    "Settings",
     "Speaker",
+    "as_socket",
     "finish",
     "forward_logs",
     "main",
@@ -63,6 +66,73 @@ __all__ = [
 logger = logging.getLogger("cloudckpt")
 
 _BETWEEN = 2.0  # seconds between two progress records
+
+SETTLED = "settled"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that a saving process receives when it starts.
+
+    Attributes:
+        trainer: The process ID of the trainer that started it.
+        nice: The niceness to add.
+        heartbeat_timeout: Seconds within which it must send a heartbeat while it has a job.
+        outlive: Seconds it has to finish a save whose trainer has ended.
+        log_levels: The level from which records are sent to the trainer, by logger name.
+    """
+
+    trainer: int
+    nice: int
+    heartbeat_timeout: float
+    outlive: float
+    log_levels: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The objects that a rank sends in one save.
+
+    Attributes:
+        destination: The checkpoint, the rank, and options.
+        plans: The plans to carry out, in this order.
+        sizes: Bytes of the arena and of the annex; a descriptor follows for each nonempty one.
+        variables: The credential variables of the trainer's environment now.
+        pending: The pending object to write if the trainer ends; None for none.
+    """
+
+    destination: Destination
+    plans: Sequence[ObjectPlan]
+    sizes: tuple[int, int]
+    variables: dict[str, str] = field(repr=False)
+    pending: Pending | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a job.
+
+    Attributes:
+        objects: The objects written; empty if the job failed.
+        error: The error if the job failed; else None.
+        transferred: The bytes and requests of the job.
+    """
+
+    objects: tuple[WrittenObject, ...]
+    error: BaseException | None
+    transferred: Transferred
+
+
+@contextlib.contextmanager
+def as_socket(channel: Connection) -> Iterator[socket.socket]:
+    """Yields the channel as a socket, for operations that a ``Connection`` does not have.
+
+    If the program has called ``socket.setdefaulttimeout()``, a new socket object briefly makes the
+    channel itself nonblocking: no other thread may use it meanwhile.
+    """
+    with socket.socket(fileno=os.dup(channel.fileno())) as end:
+        end.setblocking(True)
+        yield end
 
 
 class CurrentSave:
@@ -310,6 +380,33 @@ class _Mapped:
         return (Piece(self._memory[buffer][start : start + nbytes]),)
 
 
+def _descriptors(end: socket.socket, count: int) -> list[int]:
+    """Receives file descriptors, which the caller then owns.
+
+    Raises:
+        EOFError: If the other side has closed the channel.
+        SaveProcessError: If this process may not open as many files; they are received, and lost.
+    """
+    found: list[int] = []
+    try:
+        for _ in range(count):
+            said, received, _, _ = socket.recv_fds(end, 1, 1)
+            if not said:
+                raise EOFError
+            found += received
+        if len(found) < count:
+            raise SaveProcessError(
+                "the saving process can't open the shared memory of the staged copy: the "
+                "process or the machine has as many files open as it may; raise the limit "
+                "(ulimit -n)"
+            )
+    except BaseException:
+        for fd in found:
+            os.close(fd)
+        raise
+    return found
+
+
 def _taken_over(
     end: socket.socket, sizes: Sequence[int], held: contextlib.ExitStack
 ) -> list[memoryview] | None:
@@ -327,7 +424,7 @@ def _taken_over(
         SaveProcessError: If this process can't map it.
     """
     try:
-        received = receive_descriptors(end, sum(map(bool, sizes)))
+        received = _descriptors(end, sum(map(bool, sizes)))
     except (EOFError, OSError):
         return None
     with contextlib.ExitStack() as closed:

@@ -74,8 +74,8 @@ def together(wanted: bool | None) -> Iterator[Ranks]:
     import torch.distributed as dist
 
     from cloudckpt.checkpoint.torch_private import set_group_timeout
-    from cloudckpt.dcp.arrivals import no_more_expected
     from cloudckpt.dcp.failures import release_frames
+    from cloudckpt.dcp.meeting import no_more_expected
 
     # torchrun sends SIGTERM to the other ranks when one dies; they clean up as after Ctrl-C
     signal.signal(signal.SIGTERM, signal.default_int_handler)

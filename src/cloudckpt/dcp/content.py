@@ -97,23 +97,13 @@ class Content:
         others: After :meth:`fit`, the names of other ranks' values.
     """
 
-    def __init__(
-        self,
-        state_dict: Mapping[Any, Any],
-        rank: int,
-        *,
-        path: Path = (),
-        sorts: bool = False,
-        own: list[_Own] | None = None,
-    ) -> None:
+    def __init__(self, state_dict: Mapping[Any, Any], rank: int, *, sorts: bool = False) -> None:
         """Replaces the values of a state dict.
 
         Args:
             state_dict: The state dict.
             rank: This rank, in the group that saves or loads.
-            path: The path of this state dict in an outer one.
             sorts: Whether ``state_dict()`` is called in the order of the keys.
-            own: Collects the ``PerRank`` values.
 
         Raises:
             UnsupportedValueError: If a container contains itself, or a tuple holds a value that has
@@ -122,49 +112,51 @@ class Content:
         self.notes: list[str] = []
         self.left_alone: dict[str, str] = {}
         self.others: set[str] = set()
-        self._state_dict, self._rank = state_dict, rank
-        self._own: list[_Own] = [] if own is None else own
-        self._inner: dict[Path, Content] = {}
-        self._made: dict[int, bool] = {}  # whether a container is rebuilt, by its id
-        for container in containers(state_dict):  # inner ones first
-            self._made[id(container)] = any(map(self._is_replaced, _entries_of(container)))
-        self._path = path
+        self._given, self._rank = state_dict, rank
+        self._own: list[_Own] = []
+        self._states: dict[Path, Any] = {}  # the results of state_dict()
+        # whether a container is rebuilt, by its id; the original is rebuilt in any case
+        self._is_rebuilt: dict[int, bool] = {id(state_dict): True}
+        containers(state_dict)
         keys = sorted(state_dict) if sorts else [*state_dict]
-        is_made = self._made[id(state_dict)]
         self.state: dict[Any, Any] = {
-            key: self._of(state_dict[key], (*path, str(key))) if is_made else state_dict[key]
-            for key in keys
+            key: self._saved(state_dict[key], (str(key),)) for key in keys
         }
 
-    def _is_replaced(self, value: Any) -> bool:
-        return self._made.get(id(value), False) or _stands_for_another(value)
-
-    def _of(self, value: Any, path: Path) -> Any:
-        """Returns what is saved for a value: itself, unless it or its entries have
-        to be replaced.
-        """
+    def _saved(self, value: Any, path: Path) -> Any:
+        """Returns what is saved for a value: itself, unless it or its entries are replaced."""
+        if type(value) in _LEAVES:
+            return value
         if isinstance(value, PerRank):
-            named = {_name(self._rank): value.value}
-            inner = self._inner[path] = Content(named, self._rank, path=path, own=self._own)
+            name = _name(self._rank)
+            containers({name: value.value})
+            inner = {name: self._saved(value.value, (*path, name))}
             self._own.append(_Own(path, value, inner))
-            return inner.state
-        if _stands_for_another(value):
-            state = value.state_dict()
+            return inner
+        if _is_stateful(value):
+            state = self._states[path] = value.state_dict()
             if not isinstance(state, Mapping):
                 return state
-            inner = self._inner[path] = Content(state, self._rank, path=path, own=self._own)
-            return inner.state if inner._made[id(state)] else state
-        if not self._made.get(id(value), False):
+            containers(state)
+            return self._saved(state, path)
+        if not self._is_rebuilt.get(id(value), _may_be_rebuilt(value)):
             return value
-        if isinstance(value, Mapping):
-            return {key: self._of(entry, (*path, str(key))) for key, entry in value.items()}
-        if isinstance(value, list):
-            return [self._of(entry, (*path, index)) for index, entry in enumerate(value)]
-        raise UnsupportedValueError(
-            f"state_dict{shown(path)} is a {type(value).__name__}, which is saved as one value, "
-            "but holds a Stateful (such as a module) or a per_rank: make it a list",
-            item=".".join(map(str, path)),
-        )
+        is_list = not isinstance(value, Mapping)
+        made = {
+            key: self._saved(entry, (*path, key if is_list else str(key)))
+            for key, entry in _items_of(value)
+        }
+        is_rebuilt = any(made[key] is not entry for key, entry in _items_of(value))
+        self._is_rebuilt[id(value)] = is_rebuilt
+        if not is_rebuilt:
+            return value
+        if isinstance(value, tuple):
+            raise UnsupportedValueError(
+                f"state_dict{shown(path)} is a {type(value).__name__}, which is saved as one "
+                "value, but holds a Stateful (such as a module) or a per_rank: make it a list",
+                item=".".join(map(str, path)),
+            )
+        return [*made.values()] if is_list else made
 
     def for_planner(self, planner: object) -> dict[Any, Any]:
         """Returns :attr:`state`, if the planner can save it.
@@ -189,23 +181,34 @@ class Content:
         Returns:
             The original state dict, filled; or ``loaded`` if nothing had been replaced.
         """
-        return self._put(self._state_dict, loaded, self._path)
+        return self._put(self._given, loaded, ())
 
     def _put(self, given: Any, loaded: Any, path: Path) -> Any:
-        if not self._made.get(id(given), False) or not isinstance(loaded, (Mapping, list)):
+        if isinstance(given, PerRank):
+            self._take(given, loaded if isinstance(loaded, Mapping) else {}, path)
+            return given
+        if path in self._states and _is_stateful(given):
+            given.load_state_dict(self._put(self._states[path], loaded, path))
+            return given
+        if not self._is_rebuilt.get(id(given)) or not isinstance(loaded, (Mapping, list)):
             return loaded
         for key, entry in [*_items_of(given)]:
-            is_index = isinstance(given, list)
-            where, found = (*path, key if is_index else str(key)), loaded[key]
-            inner = self._inner.get(where)
-            if isinstance(entry, PerRank):
-                assert inner is not None
-                _take(entry, found, self._rank, inner)
-            elif _stands_for_another(entry):
-                entry.load_state_dict(found if inner is None else inner.put(found))
-            elif (made := self._put(entry, found, where)) is not entry:
+            where = (*path, key if isinstance(given, list) else str(key))
+            if (made := self._put(entry, loaded[key], where)) is not entry:
                 given[key] = made
         return given
+
+    def _take(self, value: PerRank[Any], loaded: Mapping[str, Any], path: Path) -> None:
+        """Puts loaded values into a ``PerRank``."""
+        name = _name(self._rank)
+        if value.is_loaded:
+            value.value = self._put(value.value, loaded[name], (*path, name))
+        value.all = {
+            int(found[1]): entry
+            for of_rank, entry in loaded.items()
+            if (found := _OF_RANK.fullmatch(of_rank)) is not None
+            and (value.is_loaded or of_rank != name)
+        }
 
     def fit(self, metadata: Metadata, ranks: int, uri: str) -> None:
         """Changes :attr:`state` so that a load reads each rank's values from the checkpoint.
@@ -238,8 +241,8 @@ class Content:
                 )
                 for rank in asked
             }
-            own.content.state.clear()
-            own.content.state.update(made)
+            own.inner.clear()
+            own.inner.update(made)
             for rank, names in of_ranks.items():
                 if rank not in asked:
                     self.others.update(names)
@@ -259,11 +262,11 @@ class Content:
 
 
 class _Own:
-    """A ``PerRank`` of the state dict, with its path and the content that is loaded for it."""
+    """A ``PerRank`` of the state dict, with its path and the dict that stands for it."""
 
-    def __init__(self, path: Path, value: PerRank[Any], content: Content) -> None:
-        self.path, self.value, self.content = path, value, content
-        [(self.name, self.state)] = content.state.items()
+    def __init__(self, path: Path, value: PerRank[Any], inner: dict[str, Any]) -> None:
+        self.path, self.value, self.inner = path, value, inner
+        [(self.name, self.state)] = inner.items()
 
     def takes(self, names: Mapping[str, Path], metadata: Metadata) -> bool:
         """Whether saved values are loaded in place: it has tensors, or the same names of values."""
@@ -277,20 +280,6 @@ class _Own:
 
 def _name(rank: int) -> str:
     return f"rank_{rank}"
-
-
-def _take(value: PerRank[Any], loaded: Any, rank: int, inner: Content) -> None:
-    """Puts loaded values into a ``PerRank``."""
-    loaded = loaded if isinstance(loaded, Mapping) else {}
-    if not value.is_loaded:
-        loaded = {name: entry for name, entry in loaded.items() if name != _name(rank)}
-    else:
-        value.value = inner.put(loaded)[_name(rank)]
-    value.all = {
-        int(found[1]): entry
-        for name, entry in loaded.items()
-        if (found := _OF_RANK.fullmatch(name)) is not None
-    }
 
 
 def _by_rank(
@@ -346,15 +335,17 @@ def _items_of(container: Any) -> Any:
     return container.items() if isinstance(container, Mapping) else enumerate(container)
 
 
-def _entries_of(container: Any) -> list[Any]:
-    """Returns the entries of a container that may be, or contain, values to replace."""
-    values = container.values() if isinstance(container, Mapping) else container
-    kinds = {*map(type, values)} - _LEAVES
-    return [value for value in values if type(value) in kinds] if kinds else []
+def _may_be_rebuilt(value: Any) -> bool:
+    """Whether a value is a container with entries of other than the common classes."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return False
+    return not _LEAVES.issuperset(
+        map(type, value.values() if isinstance(value, Mapping) else value)
+    )
 
 
-def _stands_for_another(value: Any) -> bool:
-    """Whether a value is a ``PerRank`` or a ``Stateful``; fast for common classes."""
+def _is_stateful(value: Any) -> bool:
+    """Whether a value is a ``Stateful``; fast for common classes."""
     if type(value) in _LEAVES or type(value) in (dict, list, tuple):
         return False
-    return not isinstance(value, torch.Tensor) and isinstance(value, (PerRank, Stateful))
+    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)

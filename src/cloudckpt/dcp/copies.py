@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
 
-from cloudckpt.checkpoint.columns import column_of, pack_columns, unfilled, unpack_columns
+from cloudckpt.checkpoint.columns import column_of
 from cloudckpt.checkpoint.likeness import digest_of_all
 from cloudckpt.errors import KeyCollisionError
 from cloudckpt.transfer.memory import PLAIN
@@ -43,8 +43,7 @@ _RANKED = 5  # ranks that a message lists for each, and groups of them
 _told: set[str] = set()  # the keys that this process has logged already
 
 
-@dataclass(frozen=True)
-class Shared:
+class Shared(NamedTuple):
     """The items of a rank that other ranks have, too, in sets by the ranks that have them.
 
     Attributes:
@@ -53,22 +52,9 @@ class Shared:
         weights: This rank's weight in each set.
     """
 
-    items: torch.Tensor
-    counts: tuple[int, ...] = ()
-    weights: tuple[int, ...] = ()
-
-    @classmethod
-    def nothing(cls) -> Shared:
-        """Returns a ``Shared`` without any item."""
-        return cls(unfilled(0))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _shared, (self.items.numel(), pack_columns([self.items]), self.counts, self.weights)
-
-
-def _shared(count: int, packed: bytes, counts: tuple[int, ...], weights: tuple[int, ...]) -> Shared:
-    unpack_columns(packed, [items := unfilled(count)])
-    return Shared(items, counts, weights)
+    items: list[int]
+    counts: list[int]
+    weights: list[int]
 
 
 def shared_of_ranks(
@@ -85,19 +71,15 @@ def shared_of_ranks(
     by_set: dict[tuple[int, ...], list[Sequence[int]]] = {}
     for group, of_group in zip(groups, ranks, strict=True):
         by_set.setdefault(of_group, []).append(group)
-    found: list[list[tuple[torch.Tensor, int]]] = [[] for _ in starts[1:]]
+    found = [Shared([], [], []) for _ in starts[1:]]
     for members, of_set in by_set.items():
         own = column_of(of_set) - column_of([starts[rank] for rank in members])
-        for rank, items, weight in zip(members, own.unbind(1), _weights(len(members)), strict=True):
-            found[rank].append((items, weight))
-    return [
-        Shared(
-            torch.cat([unfilled(0), *(items for items, _ in sets)]),
-            tuple(items.numel() for items, _ in sets),
-            tuple(weight for _, weight in sets),
-        )
-        for sets in found
-    ]
+        columns = own.t().tolist()
+        for rank, items, weight in zip(members, columns, _weights(len(members)), strict=True):
+            found[rank].items.extend(items)
+            found[rank].counts.append(len(items))
+            found[rank].weights.append(weight)
+    return found
 
 
 def are_alike(numbers: Iterable[int]) -> bool:
@@ -147,15 +129,15 @@ class Copies:
     """
 
     items: tuple[WriteItem, ...] = ()
-    counts: tuple[int, ...] = ()
-    weights: tuple[int, ...] = ()
+    counts: Sequence[int] = ()
+    weights: Sequence[int] = ()
     unlike: frozenset[str] = frozenset()
     samples: bool = True
 
     @classmethod
     def of(cls, plan: SavePlan, shared: Shared, *, samples: bool) -> Copies:
         """Returns the copies that a rank's own plan has in common with others."""
-        items = tuple(plan.items[number] for number in shared.items.tolist())
+        items = tuple(plan.items[number] for number in shared.items)
         return cls(items, shared.counts, shared.weights, samples=samples)
 
     def without(self, names: Collection[str]) -> Copies:

@@ -1,4 +1,4 @@
-"""Prepares errors for pickling, or for being kept without their frames."""
+"""Prepares the errors of ranks for the others: pickled, combined, or without their frames."""
 
 from __future__ import annotations
 
@@ -6,17 +6,29 @@ import contextlib
 import logging
 import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from cloudckpt.errors import CheckpointError, CloudCheckpointError, StoreError
+from cloudckpt.errors import CheckpointError, CloudCheckpointError, RanksFailedError, StoreError
 
-__all__ = ["is_of_group", "portable", "portable_errors", "release_frames"]
+__all__ = [
+    "break_off",
+    "is_of_group",
+    "one_error",
+    "portable",
+    "portable_errors",
+    "release_frames",
+]
 
 logger = logging.getLogger("cloudckpt")
+
+_NO_TAG = 1 << 20  # a tag that no message uses
+_LATE = timedelta(milliseconds=1)
 
 E = TypeVar("E", bound="BaseException | None")
 
@@ -113,3 +125,46 @@ def release_frames(error: BaseException, *, apart_from: BaseException | None = N
         one.__traceback__ = one.__context__ = one.__cause__ = None
     if first and not isinstance(error, StoreError):  # a StoreError's message has its whole cause
         error.__cause__ = _TracebackError(first)
+
+
+def break_off(group: dist.ProcessGroup | None) -> None:
+    """Ends the connections of a gloo group in which this rank has lost another.
+
+    When a rank dies, only the ranks that wait for it notice. Others wait for one of these, which
+    has raised but may live on; they would wait until the group's timeout. No collective of the
+    group can succeed any more. A receive that times out closes all connections of a gloo group.
+    """
+    if group is None:
+        return
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # the group was destroyed
+        if dist.get_backend_config(group).find("gloo") < 0:
+            return
+    for peer in set(range(group.size())) - {group.rank()}:
+        with contextlib.suppress(RuntimeError):  # timed out or already closed
+            # torch's functions refuse a destroyed group, whose connections may still be open
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            group.recv([nothing], peer, _NO_TAG).wait(_LATE)
+
+
+def one_error(
+    failures: Mapping[int, BaseException], rank: int, step: str, uri: str | None
+) -> BaseException:
+    """Combines the errors of several ranks into one that the user can act on.
+
+    Args:
+        failures: The errors, by rank.
+        rank: This rank.
+        step: When the ranks failed, for the message.
+        uri: The checkpoint.
+    """
+    own = failures.get(rank)
+    if own is not None and not isinstance(own, Exception):
+        return own  # an interrupt of this process stays an interrupt
+    first = failures[min(failures)]
+    if isinstance(first, CloudCheckpointError) and len({type(e) for e in failures.values()}) == 1:
+        return first
+    texts = {rank: f"{type(error).__name__}: {error}" for rank, error in sorted(failures.items())}
+    count = "one rank" if len(texts) == 1 else f"{len(texts)} ranks"
+    listed = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:8])
+    more = f"; and {len(texts) - 8} more" if len(texts) > 8 else ""
+    return RanksFailedError(f"{count} failed {step}: {listed}{more}", failures=texts, uri=uri)

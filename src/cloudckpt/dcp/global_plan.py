@@ -13,20 +13,16 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 
 from cloudckpt.checkpoint.columns import (
     column_of,
     counted,
-    pack_columns,
     repeated,
     unfilled,
-    unpack_columns,
 )
 from cloudckpt.checkpoint.from_torch import NotInColumnsError, table_of_plan
 from cloudckpt.checkpoint.manifest import Planned
@@ -38,42 +34,15 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp.copies import Shared, shared_of_ranks
 from cloudckpt.errors import KeyCollisionError
 
-__all__ = ["Part", "plan_together", "record_of"]
+__all__ = ["plan_together", "record_of"]
 
 _END = 1 << 63
 _INVALID = "Failed to validate global plan"  # the beginning of the message of torch's planner
 
 
-@dataclass(frozen=True)
-class Part:
-    """The items that a rank writes: their numbers in its plan, and torch's hint for each."""
-
-    items: torch.Tensor
-    hints: torch.Tensor
-
-    def of(self, plan: SavePlan) -> SavePlan:
-        """Returns the rank's plan without the items that others write."""
-        items: list[WriteItem] = []
-        for number, hint in zip(self.items.tolist(), self.hints.tolist(), strict=True):
-            item = plan.items[number]
-            if item.tensor_data is not None:
-                item = replace(item, index=replace(item.index, index=hint))
-            items.append(item)
-        return replace(plan, items=items)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _part, (self.items.numel(), pack_columns((self.items, self.hints)))
-
-
-def _part(count: int, packed: bytes) -> Part:
-    items, hints = unfilled(2, count)
-    unpack_columns(packed, (items, hints))
-    return Part(items, hints)
-
-
 def plan_together(
     records: Sequence[Record], *, to_lowest_rank: bool, uri: str
-) -> tuple[Planned, list[Part], list[Shared]]:
+) -> tuple[Planned, list[list[int]], list[Shared]]:
     """Merges the plans of all ranks like torch's planner: each item is written by one rank.
 
     Args:
@@ -83,8 +52,8 @@ def plan_together(
         uri: The checkpoint, for messages.
 
     Returns:
-        The plan of all ranks; by rank, the items that it writes; and by rank, the items that others
-        have, too.
+        The plan of all ranks; by rank, the numbers of the items of its plan that it writes; and by
+        rank, the items that others have, too.
 
     Raises:
         KeyCollisionError: If ranks have different types or shapes under one name.
@@ -93,12 +62,12 @@ def plan_together(
     """
     items = _Items(records, uri)
     kept = items.kept(to_lowest_rank)
-    table, rows, hints = items.ordered(kept)
+    table, rows = items.ordered(kept)
     _validate(table, len(records))
     parts, of_ranks = [], []
     bounds = torch.searchsorted(kept, column_of(items.starts))
     for start, first, stop in zip(items.starts, bounds[:-1], bounds[1:], strict=False):
-        parts.append(Part(kept[first:stop] - start, hints[first:stop]))
+        parts.append((kept[first:stop] - start).tolist())
         of_ranks.append(rows[first:stop])
     structure = Structure.merged([record.structure for record in records], uri)
     shared = shared_of_ranks(items.groups, items.ranks_of_groups, items.starts)
@@ -266,14 +235,14 @@ class _Items:
     def _invalid(self, name: int, why: str) -> ValueError:
         return ValueError(f"{_INVALID}: key:{self._names[name]} {why}")
 
-    def ordered(self, kept: torch.Tensor) -> tuple[Table, torch.Tensor, torch.Tensor]:
+    def ordered(self, kept: torch.Tensor) -> tuple[Table, torch.Tensor]:
         """Orders the written items as torch does: names by first occurrence, their chunks by rank.
 
         Args:
             kept: The items that are written.
 
         Returns:
-            The table; and for each written item its row, and its number within its name.
+            The table, and the row of each written item.
         """
         of_kept = self._of_items[kept]
         counts = of_kept.bincount(minlength=len(self._names))
@@ -301,7 +270,7 @@ class _Items:
             {dims: self._chunks_of(dims, kept[by_row]) for dims in self._chunks},
             _merged(self._paths, self._uri),
         )
-        return table, rows, rows - table.firsts[places[of_kept]]
+        return table, rows
 
     def _chunks_of(self, dims: int, items: torch.Tensor) -> Chunks:
         """Returns the chunks with a number of dimensions among some items."""

@@ -11,145 +11,42 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from array import array
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
-from cloudckpt.checkpoint.base import Base, Digest, Digester, digest_of_bytes, kind_of
+from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.notes import Notes, read_notes
-from cloudckpt.checkpoint.object_plan import Place
-from cloudckpt.checkpoint.objects import METADATA, WrittenObject, natural_order
-from cloudckpt.checkpoint.record import Extents, Record
-from cloudckpt.checkpoint.references import Hold
+from cloudckpt.checkpoint.objects import METADATA, natural_order
+from cloudckpt.checkpoint.record import Record
+from cloudckpt.checkpoint.references import Hold, check_beside
 from cloudckpt.checkpoint.torch_private import Collectives
-from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
-from cloudckpt.dcp.plan_cache import GroupRef, ref_to
+from cloudckpt.dcp.save_plan import GroupRef, ref_to
+from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    CloudCheckpointError,
     ObjectNotFoundError,
 )
 from cloudckpt.fork import module_lock
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.transfer.memory import bytes_of, is_plain
-from cloudckpt.transfer.parts import Piece
-from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.staging import StagingPool
+from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Contents", "agree_on_base", "digest_of", "newest_beside", "remember"]
+__all__ = ["agree_on_base", "newest_beside", "remember"]
 
 logger = logging.getLogger("cloudckpt")
 
 _MOST = 4  # runs and groups whose last save this process remembers
 
 
-class Contents:
-    """Collects the digests of a rank's items, and looks them up in an earlier checkpoint.
-
-    Args:
-        count: How many items the rank has.
-        base: The items of the earlier checkpoint; None without one.
-    """
-
-    def __init__(self, count: int, base: Base | None) -> None:
-        self._base = base
-        self._high, self._low = array("q", bytes(8 * count)), array("q", bytes(8 * count))
-        # maps the number of an object in the base to its number among the references
-        self._numbers: dict[int, int] = {}
-
-    def known(self, item: int, digest: Digest) -> Place | None:
-        """Records an item's digest; returns the item's location in the base, or None.
-
-        The object's number is -1 for the first of :attr:`references`, -2 for the next, and so on.
-        """
-        self._high[item], self._low[item] = digest
-        found = None if self._base is None else self._base.find(digest)
-        if found is None:
-            return None
-        number = self._numbers.setdefault(found.object, len(self._numbers))
-        return found._replace(object=-1 - number)
-
-    @property
-    def references(self) -> tuple[WrittenObject, ...]:
-        """The objects of other checkpoints that hold items of this one."""
-        return tuple(self._base.objects[number] for number in self._numbers) if self._base else ()
-
-    def extents(self, places: Extents, own: int) -> Extents:
-        """Returns the locations of all items, with their digests.
-
-        Args:
-            places: The locations that :meth:`known` and the layout have returned.
-            own: How many objects this rank itself writes; they are numbered first.
-        """
-        objects = torch.where(places.objects < 0, own - 1 - places.objects, places.objects)
-        halves = (torch.frombuffer(half, dtype=torch.int64) for half in (self._high, self._low))
-        return Extents(objects, places.offsets, places.lengths, *halves)
-
-
-def digest_of(
-    tensor: torch.Tensor, pool: StagingPool, algorithm: ChecksumAlgorithm | None = None
-) -> tuple[Digest, tuple[int, ...]]:
-    """Computes the digest and checksums of a strided tensor on any device in one pass.
-
-    Args:
-        tensor: The tensor.
-        pool: Staging memory for tensors that are not row-major in host memory.
-        algorithm: Algorithm of the checksums to compute along with the digest; None for no
-            checksums.
-
-    Returns:
-        The digest, and the checksums of the blocks. The tensor may be written to before it is sent;
-        bytes that match these checksums are the bytes of the digest.
-    """
-    kind, nbytes = kind_of(tensor.dtype, tensor.shape), tensor.nbytes
-    block = block_size_for(nbytes)
-    if 0 < nbytes <= block and is_plain(tensor):  # there may be many such tensors
-        view = bytes_of(tensor)
-        return digest_of_bytes(kind, view), () if algorithm is None else (algorithm.of(view),)
-    digester = Digester(kind)
-    checksums = None if algorithm is None else BlockChecksums(algorithm, block)
-    for piece in _pieces_of(tensor, pool):
-        if piece.ready is not None:
-            piece.ready()
-        if checksums is None:
-            digester.add(piece.view)
-        else:
-            for first in range(0, piece.view.nbytes, block):  # the second read comes from the cache
-                view = piece.view[first : first + block]
-                digester.add(view)
-                checksums.add(piece.start + first, view)
-        if piece.lease is not None:
-            piece.lease.release()
-    return digester.result(), () if checksums is None else checksums.finish(nbytes)
-
-
-def _pieces_of(tensor: torch.Tensor, pool: StagingPool) -> Iterable[Piece]:
-    if not tensor.numel():
-        return ()
-    return (Piece(bytes_of(tensor)),) if is_plain(tensor) else pool.pieces(tensor)
-
-
-class Writer(Protocol):
-    """A writer whose save needs a base, such as
-    :class:`~cloudckpt.dcp.writer.CloudStorageWriter`.
-    """
-
-    uri: CheckpointURI
-
-    def hold_base(self, last: CheckpointURI | None) -> Hold | None: ...
-
-
 def agree_on_base(
     ranks: Collectives,
     members: dist.ProcessGroup | None,
-    writer: Writer,
+    writer: CloudStorageWriter,
     *,
     is_planned: bool,
 ) -> Base | None:
@@ -176,7 +73,7 @@ def agree_on_base(
 
     @portable_errors(str(writer.uri))
     def held(told: list[tuple[str, str]]) -> tuple[bool, Base | None]:
-        hold = writer.hold_base(None if known is None else known[0])
+        hold = writer.hold = _hold(writer, None if known is None else known[0])
         if hold is None:
             return False, None
         # a copy made by another tool has the random name of the same save, but another folder
@@ -188,6 +85,53 @@ def agree_on_base(
         assert known is not None
         return known[1]
     return base
+
+
+def _hold(writer: CloudStorageWriter, last: CheckpointURI | None) -> Hold | None:
+    """Protects the base from deletion until the commit, on the rank that commits.
+
+    If the base is gone or unreadable, the save sends everything; it does not fail.
+
+    Args:
+        writer: The writer.
+        last: The last checkpoint that this process has saved in the same folder, if any.
+
+    Returns:
+        The hold; None if no checkpoint can serve as base.
+
+    Raises:
+        ConfigError: If the given base is not in the same folder as the checkpoint.
+    """
+    if writer.base is not None:
+        check_beside(writer.uri, writer.base)
+        return _held(writer, writer.base)
+    return (_held(writer, last) if last else None) or _held(writer, None)
+
+
+def _held(writer: CloudStorageWriter, base: CheckpointURI | None) -> Hold | None:
+    """Returns a hold on ``base`` (default: the newest sibling); None if it can't be held."""
+    uri, config = writer.uri, writer.config
+    why: object = "it has no digests, or is being replaced. Save it with Config(incremental=True)"
+    try:
+        store = open_store(uri, config)
+        base = base or newest_beside(store, uri, config, writer.notes)
+        if base is None or not uri.folder:
+            return None
+        if (hold := Hold.of(store, uri, base, config, writer.attempt)) is not None:
+            return hold
+    except CloudCheckpointError as error:
+        why = error
+    _tell_no_base(uri, base, why)
+    return None
+
+
+def _tell_no_base(uri: CheckpointURI, base: CheckpointURI | None, why: object) -> None:
+    logger.warning(
+        "%s: %s can't be the base of this incremental save, so everything is uploaded: %s",
+        uri,
+        base or "nothing",
+        why,
+    )
 
 
 _Steps = tuple[GroupRef, CheckpointURI, tuple[str, ...]]
@@ -264,12 +208,7 @@ def newest_beside(
         except (ObjectNotFoundError, CheckpointNotFoundError):
             continue
         except CheckpointCorruptError as error:
-            logger.warning(
-                "%s: %s can't be the base of this incremental save, so everything is uploaded: %s",
-                uri,
-                beside,
-                error,
-            )
+            _tell_no_base(uri, beside, error)
             continue
         return beside
     return None

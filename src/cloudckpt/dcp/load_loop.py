@@ -17,7 +17,6 @@ for readers of other packages: these get every call that torch makes, and share 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import pickle
 from collections.abc import Callable, Sequence
@@ -29,12 +28,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from cloudckpt.checkpoint.model_folder import ModelFolder
-from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.content import Content
-from cloudckpt.dcp.load_plan import check_whole
-from cloudckpt.dcp.loading import Offer, SharedReads
-from cloudckpt.dcp.meeting import Meeting, RankStatus, one_error
-from cloudckpt.dcp.planners import CloudLoadPlanner
+from cloudckpt.dcp.failures import one_error
+from cloudckpt.dcp.load_plan import CloudLoadPlanner
+from cloudckpt.dcp.loading import Load, Offer, SharedReads
+from cloudckpt.dcp.meeting import Meeting, RankStatus, all_expected
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.errors import (
@@ -125,6 +123,8 @@ class _Load:
         self._planner = planner
         self._metadata = Metadata({})  # replaced by the metadata that are read
         self._plan = LoadPlan([])
+        self._load: Load | None = None
+        self._segments: Sequence[Segment] = ()  # those that other ranks may want, too
 
     def run(self) -> None:
         """Carries out the load together with the other ranks.
@@ -135,12 +135,12 @@ class _Load:
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         # after a retry: a planner may have begun to fill it
-        self.state_dict = dict(self._content.state)
+        self.state_dict, self._load = dict(self._content.state), None
         try:
             with contextlib.ExitStack() as until_the_end:
                 with all_expected(self._meeting.group):
-                    fetch = self._ready(until_the_end)
-                self._fetch(fetch)
+                    shared = self._ready(until_the_end)
+                self._fetch(shared)
         except CheckpointReplacedError:
             if self._failure is None:
                 self._reader.reset()
@@ -174,8 +174,8 @@ class _Load:
             self._ours.report = report
         return report
 
-    def _ready(self, until_the_end: contextlib.ExitStack) -> Callable[[], None]:
-        """Plans; once all ranks are ready, returns a function that fetches this rank's bytes.
+    def _ready(self, until_the_end: contextlib.ExitStack) -> SharedReads | None:
+        """Plans; once all ranks are ready, returns the reads that they have in common, if any.
 
         Args:
             until_the_end: Resources that are released when the load has ended.
@@ -194,24 +194,18 @@ class _Load:
             status = status._replace(failure=status.difference(first, meeting.rank))
 
         plan = self._planned_together(status, terms) if terms.gathers else None
-        fetch: Callable[[SharedReads | None], None] | None = None
-        segments: Sequence[Segment] = ()
         offer: Offer | None = None
         if terms.begins and status.failure is None:
             try:
                 own = self._local_plan(terms) if plan is None else plan
-                fetch, segments = self._prepared(own, until_the_end)
-                if terms.shares != "off":
-                    offer = SharedReads.offer(segments, terms.shares)
+                offer = self._prepare(own, terms.shares, until_the_end)
             except BaseException as error:  # noqa: BLE001 - told to all ranks
                 status = status._replace(failure=error)
         consensus = meeting.exchange(status, offer)
         consensus.raise_on_all_ranks()
-        assert fetch is not None  # otherwise it has raised
         if self._ours is None or meeting.group is None or terms.shares == "off":
-            return functools.partial(fetch, None)
-        shared = SharedReads(meeting.group, self._ours.config, segments, consensus.values)
-        return functools.partial(_fetch_with, fetch, shared)
+            return None
+        return SharedReads(meeting.group, self._ours.config, self._segments, consensus.values)
 
     def _status(self) -> RankStatus:
         if self._failure is not None:
@@ -269,38 +263,37 @@ class _Load:
         part = self._meeting.divided_by_first(local, divide)
         return cast(LoadPlan, pickle.loads(part))  # noqa: S301 - of the first rank
 
-    def _prepared(
-        self, plan: LoadPlan, until_the_end: contextlib.ExitStack
-    ) -> tuple[Callable[[SharedReads | None], None], Sequence[Segment]]:
-        """Returns a function that fetches a plan's bytes, and the segments that ranks may share."""
-        plan = self._plan = self._planner.finish_plan(plan)
+    def _prepare(
+        self, plan: LoadPlan, shares: str, until_the_end: contextlib.ExitStack
+    ) -> Offer | None:
+        """Locates the bytes of a plan; returns what ranks may share, if they share reads."""
+        self._plan = self._planner.finish_plan(plan)
         if self._ours is None:
-            return lambda _: self._reader.read_data(plan, self._planner).wait(), ()
-        # plans of other planners may read less on purpose
-        if isinstance(self._planner, CloudLoadPlanner):
-            check_whole(self._planner.state_dict, plan, self._metadata, self._ours.checkpoint_id)
-        load = until_the_end.enter_context(self._ours.begun(self._planner))
-        load.prepare(plan)
-        return load.run, load.segments() if self._meeting.group is not None else ()
+            return None
+        self._load = until_the_end.enter_context(self._ours.begun(self._planner))
+        self._load.prepare(self._plan)
+        if shares == "off":
+            return None
+        self._segments = self._load.segments()
+        return SharedReads.offer(self._segments, shares)
 
-    def _fetch(self, fetch: Callable[[], None]) -> None:
+    def _fetch(self, shared: SharedReads | None) -> None:
         """Fetches this rank's bytes; raises the same error on all ranks if it fails on one."""
         failure: BaseException | None = None
         try:
-            fetch()
+            if self._load is None:
+                self._reader.read_data(self._plan, self._planner).wait()
+            else:
+                self._load.run(shared)
         except BaseException as error:
             if self._meeting.is_broken:
                 raise
             failure = error
+        finally:
+            if shared is not None:
+                shared.leave()
         own = None if isinstance(failure, TransferCancelledError) else failure
         consensus = self._meeting.exchange(RankStatus(failure=own), has_begun=True)
         consensus.raise_on_all_ranks("while it was loaded")
         if failure is not None:
             raise failure
-
-
-def _fetch_with(fetch: Callable[[SharedReads | None], None], shared: SharedReads) -> None:
-    try:
-        fetch(shared)
-    finally:
-        shared.leave()

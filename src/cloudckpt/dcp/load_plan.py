@@ -1,4 +1,4 @@
-"""Plans which chunks of the checkpoint a rank reads for its own chunks.
+"""Plans what a rank reads: which items of the checkpoint, and which chunks for its own chunks.
 
 torch's planner makes objects of all chunks of all ranks and sorts them, for each tensor. Here they
 are rows of numbers, and all overlaps are computed at once.
@@ -6,11 +6,16 @@ are rows of numbers, and all overlaps are computed at once.
 
 from __future__ import annotations
 
+import functools
+import io
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -22,30 +27,405 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.columns import column_of
 from cloudckpt.checkpoint.from_torch import NotInColumnsError, table_of_metadata
-from cloudckpt.checkpoint.lazy import table_behind
-from cloudckpt.checkpoint.shard import check_placements
-from cloudckpt.checkpoint.table import Table
-from cloudckpt.checkpoint.torch_private import create_chunk_list
-from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UnsupportedTensorError
+from cloudckpt.checkpoint.lazy import record_behind, table_behind
+from cloudckpt.checkpoint.shard import check_placements, check_shards
+from cloudckpt.checkpoint.structure import KeyNames, Structure, containers
+from cloudckpt.checkpoint.table import Entry, Table
+from cloudckpt.checkpoint.torch_private import (
+    ShardedTensor,
+    create_chunk_list,
+    flatten_sharded_tensors,
+    flatten_state_dict,
+    init_state_dict,
+    whole_shape,
+)
+from cloudckpt.dcp.missing import advice
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    MissingKeyError,
+    ShapeMismatchError,
+    UnsupportedTensorError,
+)
+from cloudckpt.gc_pause import paused_gc
 from cloudckpt.transfer.memory import PLAIN
 
 __all__ = [
+    "CloudLoadPlanner",
+    "EverythingPlanner",
     "check_types",
-    "check_whole",
     "conversions",
-    "plan_reads",
-    "replaced",
-    "saved_types",
+    "saved_type",
     "table_of",
-    "tell_replaced",
 ]
 
 logger = logging.getLogger("cloudckpt")
 
+_TENSORS = (torch.Tensor, ShardedTensor)
+_META = torch.device("meta")
 _FEW = 16
 """Up to this many chunks, comparing one by one is faster than all at once."""
-
 _NOTHING = torch.Size([0])
+
+
+class CloudLoadPlanner(DefaultLoadPlanner):
+    """Plans as torch does, reports missing and misshapen keys, and keeps keys that are not strings.
+
+    torch stores loaded values under the strings in its paths: next to an integer key, a string key
+    appears with the new value, and the integer key keeps the old value. It takes an empty dict in a
+    list for a value that is missing in the checkpoint. Without ``flatten_state_dict`` it stores
+    values in a copy that the caller does not get, and that lacks empty containers.
+
+    Args:
+        uri: The checkpoint, for messages.
+        strict: Whether all keys must be in the checkpoint and fit; otherwise those that fit are
+            loaded, and the others keep their values.
+        tells: Whether to log what may not be intended, such as converted tensors.
+
+    Attributes:
+        map_location: Device of tensors that are nested in other values; None: the device that they
+            were saved from.
+        left_alone: The names that keep their values although the checkpoint has an entry, and why.
+        converted: The names that are loaded in another form than they were saved in, and how.
+        unused: The names of values that were read, and not used.
+    """
+
+    map_location: str | torch.device | None = None
+
+    def __init__(self, uri: str, *, strict: bool = True, tells: bool = True) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self._uri = uri
+        self._strict = strict
+        self.tells = tells
+        # maps a loaded value's name to the missing keys that it stands for
+        self._whole: dict[str, list[str]] = {}
+        self.left_alone: dict[str, str] = {}
+        self.converted: dict[str, str] = {}
+        self.unused: set[str] = set()
+
+    @classmethod
+    def like(cls, planner: DefaultLoadPlanner, uri: str) -> CloudLoadPlanner:
+        """Makes a planner with the flags of one of torch's planners."""
+        made = cls(uri)
+        made.flatten_state_dict = planner.flatten_state_dict
+        made.flatten_sharded_tensors = planner.flatten_sharded_tensors
+        made.allow_partial_load = planner.allow_partial_load
+        return made
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flattens the state dict as torch's planner does.
+
+        Raises:
+            UnsupportedTensorError: If a tensor has no memory and torch can't allocate it.
+            UnsupportedValueError: If a container contains itself.
+        """
+        containers(state_dict)
+        # otherwise torch allocates meta tensors
+        allocates = dist.is_available() and dist.is_initialized()
+        # torch's own function also replaces each value that is neither number nor string by None
+        self.original_state_dict = _ready_to_load(state_dict, (), allocates)
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+        if self.flatten_state_dict:
+            with paused_gc():
+                self._names = KeyNames(self.original_state_dict)
+            # as a save does; torch's load copies all containers first, and loses empty ones
+            state_dict, self.mappings = flatten_state_dict(self.original_state_dict)
+        if self.flatten_sharded_tensors:
+            state_dict = flatten_sharded_tensors(state_dict)
+        self.state_dict = state_dict
+        if not self.flatten_state_dict:
+            for name, value in self.original_state_dict.items():
+                if not isinstance(value, torch.Tensor):  # a rank may have no shard of a tensor
+                    self.state_dict[name] = value
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plans this rank's reads as torch's planner does.
+
+        Raises:
+            MissingKeyError: If the state dict has keys that the checkpoint lacks.
+            ShapeMismatchError: If a tensor's shape differs from the checkpoint's, or a key is a
+                tensor in the checkpoint, but not in the state dict.
+            UnsupportedTensorError: If a tensor's element type can't hold the saved values, or it
+                declares invalid shards.
+        """
+        assert self.metadata is not None
+        table = table_of(self.metadata, self._uri)
+        for name, value in self.state_dict.items():
+            check_shards(value, name)
+        self._take_lengths(table)
+        self.left_alone, self.converted, self.unused, self._whole = {}, {}, set(), {}
+        replaced: list[str] = []
+        if self.flatten_state_dict:
+            self.left_alone = self._empty(table)
+            replaced = self._take_whole(table)
+        missing = [name for name in self.state_dict if name not in table.names]
+        tied = self._tied(missing) if missing else {}
+        missing = [name for name in missing if name not in tied]
+        if missing and not self.allow_partial_load:
+            raise self._missing(missing)
+        for name, value in [*self.state_dict.items()]:
+            entry = table.get(name)
+            if entry is not None and entry.shape is not None:
+                self._leave_unfit(name, value, entry)
+            elif entry is not None and isinstance(value, torch.Tensor):
+                replaced.append(name)
+        with paused_gc():
+            plan, moved = plan_reads(self.state_dict, table, self._uri)
+        types = conversions(self.state_dict, functools.partial(saved_type, table))
+        check_types(types, self._uri, logs=self.tells and self.is_coordinator)
+        self.converted.update(dict.fromkeys(moved, "saved in other parts"))
+        self.converted.update((name, f"{saved} to {now}") for name, (saved, now) in types.items())
+        self.converted.update(dict.fromkeys(replaced, "a value that takes the tensor's place"))
+        self.converted.update(
+            (one, f"loaded with {it}, as they are tied") for one, it in tied.items()
+        )
+        if replaced and self.tells and self.is_coordinator:
+            logger.warning(
+                "%s: %d tensors of the state dict are other values in the checkpoint, such as %s. "
+                "The loaded values replace them in the state dict; the tensors themselves are not "
+                "changed. Pass the loaded state dict to load_state_dict",
+                self._uri,
+                len(replaced),
+                replaced[0],
+            )
+        return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.put(read_item, torch.load(value, map_location=self.map_location, weights_only=False))
+
+    def put(self, read_item: ReadItem, value: Any) -> None:
+        """Stores a loaded value in the state dict.
+
+        The value was perhaps read for missing keys that a container of this name would have; then
+        only a container is stored.
+
+        Raises:
+            MissingKeyError: If keys are missing because the value is not a container.
+        """
+        missing = self._whole.get(read_item.dest_index.fqn)
+        if not missing or isinstance(value, (Mapping, list, tuple)):
+            self._store(read_item.dest_index.fqn, value)
+        elif not self.allow_partial_load:
+            raise self._missing(missing)
+        else:
+            self.unused.add(read_item.dest_index.fqn)
+            why = f"the checkpoint has a {type(value).__name__} in place of the container"
+            self.left_alone.update(dict.fromkeys(missing, why))
+
+    def _store(self, name: str, value: Any) -> None:
+        if not self.flatten_state_dict:
+            self.state_dict[name] = self.original_state_dict[name] = value
+            return
+        *outer, last = self._names.true(self.mappings[name])
+        container: Any = self.original_state_dict
+        for key in outer:
+            container = container[key]
+        container[last] = value
+
+    def _empty(self, table: Table) -> dict[str, str]:
+        """Returns the dicts that are empty in the state dict only, and the saved contents."""
+        names = {".".join(map(str, path)) for path in self._names.empty}
+        counts: Counter[str] = Counter()
+        for parts in (name.split(".") for name in table.names) if names else ():
+            above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
+            counts.update(above & names)
+        filled = {name: f"{count} entries" for name, count in counts.items()}
+        filled |= {name: "a tensor" for name in names if saved_type(table, name) is not None}
+        return {
+            name: f"empty in the state dict, with {what} in the checkpoint"
+            for name, what in filled.items()
+        }
+
+    def _take_lengths(self, table: Table) -> None:
+        """Replaces ``_extra_state`` tensors of bytes by new ones of the saved length."""
+        for name, value in self.state_dict.items():
+            if not (isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"):
+                continue
+            entry = table.get(name)
+            is_bytes = type(value) is torch.Tensor and value.dtype is torch.uint8
+            if not is_bytes or entry is None or entry.shape is None:
+                continue
+            if value.dim() == len(entry.shape) == 1 and tuple(value.shape) != entry.shape:
+                made = torch.empty(entry.shape, dtype=torch.uint8, device=value.device)
+                self.state_dict[name] = made
+                self._store(name, made)
+
+    def _take_whole(self, table: Table) -> list[str]:
+        """Plans to load dicts and lists as single values if they were saved without flattening.
+
+        Dicts that are empty in the state dict stay empty if an empty dict was saved: another rank
+        may have saved a value under that name.
+
+        Returns:
+            The names of tensors that these containers replace.
+        """
+        assert self.metadata is not None
+        paths = self.metadata.planner_data
+        stored = paths if isinstance(paths, Mapping) else {}
+        record = record_behind(self.metadata)
+        saved_empty = frozenset(() if record is None else record.structure.empty)
+        missing = [self.mappings[name] for name in self.state_dict if name not in table.names]
+        left: list[str] = []
+        own_empty = frozenset(self._names.empty)
+        empty = [path for path in self._names.empty if path not in saved_empty]
+        for path in (*missing, *empty):
+            for depth in range(1, len(path) + 1):
+                whole = ".".join(map(str, path[:depth]))
+                if (
+                    (entry := table.get(whole)) is not None
+                    and entry.shape is None
+                    and stored.get(whole, (whole,)) == path[:depth]  # a key may have dots
+                    and self.mappings.get(whole, path[:depth]) == path[:depth]
+                ):
+                    name = ".".join(map(str, path))
+                    if path not in own_empty:
+                        self._whole.setdefault(whole, []).append(name)
+                        if isinstance(self.state_dict.pop(name), torch.Tensor):
+                            left.append(name)
+                    self.state_dict[whole], self.mappings[whole] = None, path[:depth]
+                    break
+        return left
+
+    def _leave_unfit(self, name: str, value: Any, entry: Entry) -> None:
+        """Excludes a value that can't take the saved tensor from the load.
+
+        Raises:
+            ShapeMismatchError: If the planner is strict. It does not check element types here.
+        """
+        why = _why_not(value, entry)
+        if why and self._strict:
+            text = (
+                f"{name} is {why}; with strict=False, or leave_misfits=True of a Checkpointer, it "
+                "keeps its value"
+            )
+            raise ShapeMismatchError(text, uri=self._uri, item=name)
+        dtype = getattr(value, "dtype", None)
+        if not (why or self._strict) and isinstance(dtype, torch.dtype):
+            saved = entry.form.dtype
+            if not torch.can_cast(saved, dtype):
+                why = f"{saved} in the checkpoint, which {dtype} can't hold"
+        if why:
+            self.left_alone[name] = why
+            del self.state_dict[name]
+
+    def _tied(self, missing: Sequence[str]) -> dict[str, str]:
+        """Returns the missing tensors that share memory with a loaded one, and that one's name."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        loaded = {
+            memory: name
+            for name, value in self.state_dict.items()
+            if name in stored and (memory := _memory_of(value)) is not None
+        }
+        return {
+            name: loaded[memory]
+            for name in missing
+            if (memory := _memory_of(self.state_dict[name])) in loaded
+        }
+
+    def _missing(self, names: Sequence[str]) -> MissingKeyError:
+        assert self.metadata is not None
+        count = "1 key is" if len(names) == 1 else f"{len(names)} keys are"
+        return MissingKeyError(
+            f"{count} not in the checkpoint, the first: {list(names[:5])}"
+            f"{advice(names[0], self.metadata.state_dict_metadata)}",
+            uri=self._uri,
+            item=names[0],
+        )
+
+
+class EverythingPlanner(CloudLoadPlanner):
+    """Loads all items of a checkpoint, without a given state dict.
+
+    Args:
+        uri: The checkpoint, for messages.
+        device: Device of the tensors; default: the host.
+    """
+
+    def __init__(self, uri: str, device: str | torch.device | None = None) -> None:
+        super().__init__(uri)
+        self.map_location = device if device is not None else "cpu"  # regardless of torch's default
+        self.flatten_state_dict = self.flatten_sharded_tensors = False  # it is flat, and stays so
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        assert metadata is not None
+        flat: dict[str, Any] = {}
+        for fqn, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                flat[fqn] = torch.empty(
+                    entry.size, dtype=entry.properties.dtype, device=self.map_location
+                )
+            else:
+                flat[fqn] = None
+        super().set_up_planner(flat, metadata, is_coordinator)
+
+    def content(self, structure: Structure) -> dict[Any, Any]:
+        """Returns the loaded values, nested as they were saved.
+
+        Raises:
+            CheckpointCorruptError: If the metadata contradict themselves.
+        """
+        assert self.metadata is not None
+        with paused_gc():
+            return structure.nested(self.state_dict, self.metadata.planner_data or {}, self._uri)
+
+
+def _memory_of(value: Any) -> tuple[Any, ...] | None:
+    """Returns a key for a plain tensor's memory, equal for tied tensors; else None."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if type(local) not in PLAIN or not local.numel() or local.is_meta:
+        return None
+    return local.data_ptr(), local.dtype, local.shape, local.stride(), type(value) is DTensor
+
+
+def _ready_to_load(value: Any, path: tuple[Any, ...], allocates: bool) -> Any:
+    """Returns a state dict in which meta tensors have memory, and lists are copies, as in torch.
+
+    Dicts are changed in place. All other values are kept, even if no loaded value replaces them.
+
+    Raises:
+        UnsupportedTensorError: If a tensor has no memory, and none is to be allocated.
+    """
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if isinstance(entry, (dict, list, torch.Tensor)):
+                value[key] = _ready_to_load(entry, (*path, key), allocates)
+    elif type(value) is list:
+        return [_ready_to_load(entry, (*path, at), allocates) for at, entry in enumerate(value)]
+    elif isinstance(value, torch.Tensor) and getattr(value, "device", None) == _META:
+        name = ".".join(map(str, path))
+        if not allocates:
+            raise UnsupportedTensorError(
+                f"{name} is a meta tensor in the state dict, without memory to load into: call "
+                "model.to_empty(device=...) before you take the model's state dict",
+                item=name,
+            )
+        init_state_dict(alone := {"tensor": value})
+        return alone["tensor"]
+    return value
+
+
+def _why_not(value: Any, entry: Entry) -> str:
+    """Returns why a saved tensor can't be loaded into a value; empty if it can."""
+    if not (isinstance(value, _TENSORS) or hasattr(value, "__create_chunk_list__")):
+        shape = entry.shape
+        return (
+            f"a tensor of shape {shape} in the checkpoint, but not in the state dict: put a "
+            "tensor there to load it"
+        )
+    if hasattr(value, "size") and (shape := whole_shape(value)) != entry.shape:
+        return f"of shape {entry.shape} in the checkpoint, but {shape} in the state dict"
+    return ""
 
 
 def table_of(metadata: Metadata, uri: str) -> Table:
@@ -69,12 +449,13 @@ def table_of(metadata: Metadata, uri: str) -> Table:
         ) from exc
 
 
-def plan_reads(state_dict: Mapping[str, Any], table: Table) -> tuple[LoadPlan, set[str]]:
+def plan_reads(state_dict: Mapping[str, Any], table: Table, uri: str) -> tuple[LoadPlan, set[str]]:
     """Plans reads as torch's ``create_default_local_load_plan`` does, for names in the checkpoint.
 
     Args:
         state_dict: The state dict to load, by flat names; tensors have the checkpoint's shapes.
         table: The table of the checkpoint.
+        uri: The checkpoint, for messages.
 
     Returns:
         The plan, and the names of tensors that were saved with other chunks.
@@ -82,6 +463,8 @@ def plan_reads(state_dict: Mapping[str, Any], table: Table) -> tuple[LoadPlan, s
     Raises:
         ValueError: If a name is a tensor in the checkpoint, but not in the state dict.
         UnsupportedTensorError: If a tensor has a partial placement.
+        CheckpointCorruptError: If the metadata lack a part of a tensor, which torch would leave as
+            it is.
     """
     items: list[ReadItem] = []
     moved: set[str] = set()
@@ -97,52 +480,29 @@ def plan_reads(state_dict: Mapping[str, Any], table: Table) -> tuple[LoadPlan, s
             index = MetadataIndex(name)
             items.append(ReadItem(LoadItemType.BYTE_IO, index, _NOTHING, index, _NOTHING, _NOTHING))
             continue
-        chunks = table.chunks[len(entry.shape)] if entry.count else None
-        for number, own in enumerate(create_chunk_list(value)):
-            if chunks is not None:
-                stop = entry.place + entry.count
-                offsets, sizes = (
-                    column[entry.place : stop] for column in (chunks.offsets, chunks.sizes)
-                )
-                reads, is_as_saved = _reads(name, number, own, offsets, sizes)
-                items += reads
-                if not is_as_saved:
-                    moved.add(name)
-    return LoadPlan(items), moved
-
-
-def check_whole(
-    state_dict: Mapping[str, Any], plan: LoadPlan, metadata: Metadata, uri: str
-) -> None:
-    """Checks that a plan reads all elements that this rank has of each tensor.
-
-    torch reads the existing chunks and silently leaves the other elements unchanged.
-
-    Args:
-        state_dict: The state dict to load, by flat names.
-        plan: The plan of the reads.
-        metadata: The metadata of the checkpoint.
-        uri: The checkpoint.
-
-    Raises:
-        CheckpointCorruptError: If the metadata lack a part of a tensor.
-    """
-    dtype_of = saved_types(metadata)
-    planned: dict[str, int] = {}
-    for item in plan.items:
-        if item.type == LoadItemType.TENSOR:
-            name = item.dest_index.fqn
-            planned[name] = planned.get(name, 0) + item.lengths.numel()
-    for name, value in state_dict.items():
-        if dtype_of(name) is None or planned.get(name, 0) >= (wanted := _elements(value)):
-            continue
-        what = f"{planned.get(name, 0)} of the {wanted} elements of {name} on this rank"
-        raise CheckpointCorruptError(
-            f"the metadata describes only {what}: it is damaged, or a part was not saved; load "
-            "an older checkpoint",
-            uri=uri,
-            item=name,
+        chunks, rows = (
+            table.chunks.get(entry.form.dims),
+            slice(entry.place, entry.place + entry.count),
         )
+        for number, own in enumerate(create_chunk_list(value)):
+            reads, is_as_saved = (
+                ([], True)
+                if chunks is None
+                else _reads(name, number, own, chunks.offsets[rows], chunks.sizes[rows])
+            )
+            items += reads
+            if not is_as_saved:
+                moved.add(name)
+            described, wanted = sum(read.lengths.numel() for read in reads), own.sizes.numel()
+            if described < wanted:
+                raise CheckpointCorruptError(
+                    f"the metadata describes only {described} of the {wanted} elements of {name} "
+                    "on this rank: it is damaged, or a part was not saved; load an older "
+                    "checkpoint",
+                    uri=uri,
+                    item=name,
+                )
+    return LoadPlan(items), moved
 
 
 def conversions(
@@ -152,7 +512,7 @@ def conversions(
 
     Args:
         state_dict: The state dict to load, by flat names.
-        dtype_of: Returns the saved type of a name, see :func:`saved_types`.
+        dtype_of: Returns the saved type of a name, see :func:`saved_type`.
     """
     found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     for name, value in state_dict.items():
@@ -202,62 +562,10 @@ def check_types(
         )
 
 
-def replaced(state_dict: Mapping[str, Any], metadata: Metadata) -> list[str]:
-    """Returns the tensors for which the checkpoint has another kind of value.
-
-    As in torch, the loaded value replaces the tensor in the state dict, and the tensor itself is
-    not changed.
-
-    Args:
-        state_dict: The state dict to load, by flat names.
-        metadata: The metadata of the checkpoint.
-    """
-    dtype_of, stored = saved_types(metadata), metadata.state_dict_metadata
-    return [
-        name
-        for name, value in state_dict.items()
-        if isinstance(value, torch.Tensor) and dtype_of(name) is None and name in stored
-    ]
-
-
-def tell_replaced(names: Sequence[str], uri: str) -> None:
-    """Logs that loaded values replace these tensors, see :func:`replaced`."""
-    logger.warning(
-        "%s: %d tensors of the state dict are other values in the checkpoint, such as %s. The "
-        "loaded values replace them in the state dict; the tensors themselves are not changed. "
-        "Pass the loaded state dict to load_state_dict",
-        uri,
-        len(names),
-        names[0],
-    )
-
-
-def saved_types(metadata: Metadata) -> Callable[[str], torch.dtype | None]:
-    """Returns a function that maps a tensor's name to its saved type.
-
-    The function returns None for other values, and for names that the checkpoint does not have.
-    """
-    table = table_behind(metadata)
-
-    def dtype_of(name: str) -> torch.dtype | None:
-        if table is None:
-            stored = metadata.state_dict_metadata.get(name)
-            return stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
-        entry = table.get(name)
-        if entry is None or entry.shape is None:
-            return None
-        return entry.form.dtype
-
-    return dtype_of
-
-
-def _elements(value: Any) -> int:
-    """Returns how many elements of a tensor this rank has."""
-    if isinstance(value, DTensor):
-        return value._local_tensor.numel()
-    if type(value) in PLAIN and not vars(value):
-        return int(value.numel())
-    return sum(chunk.sizes.numel() for chunk in create_chunk_list(value))
+def saved_type(table: Table, name: str) -> torch.dtype | None:
+    """Returns the saved type of a tensor; None for other values, and for unknown names."""
+    entry = table.get(name)
+    return None if entry is None or entry.shape is None else entry.form.dtype
 
 
 def _reads(

@@ -26,8 +26,8 @@ from cloudckpt.checkpoint.torch_private import (
 )
 from cloudckpt.checkpoint.values import check_trusted, load_item, load_tensor
 from cloudckpt.config import Config
-from cloudckpt.dcp.meeting import break_off
-from cloudckpt.dcp.planners import CloudLoadPlanner
+from cloudckpt.dcp.failures import break_off
+from cloudckpt.dcp.load_plan import CloudLoadPlanner
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CloudCheckpointError,

@@ -3,58 +3,81 @@
 A rank may be unable to begin: its location is not a valid URI, its ``state_dict()`` raises, or one
 of its earlier saves is still in progress. torch's own steps report failures that happen within them
 to the other ranks, but not earlier ones. So the ranks meet first, and exchange their statuses.
+
+A rank that waits for others logs after 15 s which of them have not arrived: ``if rank == 0:
+cloudckpt.save(...)`` would wait until the timeout of the process group, half an hour by default,
+and then fail with a network error. The waiting ranks are recorded in the store through which the
+group's ranks met. A rank puts its mark there only after waiting for a while, from a separate
+thread, and removes it when the wait is over: a call to which all ranks come in time makes no
+request to the store.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from cloudckpt._version import __version__
-from cloudckpt.checkpoint.torch_private import Collectives, device_for_collectives
-from cloudckpt.dcp.arrivals import all_expected
-from cloudckpt.dcp.failures import portable
+from cloudckpt.checkpoint.torch_private import (
+    Collectives,
+    device_for_collectives,
+    store_of_group,
+)
+from cloudckpt.dcp.failures import break_off, one_error, portable
 from cloudckpt.dcp.gloo_threads import let_finish
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
     DifferentCheckpointsError,
     ProcessGroupError,
-    RanksFailedError,
 )
 
 __all__ = [
     "PLAN_ANEW",
     "PLAN_EACH_TIME",
+    "Consensus",
     "Meeting",
     "RankStatus",
-    "Consensus",
-    "break_off",
+    "all_expected",
     "check_together",
-    "one_error",
+    "collective",
+    "no_more_expected",
 ]
 
 logger = logging.getLogger("cloudckpt")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 if sys.version_info < (3, 14):
     atexit.register(let_finish)
 
-_NO_TAG = 1 << 20  # a tag that no message uses
-_LATE = timedelta(milliseconds=1)
+FIRST_LINE = 15.0
+"""Seconds of waiting before it is logged who is missing."""
+_MARKED_AFTER = 0.5  # seconds of waiting after which a rank is marked as waiting
+_LAST_CALL = 10.0  # seconds that a call of the store may take when the interpreter ends
+# ranks of one group that check for the others: each check costs a request per rank
+_MOST_LOOKS = 16
+
+_call: ContextVar[str | None] = ContextVar("cloudckpt_call", default=None)
+_groups: ContextVar[tuple[dist.ProcessGroup, ...]] = ContextVar("cloudckpt_groups", default=())
 
 PLAN_EACH_TIME = 0
 """The plan number of a rank that plans every save, or that does not save."""
@@ -93,26 +116,23 @@ class RankStatus(NamedTuple):
 
     def difference(self, first: RankStatus, rank: int) -> CloudCheckpointError | None:
         """Returns the error if ``rank``'s status contradicts that of the first rank, else None."""
-        uri = first.location or None
+        kind: type[CloudCheckpointError] = ConfigError
         if self.version != first.version:
-            return ConfigError(
-                f"rank 0 runs cloudckpt {first.version}, but rank {rank} runs {self.version}: "
-                "install the same version on all ranks",
-                uri=uri,
-            )
-        if self.options != first.options:
-            return ConfigError(
-                f"rank 0 has the options {first.options}, but rank {rank} has {self.options}: "
-                "give the same on all ranks",
-                uri=uri,
-            )
-        if self.location != first.location:
-            return DifferentCheckpointsError(
-                f"rank 0 uses {first.location}, but rank {rank} uses {self.location}: give the "
-                "same checkpoint_id on all ranks, for example by broadcasting it",
-                uri=uri,
-            )
-        return None
+            what, mine, theirs = "cloudckpt", self.version, first.version
+            advice = "install the same version on all ranks"
+        elif self.options != first.options:
+            what, mine, theirs = "the options", self.options, first.options
+            advice = "give the same on all ranks"
+        elif self.location != first.location:
+            what, mine, theirs = "the location", self.location, first.location
+            advice = "give the same checkpoint_id on all ranks, for example by broadcasting it"
+            kind = DifferentCheckpointsError
+        else:
+            return None
+        return kind(
+            f"rank 0 has {what} {theirs}, but rank {rank} has {mine}: {advice}",
+            uri=first.location or None,
+        )
 
 
 @dataclass(frozen=True)
@@ -398,25 +418,6 @@ class Meeting:
             raise
 
 
-def break_off(group: dist.ProcessGroup | None) -> None:
-    """Ends the connections of a gloo group in which this rank has lost another.
-
-    When a rank dies, only the ranks that wait for it notice. Others wait for one of these, which
-    has raised but may live on; they would wait until the group's timeout. No collective of the
-    group can succeed any more. A receive that times out closes all connections of a gloo group.
-    """
-    if group is None:
-        return
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # the group was destroyed
-        if dist.get_backend_config(group).find("gloo") < 0:
-            return
-    for peer in set(range(group.size())) - {group.rank()}:
-        with contextlib.suppress(RuntimeError):  # timed out or already closed
-            # torch's functions refuse a destroyed group, whose connections may still be open
-            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-            group.recv([nothing], peer, _NO_TAG).wait(_LATE)
-
-
 def check_together(use_collectives: bool, uri: str | None = None) -> None:
     """Refuses ``use_collectives=False``, with which each rank would commit on its own.
 
@@ -433,25 +434,140 @@ def check_together(use_collectives: bool, uri: str | None = None) -> None:
         )
 
 
-def one_error(
-    failures: Mapping[int, BaseException], rank: int, step: str, uri: str | None
-) -> BaseException:
-    """Combines the errors of several ranks into one that the user can act on.
+def collective(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorates a collective function so that logged lines about missing ranks call it ``name``.
 
-    Args:
-        failures: The errors, by rank.
-        rank: This rank.
-        step: When the ranks failed, for the message.
-        uri: The checkpoint.
+    In nested calls the outermost function gives the name.
     """
-    own = failures.get(rank)
-    if own is not None and not isinstance(own, Exception):
-        return own  # an interrupt of this process stays an interrupt
-    first = failures[min(failures)]
-    if isinstance(first, CloudCheckpointError) and len({type(e) for e in failures.values()}) == 1:
-        return first
-    texts = {rank: f"{type(error).__name__}: {error}" for rank, error in sorted(failures.items())}
-    count = "one rank" if len(texts) == 1 else f"{len(texts)} ranks"
-    listed = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:8])
-    more = f"; and {len(texts) - 8} more" if len(texts) > 8 else ""
-    return RanksFailedError(f"{count} failed {step}: {listed}{more}", failures=texts, uri=uri)
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            token = _call.set(_call.get() or name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _call.reset(token)
+
+        return call
+
+    return decorate
+
+
+@contextlib.contextmanager
+def all_expected(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Watches a block that all ranks of a group must enter before any rank can leave it.
+
+    Inside another such block of the same group, it does nothing. Outside a :func:`collective`
+    function nothing is logged, as the call has no name.
+    """
+    groups, call = _groups.get(), _call.get()
+    if group is None or call is None or group in groups:
+        yield
+        return
+    token = _groups.set((*groups, group))
+    wait = _Wait(group, call)
+    try:
+        yield
+    finally:
+        wait.over.set()
+        _groups.reset(token)
+
+
+class _Wait:
+    """This rank's wait in an :func:`all_expected` block, and the thread that watches it.
+
+    The thread is not started by ``Thread.start``, which would return only once it runs: the
+    training loop could wait long for the GIL. It must not be in a call of torch's rendezvous store
+    (C++) when the interpreter exits: ending it there ends the process by ``std::terminate``. So an
+    exit handler ends it first.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, call: str) -> None:
+        self._group = weakref.ref(group)  # the group may be destroyed once the wait is over
+        self._call = call
+        self.over, self.ended = threading.Event(), threading.Event()
+        if _closed.is_set():
+            return
+        _waits.add(self)
+        try:
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError:  # the interpreter ends, or the system has no thread left
+            _waits.discard(self)
+
+    def _run(self) -> None:
+        try:
+            # the store is gone when the job ends; the job itself reports its failures
+            with contextlib.suppress(RuntimeError, ValueError, KeyError):
+                self._watch()
+        finally:
+            self.ended.set()
+            _waits.discard(self)
+
+    def _watch(self) -> None:
+        """Marks this rank as waiting and, if the wait lasts, logs once which ranks are missing."""
+        began = time.monotonic()
+        if self.over.wait(_MARKED_AFTER) or (group := self._group()) is None:
+            return
+        store, ranks = store_of_group(group), dist.get_process_group_ranks(group)
+        own = dist.get_rank(group)
+        del group
+        if store is None:
+            return
+        looks, *marks = (f"cloudckpt/{self._call}/{n}" for n in ("looks", *range(len(ranks))))
+        store.set(marks[own], "waits")
+        try:
+            if self.over.wait(FIRST_LINE - _MARKED_AFTER):
+                return
+            if len(ranks) <= _MOST_LOOKS or store.add(looks, 1) <= _MOST_LOOKS:
+                present = dict(zip(ranks, marks, strict=True))
+                missing = sorted(rank for rank in ranks if not store.check([present[rank]]))
+                if missing and not self.over.is_set():
+                    logger.warning(
+                        "%s has waited on rank %d for %.0f s, because %s not called it. All ranks "
+                        "of the process group must call it; is the call inside an `if rank == "
+                        "0:`? It continues when they call it, and fails at the group's time limit",
+                        self._call,
+                        ranks[own],
+                        time.monotonic() - began,
+                        _listed(missing),
+                    )
+            self.over.wait()
+        finally:
+            store.delete_key(marks[own])
+            store.delete_key(looks)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Returns a text such as ``rank 3 has`` or ``ranks 1-7, 9 have``."""
+    spans = []
+    for _, span in itertools.groupby(enumerate(ranks), lambda numbered: numbered[1] - numbered[0]):
+        (_, first), *_, (_, last) = [*span] * 2
+        spans.append(str(first) if first == last else f"{first}-{last}")
+    more = f" and others, {len(ranks)} in all" if len(spans) > 8 else ""
+    noun, verb = ("rank", "has") if len(ranks) == 1 else ("ranks", "have")
+    return f"{noun} {', '.join(spans[:8])}{more} {verb}"
+
+
+_waits: set[_Wait] = set()
+_closed = threading.Event()
+
+
+def no_more_expected() -> None:
+    """Ends all watching threads, for good; called before a process destroys its groups and ends."""
+    _closed.set()
+    waits = [*_waits]
+    for wait in waits:
+        wait.over.set()
+    for wait in waits:
+        wait.ended.wait(_LAST_CALL)
+
+
+def _forget() -> None:
+    """Drops the waits in a forked child, which has none of their threads."""
+    _waits.clear()
+    _closed.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+atexit.register(no_more_expected)

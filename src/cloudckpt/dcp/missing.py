@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import re
 from collections.abc import Collection
 
@@ -56,26 +55,14 @@ def _wrapped(missing: str, stored: Collection[str]) -> str:
         )
         if parts
     ]
-    # the index of the first part that belongs to the model
-    first = int(here[0] == there[0] and here[0] not in _WRAPPERS)
-    outer = [*itertools.takewhile(_WRAPPERS.__contains__, there[first:])]
-    start, wrapped = [*there[:first], *outer], [name.split(".") for name in stored]
-    # wrappers, if any, are around the whole model
-    if _wrappers(there) == outer and all(
-        parts[: len(start)] == start and _wrappers(parts) == outer
-        for parts in wrapped
-        if _wrappers(parts)
-    ):
-        line = _STATE_DICT if _wrappers(here) else "model.state_dict()"
-        for part in reversed(outer):
-            line = f'{{"{part}": {line}}}'
-    else:
-        found_by = f'saved.get("{here[0]}." + name, saved.get(name))' if first else "saved[name]"
-        line = (
-            r'saved = {re.sub(r"\b(' + "|".join(_WRAPPERS) + r')\.", "", entry.name): entry.name '
-            "for entry in cloudckpt.inspect(checkpoint_id).items} and load "
-            f"{{{found_by}: value for name, value in {_STATE_DICT}.items()}}"
-        )
+    # the first part does not belong to the model
+    is_within = here[0] == there[0] and here[0] not in _WRAPPERS
+    found_by = f'saved.get("{here[0]}." + name, saved.get(name))' if is_within else "saved[name]"
+    line = (
+        r'saved = {re.sub(r"\b(' + "|".join(_WRAPPERS) + r')\.", "", entry.name): entry.name '
+        "for entry in cloudckpt.inspect(checkpoint_id).items} and load "
+        f"{{{found_by}: value for name, value in {_STATE_DICT}.items()}}"
+    )
     return (
         f"; the checkpoint has {found!r}: {', and '.join(said)}. Instead of model.state_dict(), "
         f"use {line}; saves that use {_STATE_DICT} have the same names with and without "

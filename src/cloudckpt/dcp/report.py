@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from cloudckpt.checkpoint.lazy import table_behind
-from cloudckpt.dcp.load_plan import conversions, saved_types
+from cloudckpt.dcp.load_plan import conversions, saved_type, table_of
 
 __all__ = ["LoadReport"]
 
@@ -27,19 +25,11 @@ _ROWS = {
     "missing": "not in the checkpoint, kept",
     "unexpected": "in the checkpoint only",
     "converted": "converted",
-    "left_alone": "left alone",
-    "optimizer": "optimizer state not loaded",
-    "doubtful": "loaded, and changed by torch",
+    "left_alone": "left as it was, although the checkpoint has an entry of this name",
+    "optimizer": "optimizer state not loaded, as the state dict has no entries for it: one "
+    "that has made no step, or whose parameters are frozen, has none; take both from "
+    "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)",
 }
-
-_CAST = (
-    "which torch.optim.Optimizer.load_state_dict converts to the type of the parameter, unless "
-    "the optimizer has its own load_state_dict"
-)
-_EMPTY = (
-    "a group without parameters, of which set_optimizer_state_dict loses lr, betas, eps and "
-    "weight_decay: leave it out, or set them again"
-)
 
 
 @dataclass(frozen=True)
@@ -60,8 +50,6 @@ class LoadReport:
         left_alone: The names that keep their values although the checkpoint has an entry, and why.
         optimizer: The saved optimizer state for which the state dict has no entry, such as that of
             parameters that are frozen now, or of an optimizer that has made no step.
-        doubtful: The names that were loaded, but that torch's own functions change when the state
-            dict is passed on to an optimizer, and how: state of integers, and empty groups.
     """
 
     uri: str
@@ -71,7 +59,6 @@ class LoadReport:
     converted: Mapping[str, str] = field(default_factory=dict)
     left_alone: Mapping[str, str] = field(default_factory=dict)
     optimizer: tuple[str, ...] = ()
-    doubtful: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -96,9 +83,10 @@ class LoadReport:
                 not report them.
             unused: The names of other ranks' values, and of values that were read and not used.
         """
-        stored, left = _names_in(metadata), left_alone or {}
+        stored, left = metadata.state_dict_metadata.keys(), left_alone or {}
         if converted is None:
-            types = conversions(wanted, saved_types(metadata))
+            table = table_of(metadata, uri)
+            types = conversions(wanted, functools.partial(saved_type, table))
             converted = {name: f"{saved} to {now}" for name, (saved, now) in types.items()}
         groups = [name for name in wanted if isinstance(name, str) and "param_groups" in name]
         beside = {name[: found.start()] for name in groups if (found := _GROUPS.search(name))}
@@ -116,7 +104,6 @@ class LoadReport:
             converted=converted,
             left_alone={name: why for name, why in left.items() if f"{name}." not in states},
             optimizer=tuple(name for name in stored if name in optimizer) if optimizer else (),
-            doubtful=_doubtful(wanted, groups, states, metadata),
         )
 
     def __str__(self) -> str:
@@ -129,24 +116,9 @@ class LoadReport:
 
     def log(self) -> None:
         """Logs the report if it has more than loaded names; warns of unintended results."""
-        if self.left_alone:
-            logger.warning(
-                "%s: left as it was, although the checkpoint has an entry of this name: %s",
-                self.uri,
-                _shown(self.left_alone),
-            )
-        if self.optimizer:
-            logger.warning(
-                "%s: the checkpoint has %d entries of optimizer state, under %s, that were not "
-                "loaded, as the state dict has no entries for them: an optimizer that has made "
-                "no step, or whose parameters are frozen, has no state for them. Take both "
-                "from torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)",
-                self.uri,
-                len(self.optimizer),
-                _above(self.optimizer),
-            )
         if any(getattr(self, name) for name in _ROWS):
-            logger.info("%s", self)
+            is_doubtful = self.left_alone or self.optimizer
+            logger.log(logging.WARNING if is_doubtful else logging.INFO, "%s", self)
 
 
 def _shown(names: Collection[str]) -> str:
@@ -155,48 +127,3 @@ def _shown(names: Collection[str]) -> str:
     texts = [f"{name} ({reasons[name]})" if name in reasons else name for name in found]
     more = [f"and {len(names) - _FEW} more"] * (len(names) > _FEW)
     return ", ".join([*texts, *more])
-
-
-def _above(names: Iterable[str]) -> str:
-    """Returns the common part of all names up to ``state``; else the first name."""
-    first, *others = names
-    top = re.sub(r"(?<![^.])state\..*", "state", first)
-    return top if all(name.startswith(f"{top}.") for name in others) and others else first
-
-
-def _names_in(metadata: Metadata) -> AbstractSet[str]:
-    """Returns the names that a checkpoint has, in their order."""
-    table = table_behind(metadata)
-    return metadata.state_dict_metadata.keys() if table is None else table.names.keys()
-
-
-def _doubtful(
-    wanted: Mapping[str, Any], groups: Sequence[str], states: tuple[str, ...], metadata: Metadata
-) -> dict[str, str]:
-    """Returns the names of optimizer state that torch's functions change after a load, and how."""
-    found: dict[str, str] = {}
-    params = {name: wanted[name] for name in groups if name.endswith(".params")}
-    if any(isinstance(one, list) and one and isinstance(one[0], str) for one in params.values()):
-        empty = [name for name, one in params.items() if one == []]
-        found.update((name, _EMPTY) for name in empty if _next_group(name) in params)
-    table = table_behind(metadata)
-    kinds = [] if table is None else [form.dtype for form in table.forms]
-    if states and any(map(_is_cast, kinds)):
-        dtype_of = saved_types(metadata)
-        for name in wanted:
-            if name.startswith(states) and not name.endswith(".step"):
-                dtype = dtype_of(name)
-                if dtype is not None and _is_cast(dtype):
-                    found[name] = f"{dtype}, {_CAST}"
-    return found
-
-
-def _next_group(params: str) -> str:
-    """Returns the name of the next group's parameters; torch loses nothing of the last group."""
-    group, _, last = params.rpartition(".")
-    where, _, number = group.rpartition(".")
-    return f"{where}.{int(number) + 1}.{last}"
-
-
-def _is_cast(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex)

@@ -22,77 +22,47 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
-from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.manifest import Manifest, Planned
-from cloudckpt.checkpoint.object_plan import StoredForm
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.record import Extents, Heads, Record
-from cloudckpt.checkpoint.shard import check_supported, small_form_of
+from cloudckpt.checkpoint.record import Heads, Record
+from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
-from cloudckpt.dcp import incremental, plan_cache
-from cloudckpt.dcp.copies import (
-    Copies,
-    Described,
-    Shared,
-    are_alike,
-    refuse_or_tell,
-)
+from cloudckpt.dcp import incremental, save_plan
+from cloudckpt.dcp.copies import Copies, Described, Shared, are_alike, refuse_or_tell
 from cloudckpt.dcp.failures import portable_errors
-from cloudckpt.dcp.global_plan import (
-    Part,
-    plan_together,
-    record_of,
-)
-from cloudckpt.dcp.incremental import Contents
+from cloudckpt.dcp.global_plan import plan_together, record_of
 from cloudckpt.dcp.meeting import PLAN_ANEW, PLAN_EACH_TIME
-from cloudckpt.dcp.plan_cache import KnownPlan, OfAllRanks, Outline
-from cloudckpt.dcp.planners import CloudSavePlanner, keep_containers, lost_by_flattening
 from cloudckpt.dcp.reader import committed_metadata
-from cloudckpt.dcp.saving import SmallTensors, expected_size
+from cloudckpt.dcp.save_plan import (
+    CloudSavePlanner,
+    KnownPlan,
+    OfAllRanks,
+    Outline,
+    lost_by_flattening,
+)
+from cloudckpt.dcp.saving import Contents
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, committing
 from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError, UnsupportedValueError
 from cloudckpt.gc_pause import paused_gc
-from cloudckpt.transfer.memory import PLAIN
 
 __all__ = ["SaveLoop"]
 
-Report = tuple[bytes, Record, int]
-"""A rank's report after writing: the digest of its plan, the record of what it has written, and its
-number for the comparison of copies (see ``copies``).
+Report = tuple[bytes, Record, int, tuple[MetadataIndex, ...]]
+"""A rank's report after writing: the digest of its plan, the record of what it has written, its
+number for the comparison of copies (see ``copies``), and its items, of a custom planner only.
 """
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A plan that the ranks have made for the current save.
-
-    Attributes:
-        step: This rank's part of the plan.
-        number: The number of the plan.
-        structure: The nesting that flattening has lost of this rank's state dict.
-        copies: The items that this rank has in common with others.
-        of_all: On the coordinator, the plan of all ranks; or the metadata of a custom planner.
-    """
-
-    step: SavePlan
-    number: int
-    structure: Structure
-    copies: Copies
-    of_all: Planned | Metadata | None
 
 
 class SaveLoop:
@@ -124,27 +94,23 @@ class SaveLoop:
         self._state_dict, self._group = state_dict, group
         self._ranks = Collectives(group, group is not None, 0)
         writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
-        is_ours = type(writer) is CloudStorageWriter
-        self._writer, self._planner = writer, planner
-        # for methods that torch's protocol does not have
-        self._ours = cast(CloudStorageWriter, writer)
-        self._is_incremental = is_ours and self._ours.is_incremental
+        self._writer, self._planner = writer, CloudSavePlanner.like(planner)
+        # only torch's protocol calls the methods of other writers, also of derived ones
+        self._ours = writer if type(writer) is CloudStorageWriter else None
         self._known: KnownPlan | None = None
         self._outline: Outline | None = None
-        self._record: bytes | None = None  # see KnownPlan
-        self._sent: list[Record] = []
-        flags = plan_cache.flags_of(planner) if is_ours else None
-        if flags is None:
-            self.plan = PLAN_EACH_TIME
+        self._flags = save_plan.flags_of(self._planner)
+        self.plan = PLAN_EACH_TIME
+        if self._ours is None or self._flags is None:
             return
         if self._ours.waits_before_sending:
             self._ours.wait_for_baseline()
         # the algorithm is recorded in the commit object
-        self._flags = (*flags, self._ours.checksum.name, self._ours.config.replicas)
+        self._flags = (*self._flags, self._ours.checksum.name, self._ours.config.replicas)
         with paused_gc():
             self._outline = Outline.of(state_dict)
         if self._outline is not None:
-            self._known = plan_cache.find(group, self._flags, self._outline)
+            self._known = save_plan.find(group, self._flags, self._outline)
         self.plan = PLAN_ANEW if self._known is None else self._known.number
 
     def run(self, agreed: int) -> Metadata:
@@ -159,190 +125,196 @@ class SaveLoop:
         Raises:
             CheckpointException: If ranks failed, with the failures of all.
         """
-        is_custom = agreed == PLAN_EACH_TIME
-        if self._known is not None:
-            plan_cache.drop(self._known)
-        known = self._known if agreed not in (PLAN_EACH_TIME, PLAN_ANEW) else None
         try:
-            planned = self._plan_anew(is_custom) if known is None else None
-            base: Base | None = None
-            if self._is_incremental:
-                base = incremental.agree_on_base(
-                    self._ranks, self._group, self._ours, is_planned=known is None
-                )
-            if is_custom and planned is not None:
-                attempt, metadata = self._by_protocol(planned, base)
-            else:
-                attempt, metadata = self._by_columns(planned, known, base)
+            if self._ours is None:
+                return self._by_protocol()
+            if self._known is not None:
+                save_plan.drop(self._known)
+            known = None if agreed in (PLAN_EACH_TIME, PLAN_ANEW) else self._known
+            plan = known or self._plan_anew(self._ours, agreed == PLAN_EACH_TIME)
+            return self._carry_out(self._ours, plan)
         except BaseException:
             forget_plans(self._planner)
             raise
-        if not isinstance(self._writer, CloudStorageWriter):
-            return cast(Metadata, metadata)
-        for written in self._sent:
-            incremental.remember(self._group, self._ours.uri, attempt, written)
-        return metadata or committed_metadata(self._ours.uri, self._ours.config, attempt)
 
-    def _by_columns(
-        self, planned: _Planned | None, known: KnownPlan | None, base: Base | None
-    ) -> tuple[str, Metadata | None]:
-        """Writes and commits; each rank reports its plan's digest, and locations if they changed.
-
-        Returns:
-            The random name of the save, and the metadata on the coordinator.
-        """
-        planner = cast(DefaultSavePlanner, self._planner)
-        mine: list[KnownPlan] = []
-        manifests: list[Manifest] = []
+    def _carry_out(self, writer: CloudStorageWriter, plan: KnownPlan) -> Metadata:
+        """Writes by a plan, and commits; each rank reports locations only if they have changed."""
+        planner, is_new = self._planner, not plan.saves
+        is_custom, base = plan.flags == (), None
+        made: list[tuple[KnownPlan, Record]] = []
         reported: list[Report] = []
+        manifests: list[Manifest] = []
+        if writer.is_incremental:
+            base = incremental.agree_on_base(self._ranks, self._group, writer, is_planned=is_new)
 
         @portable_errors(self._writer.checkpoint_id)
         def write_data() -> Report:
-            expected: int | None = None
-            small: SmallTensors = ()
-            if planned is not None:
-                plan = planner.finish_plan(planned.step)
-                number, saves, structure = planned.number, 0, planned.structure
-            else:
-                entry = self._restore_plan(planner)
-                plan, expected, small = entry.plan, entry.expected, self._small_tensors(entry)
-                number, saves, structure = entry.number, entry.saves, entry.structure
-                self._record = entry.record
-            copies = entry.copies if planned is None else planned.copies
-            compared, pending = copies.weighed(planner), None
-            if self._ours.sender.outlives:
-                pending = self._pending(f"{number:x}.{saves}", plan, structure, compared)
-            written = self._ours.send(
-                plan,
+            entry = plan
+            if is_new:
+                entry = plan.finished(planner)
+            elif self._outline is not None:
+                entry.restore(
+                    cast(DefaultSavePlanner, planner),
+                    self._outline,
+                    coordinates=self._ranks.is_coordinator,
+                )
+            compared, pending = entry.copies.weighed(cast(DefaultSavePlanner, planner)), None
+            if writer.sender.outlives and not is_custom:
+                if entry.record is None:
+                    with paused_gc():
+                        record = record_of(entry.plan, entry.structure, writer.checksum)
+                    entry = replace(entry, record=record)
+                pending = self._pending(writer, entry, compared)
+            written = writer.send(
+                entry.plan,
                 planner,
-                expected=expected,
-                small=small,
+                expected=entry.expected,
+                small=entry.small_tensors(planner),
                 pending=pending,
-                contents=Contents(len(plan.items), base) if self._is_incremental else None,
+                contents=Contents(len(entry.plan.items), base) if writer.is_incremental else None,
             )
-            if planned is not None:
-                entry = self._entry(planned, plan, planner)
-            self._sent.append(written)
-            mine.append(
-                replace(entry, extents=written.extents, saves=entry.saves + 1, record=self._record)
-            )
-            if known is not None:
-                written = written.without(known.extents)
-            return entry.digest, written, compared
+            made.append((replace(entry, extents=written.extents, saves=entry.saves + 1), written))
+            if not is_new:
+                written = written.without(plan.extents)
+            indices = tuple(item.index for item in entry.plan.items) if is_custom else ()
+            return entry.digest, written, compared, indices
 
         @portable_errors(self._writer.checkpoint_id)
         def finish_checkpoint(reports: list[Report]) -> str | None:
             reported.extend(reports)
-            return commit() if are_alike(number for _, _, number in reports) else None
+            return commit() if are_alike(number for _, _, number, _ in reports) else None
 
         def commit() -> str:
-            of_all, written = self._of_all(reported, planned, known)
-            with committing(self._writer):
-                manifests.append(self._ours.finish_with(lambda: of_all.planned, written))
-                mine[0] = replace(mine[0], of_all=of_all)
-                return self._ours.attempt
+            of_all, written = self._of_all(writer, plan.of_all, reported)
+            with committing(writer):
+                manifests.append(writer.finish_with(cast(Planned, of_all.planned), written))
+                made[0] = replace(made[0][0], of_all=of_all), made[0][1]
+                return writer.attempt
 
         @portable_errors(self._writer.checkpoint_id)
         def describe_copies() -> list[Described]:
-            return mine[0].copies.described(planner)
+            return plan.copies.described(cast(DefaultSavePlanner, planner))
 
         @portable_errors(self._writer.checkpoint_id)
         def compare_copies(by_rank: list[list[Described]]) -> tuple[str, frozenset[str]]:
-            refuses = self._ours.config.replicas == "refuse"
-            unlike = refuse_or_tell(by_rank, self._ours.checkpoint_id, refuses=refuses)
-            return commit(), unlike
+            refuses = writer.config.replicas == "refuse"
+            differing = refuse_or_tell(by_rank, writer.checkpoint_id, refuses=refuses)
+            return commit(), differing
 
+        differing: frozenset[str] = frozenset()
         attempt = self._ranks.all_reduce("write", write_data, finish_checkpoint)
         if attempt is None:
-            attempt, unlike = self._ranks.all_reduce("compare", describe_copies, compare_copies)
-            mine[0] = replace(mine[0], copies=mine[0].copies.without(unlike))
-        if self._outline is not None:
-            plan_cache.remember(mine[0])
-        return attempt, manifests[0].metadata if manifests else None
+            attempt, differing = self._ranks.all_reduce("compare", describe_copies, compare_copies)
+        [(entry, written)] = made
+        if entry.outline is not None:
+            save_plan.remember(replace(entry, copies=entry.copies.without(differing)))
+        if writer.is_incremental:
+            incremental.remember(self._group, writer.uri, attempt, written)
+        if manifests:
+            return manifests[0].metadata
+        return committed_metadata(writer.uri, writer.config, attempt)
 
-    def _by_protocol(self, planned: _Planned, base: Base | None) -> tuple[str, Metadata | None]:
-        """Writes and commits with exactly torch's calls, for custom planners and writers.
+    def _by_protocol(self) -> Metadata:
+        """Plans, writes and commits with exactly torch's calls, for writers of other classes."""
+        writer, planner = self._writer, self._planner
+        planned: list[Metadata] = []
 
-        Returns:
-            The random name of the save, empty for writers of other classes, and the metadata.
-        """
-        writer, metadata = self._writer, cast("Metadata | None", planned.of_all)
+        @portable_errors(self._writer.checkpoint_id)
+        def global_step(plans: list[SavePlan]) -> list[SavePlan]:
+            if isinstance(writer, CloudStorageWriter):
+                plans = CloudStorageWriter.prepare_global_plan(writer, plans)
+            plans, metadata = planner.create_global_plan(plans)
+            planned.append(metadata)
+            return writer.prepare_global_plan(plans)
 
         @portable_errors(self._writer.checkpoint_id)
         def write_data() -> list[WriteResult]:
-            plan = self._planner.finish_plan(planned.step)
-            if self._is_incremental:  # the first save has no base, but digests
-                contents = Contents(len(plan.items), base)
-                future = self._ours.write_data(plan, self._planner, contents)
-            else:
-                future = writer.write_data(plan, self._planner)
+            future = writer.write_data(planner.finish_plan(plan), planner)
             future.wait()
-            results: list[WriteResult] = future.value()
-            if self._is_incremental:  # a writer derived from ours may return other results
-                self._sent += [result.storage_data[0] for result in results]
-            return results
+            return future.value()
 
         @portable_errors(self._writer.checkpoint_id)
         def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
-            assert metadata is not None
             with committing(writer):
-                writer.finish(metadata, results)
-            return writer.attempt if isinstance(writer, CloudStorageWriter) else metadata
+                writer.finish(planned[0], results)
+            return writer.attempt if isinstance(writer, CloudStorageWriter) else planned[0]
 
-        done = self._ranks.all_reduce("write", write_data, finish_checkpoint)
-        return ("", done) if isinstance(done, Metadata) else (done, metadata)
+        @portable_errors(writer.checkpoint_id)
+        def local_step() -> SavePlan:
+            return self._local_plan(is_custom=True)[0]
 
-    def _plan_anew(self, is_custom: bool) -> _Planned:
+        plan: SavePlan = self._ranks.reduce_scatter("plan", local_step, global_step)
+        done: str | Metadata = self._ranks.all_reduce("write", write_data, finish_checkpoint)
+        if isinstance(done, Metadata) or not isinstance(writer, CloudStorageWriter):
+            return cast(Metadata, done)
+        return planned[0] if planned else committed_metadata(writer.uri, writer.config, done)
+
+    def _local_plan(self, *, is_custom: bool) -> tuple[SavePlan, Structure]:
+        """Plans this rank's items; returns also what flattening has lost."""
+        writer, planner = self._writer, self._planner
+        given: dict[str, Any] = {
+            "state_dict": self._state_dict,
+            "is_coordinator": self._ranks.is_coordinator,
+        }
+        if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+            given["storage_meta"] = writer.storage_meta()
+        planner.set_up_planner(**given)
+        if is_custom and isinstance(writer, CloudStorageWriter) and self._group is not None:
+            writer.compared_by = planner
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        structure = lost_by_flattening(self._state_dict, planner, writer.checkpoint_id)
+        if isinstance(writer, CloudStorageWriter):
+            writer.note_structure(structure)
+        return plan, structure
+
+    def _plan_anew(self, writer: CloudStorageWriter, is_custom: bool) -> KnownPlan:
         """Makes a new plan together with the other ranks; returns this rank's part.
 
         Ranks send their plans as columns, because the plans of a large job are millions of objects;
-        custom planners and writers may use plans of any class, which are pickled.
+        custom planners may use plans of any class, which are pickled.
         """
-        writer, planner, uri = self._writer, self._planner, self._writer.checkpoint_id
-        found: list[Planned | Metadata] = []
+        planned: list[Planned | Metadata] = []
         local: list[tuple[SavePlan, Structure]] = []
 
         @portable_errors(self._writer.checkpoint_id)
         def local_step() -> bytes:
-            given: dict[str, Any] = {
-                "state_dict": self._state_dict,
-                "is_coordinator": self._ranks.is_coordinator,
-            }
-            if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
-                given["storage_meta"] = writer.storage_meta()
-            planner.set_up_planner(**given)
-            if type(planner) is DefaultSavePlanner:
-                keep_containers(planner, self._state_dict)
-            if is_custom and isinstance(writer, CloudStorageWriter) and self._group is not None:
-                writer.compared_by = planner
-            plan = writer.prepare_local_plan(planner.create_local_plan())
+            plan, structure = self._local_plan(is_custom=is_custom)
+            local.append((plan, structure))
             with paused_gc():
-                structure = lost_by_flattening(self._state_dict, planner, uri)
-                local.append((plan, structure))
-                if not is_custom:
-                    return self._record_of(plan, structure)
-            if isinstance(writer, CloudStorageWriter):
-                writer.note_structure(structure)
-            return pickle.dumps(plan)
+                return pickle.dumps(plan) if is_custom else self._record_of(writer, plan, structure)
 
         @portable_errors(self._writer.checkpoint_id)
-        def global_step(told: list[bytes]) -> list[tuple[Any, int, Shared]]:
-            number, plan = plan_cache.new_number(), self._planned_together
+        def global_step(plans: list[bytes]) -> list[tuple[Any, int, Shared]]:
+            number, together = save_plan.new_number(), self._planned_together
             with paused_gc():
-                planned, parts, shared = self._planned_by_planner(told) if is_custom else plan(told)
-            found.append(planned)
+                of_all, parts, shared = (
+                    self._planned_by_planner(plans) if is_custom else together(writer, plans)
+                )
+            planned.append(of_all)
             return [(part, number, own) for part, own in zip(parts, shared, strict=True)]
 
         part, number, shared = self._ranks.reduce_scatter("plan", local_step, global_step)
-        plan, structure = local[0]
+        [(plan, structure)] = local
         with paused_gc():
-            samples = is_custom or self._ours.config.replicas != "refuse"
+            samples = is_custom or writer.config.replicas != "refuse"
             copies = Copies.of(plan, shared, samples=samples)
-            # pickled by the coordinator
-            plan = part.of(plan) if isinstance(part, Part) else pickle.loads(part)  # noqa: S301
-        return _Planned(plan, number, structure, copies, found[0] if found else None)
+            if is_custom:
+                plan = pickle.loads(part)  # noqa: S301 - of the coordinator
+            else:
+                plan = replace(plan, items=[plan.items[number] for number in part])
+        outline = None if is_custom or self._outline is None else self._outline.without_leaves()
+        return KnownPlan(
+            number=number,
+            group=save_plan.ref_to(self._group),
+            flags=() if is_custom or self._flags is None else self._flags,
+            outline=outline,
+            structure=structure,
+            plan=plan,
+            copies=copies,
+            of_all=OfAllRanks(planned[0]) if planned else None,
+        )
 
-    def _record_of(self, plan: SavePlan, structure: Structure) -> bytes:
+    def _record_of(self, writer: CloudStorageWriter, plan: SavePlan, structure: Structure) -> bytes:
         """Returns the plan of this rank as the bytes of a record.
 
         Raises:
@@ -350,37 +322,38 @@ class SaveLoop:
             UnsupportedValueError: If the format can't express the plan.
         """
         try:
-            return record_of(plan, structure, self._ours.checksum)
+            return record_of(plan, structure, writer.checksum)
         except NotInColumnsError as exc:
             for name, value in cast(DefaultSavePlanner, self._planner).state_dict.items():
                 if isinstance(value, torch.Tensor):
                     check_supported(value, name)
             raise UnsupportedValueError(
                 f"the state dict can't be described in the format of checkpoints: {exc}",
-                uri=self._writer.checkpoint_id,
+                uri=writer.checkpoint_id,
             ) from exc
 
-    def _planned_by_planner(self, told: list[bytes]) -> tuple[Metadata, list[bytes], list[Shared]]:
+    def _planned_by_planner(self, plans: list[bytes]) -> tuple[Metadata, list[bytes], list[Shared]]:
         """Returns the metadata of a custom planner, and each rank's pickled part of its plan.
 
         The last result says, for each rank, that its items have been compared.
         """
-        plans = [pickle.loads(plan) for plan in told]  # noqa: S301 - of the ranks
-        if isinstance(self._writer, CloudStorageWriter):
-            plans = CloudStorageWriter.prepare_global_plan(self._writer, plans)
-        plans, metadata = self._planner.create_global_plan(plans)
-        parts = [pickle.dumps(plan) for plan in self._writer.prepare_global_plan(plans)]
-        return metadata, parts, [Shared.nothing()] * len(parts)
+        loaded = [pickle.loads(plan) for plan in plans]  # noqa: S301 - of the ranks
+        loaded = self._writer.prepare_global_plan(loaded)
+        loaded, metadata = self._planner.create_global_plan(loaded)
+        parts = [pickle.dumps(plan) for plan in loaded]
+        return metadata, parts, [Shared([], [], [])] * len(parts)
 
-    def _planned_together(self, told: list[bytes]) -> tuple[Planned, list[Part], list[Shared]]:
+    def _planned_together(
+        self, writer: CloudStorageWriter, plans: list[bytes]
+    ) -> tuple[Planned, list[list[int]], list[Shared]]:
         """Returns the plan of all ranks, and each rank's part and items in common with others.
 
         Raises:
             IncompleteSaveError: If the ranks' parts of a tensor do not fill it.
             KeyCollisionError: If ranks have different types or shapes under one name.
         """
-        uri, known = str(self._ours.uri), Heads()
-        records = [Record.parse(one, uri, known=known) for one in told]
+        uri, heads = writer.checkpoint_id, Heads()
+        records = [Record.parse(one, uri, known=heads) for one in plans]
         lowest = cast(DefaultSavePlanner, self._planner).dedup_save_to_lowest_rank
         try:
             planned, parts, shared = plan_together(records, to_lowest_rank=lowest, uri=uri)
@@ -397,87 +370,34 @@ class SaveLoop:
                 item=None if found is None else found[1],
                 cause=exc,
             ) from exc
-        if self._ours.config.replicas == "trust":
-            shared = [Shared.nothing()] * len(parts)
+        if writer.config.replicas == "trust":
+            shared = [Shared([], [], [])] * len(parts)
         return planned, parts, shared
 
-    def _pending(self, save: str, plan: SavePlan, structure: Structure, compared: int) -> Pending:
+    def _pending(self, writer: CloudStorageWriter, plan: KnownPlan, compared: int) -> Pending:
         """Makes the pending object for this rank's saving process, without the items' locations.
 
         Args:
-            save: The name of the save.
+            writer: The writer.
             plan: The plan of this rank.
-            structure: The nesting that flattening has lost of its state dict.
             compared: This rank's number for the comparison of copies.
         """
-        if self._record is None:
-            with paused_gc():
-                self._record = record_of(plan, structure, self._ours.checksum)
-        writer, hook = self._ours, self._ours.commit_hook
+        hook = writer.commit_hook
+        assert plan.record is not None
         return Pending(
-            save=save,
+            save=f"{plan.number:x}.{plan.saves}",
             rank=self._ranks.rank,
             ranks=1 if self._group is None else dist.get_world_size(self._group),
             job="" if hook is None else hook.claimed_by,
             attempt=writer.attempt,
-            plan=self._record,
+            plan=plan.record,
             notes=writer.noted,
             copies=compared,
             held=() if writer.hold is None else tuple(sorted(writer.hold.folders)),
         )
 
-    def _entry(self, planned: _Planned, plan: SavePlan, planner: DefaultSavePlanner) -> KnownPlan:
-        """Returns the entry to keep for a new plan, once it has been written."""
-        outline, items = self._outline, plan.items
-        if outline is None:  # the entry is not kept, and items may have any name
-            outline, items = Outline(), []
-        values = planner.state_dict
-        numbers = {name: number for number, name in enumerate(values)}
-        return KnownPlan(
-            number=planned.number,
-            group=plan_cache.ref_to(self._group),
-            flags=self._flags,
-            outline=outline.without_leaves(),
-            names=tuple(values),
-            mappings=planner.mappings,
-            structure=planned.structure,
-            copies=planned.copies,
-            plan=plan,
-            digest=plan_cache.digest_of(plan),
-            expected=expected_size(plan.items),
-            leaves=[numbers[item.index.fqn] for item in items],
-            forms=[
-                None
-                if item.tensor_data is None
-                else _form(values[item.index.fqn], item.tensor_data.chunk.sizes)
-                for item in items
-            ],
-        )
-
-    def _restore_plan(self, planner: DefaultSavePlanner) -> KnownPlan:
-        """Returns the kept plan, and sets the planner up as it was when it made the plan."""
-        known, outline = self._known, self._outline
-        assert known is not None
-        assert outline is not None
-        assert outline.leaves is not None
-        planner.state_dict = dict(zip(known.names, outline.leaves, strict=True))
-        planner.mappings, planner.plan = known.mappings, known.plan
-        planner.is_coordinator = self._ranks.is_coordinator
-        if isinstance(planner, CloudSavePlanner):
-            planner.structure = known.structure
-        return known
-
-    def _small_tensors(self, entry: KnownPlan) -> SmallTensors:
-        assert self._outline is not None
-        assert self._outline.leaves is not None
-        values = self._outline.leaves
-        return [
-            None if form is None else (form, _local(values[leaf]))
-            for leaf, form in zip(entry.leaves, entry.forms, strict=True)
-        ]
-
     def _of_all(
-        self, reports: list[Report], planned: _Planned | None, known: KnownPlan | None
+        self, writer: CloudStorageWriter, before: OfAllRanks | None, reports: list[Report]
     ) -> tuple[OfAllRanks, list[Record]]:
         """Returns the plan of all ranks, and the record of what each has written.
 
@@ -485,43 +405,23 @@ class SaveLoop:
             IncompleteSaveError: If a rank has written by another plan, or its previous save differs
                 from the coordinator's.
         """
-        digests = tuple(digest for digest, _, _ in reports)
-        if planned is not None:
-            assert isinstance(planned.of_all, Planned)
-            written = [one for _, one, _ in reports]
-            return OfAllRanks(planned.of_all, digests, _extents_of(written)), written
-        assert known is not None
-        assert known.of_all is not None
-        written = []
-        of_before = zip(known.of_all.digests, known.of_all.extents, strict=True)
-        for rank, ((digest, one, _), (planned_digest, before)) in enumerate(
-            zip(reports, of_before, strict=True)
+        assert before is not None
+        planned, written = before.planned, [record for _, record, _, _ in reports]
+        digests = tuple(digest for digest, _, _, _ in reports)
+        if isinstance(planned, Metadata):
+            indices = [of_rank for _, _, _, of_rank in reports]
+            planned = Planned.of(planned, indices, writer.checksum, writer.checkpoint_id)
+        for rank, (planned_digest, extents) in enumerate(
+            zip(before.digests, before.extents, strict=True)
         ):
             try:
-                if digest != planned_digest:
+                if digests[rank] != planned_digest:
                     raise ValueError("the rank wrote by another plan")
-                written.append(one.completed(before))
+                written[rank] = written[rank].completed(extents)
             except ValueError as exc:
                 raise IncompleteSaveError(
                     f"rank {rank} wrote by another plan, or another save, than rank 0: {exc}; "
                     "nothing was committed. Save again: all ranks will then plan anew",
-                    uri=str(self._ours.uri),
+                    uri=writer.checkpoint_id,
                 ) from exc
-        return replace(known.of_all, extents=_extents_of(written)), written
-
-
-def _extents_of(written: Sequence[Record]) -> tuple[Extents, ...]:
-    return tuple(one.extents for one in written)
-
-
-def _form(value: torch.Tensor, sizes: torch.Size) -> StoredForm | None:
-    """Returns the form of an item that is a whole small tensor in host memory; else None."""
-    local = _local(value)
-    if type(local) not in PLAIN or local.shape != sizes:
-        return None
-    return small_form_of(local)
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a tensor in this rank's memory."""
-    return value._local_tensor if isinstance(value, DTensor) else value
+        return OfAllRanks(planned, digests, tuple(one.extents for one in written)), written

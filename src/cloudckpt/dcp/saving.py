@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from cloudckpt.checkpoint.base import VALUE, digest_of_bytes
+from cloudckpt.checkpoint.base import VALUE, Base, Digest, Digester, digest_of_bytes, kind_of
 from cloudckpt.checkpoint.columns import matrix_of
 from cloudckpt.checkpoint.object_plan import (
     STATE,
@@ -29,13 +29,15 @@ from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.shard import Memory, check_supported, form_of, travels_as_bytes
 from cloudckpt.checkpoint.values import Unloadable
-from cloudckpt.dcp.incremental import Contents, digest_of
+from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError, UnsupportedValueError
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.memory import bytes_of, is_plain, settled
 from cloudckpt.transfer.packing import PACKED_BELOW
+from cloudckpt.transfer.parts import Piece
+from cloudckpt.transfer.staging import StagingPool
 
-__all__ = ["SmallTensors", "StateLayout", "expected_size"]
+__all__ = ["Contents", "SmallTensors", "StateLayout", "digest_of", "expected_size"]
 
 SmallTensors = Sequence[tuple[StoredForm, torch.Tensor] | None]
 """For each item, a small tensor in host memory with its form; None for any other item."""
@@ -58,6 +60,92 @@ def _size_of(item: WriteItem) -> int:
         return item.bytes_io_data.nbytes if item.bytes_io_data is not None else 4096
     sizes = item.tensor_data.chunk.sizes
     return sizes.numel() * item.tensor_data.properties.dtype.itemsize + 1536
+
+
+class Contents:
+    """Collects the digests of a rank's items, and looks them up in an earlier checkpoint.
+
+    Args:
+        count: How many items the rank has.
+        base: The items of the earlier checkpoint; None without one.
+    """
+
+    def __init__(self, count: int, base: Base | None) -> None:
+        self._base = base
+        self._high, self._low = array("q", bytes(8 * count)), array("q", bytes(8 * count))
+        # maps the number of an object in the base to its number among the references
+        self._numbers: dict[int, int] = {}
+
+    def known(self, item: int, digest: Digest) -> Place | None:
+        """Records an item's digest; returns the item's location in the base, or None.
+
+        The object's number is -1 for the first of :attr:`references`, -2 for the next, and so on.
+        """
+        self._high[item], self._low[item] = digest
+        found = None if self._base is None else self._base.find(digest)
+        if found is None:
+            return None
+        number = self._numbers.setdefault(found.object, len(self._numbers))
+        return found._replace(object=-1 - number)
+
+    @property
+    def references(self) -> tuple[WrittenObject, ...]:
+        """The objects of other checkpoints that hold items of this one."""
+        return tuple(self._base.objects[number] for number in self._numbers) if self._base else ()
+
+    def extents(self, places: Extents, own: int) -> Extents:
+        """Returns the locations of all items, with their digests.
+
+        Args:
+            places: The locations that :meth:`known` and the layout have returned.
+            own: How many objects this rank itself writes; they are numbered first.
+        """
+        objects = torch.where(places.objects < 0, own - 1 - places.objects, places.objects)
+        halves = (torch.frombuffer(half, dtype=torch.int64) for half in (self._high, self._low))
+        return Extents(objects, places.offsets, places.lengths, *halves)
+
+
+def digest_of(
+    tensor: torch.Tensor, pool: StagingPool, algorithm: ChecksumAlgorithm | None = None
+) -> tuple[Digest, tuple[int, ...]]:
+    """Computes the digest and checksums of a strided tensor on any device in one pass.
+
+    Args:
+        tensor: The tensor.
+        pool: Staging memory for tensors that are not row-major in host memory.
+        algorithm: Algorithm of the checksums to compute along with the digest; None for no
+            checksums.
+
+    Returns:
+        The digest, and the checksums of the blocks. The tensor may be written to before it is sent;
+        bytes that match these checksums are the bytes of the digest.
+    """
+    kind, nbytes = kind_of(tensor.dtype, tensor.shape), tensor.nbytes
+    block = block_size_for(nbytes)
+    if 0 < nbytes <= block and is_plain(tensor):  # there may be many such tensors
+        view = bytes_of(tensor)
+        return digest_of_bytes(kind, view), () if algorithm is None else (algorithm.of(view),)
+    digester = Digester(kind)
+    checksums = None if algorithm is None else BlockChecksums(algorithm, block)
+    for piece in _pieces_of(tensor, pool):
+        if piece.ready is not None:
+            piece.ready()
+        if checksums is None:
+            digester.add(piece.view)
+        else:
+            for first in range(0, piece.view.nbytes, block):  # the second read comes from the cache
+                view = piece.view[first : first + block]
+                digester.add(view)
+                checksums.add(piece.start + first, view)
+        if piece.lease is not None:
+            piece.lease.release()
+    return digester.result(), () if checksums is None else checksums.finish(nbytes)
+
+
+def _pieces_of(tensor: torch.Tensor, pool: StagingPool) -> Iterable[Piece]:
+    if not tensor.numel():
+        return ()
+    return (Piece(bytes_of(tensor)),) if is_plain(tensor) else pool.pieces(tensor)
 
 
 class StateLayout:

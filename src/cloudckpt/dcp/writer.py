@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from cloudckpt.checkpoint.object_plan import Destination
 from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Record
-from cloudckpt.checkpoint.references import Hold, check_beside
+from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.shard import Sender, send_here
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned
@@ -36,10 +36,9 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.copies import compared, with_digests
 from cloudckpt.dcp.failures import portable, portable_errors
-from cloudckpt.dcp.incremental import Contents, newest_beside
 from cloudckpt.dcp.meeting import check_together
-from cloudckpt.dcp.planners import CloudSavePlanner, lost_by_flattening
-from cloudckpt.dcp.saving import SmallTensors, StateLayout, expected_size
+from cloudckpt.dcp.save_plan import lost_by_flattening
+from cloudckpt.dcp.saving import Contents, SmallTensors, StateLayout, expected_size
 from cloudckpt.errors import (
     CloudCheckpointError,
     CommitUnknownError,
@@ -313,52 +312,6 @@ class CloudStorageWriter(OurWriter):
         if self.commits and self._baseline is not None:
             self._baseline.answer()
 
-    def hold_base(self, last: CheckpointURI | None) -> Hold | None:
-        """Protects the base from deletion until the commit, on the rank that commits.
-
-        If the base is gone or unreadable, the save sends everything; it does not fail.
-
-        Args:
-            last: The last checkpoint that this process has saved in the same folder, if any.
-
-        Returns:
-            The hold; None if no checkpoint can serve as base.
-
-        Raises:
-            ConfigError: If the given base is not in the same folder as the checkpoint.
-        """
-        if self.base is not None:
-            check_beside(self.uri, self.base)
-        bases = [self.base] if self.base is not None else [last, None] if last else [None]
-        self.hold = next(filter(None, map(self._held, bases)), None)
-        return self.hold
-
-    def _held(self, base: CheckpointURI | None) -> Hold | None:
-        """Returns a hold on ``base`` (default: the newest sibling); None if it can't be held."""
-        try:
-            store = self._store()
-            base = base or newest_beside(store, self.uri, self.config, self.notes)
-            if base is None or not self.uri.folder:
-                return None
-            hold = Hold.of(store, self.uri, base, self.config, self.attempt)
-        except CloudCheckpointError as error:
-            logger.warning(
-                "%s: %s can't be the base of this incremental save, so everything is uploaded: %s",
-                self.uri,
-                base or "nothing",
-                error,
-            )
-            return None
-        if hold is None:
-            logger.warning(
-                "%s: %s can't be the base of this incremental save, so everything is uploaded: "
-                "it has no digests, or is being replaced. Save it with "
-                "Config(incremental=True)",
-                self.uri,
-                base,
-            )
-        return hold
-
     def note_structure(self, structure: Structure) -> None:
         """Sets the nesting that flattening has lost, which torch does not pass to writers."""
         self._structure = structure
@@ -374,23 +327,15 @@ class CloudStorageWriter(OurWriter):
         """
         return compared(plans, str(self.uri), refuses=self.config.replicas == "refuse")
 
-    def write_data(
-        self, plan: SavePlan, planner: SavePlanner, contents: Contents | None = None
-    ) -> Future[list[WriteResult]]:
-        """Sends this rank's items, except those that ``contents`` knows to be stored already.
-
-        Returns when the store has all items.
-        """
-        if isinstance(planner, CloudSavePlanner):
-            self.note_structure(planner.structure)
-        if self.is_incremental and contents is None:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Sends this rank's items; returns when the store has all of them."""
+        if self.is_incremental:
             logger.warning(
                 "%s: everything is uploaded, because torch's own save was called: call "
                 "cloudckpt.save for an incremental save",
                 self.uri,
             )
-        written = self.send(plan, planner, contents=contents)
-        told = written, tuple(item.index for item in plan.items)
+        told = self.send(plan, planner), tuple(item.index for item in plan.items)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), 0, told)])
         return future
@@ -455,19 +400,17 @@ class CloudStorageWriter(OurWriter):
         """
         reported = [of_rank[0].storage_data for of_rank in results if of_rank]
         indices = [items for _, items in reported]
-        manifest = self.finish_with(
-            lambda: Planned.of(metadata, indices, self.checksum, str(self.uri)),
-            [record for record, _ in reported],
-        )
+        planned = Planned.of(metadata, indices, self.checksum, str(self.uri))
+        manifest = self.finish_with(planned, [record for record, _ in reported])
         metadata.storage_data = manifest.metadata.storage_data
         metadata.storage_meta = manifest.metadata.storage_meta
         metadata.version = manifest.metadata.version
 
-    def finish_with(self, planned: Callable[[], Planned], written: Sequence[Record]) -> Manifest:
+    def finish_with(self, planned: Planned, written: Sequence[Record]) -> Manifest:
         """Commits what the ranks have written; raises as :meth:`finish` does.
 
         Args:
-            planned: Returns the plan of all ranks.
+            planned: The plan of all ranks.
             written: By rank, the record of what it has written.
 
         Returns:
@@ -488,8 +431,8 @@ class CloudStorageWriter(OurWriter):
             )
         with portable_errors(uri):
             with paused_gc():  # the collector would traverse the plans of all ranks
-                of_all = planned().written(written, attempt=self.attempt, uri=uri)
-                manifest = Manifest(of_all, uri)
+                merged = planned.written(written, attempt=self.attempt, uri=uri)
+                manifest = Manifest(merged, uri)
             # not stored: the checkpoint may be copied
             if manifest.metadata.storage_meta is not None:
                 manifest.metadata.storage_meta.checkpoint_id = uri

@@ -20,7 +20,7 @@ from cloudckpt.api import ToLoad, load_prepared
 from cloudckpt.checkpoint.archives import StoredTensor
 from cloudckpt.checkpoint.model_folder import KeyMapping, renamed
 from cloudckpt.config import MIB, Config, config_or_default
-from cloudckpt.dcp.planners import CloudLoadPlanner
+from cloudckpt.dcp.load_plan import CloudLoadPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.errors import (
     CheckpointCorruptError,

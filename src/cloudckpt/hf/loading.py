@@ -9,8 +9,8 @@ import torch.distributed as dist
 from cloudckpt.api import ToLoad, load_prepared
 from cloudckpt.checkpoint.model_folder import KeyMapping
 from cloudckpt.config import Config
-from cloudckpt.dcp.arrivals import collective
-from cloudckpt.dcp.planners import CloudLoadPlanner
+from cloudckpt.dcp.load_plan import CloudLoadPlanner
+from cloudckpt.dcp.meeting import collective
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.uri import URILike

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from cloudckpt.api import ToSave, save_prepared
 from cloudckpt.config import Config
-from cloudckpt.dcp.arrivals import collective
-from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.meeting import collective
+from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.hf.writer import SafetensorsWriter
 from cloudckpt.uri import URILike
 

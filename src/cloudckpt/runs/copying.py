@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.dcp.arrivals import collective
-from cloudckpt.dcp.meeting import Meeting, RankStatus
+from cloudckpt.dcp.meeting import Meeting, RankStatus, collective
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,

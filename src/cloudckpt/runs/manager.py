@@ -19,8 +19,7 @@ from cloudckpt.checkpointer import (
     checked,
 )
 from cloudckpt.config import Config
-from cloudckpt.dcp.arrivals import collective
-from cloudckpt.dcp.meeting import Meeting, RankStatus
+from cloudckpt.dcp.meeting import Meeting, RankStatus, collective
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.errors import (
     ClosedError,

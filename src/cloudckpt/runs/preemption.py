@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt.background.groups import give_back, open_group
-from cloudckpt.dcp.arrivals import all_expected
+from cloudckpt.dcp.meeting import all_expected
 from cloudckpt.errors import ConfigError, ProcessGroupError
 
 __all__ = ["Agreement", "Preemption"]

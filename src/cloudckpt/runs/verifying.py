@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.dcp.arrivals import collective
-from cloudckpt.dcp.meeting import Meeting, RankStatus
+from cloudckpt.dcp.meeting import Meeting, RankStatus, collective
 from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.runs.contents import read_content
 from cloudckpt.stores.base import ObjectInfo

@@ -12,15 +12,28 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.format_utils import (
+    DynamicMetaLoadPlanner as TorchDynamicMetaLoadPlanner,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from cloudckpt.checkpoint.shard import travels_as_bytes
-from cloudckpt.checkpoint.torch_private import device_for_collectives, flatten_state_dict
+from cloudckpt.checkpoint.shard import check_shards, travels_as_bytes
+from cloudckpt.checkpoint.torch_private import (
+    create_chunk_list,
+    device_for_collectives,
+    flatten_state_dict,
+    whole_shape,
+)
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
-from cloudckpt.dcp.load_plan import check_types, conversions
+from cloudckpt.dcp.load_plan import CloudLoadPlanner, check_types, conversions
 from cloudckpt.dcp.reader import OurReader
 from cloudckpt.errors import (
     CheckpointError,
@@ -37,7 +50,7 @@ from cloudckpt.transfer.memory import settled, why_not_filled
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
+__all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "check_fillable"]
 
 
 class _Script(NamedTuple):
@@ -60,6 +73,39 @@ class _Target(NamedTuple):
     item: ReadItem
     tensor: torch.Tensor
     offsets: tuple[int, ...]
+
+
+class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
+    """Plans loads from sources without metadata, like torch's class, for all values.
+
+    The state dict alone determines what is loaded and how it is sharded.
+    """
+
+    def __init__(
+        self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True
+    ) -> None:
+        super().__init__("")
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        entries: dict[str, Any] = {}
+        for fqn, value in self.state_dict.items():
+            if isinstance(value, torch.Tensor):
+                check_shards(value, fqn)
+                properties, shape = TensorProperties(dtype=value.dtype), whole_shape(value)
+                entries[fqn] = TensorStorageMetadata(
+                    properties, torch.Size(shape), create_chunk_list(value)
+                )
+            else:
+                entries[fqn] = BytesStorageMetadata()
+        self.metadata = Metadata(state_dict_metadata=entries)
 
 
 class BroadcastingTorchSaveReader(OurReader):
