@@ -31,7 +31,7 @@ from cloudckpt.checkpoint.objects import (
     METADATA,
     OF_RANKS,
     WrittenObject,
-    is_committed,
+    find_commit,
     is_pending_name,
     keep_name,
     trial_name,
@@ -55,7 +55,6 @@ from cloudckpt.runs.sweeping import clock_of
 from cloudckpt.stores.base import random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.deleting import delete_quietly
-from cloudckpt.transfer.retry import open_store
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -89,8 +88,8 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
     try:
         adopt_pending(location, config, until=time.monotonic() + wait)
     except IncompleteSaveError as error:
-        store, view = open_store(location, config), View(location, config)
-        if is_committed(store, location, view.retrier):
+        view = View(location, config)
+        if find_commit(view.look, location) is not None:
             logger.info("%s: this checkpoint is already committed", location)
             return
         refuse_run(view, looks_inside=True)

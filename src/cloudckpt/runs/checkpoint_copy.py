@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from cloudckpt.checkpoint.baseline import Baseline, begin
@@ -71,13 +71,8 @@ class Copied:
     already_there: int = 0
 
     def __add__(self, other: Copied) -> Copied:
-        return Copied(
-            checkpoints=self.checkpoints + other.checkpoints,
-            objects=self.objects + other.objects,
-            nbytes=self.nbytes + other.nbytes,
-            by_store=self.by_store + other.by_store,
-            already_there=self.already_there + other.already_there,
-        )
+        names = [one.name for one in fields(self)]
+        return Copied(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True)

@@ -219,10 +219,9 @@ class Agreement:
     def __init__(self, parent: dist.ProcessGroup | None) -> None:
         """Opens a process group of its own for the ranks of ``parent``; None is a single rank."""
         self._group: dist.ProcessGroup | None = None
-        self._asked: tuple[torch.Tensor, dist.Work | None] = (
-            _flags(told=False, is_due=False, is_short=True),
-            None,
-        )
+        # what the ranks know: whether the job ends, a save is due, and a rank's last step was short
+        self._known = (False, False, True)
+        self._asked: tuple[torch.Tensor, dist.Work] | None = None  # the collective in progress
         self._last: float | None = None  # time of the previous step, by the monotonic clock
         if parent is not None:
             self._group = open_group(parent, start_timeout=_START, collective_timeout=_PATIENCE)
@@ -259,14 +258,15 @@ class Agreement:
         try:
             told, due, some_are_short = self._answer()
             is_short = last is None or now - last < _LONG
-            flags = _flags(told=noticed or told, is_due=is_due, is_short=is_short)
+            given = [noticed or told, is_due, is_short]
+            flags = torch.tensor(given, dtype=torch.int32, device="cpu")
             work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
             self._asked = flags, work
             if not some_are_short:
                 told, due_now, is_short = self._answer()
                 due = due or due_now
                 # a due save was returned in this step, so the next one must not return it again
-                self._asked = _flags(told=told, is_due=False, is_short=is_short), None
+                self._known = told, False, is_short
         except RuntimeError as exc:
             raise ProcessGroupError(
                 "the ranks lost contact while they agreed whether the job is about to end: "
@@ -276,16 +276,11 @@ class Agreement:
         return told, due
 
     def _answer(self) -> tuple[bool, bool, bool]:
-        """Waits for the collective; returns its flags: job ends, save is due, a step was short."""
-        flags, work = self._asked
-        if work is not None:
+        """Waits for the collective in progress, if any; returns what the ranks know then."""
+        if self._asked is not None:
+            flags, work = self._asked
             with all_expected(None if work.is_completed() else self._group):
                 work.wait()
-            self._asked = flags, None
-        told, is_due, is_short = flags.tolist()
-        return bool(told), bool(is_due), bool(is_short)
-
-
-def _flags(*, told: bool, is_due: bool, is_short: bool) -> torch.Tensor:
-    """Packs the flags into a tensor on the CPU: job ends, save is due, last step was short."""
-    return torch.tensor([told, is_due, is_short], dtype=torch.int32, device="cpu")
+            told, is_due, is_short = flags.tolist()
+            self._known, self._asked = (bool(told), bool(is_due), bool(is_short)), None
+        return self._known

@@ -112,8 +112,8 @@ def _log_abandoned(run: Run, line: NewestFirst, restored: int | None) -> None:
         )
 
 
-def goal_of(run: Run, step: int, *, says: bool = True) -> Notes:
-    """Reads the notes of a step to restore; with ``says``, warns if it is not the newest.
+def goal_of(run: Run, step: int) -> Notes:
+    """Reads the notes of a step to restore, and warns if it is not the newest.
 
     Raises:
         CheckpointNotFoundError: If the step is not committed; the message lists those that are.
@@ -129,8 +129,6 @@ def goal_of(run: Run, step: int, *, says: bool = True) -> Notes:
             + (f", and the abandoned ones {others}" if others else ""),
             uri=str(run.uri(step)),
         ) from error
-    if not says:
-        return notes
     line = NewestFirst(run)
     newest = next((one for one, found in line if isinstance(found, Notes)), step)
     if newest != step:
@@ -154,7 +152,7 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
         The URI, and the step; None if a single checkpoint was saved without a step.
 
     Raises:
-        CheckpointNotFoundError: If the location has no such checkpoint.
+        CheckpointNotFoundError: If the location has no checkpoint.
         ConfigError: If it is a single checkpoint, and a step was given.
     """
     if find_commit(source.view.look, source.root) is not None:
@@ -166,7 +164,6 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
             )
         return str(source.root), read_notes(source.store, source.root, source.retrier).step
     if step is not None:
-        goal_of(source, step, says=False)
         return str(source.uri(step)), step
     if (newest := source.newest()) is None:
         raise CheckpointNotFoundError(
