@@ -57,8 +57,11 @@ def test_what_is_watched_again_is_noticed_whatever_handler_was_set_meanwhile(
     os.kill(os.getpid(), signal.SIGUSR1)
     assert again.noticed
     assert told == [signal.SIGUSR1]
+    assert heard == [signal.SIGUSR1] * calls_ours  # the first handler, by way of ours
     again.ignore()
     assert signal.getsignal(signal.SIGUSR1) is later
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (told, heard) == ([signal.SIGUSR1] * 2, [signal.SIGUSR1] * 2 * calls_ours)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, 9999, "SIGTERM"])
