@@ -36,6 +36,8 @@ def _failing(verb: str, error=_denied, calls=None, where=lambda key: True):
 
     def opener(scheme):
         def make(uri, config):
+            if verb == "open":
+                raise error("no credentials")
             store = FaultyStore(opened[scheme]()(uri, config))
             store.fail(verb, error, calls=calls, where=where)
             return store
@@ -81,6 +83,7 @@ PHASES = {  # what goes wrong, on which rank, and what all raise
     "option": (-1, "ConfigError"),
     "no tensor": (-1, "UnsupportedTensorError"),
     "no memory": (-1, "UnsupportedTensorError"),
+    "open": (-1, "AccessDeniedError"),
     "list": (0, "AccessDeniedError"),
     "create_upload later": (0, "AccessDeniedError"),
     "put_part": (0, "AccessDeniedError"),

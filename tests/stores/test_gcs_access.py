@@ -18,6 +18,7 @@ from cloudckpt.errors import (
     ConnectionLostError,
     CredentialsError,
 )
+from cloudckpt.stores.gcs import access as gcs_access
 from cloudckpt.stores.gcs.store import GCSStore
 from support.dialects import GOOGLE
 
@@ -103,6 +104,28 @@ def open_with(open_gcs, monkeypatch):
 
 REFUSED = google.auth.exceptions.RefreshError("invalid_grant: Bad Request", {})
 SILENT = google.auth.exceptions.TransportError("the token service is down")
+
+
+@pytest.mark.parametrize("failure", [REFUSED, SILENT])
+def test_a_valid_token_is_used_while_it_can_not_be_refreshed(
+    open_with, secure, monkeypatch, failure
+):
+    def sent():
+        return call(store, secure, "head").headers["Authorization"]
+
+    clock = [1000.0]
+    monkeypatch.setattr(gcs_access.time, "monotonic", lambda: clock[0])
+    credentials = FakeCredentials()
+    store = open_with(credentials)
+    assert sent() == "Bearer token-1"
+    # as the background leaves it once it has failed: google-auth then refreshes in its place
+    monkeypatch.setattr(credentials._refresh_worker, "start_refresh", lambda *given: False)
+    credentials.expires_in(60)
+    credentials.script = [failure] * 9
+    assert [sent(), sent(), sent()] == ["Bearer token-1"] * 3
+    assert credentials.refreshes == 2  # not by every request
+    credentials.script, clock[0] = [], clock[0] + 60
+    assert sent() == "Bearer token-3"
 
 
 def test_a_first_token_that_is_refused_is_final_and_a_refresh_is_tried_again(open_with, secure):

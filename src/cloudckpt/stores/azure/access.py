@@ -9,6 +9,7 @@ import hmac
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -21,6 +22,7 @@ from cloudckpt.errors import (
     ConnectionLostError,
     CredentialsError,
     MissingDependencyError,
+    StoreError,
 )
 from cloudckpt.stores.credentials import Credentials, Origin, fetching
 from cloudckpt.stores.http.bodies import iso_date
@@ -29,8 +31,9 @@ from cloudckpt.stores.redaction import raise_alone, told
 from cloudckpt.stores.rest import Request
 
 try:
+    from azure.core.credentials import AccessTokenInfo
     from azure.core.exceptions import AzureError, ClientAuthenticationError
-    from azure.identity import DefaultAzureCredential, get_bearer_token_provider
+    from azure.identity import DefaultAzureCredential
     from azure.storage.blob import ContainerClient, generate_blob_sas
 except ImportError as exc:
     raise MissingDependencyError(
@@ -66,6 +69,8 @@ _LONGEST_COPY = datetime.timedelta(hours=2)
 _SCOPE = "https://storage.azure.com/.default"
 _CLI_TIMEOUT = 60  # seconds; `az` starts slowly on a busy machine
 _LONGEST_WAIT = 120.0  # seconds to wait for another thread that fetches the token
+_MARGIN = 300.0  # seconds before its end at which a token is renewed, if its issuer names no time
+_PAUSE = 30.0  # seconds between renewals of a valid token
 _LONGEST_TEXT = 3000  # characters of the messages of all sources of tokens
 
 _SIGNED = (  # signed in this order, whether sent or not
@@ -233,15 +238,19 @@ class _Source:
 
 
 class _Tokens:
-    """Access tokens of Microsoft Entra ID, which azure-identity fetches, keeps and renews.
+    """Access tokens of Microsoft Entra ID, which azure-identity fetches.
 
     One thread at a time asks for one: the source may be a program (``az``), or be silent.
+    Meanwhile, and if that fails, the previous token is used while it is valid, which is half a day
+    with a managed identity.
     """
 
     def __init__(self, config: Config, uri: str, note: str) -> None:
         """Finds the sources; `note` is added to the message if none has credentials."""
         self._uri, self._note = uri, note
         self._lock = threading.Lock()
+        self._held = AccessTokenInfo("", 0)
+        self._due = 0.0  # when the token is to be renewed, in seconds since 1970
         with fetching("Azure", uri, is_passing=_is_passing):
             self._credential = DefaultAzureCredential(
                 process_timeout=_CLI_TIMEOUT,
@@ -249,7 +258,6 @@ class _Tokens:
                 read_timeout=config.read_timeout,
                 user_agent=f"cloudckpt/{__version__}",
             )
-            self._token = get_bearer_token_provider(self._credential, _SCOPE)
 
     def get(self) -> str:
         """Returns a valid token.
@@ -258,18 +266,33 @@ class _Tokens:
             CredentialsError: If no source has credentials, or they are refused.
             ConnectionLostError: If a source does not respond.
         """
-        if not self._lock.acquire(timeout=_LONGEST_WAIT):
+        if time.time() < self._due:
+            return self._held.token
+        is_valid = time.time() < self._held.expires_on
+        if not self._lock.acquire(timeout=0.0 if is_valid else _LONGEST_WAIT):
+            if is_valid:
+                return self._held.token
             text = "fetching the access token takes too long in another thread"
             raise ConnectionLostError(text, uri=self._uri, certain=True)
         try:
-            with fetching("Azure", self._uri, is_passing=_is_passing):
-                try:
-                    token = self._token()
-                except ClientAuthenticationError as exc:
-                    raise_alone(self._none(exc))
+            if time.time() >= self._due:  # no other thread has renewed it meanwhile
+                self._renew()
         finally:
             self._lock.release()
-        return token
+        return self._held.token
+
+    def _renew(self) -> None:
+        try:
+            with fetching("Azure", self._uri, is_passing=_is_passing):
+                try:
+                    self._held = self._credential.get_token_info(_SCOPE)
+                except ClientAuthenticationError as exc:
+                    raise_alone(self._none(exc))
+        except StoreError:
+            if time.time() >= self._held.expires_on:
+                raise
+        wanted = self._held.refresh_on or self._held.expires_on - _MARGIN
+        self._due = min(max(wanted, time.time() + _PAUSE), self._held.expires_on)
 
     def _none(self, exc: Exception) -> CredentialsError:
         return CredentialsError(
@@ -286,7 +309,8 @@ class _Tokens:
     def origin(self) -> Origin:
         """Returns which azure-identity source supplied the token (by a private attribute)."""
         found = getattr(self._credential, "_successful_credential", None) or self._credential
-        return Origin(source=f"azure-identity's {type(found).__name__}")
+        ends = self._held.expires_on or None
+        return Origin(source=f"azure-identity's {type(found).__name__}", ends=ends)
 
 
 class _SharedKey:

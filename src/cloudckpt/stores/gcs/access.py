@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timezone
 from typing import Any
@@ -17,6 +18,7 @@ from cloudckpt.errors import (
     ClockError,
     CredentialsError,
     MissingDependencyError,
+    StoreError,
     TransientStoreError,
 )
 from cloudckpt.stores.credentials import Credentials, Origin, fetching
@@ -41,6 +43,7 @@ __all__ = ["BucketAccess"]
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 _INVALID = google.auth.credentials.TokenState.INVALID
+_PAUSE = 15.0  # seconds between refreshes of a valid token that fail
 
 
 class BucketAccess:
@@ -175,6 +178,7 @@ class _Token:
         self._uri = uri
         self._request = _Request()
         self._request.timeout = config.connect_timeout, config.read_timeout
+        self._next_refresh = 0.0  # of a valid token, by the monotonic clock
         with self._fetching():
             self._credentials = _find(uri)
             self._credentials.with_non_blocking_refresh()
@@ -185,10 +189,19 @@ class _Token:
 
         ``before_request`` is google-auth's hook for this. It refreshes the token in the background
         before it expires, looks up from where the account may be used (regional access boundaries),
-        and adds a header about that.
+        and adds a header about that. If the background has failed, the hook itself refreshes; if
+        that fails too, the token is used as long as it is valid.
         """
-        with self._fetching():
-            self._credentials.before_request(self._request, method, url, headers)
+        if time.monotonic() >= self._next_refresh:
+            try:
+                with self._fetching():
+                    self._credentials.before_request(self._request, method, url, headers)
+                return
+            except StoreError:
+                if self._credentials.token_state is _INVALID:
+                    raise
+                self._next_refresh = time.monotonic() + _PAUSE
+        self._credentials.apply(headers)
 
     def secrets(self) -> tuple[str, ...]:
         with self._fetching():
