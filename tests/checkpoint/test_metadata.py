@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from cloudckpt.checkpoint.foreign import load_metadata
-from cloudckpt.checkpoint.torch_private import OldTensorProperties, StorageInfo
+from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 from support.commit_objects import framed
 
@@ -65,9 +65,7 @@ def shapes(tmp_path):
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     yield pickle.loads((tmp_path / ".metadata").read_bytes())
     yield example()
-    old = OldTensorProperties(torch.float32, memory_format=torch.preserve_format)
     size = torch.Size([2])
-    yield example(state_dict_metadata={"w": TensorStorageMetadata(old, size, [])})
     sparse = TensorProperties(torch.float32, layout=torch.sparse_coo, pin_memory=True)
     yield example(state_dict_metadata={"w": TensorStorageMetadata(sparse, size, [])})
     info = StorageInfo("__0_0.distcp", 1 << 40, 1 << 33, ["zstd", "other"])

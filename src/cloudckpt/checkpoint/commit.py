@@ -181,8 +181,8 @@ def commit(
         CommitUnknownError: If it can't be determined whether the commit took place, or still will.
         StoreError: If the commit certainly did not take place, and will not.
     """
-    key, attempt = baseline.key, random_suffix()
-    checksum = _checksum_of(store, body)
+    key, attempt, algorithm = baseline.key, random_suffix(), store.capabilities.checksum
+    checksum = functools.reduce(lambda found, view: algorithm.of(view, found), body, 0)
     absent = conditional and baseline.version is None
     version = baseline.version if conditional else None
     uncertain = False
@@ -218,13 +218,6 @@ def commit(
         if not overtaken:
             raise
         raise conflict(store.uri(key), error) from error
-
-
-def _checksum_of(store: ObjectStore, body: Sequence[memoryview]) -> int:
-    found = 0
-    for view in body:
-        found = store.capabilities.checksum.of(view, found)
-    return found
 
 
 def _found(

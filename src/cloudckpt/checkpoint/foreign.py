@@ -28,7 +28,7 @@ from cloudckpt.checkpoint.pickles import (
     home,
     unpickle,
 )
-from cloudckpt.checkpoint.torch_private import OldTensorProperties, StorageInfo, with_strides
+from cloudckpt.checkpoint.torch_private import StorageInfo, with_strides
 from cloudckpt.checkpoint.trailer import pickle_in
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 from cloudckpt.gc_pause import paused_gc
@@ -87,13 +87,10 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
 _NONE = type(None)
 _END = 1 << 63
 _DCP = "torch.distributed.checkpoint.metadata"
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"
-_ENCODINGS = (f"{_DCP}._MEM_FORMAT_ENCODING", f"{_OLD}.MEM_FORMAT_ENCODING")
+_ENCODING = f"{_DCP}._MEM_FORMAT_ENCODING"
 _BY_NUMBER = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 _FORMATS = {  # by their names, as Python 3.11.0 writes them
-    f"{encoding}.{str(known).replace('.', '_').upper()}": known
-    for encoding in _ENCODINGS
-    for known in _BY_NUMBER
+    f"{_ENCODING}.{str(known).replace('.', '_').upper()}": known for known in _BY_NUMBER
 }
 
 
@@ -136,24 +133,18 @@ def _tensor(arguments: tuple[Any, ...], state: Any) -> TensorStorageMetadata:
     return found
 
 
-def _properties(cls: type[Any]) -> Constructor:
-    kinds: tuple[Any, ...] = (
-        torch.dtype,
-        torch.layout,
-        bool,
-        torch.memory_format,
-        bool,
-        (tuple, _NONE),
-    )
+_PROPERTIES: tuple[Any, ...] = (
+    *(torch.dtype, torch.layout, bool, torch.memory_format, bool),
+    (tuple, _NONE),  # the strides of torch 2.15
+)
 
-    def make(arguments: tuple[Any, ...], state: Any) -> Any:
-        if arguments or type(state) is not tuple or len(state) not in (5, 6):
-            raise ValueError("invalid metadata: a tensor does not have 5 or 6 properties")
-        if not all(isinstance(one, kind) for one, kind in zip(state, kinds, strict=False)):
-            raise ValueError("invalid metadata: a property of a tensor has the wrong type")
-        return with_strides(cls(*state[:5]), state[5] if len(state) == 6 else None)
 
-    return make
+def _properties(arguments: tuple[Any, ...], state: Any) -> TensorProperties:
+    if arguments or type(state) is not tuple or len(state) not in (5, 6):
+        raise ValueError("invalid metadata: a tensor does not have 5 or 6 properties")
+    if not all(isinstance(one, kind) for one, kind in zip(state, _PROPERTIES, strict=False)):
+        raise ValueError("invalid metadata: a property of a tensor has the wrong type")
+    return with_strides(TensorProperties(*state[:5]), state[5] if len(state) == 6 else None)
 
 
 def _format(arguments: tuple[Any, ...], state: Any) -> torch.memory_format:
@@ -191,16 +182,12 @@ _metadata_fields = _fields(
 )
 _tensor_fields = _fields(
     TensorStorageMetadata,
-    {
-        "properties": (TensorProperties, OldTensorProperties),
-        "size": (torch.Size,),
-        "chunks": (list,),
-    },
+    {"properties": (TensorProperties,), "size": (torch.Size,), "chunks": (list,)},
 )
 _SIZE = (torch.Size,)
 _CONSTRUCTORS: Mapping[str, Constructor] = {
     **CALLS,
-    **dict.fromkeys(_ENCODINGS, _format),
+    _ENCODING: _format,
     f"{_DCP}.Metadata": _metadata,
     f"{_DCP}.StorageMeta": _fields(StorageMeta, {"save_id": (str, _NONE)}, more=True),
     f"{_DCP}.TensorStorageMetadata": _tensor,
@@ -211,8 +198,7 @@ _CONSTRUCTORS: Mapping[str, Constructor] = {
     f"{_DCP}.MetadataIndex": _fields(
         MetadataIndex, {"fqn": (str,), "offset": (torch.Size, _NONE), "index": (int, _NONE)}
     ),
-    f"{_DCP}.TensorProperties": _properties(TensorProperties),
-    f"{_OLD}.TensorProperties": _properties(OldTensorProperties),
+    f"{_DCP}.TensorProperties": _properties,
     "torch.distributed.checkpoint.filesystem._StorageInfo": _PLACE,
 }
 

@@ -9,7 +9,6 @@ read, so that any difference is detected.
 
 from __future__ import annotations
 
-import enum
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -107,8 +106,6 @@ class _Digest:
         elif isinstance(value, (bytes, bytearray)):
             self._put(f"bytes {len(value)}")
             self._hash.update(value)
-        elif isinstance(value, enum.Enum):
-            self._put(f"{kind.__qualname__}.{value.name}")
         elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
             self._put(f"{value.__module__}.{value.__qualname__}")
         elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:

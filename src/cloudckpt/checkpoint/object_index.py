@@ -15,10 +15,10 @@ from cloudckpt.checksum import CRC32C, Blocks, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.transfer.boxes import ALIGNMENT
 
-__all__ = ["IndexItem", "ObjectIndex", "code_of"]
+__all__ = ["CONTRADICTION", "IndexItem", "ObjectIndex", "code_of"]
 
 _END = 1 << 63
-_CONTRADICTION = (
+CONTRADICTION = (
     "the index of the object and the metadata of the checkpoint contradict each other: load an "
     "older checkpoint"
 )
@@ -138,7 +138,7 @@ class ObjectIndex:
         if not offsets:
             return []
         if not self._codes:
-            raise self._corrupt(_CONTRADICTION, item=items[0])
+            raise self._corrupt(CONTRADICTION, item=items[0])
         wanted, sizes = column_of(offsets), column_of(lengths)
         # several items may begin at one offset: the last of them, and all others are empty
         first = torch.searchsorted(self._starts, wanted)
@@ -146,7 +146,7 @@ class ObjectIndex:
         numbers = torch.where(sizes > 0, behind - 1, first).clamp(0, len(self._codes) - 1)
         wrong = (self._starts[numbers] != wanted) | (self._lengths[numbers] != sizes)
         if bool(wrong.any()):
-            raise self._corrupt(_CONTRADICTION, item=items[int(wrong.nonzero()[0])])
+            raise self._corrupt(CONTRADICTION, item=items[int(wrong.nonzero()[0])])
         stops = self._blocks[numbers]
         starts = torch.where(numbers > 0, self._blocks[(numbers - 1).clamp(min=0)], 0)
         rows = zip(

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from cloudckpt.checkpoint.archives import StoredTensor, locate
 from cloudckpt.checkpoint.committed import CommitObject
-from cloudckpt.checkpoint.object_index import IndexItem, ObjectIndex
+from cloudckpt.checkpoint.object_index import CONTRADICTION, IndexItem, ObjectIndex
 from cloudckpt.checkpoint.objects import WrittenObject, checked
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.checksum import CRC32C, Blocks
@@ -223,8 +223,7 @@ class Places:
         size = None if known is None else known.size
         key, start = self._uri.key(name), entry.offset
         whole = StoredBytes(key, start, entry.length, None, size, index.fqn)
-        # older versions of torch do not write this field
-        return _Item(index, name, whole, shape, getattr(entry, "transform_descriptors", None) or ())
+        return _Item(index, name, whole, shape, entry.transform_descriptors or ())
 
     def _nowhere(self, index: MetadataIndex) -> CheckpointCorruptError:
         return self._corrupt(
@@ -321,11 +320,7 @@ class Places:
         if found.dtype is None:
             return ItemPlace(raw, None)
         if math.prod(item.shape) * found.dtype.itemsize != found.raw_length:
-            raise self._corrupt(
-                "the index of the object and the metadata of the checkpoint contradict each "
-                "other: load an older checkpoint",
-                item.index,
-            )
+            raise self._corrupt(CONTRADICTION, item.index)
         return ItemPlace(raw, StoredTensor(raw, found.dtype, item.shape))
 
     def _corrupt(self, message: str, index: MetadataIndex) -> CheckpointCorruptError:

@@ -119,12 +119,14 @@ class Structure:
                 "keys and empty dicts"
             )
         keys: dict[Path, Key] = {_path(path): key for path, key in document["keys"]}
-        if not all(key is None or type(key) in (bool, int, float, str) for key in keys.values()):
-            raise ValueError("invalid metadata record: a key of the state dict has an unknown type")
         empty = tuple(map(_path, document["empty"]))
-        if not all((*keys, *empty)):
+        are_plain = all(
+            key is None or type(key) in (bool, int, float, str) for key in keys.values()
+        )
+        if not are_plain or not all((*keys, *empty)):
             raise ValueError(
-                "invalid metadata record: the path of a value in the state dict is empty"
+                "invalid metadata record: a key of the state dict has an unknown type, or the path "
+                "of a value is empty"
             )
         return cls(keys, empty)
 
@@ -265,14 +267,9 @@ def _plain(key: Any) -> Key:
 
 
 def _path(value: Any) -> Path:
-    if not isinstance(value, (list, tuple)) or len(value) > _DEEPEST:
-        raise ValueError("invalid path in a state dict: it is not a list, or too long")
-    if not all(
-        type(element) is str or (type(element) is int and element >= 0) for element in value
-    ):
-        raise ValueError(
-            "invalid path in a state dict: an element is neither a string nor an index"
-        )
+    is_path = isinstance(value, (list, tuple)) and len(value) <= _DEEPEST
+    if not is_path or not all(type(one) is str or (type(one) is int and one >= 0) for one in value):
+        raise ValueError("invalid path in a state dict: it is too long, or has other elements")
     return tuple(value)
 
 

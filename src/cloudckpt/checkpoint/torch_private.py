@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import _weights_only_unpickler as _weights_only
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import (
@@ -47,7 +46,6 @@ __all__ = [
     "PLANS_ITSELF",
     "Collectives",
     "ExtensionRegistry",
-    "OldTensorProperties",
     "ShardedTensor",
     "StorageInfo",
     "Store",

@@ -16,7 +16,6 @@ import io
 import logging
 import math
 import os
-import pathlib
 import pickle
 import pkgutil
 import re
@@ -210,7 +209,7 @@ class _PlainUnpickler(Unpickler):
             for name, found in allowed_by_torch().items()
             if callable(found)
         }
-        constants = {**allowed_by_torch(), **_CLASSES, **_numpy_classes(), **allowed_by_user()}
+        constants = {**allowed_by_torch(), **_numpy_classes(), **allowed_by_user()}
         numpys = _NUMPY if _numpy_classes() else {}
         try:
             stubs = super().load()
@@ -313,18 +312,11 @@ _NUMPY: Mapping[str, Constructor] = {
 }
 _DAY = (int, bytes, str, type(None), datetime.timedelta, datetime.timezone)
 _TIMES = (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
-_PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
 _KNOWN: Mapping[str, Constructor] = {
     **CALLS,
     **{f"datetime.{kind.__name__}": call_of(kind, *_DAY) for kind in _TIMES},
     "_io.BytesIO": _buffer,
 }
-_CLASSES: Mapping[str, type[Any]] = {
-    **{f"{kind.__module__}.{kind.__name__}": kind for kind in (bytes, frozenset, *_TIMES)},
-    **{f"pathlib.{kind.__name__}": kind for kind in _PATHS},
-    "_io.BytesIO": io.BytesIO,
-}
-
 
 logger = logging.getLogger("cloudckpt")
 
@@ -407,7 +399,7 @@ def _refused(data: bytes) -> tuple[str, Sequence[str]]:
     """Returns why the default load refuses an item, and the refused names; empty if it does not."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-        known = {*_KNOWN, *_CLASSES, *_NUMPY, *_numpy_classes()}
+        known = {*_KNOWN, *_NUMPY, *_numpy_classes()}
         others = sorted({full_name(*name.rpartition(".")[::2]) for name in names} - known)
         if names and not others and len(data) <= _TRIED:
             load_plain(io.BytesIO(data))
