@@ -18,6 +18,7 @@ import torch
 from cloudckpt.transfer.memory import bytes_of
 
 __all__ = [
+    "NotInColumnsError",
     "byte_rows",
     "column_of",
     "counted",
@@ -31,6 +32,11 @@ __all__ = [
     "unfilled",
     "unpack_columns",
 ]
+
+
+class NotInColumnsError(ValueError):
+    """Metadata or a plan that columns can't express: wrong numbers, or custom classes or fields."""
+
 
 _WIDTHS = (1, 2, 4, 8)  # bytes of a difference
 

@@ -18,18 +18,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from cloudckpt.checkpoint.columns import column_of, matrix_of
+from cloudckpt.checkpoint.columns import NotInColumnsError, column_of, matrix_of
 from cloudckpt.checkpoint.table import VALUE, Chunks, Form, Paths, Table, numbered
 from cloudckpt.checkpoint.torch_private import with_strides
 
-__all__ = ["NotInColumnsError", "check_chunks", "table_of_metadata", "table_of_plan"]
+__all__ = ["NotInColumnsError", "table_of_metadata", "table_of_plan"]
 
 _END = 1 << 63
 _FIELDS = Form._fields[1:]  # fields of TensorProperties, except for the strides of torch 2.15
-
-
-class NotInColumnsError(Exception):
-    """Metadata or a plan that columns can't express, because of custom classes or fields."""
 
 
 def table_of_metadata(metadata: Metadata) -> Table:
@@ -89,21 +85,9 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
                 raise NotInColumnsError(f"{name} is written with two shapes or types")
         collected.add_tensor(name, data.size, data.properties, chunks)
     made = collected.table(plan.planner_data)
-    check_chunks(made)
+    made.check_names()
+    made.check_chunks()
     return made, column_of(whole)
-
-
-def check_chunks(table: Table) -> None:
-    """Checks that names are valid and that all chunks are inside their tensors.
-
-    Raises:
-        NotInColumnsError: If a name or a chunk is not.
-    """
-    try:
-        table.check_names()
-        table.check_chunks()
-    except ValueError as exc:
-        raise NotInColumnsError(str(exc)) from exc
 
 
 def _is_plain(item: WriteItem) -> bool:
@@ -186,11 +170,9 @@ class _Collected:
             )
             for dims, count in sorted(self._per_dims.items())
         }
-        try:
-            names = numbered(self.names)
-        except ValueError as exc:
-            raise NotInColumnsError(str(exc)) from exc
-        return Table(names, [*self._forms], form_of, counts, chunks, _paths(planner_data))
+        return Table(
+            numbered(self.names), [*self._forms], form_of, counts, chunks, _paths(planner_data)
+        )
 
 
 def _paths(planner_data: Any) -> Paths | None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from cloudckpt.checkpoint.columns import column_of, unfilled
 from cloudckpt.checkpoint.committed import CommitObject
-from cloudckpt.checkpoint.from_torch import NotInColumnsError, check_chunks, table_of_metadata
+from cloudckpt.checkpoint.from_torch import NotInColumnsError, table_of_metadata
 from cloudckpt.checkpoint.lazy import lazy_metadata
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.record import Extents, Record, bound
@@ -81,7 +81,8 @@ class Planned:
         try:
             with paused_gc():
                 table = table_of_metadata(metadata)
-                check_chunks(table)
+                table.check_names()
+                table.check_chunks()
                 rows = tuple(map(table.rows, indices))
         except NotInColumnsError as exc:
             raise UnsupportedValueError(

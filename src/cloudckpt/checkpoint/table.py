@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.columns import column_of, counted, matrix_of, repeated
+from cloudckpt.checkpoint.columns import NotInColumnsError, column_of, counted, matrix_of, repeated
 
 __all__ = ["VALUE", "Chunks", "Entry", "Form", "Paths", "Table", "numbered", "rows_by_dims"]
 
@@ -239,17 +239,17 @@ class Table:
         """Checks the columns over the names: valid forms, and one row for a value or scalar.
 
         Raises:
-            ValueError: If a number is out of range.
+            NotInColumnsError: If a number is out of range.
         """
         numbers, counts = self.form_of, self.counts
         if bool(((numbers < 0) | (numbers >= len(self.forms))).any()):
-            raise ValueError("invalid metadata: the number of a form is out of range")
+            raise NotInColumnsError("invalid metadata: the number of a form is out of range")
         if bool((counts < 0).any()):
-            raise ValueError("invalid metadata: a count of chunks is negative")
+            raise NotInColumnsError("invalid metadata: a count of chunks is negative")
         too_many = ((self.dims == -1) & (counts != 1)) | ((self.dims == 0) & (counts > 1))
         if bool(too_many.any()):
             name = self.name_at(int(too_many.nonzero()[0]))
-            raise ValueError(
+            raise NotInColumnsError(
                 f"invalid metadata: {name[:200]} has no dimensions, and not exactly one chunk"
             )
 
@@ -257,7 +257,7 @@ class Table:
         """Checks that all chunks are inside their tensors.
 
         Raises:
-            ValueError: If a chunk is not.
+            NotInColumnsError: If a chunk is not.
         """
         forms = column_of([form.dims for form in self.forms])
         for dims, chunks in self.chunks.items():
@@ -278,7 +278,7 @@ class Table:
                 if not bool(inside.all()):
                     number = int(numbers[int((~inside).any(1).nonzero()[0])])
                     name = self.name_at(int(of_dims[number]))
-                    raise ValueError(
+                    raise NotInColumnsError(
                         f"invalid metadata: a chunk of {name[:200]} lies outside of the tensor"
                     )
 
@@ -287,12 +287,12 @@ def numbered(names: Sequence[str]) -> dict[str, int]:
     """Returns the number of each name: its position in ``names``.
 
     Raises:
-        ValueError: If a name occurs twice.
+        NotInColumnsError: If a name occurs twice.
     """
     found = dict(zip(names, range(len(names)), strict=True))
     if len(found) != len(names):
         twice = next(name for number, name in enumerate(names) if found[name] != number)
-        raise ValueError(f"invalid metadata: {twice[:200]} is listed twice")
+        raise NotInColumnsError(f"invalid metadata: {twice[:200]} is listed twice")
     return found
 
 
