@@ -80,7 +80,7 @@ _GCS = [
     Accepted("gcs*: put*", "body part 1 contentType", None, '"application/octet-stream"',
              "the same as the type of the second part, which counts where it is left out"),
     Accepted("gcs*", "query fields", None, "*", "the answer shall have no more than we read"),
-    Accepted("gcs*: get", "query ifMetagenerationNotMatch", None, "*",
+    Accepted("gcs*", "query ifMetagenerationNotMatch", None, "*",
              "caches know public content by the whole URL: a new one has the current object"),
     Accepted("gcs, all options: *", "header x-goog-user-project", None, "payer",
              "Google's system parameter for the project that pays, in both APIs"),
