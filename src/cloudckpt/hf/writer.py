@@ -195,12 +195,14 @@ class SafetensorsWriter(OurWriter):
         meeting = Meeting.of(self._group, no_dist=task.ranks == 1)
         stats = TransferStats(str(self.uri), meeting.rank)
         with portable_errors(str(self.uri)), Span("upload", str(self.uri), meeting.rank) as span:
+            # a rank without a store would miss in the rounds of the others
+            store = meeting.begin(lambda: open_store(self.uri, self.config))
             try:
                 parts = send_work(
                     task.work,
                     task.uploads,
                     lambda item: _resolved(plan.items[item], planner),
-                    open_store(self.uri, self.config),
+                    store,
                     self.config,
                     stats,
                     meeting.group,
