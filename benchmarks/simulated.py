@@ -75,13 +75,13 @@ class Others:
             items = [self._item(value.items[number], rank) for number in self._tensors]
             return replace(value, items=items)
         if isinstance(value, tuple):
-            digest, written, number = value
+            digest, written, *others = value
             objects = tuple(replace(one, rank=rank) for one in written.objects)
             if not written.unmoved:
                 self._extents = written.extents.at(torch.tensor(self._tensors))
-                return digest, replace(written, objects=objects, extents=self._extents), number
+                return digest, replace(written, objects=objects, extents=self._extents), *others
             unmoved = replace(written, objects=objects, extents=self._extents, unmoved="")
-            return digest, unmoved.without(self._extents), number
+            return digest, unmoved.without(self._extents), *others
         return [
             replace(
                 result,

@@ -178,13 +178,13 @@ def _other_rank(port: int, who: str, ranks: int, tensors: int) -> dict[str, floa
             return super().write_data(plan, planner)
 
     if who == OURS:
-        from cloudckpt.dcp.save_loop import Committed
+        from cloudckpt.dcp.copies import Shared
         from cloudckpt.events import subscribe
 
         subscribe(lambda event: note() if event.phase == "plan" else None)
         heard: dict[str, Any] = {
-            "planned": lambda plan: (_all_of(plan), 7),
-            "committed": Committed("0" * 16, can_be_filled=True),
+            "planned": lambda plan: (_all_of(plan), 7, Shared.nothing()),
+            "committed": "0" * 16,
         }
     else:
         heard = {}

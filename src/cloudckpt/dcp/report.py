@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from cloudckpt.checkpoint.lazy import table_behind
 from cloudckpt.dcp.load_plan import conversions, saved_type, table_of
 
 __all__ = ["LoadReport"]
@@ -29,7 +31,17 @@ _ROWS = {
     "optimizer": "optimizer state not loaded, as the state dict has no entries for it: one "
     "that has made no step, or whose parameters are frozen, has none; take both from "
     "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)",
+    "doubtful": "loaded, and changed by torch",
 }
+
+_CAST = (
+    "which torch.optim.Optimizer.load_state_dict converts to the type of the parameter, unless "
+    "the optimizer has its own load_state_dict"
+)
+_EMPTY = (
+    "a group without parameters, of which set_optimizer_state_dict loses lr, betas, eps and "
+    "weight_decay: leave it out, or set them again"
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,8 @@ class LoadReport:
         left_alone: The names that keep their values although the checkpoint has an entry, and why.
         optimizer: The saved optimizer state for which the state dict has no entry, such as that of
             parameters that are frozen now, or of an optimizer that has made no step.
+        doubtful: The names that were loaded, but that torch's own functions change when the state
+            dict is passed on to an optimizer, and how: state of integers, and empty groups.
     """
 
     uri: str
@@ -59,6 +73,7 @@ class LoadReport:
     converted: Mapping[str, str] = field(default_factory=dict)
     left_alone: Mapping[str, str] = field(default_factory=dict)
     optimizer: tuple[str, ...] = ()
+    doubtful: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -104,6 +119,7 @@ class LoadReport:
             converted=converted,
             left_alone={name: why for name, why in left.items() if f"{name}." not in states},
             optimizer=tuple(name for name in stored if name in optimizer) if optimizer else (),
+            doubtful=_doubtful(wanted, groups, states, metadata),
         )
 
     def __str__(self) -> str:
@@ -117,8 +133,8 @@ class LoadReport:
     def log(self) -> None:
         """Logs the report if it has more than loaded names; warns of unintended results."""
         if any(getattr(self, name) for name in _ROWS):
-            is_doubtful = self.left_alone or self.optimizer
-            logger.log(logging.WARNING if is_doubtful else logging.INFO, "%s", self)
+            is_unintended = self.left_alone or self.optimizer
+            logger.log(logging.WARNING if is_unintended else logging.INFO, "%s", self)
 
 
 def _shown(names: Collection[str]) -> str:
@@ -127,3 +143,34 @@ def _shown(names: Collection[str]) -> str:
     texts = [f"{name} ({reasons[name]})" if name in reasons else name for name in found]
     more = [f"and {len(names) - _FEW} more"] * (len(names) > _FEW)
     return ", ".join([*texts, *more])
+
+
+def _doubtful(
+    wanted: Mapping[str, Any], groups: Sequence[str], states: tuple[str, ...], metadata: Metadata
+) -> dict[str, str]:
+    """Returns the names of optimizer state that torch's functions change after a load, and how."""
+    found: dict[str, str] = {}
+    params = {name: wanted[name] for name in groups if name.endswith(".params")}
+    if any(isinstance(one, list) and one and isinstance(one[0], str) for one in params.values()):
+        empty = [name for name, one in params.items() if one == []]
+        found.update((name, _EMPTY) for name in empty if _next_group(name) in params)
+    table = table_behind(metadata)
+    if table is None or not states or not any(_is_cast(form.dtype) for form in table.forms):
+        return found
+    for name in wanted:
+        if name.startswith(states) and not name.endswith(".step"):
+            dtype = saved_type(table, name)
+            if dtype is not None and _is_cast(dtype):
+                found[name] = f"{dtype}, {_CAST}"
+    return found
+
+
+def _next_group(params: str) -> str:
+    """Returns the name of the next group's parameters; torch loses nothing of the last group."""
+    group, _, last = params.rpartition(".")
+    where, _, number = group.rpartition(".")
+    return f"{where}.{int(number) + 1}.{last}"
+
+
+def _is_cast(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
