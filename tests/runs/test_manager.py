@@ -418,6 +418,8 @@ def test_a_job_begins_from_a_part_of_another_run_or_checkpoint(run, tmp_path) ->
                 manager.restore(found, source=source, keys=["modle.*"])
             with pytest.raises(CheckpointNotFoundError):
                 manager.restore(found, source=str(tmp_path / "nothing"))
+            with pytest.raises(CheckpointNotFoundError, match="steps are 3, 8"):
+                manager.restore(found, source=str(tmp_path / "base"), step=4)
     fill(run, 5)
     with managed(run) as manager:
         found = {"model": {"w": torch.zeros(300)}, "step": -1}

@@ -118,17 +118,7 @@ def goal_of(run: Run, step: int) -> Notes:
     Raises:
         CheckpointNotFoundError: If the step is not committed; the message lists those that are.
     """
-    try:
-        notes = run.notes(step)
-    except CheckpointNotFoundError as error:
-        history = run.history()
-        there = ", ".join(map(str, history.line)) or "none"
-        others = ", ".join(map(str, history.abandoned))
-        raise CheckpointNotFoundError(
-            f"step {step} has no committed checkpoint; the committed steps are {there}"
-            + (f", and the abandoned ones {others}" if others else ""),
-            uri=str(run.uri(step)),
-        ) from error
+    notes = _notes_of(run, step)
     line = NewestFirst(run)
     newest = next((one for one, found in line if isinstance(found, Notes)), step)
     if newest != step:
@@ -139,6 +129,20 @@ def goal_of(run: Run, step: int) -> Notes:
             f"step {newest} is newer" if newest > step else "it is abandoned",
         )
     return notes
+
+
+def _notes_of(run: Run, step: int) -> Notes:
+    try:
+        return run.notes(step)
+    except CheckpointNotFoundError as error:
+        history = run.history()
+        there = ", ".join(map(str, history.line)) or "none"
+        others = ", ".join(map(str, history.abandoned))
+        raise CheckpointNotFoundError(
+            f"step {step} has no committed checkpoint; the committed steps are {there}"
+            + (f", and the abandoned ones {others}" if others else ""),
+            uri=str(run.uri(step)),
+        ) from error
 
 
 def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
@@ -152,7 +156,8 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
         The URI, and the step; None if a single checkpoint was saved without a step.
 
     Raises:
-        CheckpointNotFoundError: If the location has no checkpoint.
+        CheckpointNotFoundError: If the location has no such checkpoint; for a missing step, the
+            message lists those that are committed.
         ConfigError: If it is a single checkpoint, and a step was given.
     """
     if find_commit(source.view.look, source.root) is not None:
@@ -164,6 +169,7 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
             )
         return str(source.root), read_notes(source.store, source.root, source.retrier).step
     if step is not None:
+        _notes_of(source, step)
         return str(source.uri(step)), step
     if (newest := source.newest()) is None:
         raise CheckpointNotFoundError(
