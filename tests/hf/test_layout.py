@@ -69,3 +69,9 @@ def test_a_mapping_that_makes_no_files_is_refused(mapping) -> None:
 @pytest.mark.parametrize("size", [5_000_000_000, np.int64(5_000_000_000), torch.tensor(5 * 10**9)])
 def test_a_size_may_be_a_number_of_numpy_or_torch(size) -> None:
     assert bytes_of_size(size) == bytes_of_size("5GB")
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "0.4", "5 parsecs"])
+def test_a_size_that_is_none_is_refused(size) -> None:
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        bytes_of_size(size)

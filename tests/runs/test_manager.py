@@ -678,6 +678,7 @@ MISUSED = {
     "keep_younger_than": [{"keep_younger_than": 0}],
     "save_interval_seconds": [
         {"save_interval_seconds": 0},
+        {"save_interval_seconds": 10**400},
         {"save_interval_seconds": 60, "save_interval_steps": 2},
     ],
     "step_name": [{"step_name": "step"}],

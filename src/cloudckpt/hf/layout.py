@@ -29,7 +29,7 @@ __all__ = [
     "weight_map",
 ]
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
 def bytes_of_size(size: int | str) -> int:

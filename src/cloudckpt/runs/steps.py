@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import re
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from string import Formatter
-from typing import Literal
+from typing import Any, Literal
 
 from cloudckpt.config import whole_number
 from cloudckpt.errors import ConfigError
@@ -63,7 +64,8 @@ def check_seconds(name: str, value: object, *, or_zero: bool = False) -> None:
     Raises:
         ConfigError: If it is not; with ``or_zero``, 0 is allowed.
     """
-    if not isinstance(value, Real) or not (0 < float(value) < math.inf or (or_zero and value == 0)):
+    seconds: Any = value if isinstance(value, Real) else -1
+    if not (0 < seconds <= sys.float_info.max or (or_zero and seconds == 0)):
         raise ConfigError(
             f"{name}={value!r}: give a number of seconds{'' if or_zero else ' above 0'}"
         )

@@ -282,7 +282,8 @@ class HttpClient:
             if _UNFIT.search(str(value)):  # http.client would quote the value in its error
                 raise InvalidRequestError(
                     f"the header {name} can't be sent: it contains a line break or another "
-                    "character that is not allowed in headers",
+                    "character that is not allowed in headers; copy the credentials again, or "
+                    "correct the option that it comes from",
                     certain=True,
                 )
         headers = {"User-Agent": _USER_AGENT, **headers}
