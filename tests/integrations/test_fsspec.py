@@ -68,6 +68,14 @@ def test_folders_files_and_nothing_are_told_apart(files, run):
     assert files.isdir(run.rpartition("/")[0].rpartition("/")[0])  # the bucket
 
 
+def test_a_file_is_copied_and_moved_as_torchs_writer_through_fsspec_does(files, run):
+    files.cp(f"{run}/notes.txt", f"{run}/copy.txt")
+    files.mv(f"{run}/notes.txt", f"{run}/moved.txt")
+    files.touch(f"{run}/moved.txt", truncate=False)
+    assert not files.exists(f"{run}/notes.txt")
+    assert [files.cat(f"{run}/{name}.txt") for name in ("copy", "moved")] == [b"hello"] * 2
+
+
 def test_what_was_saved_after_a_listing_is_in_the_next(files, run, s3):
     assert len(files.ls(run)) == 3
     cloudckpt.save({"w": numbered()}, checkpoint_id=f"{run}/step-3", config=s3.config)

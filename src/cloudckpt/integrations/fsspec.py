@@ -233,6 +233,15 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 f"{self._uri(path)} already exists: delete it, or write to another location"
             ) from error
 
+    def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
+        if truncate or not self.exists(path):
+            self.pipe_file(path, b"")
+
+    def cp_file(self, path1: str, path2: str, **_: Any) -> None:
+        if not self.isdir(path1):  # `mv` copies, too: torch's FsspecWriter renames its metadata
+            with self._open(path1) as source:
+                save_file(self._uri(path2), source, config=self._config)  # type: ignore[arg-type]
+
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
         """Does nothing, like `makedirs` and `rmdir`: folders are only common prefixes of keys."""
 
