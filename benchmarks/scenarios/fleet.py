@@ -183,7 +183,7 @@ def _other_rank(port: int, who: str, ranks: int, tensors: int) -> dict[str, floa
 
         subscribe(lambda event: note() if event.phase == "plan" else None)
         heard: dict[str, Any] = {
-            "planned": lambda plan: (_all_of(plan), 7, Shared.nothing()),
+            "planned": lambda plan: (_all_of(plan), 7, Shared([], [], [])),
             "committed": "0" * 16,
         }
     else:
