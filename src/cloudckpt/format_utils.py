@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.format_utils import (
+    DynamicMetaLoadPlanner as TorchDynamicMetaLoadPlanner,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from cloudckpt.api import ToLoad, exists, load_prepared, save
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import beneath, is_committed, is_file
+from cloudckpt.checkpoint.shard import check_shards
+from cloudckpt.checkpoint.torch_private import create_chunk_list, whole_shape
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.dcp.load_plan import EverythingPlanner
+from cloudckpt.dcp.load_plan import CloudLoadPlanner, EverythingPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
@@ -24,7 +35,7 @@ from cloudckpt.errors import (
     InvalidURIError,
 )
 from cloudckpt.events import Span, Transferred
-from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader
 from cloudckpt.torch_files.torch_file import check_destination, load_torch_file, write_torch_file
 from cloudckpt.transfer.retry import Retrier, open_store, retry_if_replaced
 from cloudckpt.transfer.stats import TransferStats
@@ -42,6 +53,39 @@ __all__ = [
 
 Kind = Literal["dcp", "torch"]
 """The kind of content at a location: a DCP checkpoint, or a ``torch.save`` file."""
+
+
+class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
+    """Plans loads from sources without metadata, like torch's class, for all values.
+
+    The state dict alone determines what is loaded and how it is sharded.
+    """
+
+    def __init__(
+        self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True
+    ) -> None:
+        super().__init__("")
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        entries: dict[str, Any] = {}
+        for fqn, value in self.state_dict.items():
+            if isinstance(value, torch.Tensor):
+                check_shards(value, fqn)
+                properties, shape = TensorProperties(dtype=value.dtype), whole_shape(value)
+                entries[fqn] = TensorStorageMetadata(
+                    properties, torch.Size(shape), create_chunk_list(value)
+                )
+            else:
+                entries[fqn] = BytesStorageMetadata()
+        self.metadata = Metadata(state_dict_metadata=entries)
 
 
 def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:

@@ -12,28 +12,20 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.format_utils import (
-    DynamicMetaLoadPlanner as TorchDynamicMetaLoadPlanner,
-)
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from cloudckpt.checkpoint.shard import check_shards, travels_as_bytes
+from cloudckpt.checkpoint.shard import travels_as_bytes
 from cloudckpt.checkpoint.torch_private import (
-    create_chunk_list,
     device_for_collectives,
     flatten_state_dict,
-    whole_shape,
 )
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
-from cloudckpt.dcp.load_plan import CloudLoadPlanner, check_types, conversions
+from cloudckpt.dcp.load_plan import check_types, conversions
 from cloudckpt.dcp.reader import OurReader
 from cloudckpt.errors import (
     CheckpointError,
@@ -50,7 +42,7 @@ from cloudckpt.transfer.memory import settled, why_not_filled
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "check_fillable"]
+__all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
 
 
 class _Script(NamedTuple):
@@ -75,46 +67,13 @@ class _Target(NamedTuple):
     offsets: tuple[int, ...]
 
 
-class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
-    """Plans loads from sources without metadata, like torch's class, for all values.
-
-    The state dict alone determines what is loaded and how it is sharded.
-    """
-
-    def __init__(
-        self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True
-    ) -> None:
-        super().__init__("")
-        self.flatten_state_dict = flatten_state_dict
-        self.flatten_sharded_tensors = flatten_sharded_tensors
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        entries: dict[str, Any] = {}
-        for fqn, value in self.state_dict.items():
-            if isinstance(value, torch.Tensor):
-                check_shards(value, fqn)
-                properties, shape = TensorProperties(dtype=value.dtype), whole_shape(value)
-                entries[fqn] = TensorStorageMetadata(
-                    properties, torch.Size(shape), create_chunk_list(value)
-                )
-            else:
-                entries[fqn] = BytesStorageMetadata()
-        self.metadata = Metadata(state_dict_metadata=entries)
-
-
 class BroadcastingTorchSaveReader(OurReader):
     """Reads a ``torch.save`` file at a URI on one rank and broadcasts it to the others.
 
-    Use it with :class:`DynamicMetaLoadPlanner` (cloudckpt's or torch's), in ``cloudckpt.load`` or
-    in ``torch.distributed.checkpoint.load``, to load the file into state dicts of any sharding. The
-    reading rank needs host memory for the whole file; the other ranks need memory for one of its
-    tensors at a time, besides their state.
+    Use it with :class:`~cloudckpt.format_utils.DynamicMetaLoadPlanner` (or torch's), in
+    ``cloudckpt.load`` or in ``torch.distributed.checkpoint.load``, to load the file into state
+    dicts of any sharding. The reading rank needs host memory for the whole file; the other ranks
+    need memory for one of its tensors at a time, besides their state.
 
     If a rank fails, all ranks stop before the next tensor, and raise. All ranks of the default
     process group must load.
@@ -167,7 +126,7 @@ class BroadcastingTorchSaveReader(OurReader):
         self._content: dict[str, Any] = {}  # the content of the file; empty on other ranks
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Returns empty metadata: :class:`DynamicMetaLoadPlanner` makes it from the state dict."""
+        """Returns empty metadata: the planner makes it from the state dict."""
         return Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
