@@ -126,13 +126,18 @@ def test_what_the_answer_to_a_completion_lacks_is_asked_for(store, server):
 
 
 @pytest.mark.parametrize("found", [{"crc": CRC + 1}, {"size": 5}])
-def test_an_object_that_was_put_together_wrongly_is_an_error(store, server, found):
+def test_an_object_that_was_put_together_wrongly_is_deleted(store, server, found):
     server.answer(body=xml_of("CompleteMultipartUploadResult", ETag='"x"'))
-    server.answer(body=resource(**found))
+    for _ in range(2):  # what was made, and whether it is still there
+        server.answer(body=resource(**found))
+    server.answer(status=204)
     with pytest.raises(StoreError, match="incorrectly") as caught:
         VERBS["complete_upload"](store)
     assert not isinstance(caught.value, TransientStoreError)
     assert caught.value.uri == "gs://bucket/run/object"
+    deletion = server.requests[-1]
+    path = urlsplit(deletion.target).path
+    assert (deletion.method, path) == ("DELETE", "/storage/v1/b/bucket/o/run%2Fobject")
 
 
 def test_an_object_whose_checksum_is_not_told_is_read(store, server):

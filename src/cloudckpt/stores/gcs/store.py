@@ -158,9 +158,11 @@ class GCSStore(XmlStore):
             made = ObjectInfo(upload.key, size, version, crc32c)
         if made.size == size and made.checksum in (None, whole):
             return made
+        with contextlib.suppress(StoreError):  # it may have a name that readers look for
+            self.delete(made.key, if_version=made.version)  # the condition spares a later object
         raise StoreError(  # the parts are gone, so a retry is impossible
             "the store joined the parts incorrectly: the size or the CRC32C of the object is "
-            "wrong; save again",
+            "wrong; the object was deleted: save again",
             uri=self.uri(made.key),
         )
 
