@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import dataclasses
 import datetime
 import fractions
 import io
@@ -225,12 +226,31 @@ def test_other_threads_see_nothing_of_it():
     assert wrong == []
 
 
-def test_what_the_user_allows_is_allowed_beside_it():
-    data = saved([numpy.arange(3), argparse.Namespace(a=1)])
-    with pytest.raises(pickle.UnpicklingError, match="argparse"):
+@dataclasses.dataclass(slots=True)
+class Slots:
+    a: int
+
+
+class Dict(dict):
+    """A dict with attributes, as of many configurations."""
+
+
+class List(list):
+    pass
+
+
+USERS = [argparse.Namespace(a=1), Slots(1), Dict(a=1), List([1])]
+
+
+@pytest.mark.parametrize("value", USERS, ids=lambda value: type(value).__name__)
+def test_what_the_user_allows_is_allowed_beside_it(value):
+    data = saved([numpy.arange(3), value])
+    with pytest.raises(pickle.UnpicklingError, match=type(value).__name__):
         loaded(data)
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        assert_same(loaded(data)[0], numpy.arange(3))
+    with torch.serialization.safe_globals([type(value)]):
+        array, found = loaded(data)
+    assert_same(array, numpy.arange(3))
+    assert found == value
 
 
 def test_numpy_allowed_by_the_user_goes_its_own_way():

@@ -209,6 +209,7 @@ def _place_of_another_library(builder: Builder, stub: Stub) -> Any:
     Libraries such as OLMo-core have classes of their own for it.
     """
     state = stub.state
-    if stub.is_call or type(state) is not dict or "relative_path" not in state:
+    is_plain = not stub.is_call and stub.entries is None and type(state) is dict
+    if not is_plain or "relative_path" not in state:
         raise UnknownNameError(stub.name)
     return _PLACE(stub.arguments, builder.value(state))

@@ -58,20 +58,22 @@ class Stub:
     Attributes:
         name: The full name of the class or function; empty for an object of a persistent id.
         arguments: The arguments of the call.
+        entries: The entries of a list, or the pairs of a dict, that the pickle adds; else None.
         is_call: Whether the class or function itself was called, not its ``__new__``.
         state: The state for ``__setstate__`` or ``__dict__``; None if the pickle sets no state.
     """
 
-    __slots__ = ("arguments", "is_call", "state")
+    __slots__ = ("arguments", "entries", "is_call", "state")
     name: ClassVar[str] = ""
 
     arguments: tuple[Any, ...]
+    entries: list[Any] | None
     is_call: bool
     state: Any
 
     def __new__(cls, *arguments: Any) -> Stub:
         made = object.__new__(cls)
-        made.arguments, made.is_call, made.state = arguments, False, None
+        made.arguments, made.entries, made.is_call, made.state = arguments, None, False, None
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -81,11 +83,13 @@ class Stub:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise UnknownNameError(self.name)
+        self.append((key, value))
 
-    def append(self, _: Any) -> None:
-        """Refuses entries: no class with entries of its own is known."""
-        raise UnknownNameError(self.name)
+    def append(self, entry: Any) -> None:
+        """Adds an entry, as a pickle does to a list."""
+        if self.entries is None:
+            self.entries = []
+        self.entries.append(entry)
 
 
 class Unpickler(pickle.Unpickler):
@@ -116,7 +120,6 @@ def unpickle(data: bytes | bytearray | memoryview, *, persistent: bool = False) 
         persistent: Whether persistent ids are allowed, as ``torch.save`` writes them for storages.
 
     Raises:
-        UnknownNameError: If an object has entries of its own.
         ValueError: If the pickle is damaged, or does what no pickler does.
     """
     unpickler = Unpickler(io.BytesIO(data))
@@ -124,7 +127,7 @@ def unpickle(data: bytes | bytearray | memoryview, *, persistent: bool = False) 
         unpickler.persistent_load = Stub  # type: ignore[method-assign]
     try:
         return unpickler.load()
-    except (MemoryError, RecursionError, UnknownNameError, Warning):
+    except (MemoryError, RecursionError, Warning):
         raise
     except Exception as exc:  # invalid opcodes may raise any error
         raise ValueError(str(exc) or type(exc).__name__) from exc
@@ -220,9 +223,9 @@ class Builder:
         value = self.value
         if isinstance(thing, Stub):
             make = self._constructors.get(thing.name)
-            if make is not None:
+            if make is not None and thing.entries is None:
                 made = make(tuple(map(value, thing.arguments)), value(thing.state))
-            elif self._others is not None:
+            elif make is None and self._others is not None:
                 made = self._others(self, thing)
             else:
                 raise UnknownNameError(thing.name)

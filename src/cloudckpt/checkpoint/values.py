@@ -236,11 +236,18 @@ def _of_the_user(builder: Builder, stub: Stub) -> Any:
     if not isinstance(cls, type):
         raise UnknownNameError(stub.name)
     arguments = map(builder.value, stub.arguments)
-    made = cls(*arguments) if stub.is_call else cls.__new__(cls, *arguments)
-    if stub.state is not None and hasattr(made, "__setstate__"):
-        made.__setstate__(builder.value(stub.state))
-    elif stub.state is not None and not isinstance(made, (type, enum.Enum)):
-        vars(made).update(builder.value(stub.state))
+    made: Any = cls(*arguments) if stub.is_call else cls.__new__(cls, *arguments)
+    entries, state = map(builder.value, stub.entries or ()), builder.value(stub.state)
+    for entry in entries:
+        made.__setitem__(*entry) if isinstance(made, dict) else made.append(entry)
+    if state is not None and hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+    elif state is not None and not isinstance(made, (type, enum.Enum)):
+        fields, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+        if fields:
+            vars(made).update(fields)
+        for name, value in (slots or {}).items():
+            setattr(made, name, value)
     return made
 
 
