@@ -138,6 +138,7 @@ def test_an_object_that_was_put_together_wrongly_is_deleted(store, server, found
     deletion = server.requests[-1]
     path = urlsplit(deletion.target).path
     assert (deletion.method, path) == ("DELETE", "/storage/v1/b/bucket/o/run%2Fobject")
+    assert query_of(deletion)["ifGenerationMatch"] == VERSION
 
 
 def test_an_object_whose_checksum_is_not_told_is_read(store, server):

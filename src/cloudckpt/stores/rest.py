@@ -464,7 +464,7 @@ class RestStore(ObjectStore):
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         if if_version is not None and not self.capabilities.conditional_deletes:
-            # another write may come between, but an object that was already replaced is not deleted
+            # a store that ignores the condition does not delete what was replaced before this
             try:
                 found = self.head(key)
             except ObjectNotFoundError:
@@ -473,12 +473,11 @@ class RestStore(ObjectStore):
                 raise PreconditionFailedError(
                     "the object was replaced", uri=self.uri(key), certain=True
                 )
-            if_version = None
         self._delete(key, if_version)
 
     @abstractmethod
     def _delete(self, key: str, if_version: str | None) -> None:
-        """Deletes an object; a missing object is not an error."""
+        """Deletes an object; a missing object is not an error. The store may ignore the version."""
 
     @abstractmethod
     def route(self) -> Route:

@@ -33,7 +33,7 @@ class S3Dialect:
         create_only: Whether completions and copies honour If-None-Match too. Only for stores with
             versions, where a repeated request would otherwise create another version.
         conditional_deletes: Whether DeleteObject honours If-Match. Otherwise the object's version
-            is checked before it is deleted.
+            is checked before it is deleted; where it is unknown (None), the condition is sent, too.
         copies_parts: Whether the store has UploadPartCopy; if not, objects above 5 GiB are
             streamed.
         equal_parts: Whether all parts of an upload but the last must have the same size.
@@ -53,7 +53,7 @@ class S3Dialect:
     whole_checksums: bool = False
     conditional_writes: bool | None = None
     create_only: bool = False
-    conditional_deletes: bool = False
+    conditional_deletes: bool | None = None
     copies_parts: bool = True
     equal_parts: bool = False
     redirects: bool = False
@@ -98,6 +98,7 @@ HUGGING_FACE = S3Dialect(
     # https://huggingface.co/docs/hub/storage-buckets-s3
     hosts=("s3.hf.co",),
     conditional_writes=True,
+    conditional_deletes=False,
     copies_parts=False,
     redirects=True,
     addressing_style="path",
@@ -113,6 +114,7 @@ DIALECTS: Mapping[str, S3Dialect] = {
         hosts=("r2.cloudflarestorage.com",),
         # documented is a composite CRC32C; whether it is verified is not
         conditional_writes=True,
+        conditional_deletes=False,  # not in its list of conditional operations
         equal_parts=True,  # https://developers.cloudflare.com/r2/objects/multipart-objects/
     ),
     "coreweave": S3Dialect(
@@ -128,6 +130,7 @@ DIALECTS: Mapping[str, S3Dialect] = {
         # https://blog.min.io/leading-the-way-minios-conditional-write-feature-for-modern-data-workloads
         verifies_checksums=True,
         # PutObject's conditions were added by some version: they are tested
+        conditional_deletes=False,
     ),
     "huggingface": HUGGING_FACE,
     "other": S3Dialect(title="any other"),

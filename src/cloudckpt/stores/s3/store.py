@@ -91,7 +91,7 @@ class S3Store(XmlStore):
         )
         self.capabilities = Capabilities(
             conditional_writes=dialect.conditional_writes and known,
-            conditional_deletes=dialect.conditional_deletes and self._access.is_at_vendor,
+            conditional_deletes=bool(dialect.conditional_deletes) and self._access.is_at_vendor,
             min_part_size=_MIN_PART,
             max_part_size=_MAX_PART,
             max_parts=_MAX_PARTS,
@@ -249,7 +249,8 @@ class S3Store(XmlStore):
         return iter([(sorted(found, key=lambda info: info.key), sorted(folders))])
 
     def _delete(self, key: str, if_version: str | None) -> None:
-        condition = {"If-Match": if_version} if if_version else {}
+        is_known_ignored = self._dialect.conditional_deletes is False
+        condition = {"If-Match": if_version} if if_version and not is_known_ignored else {}
         self._removed(key, self.object_url(key), condition)
 
     def _read(
