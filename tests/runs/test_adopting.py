@@ -1,8 +1,10 @@
 """A step that was staged when its trainers were killed is finished without them, and restored."""
 
+import os
 import shutil
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -246,6 +248,25 @@ def test_of_two_complete_saves_the_one_of_the_job_that_has_the_run_is_committed(
         found = dcp.FileSystemReader(str(both / "step-2")).read_metadata().storage_data.values()
         assert {one.relative_path for one in found} <= {path.name for path in run.rglob("__*")}
         (both / "step-2" / ".metadata").unlink()
+
+
+@pytest.mark.parametrize("newest", ["one", "other"])
+def test_of_two_complete_saves_of_no_job_the_newest_is_committed(tmp_path, newest) -> None:
+    step = tmp_path / "both" / "step-2"
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        killed(tmp_path / name)
+        run = tmp_path / name / "run" / "step-2"
+        shutil.copytree(run, step, dirs_exist_ok=True)
+        for record in left(run):
+            pending = Pending.parse((run / record).read_bytes(), record)
+            (step / record).write_bytes(replace(pending, job="").to_bytes())
+            now = time.time()
+            os.utime(step / record, (now, now - 60 * (name != newest)))
+    adopt(str(step), wait=0.0)
+    found = dcp.FileSystemReader(str(step)).read_metadata().storage_data.values()
+    of_newest = {path.name for path in (tmp_path / newest).rglob("__*")}
+    assert {one.relative_path for one in found} <= of_newest
 
 
 def test_a_run_says_what_is_pending(tmp_path) -> None:

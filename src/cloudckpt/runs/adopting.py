@@ -126,7 +126,7 @@ class _Adoption:
     def __init__(self, uri: CheckpointURI, config: Config, hook: CommitHook) -> None:
         self._uri, self._config, self._hook = uri, config, hook
         self._run = Run(uri.parent, config=config)
-        self._seen: dict[str, Pending] = {}  # the records read so far, by key
+        self._seen: dict[str, Pending] = {}  # the records read so far, by key, the newest first
 
     def _owner(self) -> str:
         """Reads the name of the job that holds the run's claim; empty if the run is not claimed."""
@@ -148,6 +148,8 @@ class _Adoption:
 
     def _awaited(self, job: str, until: float) -> Mapping[int, Pending]:
         """Waits until all ranks of one save of ``job`` have sent their data; returns the records.
+
+        Of several such saves it is the newest.
 
         Raises:
             IncompleteSaveError: If records are of another job only, stop changing, or are not
@@ -183,7 +185,7 @@ class _Adoption:
         """Lists the records in the step's folder, and reads those that are new or not final."""
         below = self._uri.key("")
         listed = {
-            info.key
+            info.key: info.modified or 0.0
             for info in self._run.view.objects(below + OF_RANKS)
             if is_pending_name(info.key.removeprefix(below)) and info.size <= MOST_BYTES
         }
@@ -207,7 +209,8 @@ class _Adoption:
         for key, found in self._run.view.each(read, filter(is_new, listed)):
             if found is not None:
                 known[key] = found
-        self._seen = known
+        newest_first = sorted(known, key=lambda key: listed[key], reverse=True)
+        self._seen = {key: known[key] for key in newest_first}
 
     def _compare(self, by_rank: Mapping[int, Pending]) -> None:
         """Refuses or logs, as ``Config.replicas`` says, ranks that differ in the value of a name.
