@@ -257,6 +257,11 @@ def test_containers_that_were_saved_whole_are_loaded_whole(is_partial, tmp_path)
         planner = DefaultLoadPlanner(allow_partial_load=is_partial)
         load(state, checkpoint_id=tmp_path, planner=planner)
         assert_same(state, made(5))
+    state = made(0)
+    state["settings"]["deep"]["model"] = torch.nn.Linear(1, 1)
+    with pytest.raises(MissingKeyError) as caught:
+        cloudckpt.load(state, checkpoint_id=tmp_path)
+    assert caught.value.item == "settings.deep.model"
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", np.float32(1)])

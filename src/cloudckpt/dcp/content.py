@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt.checkpoint.lazy import record_behind
 from cloudckpt.checkpoint.structure import Path, Structure, containers, shown
 from cloudckpt.checkpoint.torch_private import flatten_state_dict
-from cloudckpt.errors import ConfigError, UnsupportedValueError
+from cloudckpt.errors import ConfigError, MissingKeyError, UnsupportedValueError
 
 __all__ = ["Content", "PerRank", "per_rank", "without_ranks"]
 
@@ -194,7 +194,16 @@ class Content:
             return loaded
         for key, entry in [*_items_of(given)]:
             where = (*path, key if isinstance(given, list) else str(key))
-            if (made := self._put(entry, loaded[key], where)) is not entry:
+            try:
+                found = loaded[key]
+            except (LookupError, TypeError):
+                name = ".".join(map(str, where))
+                raise MissingKeyError(
+                    f"{name} is not in the checkpoint, which has the container around it as one "
+                    "value: leave it out of the state dict",
+                    item=name,
+                ) from None
+            if (made := self._put(entry, found, where)) is not entry:
                 given[key] = made
         return given
 
