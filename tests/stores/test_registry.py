@@ -11,7 +11,7 @@ import torch
 
 import cloudckpt
 from cloudckpt import Config, S3Options
-from cloudckpt.errors import ConfigError, MissingDependencyError
+from cloudckpt.errors import CredentialsError, MissingDependencyError
 from cloudckpt.stores import registry
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.registry import open_store
@@ -202,7 +202,7 @@ def test_a_store_that_could_not_be_opened_is_tried_again(monkeypatch, bucket, s3
     uri = CheckpointURI.parse(f"s3://{bucket}/run")
     config = dataclasses.replace(s3_config, connections=9)
     monkeypatch.setenv("AWS_PROFILE", "of-nobody")
-    with pytest.raises(ConfigError, match="of-nobody"):
+    with pytest.raises(CredentialsError, match="of-nobody"):
         next(open_store(uri, config).list(""), None)
     monkeypatch.delenv("AWS_PROFILE")
     assert next(open_store(uri, config).list(""), None) is None
