@@ -10,6 +10,7 @@ import uuid
 import pytest
 from fsspec.tests import abstract
 
+from cloudckpt import Config
 from cloudckpt.integrations.fsspec import S3FileSystem
 
 
@@ -20,7 +21,7 @@ class _InMemory(S3FileSystem):
 class _Ours(abstract.AbstractFixtures):
     @pytest.fixture
     def fs(self):
-        return _InMemory()
+        return _InMemory(config=Config())
 
     @pytest.fixture
     def fs_path(self):

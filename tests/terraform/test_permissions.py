@@ -90,6 +90,7 @@ _GCS_PAGING = _S3_PAGING | {
     "alt=media",
     "fields",
     "ifGenerationMatch",
+    "ifMetagenerationNotMatch",
     "ifSourceGenerationMatch",
     "pageToken",
     "prettyPrint",
