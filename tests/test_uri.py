@@ -153,10 +153,8 @@ def test_an_access_point_of_s3_stands_for_its_bucket(text, parts):
     "place",
     [
         "point--usw2-az1--xa-s3",
-        "arn:aws:s3express:us-west-2:123456789012:bucket/fast--usw2-az1--x-s3",
         "mfzwi23gnjvgw.mrap",
         "arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap",
-        "arn:aws:s3::123456789012:accesspoint:mfzwi23gnjvgw.mrap",
         "changer-abc--ol-s3",
         "point-abc--op-s3",
         "rows--table-s3",
