@@ -228,11 +228,12 @@ class _Rank:
             return [Finding(step, save.by, "ranks disagree", repr(told))]
         if not raised and is_taken:
             return [Finding(step, save.by, "overwritten", "although it was not to be")]
-        if different and (wrong := _not_said(different, raised)):
+        is_refused = is_taken and "CheckpointExistsError" in repr(raised)  # before it is compared
+        if different and not is_refused and (wrong := _not_said(different, raised)):
             return [Finding(step, save.by, "not named", wrong)]
         if raised:
             is_for_nothing = save.fault is None or (save.fault.names and not different)
-            if is_for_nothing and not (is_taken and "CheckpointExistsError" in repr(raised)):
+            if is_for_nothing and not is_refused:
                 return [Finding(step, save.by, *raised[0])]
             after = before
             if any(name in f"{kind} {text}" for kind, text in raised for name in _UNCERTAIN):

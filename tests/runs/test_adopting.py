@@ -261,8 +261,7 @@ def test_of_two_complete_saves_of_no_job_the_newest_is_committed(tmp_path, newes
         for record in left(run):
             pending = Pending.parse((run / record).read_bytes(), record)
             (step / record).write_bytes(replace(pending, job="").to_bytes())
-            now = time.time()
-            os.utime(step / record, (now, now - 60 * (name != newest)))
+            os.utime(step / record, (0, time.time() - 60 * (name != newest)))
     adopt(str(step), wait=0.0)
     found = dcp.FileSystemReader(str(step)).read_metadata().storage_data.values()
     of_newest = {path.name for path in (tmp_path / newest).rglob("__*")}
