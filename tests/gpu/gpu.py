@@ -16,11 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
@@ -256,6 +258,22 @@ def stalls(report: Report, device: Accelerator, state: dict[str, Any], folder: s
             report.row(name, size_of(state), min(waits[1:]), differences(found, state))
 
 
+def stalls_of_torch(
+    report: Report, device: Accelerator, state: dict[str, Any], folder: str
+) -> None:
+    """The same by torch's own writer to files, for comparison."""
+    for kind in (THREAD, PROCESS):
+        waits = []
+        for number in range(3):
+            device.wait()
+            place = f"{folder}/torch-{kind.name}-{number}"
+            began = time.perf_counter()
+            future = dcp.async_save(state, checkpoint_id=place, async_checkpointer_type=kind)
+            waits.append(time.perf_counter() - began)
+            cast("Future[Any]", future).result(300)
+        report.row(f"stall of torch's async_save ({kind.name})", size_of(state), min(waits[1:]))
+
+
 def steps(report: Report, device: Accelerator, state: dict[str, Any], folder: str) -> None:
     """The time of a step alone, and while a save is on its way."""
     side = 2048 if device.name != "cpu" else 128
@@ -328,6 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
         save_and_load(report, "a large state", large, f"{folder}/large")
         copies(report, device, large)
         stalls(report, device, large, folder)
+        stalls_of_torch(report, device, large, folder)
         steps(report, device, large, folder)
     print(f"{device.title}, torch {torch.__version__}, {os.cpu_count()} cores")
     print(report)
