@@ -11,6 +11,7 @@ from fsspec.registry import _registry, known_implementations
 
 import cloudckpt
 from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt.dcp.install import chosen_config
 from cloudckpt.integrations.fsspec import S3FileSystem
 from cloudckpt.stores.registry import open_store
 from dcp.values import numbered
@@ -246,14 +247,17 @@ def test_what_somebody_else_serves_is_left_to_them(without_packages, monkeypatch
     assert fsspec.get_filesystem_class("gs").__module__.startswith("cloudckpt")
 
 
-def test_options_of_install_hold_for_file_systems_that_were_made_before(without_packages, run, s3):
+def test_options_of_install_hold_until_uninstall_for_all_file_systems(without_packages, run, s3):
     nobody = dataclasses.replace(
         s3.config,
         retry=RetryPolicy(attempts=1),
         s3=S3Options(endpoint_url="http://127.0.0.1:1"),
     )
-    cloudckpt.install(nobody)
     found = fsspec.filesystem("s3")
+    cloudckpt.install(nobody)
+    with pytest.raises(cloudckpt.errors.StoreError):
+        found.exists(run)
     cloudckpt.install(s3.config)
-
     assert found.exists(run)
+    cloudckpt.uninstall()
+    assert (found._config, chosen_config()) == (Config(), None)

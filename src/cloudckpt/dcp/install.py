@@ -43,7 +43,7 @@ _chosen: tuple[Config | None, bool] = (None, False)
 
 
 def chosen_config() -> Config | None:
-    """Returns the options given to the last :func:`install`; None if none were given."""
+    """Returns the options given to the last :func:`install`; None if none are in force."""
     return _chosen[0]
 
 
@@ -62,7 +62,9 @@ def install(config: Config | None = None, trust_pickle: bool = False) -> None:
 
 def uninstall() -> None:
     """Reverts :func:`install`; does nothing if it was not called."""
+    global _chosen
     with _lock:
+        _chosen = (None, False)
         while _replaced:
             setattr(*_replaced.pop())
 

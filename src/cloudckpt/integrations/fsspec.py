@@ -29,6 +29,7 @@ from cloudckpt.checkpoint.file_folder import MANIFEST
 from cloudckpt.checkpoint.objects import METADATA, keeps_in
 from cloudckpt.checkpoint.references import protected
 from cloudckpt.config import Config
+from cloudckpt.dcp.install import chosen_config
 from cloudckpt.errors import (
     CheckpointNotFoundError,
     InvalidURIError,
@@ -76,8 +77,8 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @property
     def _config(self) -> Config:
-        """The options of this file system, or else those given to :func:`register`."""
-        return self._given or _installed or Config()
+        """The options of this file system, or else those of ``install`` or :func:`register`."""
+        return self._given or chosen_config() or _registered or Config()
 
     def _uri(self, path: str) -> CheckpointURI:
         """Converts a path to a URI."""
@@ -349,7 +350,7 @@ def file_system(scheme: str, config: Config | None = None) -> _StoreFileSystem:
 # ---- who serves s3://, gs:// and az://
 
 _OURS = {kind.scheme: kind for kind in (S3FileSystem, GCSFileSystem, AzureFileSystem)}
-_installed: Config | None = None
+_registered: Config | None = None
 
 
 def register(config: Config | None = None) -> list[str]:
@@ -359,13 +360,14 @@ def register(config: Config | None = None) -> list[str]:
     or another class is registered. The packages are not imported for this check.
 
     Args:
-        config: Options of file systems made without options, including those made before.
+        config: Options of file systems made without options, including those made before, unless
+            options are given to ``install``; None keeps those of the last call.
 
     Returns:
         The schemes for which fsspec uses cloudckpt.
     """
-    global _installed
-    _installed = config
+    global _registered
+    _registered = config or _registered
     return [scheme for scheme, ours in _OURS.items() if _serves(scheme, ours)]
 
 

@@ -40,13 +40,14 @@ def install(config: Config | None = None, trust_pickle: bool = False) -> None:
     torch_side.install(config, trust_pickle)
     with late_imports:
         from cloudckpt.integrations import fsspec
-    fsspec.register(config)
+    fsspec.register()
 
 
 def uninstall() -> None:
     """Restores torch's functions; does nothing if :func:`install` was not called.
 
-    Writers and readers that were made before still use cloudckpt, and fsspec keeps cloudckpt's file
-    systems, because it has no public function to unregister them.
+    Writers and readers that were made before still use cloudckpt. fsspec keeps cloudckpt's file
+    systems, because it has no public function to unregister them; they use the options of the
+    environment again.
     """
     torch_side.uninstall()

@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import Any
 
 from cloudckpt.config import Config
-from cloudckpt.dcp.install import chosen_config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import MissingDependencyError
 from cloudckpt.integrations.fabric import CloudCheckpointIO
@@ -99,7 +98,7 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         self._root = uri_of(dirpath)
         self._config = config
         if self._root is not None:
-            register(chosen_config() or config)  # Lightning lists folders through fsspec
+            register(config)  # Lightning lists folders through fsspec
         super().__init__(
             dirpath,
             filename,
