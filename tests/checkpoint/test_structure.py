@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.structure import Flat, Structure
 from cloudckpt.errors import CheckpointCorruptError, KeyCollisionError
 
 URI = "s3://bucket/run"
@@ -69,8 +69,16 @@ def has_collision(state):
 
 
 @settings(max_examples=300)
-@given(STATES.filter(lambda state: not has_collision(state)))
-def test_a_state_comes_back_as_it_was(state):
+@given(STATES)
+def test_a_state_is_flattened_as_by_torch_and_comes_back_as_it_was(state):
+    if has_collision(state):
+        with pytest.raises(KeyCollisionError):
+            Flat(state)
+        return
+    flat = Flat(state)
+    values, paths = flatten_state_dict(state)
+    assert (list(flat.values), flat.paths) == (list(values), paths)
+    assert all(flat.values[name] is value for name, value in values.items())
     assert shown(through_the_store(state)) == shown(state)
 
 

@@ -1,4 +1,4 @@
-"""Restores the nesting and the keys that torch's flattening of a state dict loses.
+"""Flattens state dicts as torch does, and restores the nesting and the keys that this loses.
 
 torch flattens nested dicts and lists into one dict. The paths that it keeps have strings for all
 dict keys, and omit empty dicts: ``optimizer.state_dict()``, whose state is keyed by integers, would
@@ -19,19 +19,9 @@ from typing import Any
 
 import torch
 
-from cloudckpt.checkpoint.torch_private import traverse_state_dict
 from cloudckpt.errors import CheckpointCorruptError, KeyCollisionError, UnsupportedValueError
 
-__all__ = [
-    "Key",
-    "KeyNames",
-    "Path",
-    "Structure",
-    "collision",
-    "containers",
-    "find_collision",
-    "shown",
-]
+__all__ = ["Flat", "Key", "Path", "Structure", "check_nesting", "is_flattened", "shown"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -69,21 +59,9 @@ class Structure:
         a state dict that already contains it.
 
         Raises:
-            KeyCollisionError: If two keys of one dict have the same string.
+            KeyCollisionError: If two values, or two keys of one dict, would get the same name.
         """
-        names = KeyNames(state_dict)
-        if names.collisions:
-            raise collision(*names.collisions[0], uri)
-        keys: dict[Path, Key] = {}
-        for path, key in names.keys.items():
-            try:
-                plain = _plain(key)
-            except ValueError:
-                _tell(path[:-1], f"the key {key!r} ({type(key).__name__})", uri)
-                continue
-            if plain != path[-1]:
-                keys[path] = plain
-        return cls(keys, tuple(names.empty))
+        return Flat(state_dict, uri).structure()
 
     @classmethod
     def merged(cls, parts: Sequence[Structure], uri: str) -> Structure:
@@ -273,82 +251,101 @@ def _path(value: Any) -> Path:
     return tuple(value)
 
 
-_TENSOR, _MAPPING, _LIST, _OTHER = range(4)
-_WALKED = (Mapping, list, tuple)
-
-
-class KeyNames:
-    """Walks a state dict like torch's flattening, and records the keys that its paths lose.
+class Flat:
+    """A state dict flattened as by torch, with what torch's paths lose of its keys.
 
     Attributes:
+        values: The values that are not containers, by the names that torch gives them.
+        paths: The path of each name.
         keys: The key of a dict entry, by its path, if it is not a plain string.
         empty: The paths of the empty dicts.
-        collisions: Pairs of entries of one dict whose keys have the same string: each as its path,
-            with the key itself as last element.
     """
 
-    def __init__(self, state_dict: Mapping[Any, Any]) -> None:
+    def __init__(self, state_dict: Mapping[Any, Any], uri: str | None = None) -> None:
+        """Flattens a state dict, in which no container contains itself (:func:`check_nesting`).
+
+        Args:
+            state_dict: The state dict.
+            uri: The checkpoint, for messages.
+
+        Raises:
+            KeyCollisionError: If two values, or two keys of one dict, would get the same name.
+        """
+        self.values: dict[str, Any] = {}
+        self.paths: dict[str, Path] = {}
         self.keys: dict[Path, Any] = {}
         self.empty: list[Path] = []
-        self.collisions: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
-        self._kinds: dict[type, int] = {}
-        waiting: list[tuple[Path, Any]] = [((), state_dict)]
-        while waiting:
-            path, value = waiting.pop()
-            entries = self._mapping(path, value) if isinstance(value, Mapping) else enumerate(value)
-            inner = (((*path, key), entry) for key, entry in entries if self._is_walked(entry))
-            waiting.extend(reversed([*inner]))
+        self._uri = uri
+        self._add((), state_dict)
+
+    def _add(self, path: Path, value: Any) -> None:
+        if isinstance(value, Mapping):
+            if path and not value:
+                self.empty.append(path)
+            for key, entry in value.items():
+                element = key if type(key) is str else self._element(path, key, value)
+                self._add((*path, element), entry)
+        elif type(value) is not torch.Tensor and isinstance(value, list) and is_flattened(value):
+            for index, entry in enumerate(value):
+                self._add((*path, index), entry)
+        else:
+            name = ".".join(map(str, path))
+            if name in self.values:
+                raise self._collision(self.true(self.paths[name]), self.true(path))
+            self.values[name], self.paths[name] = value, path
+
+    def _element(self, path: Path, key: Any, mapping: Mapping[Any, Any]) -> str:
+        """Records a key that is not a plain string; returns its string."""
+        element = str(key)
+        at = (*path, element)
+        if at in self.keys or (element in mapping and key != element):
+            raise self._collision((*path, key), (*path, self.keys.get(at, element)))
+        self.keys[at] = key
+        return element
+
+    def _collision(self, first: tuple[Any, ...], second: tuple[Any, ...]) -> KeyCollisionError:
+        one, other = sorted((shown(first), shown(second)))
+        return KeyCollisionError(
+            f"state_dict{one} and state_dict{other} would get the same name in the checkpoint, "
+            "where keys are strings joined by dots: rename one of them",
+            uri=self._uri,
+            item=".".join(map(str, first)),
+        )
 
     def true(self, path: Path) -> tuple[Any, ...]:
         """Returns a path with the original keys instead of their strings."""
         return tuple(self.keys.get(path[: depth + 1], path[depth]) for depth in range(len(path)))
 
-    def _mapping(self, path: Path, value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-        """Yields the entries of a mapping that may be containers, and records its keys."""
-        if path and not value:
-            self.empty.append(path)
-        kinds = self._kinds
-        for key, entry in value.items():
-            element = key
-            if type(key) is not str:
-                element = str(key)
-                at = (*path, element)
-                if at in self.keys or (element in value and key != element):
-                    self.collisions.append(((*path, key), (*path, self.keys.get(at, element))))
-                self.keys[at] = key
-            if kinds.get(type(entry), _MAPPING) in (_MAPPING, _LIST):
-                yield element, entry
-
-    def _kind(self, value: Any) -> int:
-        kind = self._kinds.get(type(value))
-        if kind is None:
-            kinds = ((Mapping, _MAPPING), (list, _LIST), (torch.Tensor, _TENSOR), (object, _OTHER))
-            kind = next(number for known, number in kinds if isinstance(value, known))
-            self._kinds[type(value)] = kind
-        return kind
-
-    def _is_walked(self, value: Any) -> bool:
-        """Whether torch's flattening enters a value: a mapping, or a list with a tensor or dict."""
-        if (kind := self._kind(value)) != _LIST:
-            return kind == _MAPPING
-        lists = [value]
-        while lists:
-            entries = lists.pop()
-            kinds = {self._kind(entry) for entry in {type(one): one for one in entries}.values()}
-            if _TENSOR in kinds or _MAPPING in kinds:
-                return True
-            if _LIST in kinds:
-                lists.extend(entry for entry in entries if isinstance(entry, list))
-        return False
+    def structure(self) -> Structure:
+        """Returns the keys and empty dicts that the paths lose; see :meth:`Structure.of`."""
+        keys: dict[Path, Key] = {}
+        for path, key in self.keys.items():
+            try:
+                plain = _plain(key)
+            except ValueError:
+                _tell(path[:-1], f"the key {key!r} ({type(key).__name__})", self._uri)
+                continue
+            if plain != path[-1]:
+                keys[path] = plain
+        return Structure(keys, tuple(self.empty))
 
 
-def containers(state_dict: Mapping[Any, Any]) -> list[Any]:
-    """Returns the mappings, lists and tuples of a state dict, each once, inner ones first.
+def is_flattened(value: list[Any]) -> bool:
+    """Whether torch's flattening enters a list: if it holds a tensor or dict, at any depth."""
+    kinds = {*map(type, value)}
+    if any(issubclass(kind, (torch.Tensor, Mapping)) for kind in kinds):
+        return True
+    has_lists = any(issubclass(kind, list) for kind in kinds)
+    return has_lists and any(isinstance(entry, list) and is_flattened(entry) for entry in value)
+
+
+def check_nesting(state_dict: Mapping[Any, Any]) -> None:
+    """Checks that a walk over the mappings, lists and tuples of a state dict ends.
 
     Raises:
-        UnsupportedValueError: If a container contains itself, so that no walk over it would end.
+        UnsupportedValueError: If a container contains itself, or is nested too deeply.
     """
-    found: dict[int, Any] = {}  # by id; the value is kept alive, as another one would get its id
+    seen: dict[int, Any] = {}  # by id; the value is kept alive, as another one would get its id
     around: dict[int, tuple[Any, Any, Iterator[tuple[Any, Any]]]] = {}
     around[id(state_dict)] = None, state_dict, _inner(state_dict)
     while around:
@@ -356,7 +353,7 @@ def containers(state_dict: Mapping[Any, Any]) -> list[Any]:
         key, entry = next(left, (None, None))
         if entry is None:
             del around[number]
-            found[number] = value
+            seen[number] = value
         elif id(entry) in around or len(around) >= sys.getrecursionlimit():
             path = (*(key for key, _, _ in list(around.values())[1:]), key)
             where = f"state_dict{shown(path[:8])}{'[...]' if len(path) > 8 else ''}"
@@ -365,47 +362,17 @@ def containers(state_dict: Mapping[Any, Any]) -> list[Any]:
                 "dict, or wrap it in an object of a class, which is pickled as a whole",
                 item=".".join(map(str, path[:8])),
             )
-        elif id(entry) not in found:
+        elif id(entry) not in seen:
             around[id(entry)] = key, entry, _inner(entry)
-    return list(found.values())
 
 
 def _inner(container: Any) -> Iterator[tuple[Any, Any]]:
     """Yields the entries of a container that are containers themselves, with their keys."""
     is_mapping = isinstance(container, Mapping)
     entries: Iterable[Any] = container.values() if is_mapping else container
-    kinds = {kind for kind in set(map(type, entries)) if issubclass(kind, _WALKED)}
+    kinds = {kind for kind in set(map(type, entries)) if issubclass(kind, (Mapping, list, tuple))}
     pairs = container.items() if is_mapping else enumerate(container)
     return ((key, entry) for key, entry in pairs if type(entry) in kinds) if kinds else iter(())
-
-
-def find_collision(state_dict: Mapping[Any, Any], uri: str | None) -> KeyCollisionError | None:
-    """Returns the error for two values that get the same flattened name; None if
-    all names differ.
-    """
-    names, paths = KeyNames(state_dict), dict[str, Path]()
-    found = names.collisions[:1]
-
-    def visit(path: Path, _: Any) -> None:
-        first = paths.setdefault(".".join(map(str, path)), path)
-        if first != path:
-            found.append((names.true(first), names.true(path)))
-
-    traverse_state_dict(dict(state_dict), visit)
-    return collision(*found[0], uri) if found else None
-
-
-def collision(
-    first: tuple[Any, ...], second: tuple[Any, ...], uri: str | None
-) -> KeyCollisionError:
-    """Returns the error that names two colliding values by the keys that lead to them."""
-    one, other = sorted((shown(first), shown(second)))
-    return KeyCollisionError(
-        f"state_dict{one} and state_dict{other} would get the same name in the checkpoint, "
-        "where keys are strings joined by dots: rename one of them",
-        uri=uri,
-        item=".".join(map(str, first)),
-    )
 
 
 def shown(path: tuple[Any, ...]) -> str:

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import (
     _flatten_sharded_tensors as flatten_sharded_tensors,
 )
-from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -67,7 +66,6 @@ __all__ = [
     "set_group_timeout",
     "state_dict_being_planned",
     "store_of_group",
-    "traverse_state_dict",
     "validate_global_plan",
     "whole_shape",
     "with_strides",

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.lazy import record_behind
-from cloudckpt.checkpoint.structure import Path, Structure, containers, shown
+from cloudckpt.checkpoint.structure import Path, Structure, check_nesting, shown
 from cloudckpt.checkpoint.torch_private import flatten_state_dict
 from cloudckpt.errors import ConfigError, MissingKeyError, UnsupportedValueError
 
@@ -117,7 +117,7 @@ class Content:
         self._states: dict[Path, Any] = {}  # the results of state_dict()
         # whether a container is rebuilt, by its id; the original is rebuilt in any case
         self._is_rebuilt: dict[int, bool] = {id(state_dict): True}
-        containers(state_dict)
+        check_nesting(state_dict)
         keys = sorted(state_dict) if sorts else [*state_dict]
         self.state: dict[Any, Any] = {
             key: self._saved(state_dict[key], (str(key),)) for key in keys
@@ -129,7 +129,7 @@ class Content:
             return value
         if isinstance(value, PerRank):
             name = _name(self._rank)
-            containers({name: value.value})
+            check_nesting({name: value.value})
             inner = {name: self._saved(value.value, (*path, name))}
             self._own.append(_Own(path, value, inner))
             return inner
@@ -137,7 +137,7 @@ class Content:
             state = self._states[path] = value.state_dict()
             if not isinstance(state, Mapping):
                 return state
-            containers(state)
+            check_nesting(state)
             return self._saved(state, path)
         if not self._is_rebuilt.get(id(value), _may_be_rebuilt(value)):
             return value

@@ -29,13 +29,12 @@ from cloudckpt.checkpoint.columns import column_of
 from cloudckpt.checkpoint.from_torch import NotInColumnsError, table_of_metadata
 from cloudckpt.checkpoint.lazy import record_behind, table_behind
 from cloudckpt.checkpoint.shard import check_placements, check_shards
-from cloudckpt.checkpoint.structure import KeyNames, Structure, containers
+from cloudckpt.checkpoint.structure import Flat, Structure, check_nesting
 from cloudckpt.checkpoint.table import Entry, Table
 from cloudckpt.checkpoint.torch_private import (
     ShardedTensor,
     create_chunk_list,
     flatten_sharded_tensors,
-    flatten_state_dict,
     init_state_dict,
     whole_shape,
 )
@@ -122,19 +121,20 @@ class CloudLoadPlanner(DefaultLoadPlanner):
 
         Raises:
             UnsupportedTensorError: If a tensor has no memory and torch can't allocate it.
+            KeyCollisionError: If two entries of the state dict would have the same name.
             UnsupportedValueError: If a container contains itself.
         """
-        containers(state_dict)
+        check_nesting(state_dict)
         # otherwise torch allocates meta tensors
         allocates = dist.is_available() and dist.is_initialized()
         # torch's own function also replaces each value that is neither number nor string by None
         self.original_state_dict = _ready_to_load(state_dict, (), allocates)
         self.metadata, self.is_coordinator = metadata, is_coordinator
         if self.flatten_state_dict:
-            with paused_gc():
-                self._names = KeyNames(self.original_state_dict)
             # as a save does; torch's load copies all containers first, and loses empty ones
-            state_dict, self.mappings = flatten_state_dict(self.original_state_dict)
+            with paused_gc():
+                self._flat = Flat(self.original_state_dict, self._uri)
+            state_dict, self.mappings = self._flat.values, self._flat.paths
         if self.flatten_sharded_tensors:
             state_dict = flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
@@ -221,7 +221,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         if not self.flatten_state_dict:
             self.state_dict[name] = self.original_state_dict[name] = value
             return
-        *outer, last = self._names.true(self.mappings[name])
+        *outer, last = self._flat.true(self.mappings[name])
         container: Any = self.original_state_dict
         for key in outer:
             container = container[key]
@@ -229,7 +229,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
 
     def _empty(self, table: Table) -> dict[str, str]:
         """Returns the dicts that are empty in the state dict only, and the saved contents."""
-        names = {".".join(map(str, path)) for path in self._names.empty}
+        names = {".".join(map(str, path)) for path in self._flat.empty}
         counts: Counter[str] = Counter()
         for parts in (name.split(".") for name in table.names) if names else ():
             above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
@@ -271,8 +271,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         saved_empty = frozenset(() if record is None else record.structure.empty)
         missing = [self.mappings[name] for name in self.state_dict if name not in table.names]
         left: list[str] = []
-        own_empty = frozenset(self._names.empty)
-        empty = [path for path in self._names.empty if path not in saved_empty]
+        own_empty = frozenset(self._flat.empty)
+        empty = [path for path in self._flat.empty if path not in saved_empty]
         for path in (*missing, *empty):
             for depth in range(1, len(path) + 1):
                 whole = ".".join(map(str, path[:depth]))

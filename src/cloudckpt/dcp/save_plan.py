@@ -39,13 +39,18 @@ from cloudckpt.checkpoint.shard import (
     check_supported,
     small_form_of,
 )
-from cloudckpt.checkpoint.structure import Structure, containers, find_collision
+from cloudckpt.checkpoint.structure import (
+    Flat,
+    Structure,
+    check_nesting,
+    is_flattened,
+)
 from cloudckpt.checkpoint.torch_private import (
     PLANS_ITSELF,
     StridedShard,
     declared_shards,
     declares_shards,
-    flatten_state_dict,
+    flatten_sharded_tensors,
 )
 from cloudckpt.dcp.copies import Copies
 from cloudckpt.dcp.meeting import PLAN_ANEW
@@ -100,18 +105,19 @@ class CloudSavePlanner(DefaultSavePlanner):
             KeyCollisionError: If two entries of the state dict would have the same name.
             UnsupportedValueError: If a container contains itself.
         """
-        containers(state_dict)
-        uri = None if storage_meta is None else storage_meta.checkpoint_id
-        try:
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        except ValueError:
-            collision = find_collision(state_dict, None if uri is None else str(uri))
-            if collision is None:
-                raise
-            raise collision from None
-        if self.flatten_state_dict or not self.flatten_sharded_tensors:
+        check_nesting(state_dict)
+        self.is_coordinator, self.state_dict = is_coordinator, state_dict
+        if self.flatten_state_dict:
+            uri = None if storage_meta is None else storage_meta.checkpoint_id
+            flat = Flat(state_dict, None if uri is None else str(uri))
+            self.state_dict, self.mappings = flat.values, flat.paths
+        if not self.flatten_sharded_tensors:
             return
-        rebuilt, self.state_dict = self.state_dict, {}
+        rebuilt = flatten_sharded_tensors(self.state_dict)
+        if self.flatten_state_dict:
+            self.state_dict = rebuilt
+            return
+        self.state_dict = {}
         for key, value in state_dict.items():
             if isinstance(value, (Mapping, list)):
                 self.state_dict[key] = value
@@ -159,10 +165,9 @@ def lost_by_flattening(state_dict: dict[str, Any], planner: object, uri: str) ->
     if not isinstance(planner, DefaultSavePlanner) or not planner.flatten_state_dict:
         return Structure()
     with paused_gc():
-        structure = Structure.of(state_dict, uri)
-        if structure and flatten_state_dict(state_dict)[1] != planner.mappings:
-            return Structure()
-    return structure
+        flat = Flat(state_dict, uri)
+        structure = flat.structure()
+    return structure if flat.paths == planner.mappings else Structure()
 
 
 _PLACEMENTS = frozenset((Partial, Replicate, Shard, StridedShard))
@@ -251,7 +256,7 @@ class Outline:
         if kind in _DICTS:
             self._dict(value)
             return
-        if isinstance(value, list) and self._is_flattened(value):
+        if isinstance(value, list) and is_flattened(value):
             if kind is not list:
                 raise _UnknownError
             self._signature += (list, len(value))
@@ -271,14 +276,6 @@ class Outline:
             told = _VALUE
         self._signature.append(told)
         self.leaves.append(value)
-
-    def _is_flattened(self, value: list[Any]) -> bool:
-        """Whether torch flattens a list: only if it contains tensors or dicts at some depth."""
-        return any(
-            isinstance(entry, (torch.Tensor, Mapping))
-            or (isinstance(entry, list) and self._is_flattened(entry))
-            for entry in value
-        )
 
     def _dtensor(self, tensor: DTensor) -> tuple[Any, ...]:
         spec, local = tensor._spec, tensor._local_tensor
