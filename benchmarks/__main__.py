@@ -41,6 +41,9 @@ def main() -> int:
         help=f"who takes part (default: {' '.join(default)})",
     )
     parser.add_argument(
+        "--rounds", type=int, default=7, help="of the floor and cloudckpt; peers get half (7)"
+    )
+    parser.add_argument(
         "--fleet",
         action="append",
         metavar="RANKSxTENSORS",
@@ -57,7 +60,8 @@ def main() -> int:
         parser.error(f"the load average is {at.load_before}: wait until nothing else is running")
     rows: list[Row] = []
     with _frozen_source(), running_server() as server:
-        bench = Bench(server, arguments.contenders, arguments.quick)
+        rounds = 1 if arguments.quick else arguments.rounds
+        bench = Bench(server, arguments.contenders, arguments.quick, rounds=rounds)
         usual = [(64, 100)] if arguments.quick else [(512, 1000), (1024, 1000)]
         bench.fleets = arguments.fleet or usual
         for name in arguments.only or SCENARIOS:

@@ -30,14 +30,16 @@ class Bench:
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
     """By scenario and contender: why there are no numbers."""
     scenario: str = ""
+    rounds: int = 7
+    """How often the floor and cloudckpt are measured; peers half as often."""
     fleets: Sequence[tuple[int, int]] = ()
     """The jobs that `fleet` simulates: how many ranks, and how many tensors."""
 
     def rounds_of(self, contender: str) -> int:
         """Returns how often `contender` is measured: more often if a limit hangs on it."""
-        if self.quick:
-            return 1
-        return 7 if contender == FLOOR or is_ours(contender) else 3
+        if contender == FLOOR or is_ours(contender):
+            return self.rounds
+        return max(1, self.rounds // 2)
 
     def sized(self, full: int, quick: int) -> int:
         """Returns the size for this run."""
