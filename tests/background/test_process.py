@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from unittest import mock
 
 import pytest
@@ -26,6 +26,7 @@ from cloudckpt.background import arena as arenas
 from cloudckpt.background import process
 from cloudckpt.background.process import _Worker
 from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.background.sender import CurrentSave
 from cloudckpt.checkpointer import CommitHook
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
@@ -465,3 +466,16 @@ def test_closing_ends_a_save_that_takes_too_long(shaky, gate):
     assert "did not read" not in str(error)
     assert eventually(lambda: not is_running(pid))
     assert ".metadata" not in shaky.names()
+
+
+def test_what_a_trainer_gave_before_it_died_is_finished_and_not_the_save_before() -> None:
+    current, save = CurrentSave(), mock.Mock()
+    current.begin(mock.Mock(), mock.Mock())
+    current.sent(())
+    with ThreadPoolExecutor(1) as watch:
+        known = watch.submit(current.wait_until_known, 30)
+        assert not wait([known], 0.2).done  # its settlement and the next save may be unread
+        current.end()
+        current.begin(save, mock.Mock())
+        known.result(30)
+    assert current.job is save

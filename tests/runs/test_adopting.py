@@ -37,6 +37,11 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if is_pending_name(path.name))
 
 
+def is_pending(run: Path | str, config: cloudckpt.Config | None = None) -> bool:
+    """Whether a saving process has reported: a job that comes earlier knows nothing of the step."""
+    return any(one.is_pending for one in cloudckpt.list_checkpoints(run, config=config))
+
+
 def killed(folder: Path, world: int = 1, **options) -> None:
     """A job that has committed step 1, and has sent step 2 when all its ranks are killed."""
     ended = job(folder, world, last=2, dies_at=2, how="at its commit", **options)
@@ -47,7 +52,8 @@ def killed(folder: Path, world: int = 1, **options) -> None:
 def test_what_was_staged_is_restored(tmp_path) -> None:
     ended = job(tmp_path, 2, last=2, dies_at=2)
     assert [code for code, _ in ended] == [KILLED] * 2
-    assert job(tmp_path, 2) == [(0, (2, True))] * 2  # at once: they may still be sending
+    assert eventually(lambda: is_pending(tmp_path / "run"))
+    assert job(tmp_path, 2) == [(0, (2, True))] * 2  # they may still be sending
     assert settled()
     assert not left(tmp_path / "run" / "step-2")
     assert cloudckpt.verify(str(tmp_path / "run" / "step-2")).items == 6
@@ -96,6 +102,7 @@ def test_on_s3(tmp_path, bucket, s3_config) -> None:
     run = f"s3://{bucket}/run"
     ended = job(tmp_path, 2, run=run, last=2, dies_at=2, config=s3_config)
     assert [code for code, _ in ended] == [KILLED] * 2
+    assert eventually(lambda: is_pending(run, s3_config))
     assert job(tmp_path, 2, run=run, config=s3_config) == [(0, (2, True))] * 2
 
 
@@ -115,7 +122,7 @@ def test_who_is_silent_is_not_waited_for(tmp_path, monkeypatch) -> None:
     killed(tmp_path, 2)
     folder = tmp_path / "run" / "step-2"
     (folder / left(folder)[1]).unlink()
-    monkeypatch.setattr(adopting, "_LONGEST_SILENCE", 0.6)
+    monkeypatch.setattr(adopting, "_SILENT_LOOKS", 2)
     with pytest.raises(
         IncompleteSaveError, match="of 2 ranks, 1 have finished, 0 are uploading, and 1 have"
     ):

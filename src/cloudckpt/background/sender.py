@@ -178,9 +178,17 @@ class CurrentSave:
             return self._changed.wait_for(lambda: self._is_orphaned, timeout)
 
     def wait_until_known(self, timeout: float) -> None:
-        """Waits until there is a current save, or all of the trainer's messages were read."""
+        """Waits until a save is being sent, or all of the trainer's messages were read.
+
+        A save that was sent does not count: the message that it is settled, and the next save, may
+        wait in the channel.
+        """
+
+        def is_known() -> bool:
+            return self._is_orphaned or (self._job is not None and self._objects is None)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._is_orphaned or self._job is not None, timeout)
+            self._changed.wait_for(is_known, timeout)
 
     @property
     def job(self) -> Job | None:

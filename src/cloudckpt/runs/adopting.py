@@ -63,7 +63,7 @@ __all__ = ["adopt", "adopt_pending"]
 logger = logging.getLogger("cloudckpt")
 
 _BETWEEN_LOOKS = 0.5  # seconds between two listings of the records
-_LONGEST_SILENCE = 10.0  # seconds without a changed record after which the processes count as dead
+_SILENT_LOOKS = 20  # listings in a row without a changed record: the processes count as dead
 
 
 def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> None:
@@ -155,7 +155,7 @@ class _Adoption:
             IncompleteSaveError: If records are of another job only, stop changing, or are not
                 complete at the time ``until``.
         """
-        is_told, heard = False, time.monotonic()
+        is_told, silent = False, 0  # counted in listings: a slow store makes both sides slow
         while True:
             before = self._seen
             self._look()
@@ -171,13 +171,12 @@ class _Adoption:
                 raise self._of_another_job()
             if not saves:
                 raise self._incomplete("no saving process has left anything to commit")
-            now = time.monotonic()
-            heard = heard if self._seen == before else now
-            missing = _what_is_missing(saves.values())
-            if now >= until or now - heard >= _LONGEST_SILENCE:
+            silent = silent + 1 if self._seen == before else 0
+            missing, left = _what_is_missing(saves.values()), until - time.monotonic()
+            if left <= 0 or silent >= _SILENT_LOOKS:
                 raise self._incomplete(missing)
             if not is_told:
-                logger.info("%s: %s; waiting for up to %.0f s", self._uri, missing, until - now)
+                logger.info("%s: %s; waiting for up to %.0f s", self._uri, missing, left)
                 is_told = True
             time.sleep(_BETWEEN_LOOKS)
 
