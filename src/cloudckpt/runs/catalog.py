@@ -125,76 +125,6 @@ def latest(
     return None if step is None else str(found.uri(step))
 
 
-class NewestFirst:
-    """Iterates over the committed steps on a run's line, newest first, with their notes.
-
-    If the notes of a step can't be read, the iterator yields the error instead of them. Notes are
-    read on demand, so an unreadable old step does not fail a caller that needs a newer one.
-
-    Attributes:
-        passed: The abandoned steps skipped so far, with their notes.
-        is_line_gone: Whether no step is left on the line that the claim describes, so that the
-            newest step of the run decides the line.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        steps: Sequence[int] | None = None,
-        adopt: Callable[[int], None] | None = None,
-    ) -> None:
-        """
-        Args:
-            run: The run.
-            steps: The steps that have a folder, oldest first; None lists them.
-            adopt: Commits an uncommitted step if possible; called for each uncommitted step that is
-                newer than the newest committed one on the line. None adopts no step.
-        """
-        self.passed: dict[int, Notes] = {}
-        self.is_line_gone = False
-        self._run, self._steps, self._adopt = run.through(run.view), steps, adopt
-
-    def __iter__(self) -> Iterator[tuple[int, Notes | CloudCheckpointError]]:
-        line, has_any, adopts = Line.of(self._run.owner()), False, True
-        for step, notes in self._read():
-            if notes is None and adopts and self._adopt is not None:
-                self._adopt(step)
-                # read again: this job, or another one meanwhile, may have committed the step
-                notes = self._notes_or_error(step)
-            if isinstance(notes, Notes) and not line.has(step, notes):
-                self.passed[step] = notes
-            elif notes is not None:
-                has_any, adopts = True, adopts and not isinstance(notes, Notes)
-                yield step, notes
-        if not has_any and self.passed:
-            line, passed, self.passed, self.is_line_gone = Line(), self.passed, {}, True
-            for step, notes in passed.items():
-                if line.has(step, notes):
-                    yield step, notes
-                else:
-                    self.passed[step] = notes
-
-    def _read(self) -> Iterator[tuple[int, Notes | CloudCheckpointError | None]]:
-        """Yields each step, newest first, with its notes, its error, or None if not committed.
-
-        The notes of the newest step are read alone, then those of 2, 4, 8 ... steps at once.
-        """
-        left, count = self._run.steps() if self._steps is None else [*self._steps], 1
-        while left:
-            left, some = left[:-count], left[-count:][::-1]
-            yield from zip(some, self._run.view.each(self._notes_or_error, some), strict=True)
-            count = min(2 * count, self._run.config.requests_at_once)
-
-    def _notes_or_error(self, step: int) -> Notes | CloudCheckpointError | None:
-        """Reads the notes of a step, and returns the error instead of raising it."""
-        try:
-            return self._run.notes(step)
-        except CheckpointNotFoundError:
-            return None
-        except (CheckpointCorruptError, StoreError) as error:
-            return error
-
-
 @dataclass(frozen=True)
 class History:
     """The committed steps of a run, with their notes, oldest first.
@@ -310,6 +240,61 @@ class Run:
         are_there = run.view.each(run.is_committed, steps)
         return [step for step, is_there in zip(steps, are_there, strict=True) if is_there]
 
+    def walk(
+        self, steps: Sequence[int] | None = None, adopt: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[int, Notes | CloudCheckpointError, bool]]:
+        """Yields the committed steps, newest first: step, notes, whether it is on the line.
+
+        Notes are read on demand, so an unreadable old step does not fail a caller that needs a
+        newer one. Instead of notes that can't be read the error is yielded, and the step counts as
+        on the line. If no step is left on the line that the claim describes, the newest step
+        decides, and the steps on its line are yielded once more.
+
+        Args:
+            steps: The steps that have a folder, oldest first; None lists them.
+            adopt: Commits an uncommitted step if possible; called for each that is newer than the
+                newest committed one on the line. None adopts no step.
+        """
+        run = self.through(self.view)
+        line, is_gone, passed = Line.of(run.owner()), True, list[tuple[int, Notes]]()
+        for step, notes in run._read(steps):
+            if notes is None and adopt is not None:
+                adopt(step)
+                # read again: this job, or another one meanwhile, may have committed the step
+                notes = run._notes_or_error(step)
+            if isinstance(notes, Notes) and not line.has(step, notes):
+                passed.append((step, notes))
+                yield step, notes, False
+            elif notes is not None:
+                is_gone, adopt = False, None if isinstance(notes, Notes) else adopt
+                yield step, notes, True
+        line = Line()
+        for step, notes in passed if is_gone else ():
+            if line.has(step, notes):
+                yield step, notes, True
+
+    def _read(
+        self, steps: Sequence[int] | None
+    ) -> Iterator[tuple[int, Notes | CloudCheckpointError | None]]:
+        """Yields each step, newest first, with its notes, its error, or None if not committed.
+
+        The notes of the newest step are read alone, then those of 2, 4, 8 ... steps at once.
+        """
+        left, count = self.steps() if steps is None else [*steps], 1
+        while left:
+            left, some = left[:-count], left[-count:][::-1]
+            yield from zip(some, self.view.each(self._notes_or_error, some), strict=True)
+            count = min(2 * count, self.config.requests_at_once)
+
+    def _notes_or_error(self, step: int) -> Notes | CloudCheckpointError | None:
+        """Reads the notes of a step, and returns the error instead of raising it."""
+        try:
+            return self.notes(step)
+        except CheckpointNotFoundError:
+            return None
+        except (CheckpointCorruptError, StoreError) as error:
+            return error
+
     def newest(self, steps: Sequence[int] | None = None) -> int | None:
         """Returns the newest committed step on the run's line; None if the line has none.
 
@@ -318,28 +303,29 @@ class Run:
         Args:
             steps: The steps that have a folder, oldest first; None lists them.
         """
-        for step, notes in NewestFirst(self, steps):
-            if isinstance(notes, Notes):
-                return step
-            if not isinstance(notes, CheckpointCorruptError):
+        for step, notes, is_on_line in self.walk(steps):
+            if isinstance(notes, CheckpointCorruptError):
+                self.log_unread({step: notes})
+            elif isinstance(notes, CloudCheckpointError):
                 raise notes
-            self.log_unread({step: notes})
+            elif is_on_line:
+                return step
         return None
 
     def history(self, steps: Sequence[int] | None = None) -> History:
         """Reads the notes of all committed steps of the run, or of those among ``steps``."""
-        walk, line = NewestFirst(self, steps), dict[int, Notes]()
+        line, abandoned = dict[int, Notes](), dict[int, Notes]()
         unread = dict[int, CloudCheckpointError]()
-        for step, one in walk:
-            if isinstance(one, TransientStoreError):
-                raise one
-            if isinstance(one, Notes):
-                line[step] = one
+        for step, notes, is_on_line in self.walk(steps):
+            if isinstance(notes, TransientStoreError):
+                raise notes
+            if isinstance(notes, CloudCheckpointError):
+                unread[step] = notes
             else:
-                unread[step] = one
+                (line if is_on_line else abandoned)[step] = notes
         return History(
             line=dict(sorted(line.items())),
-            abandoned=dict(sorted(walk.passed.items())),
+            abandoned={step: abandoned[step] for step in sorted(abandoned.keys() - line)},
             unread=dict(sorted(unread.items())),
         )
 

@@ -24,7 +24,7 @@ from cloudckpt.errors import (
     IncompleteSaveError,
 )
 from cloudckpt.runs.adopting import adopt_pending
-from cloudckpt.runs.catalog import NewestFirst, Run
+from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.verifying import verify as verify_checkpoint
 
 __all__ = ["checkpoint_in", "goal_of", "load_from", "restore_newest"]
@@ -57,24 +57,47 @@ def restore_newest(
         CloudCheckpointError: The other errors of ``load``.
     """
     adopt = None if until is None else partial(_adopt, run, hook, until)
-    line = NewestFirst(run, adopt=adopt)  # only rank 0 iterates over it
-    steps, damages = iter(line), list[CloudCheckpointError]()
-    restored = None
-    while (found := meeting.broadcast_from_first(lambda: next(steps, None))) is not None:
+    steps, passed = run.walk(adopt=adopt), dict[int, Notes]()  # only rank 0 iterates
+    damages, restored = list[CloudCheckpointError](), None
+
+    def next_on_line() -> tuple[int, Notes | CloudCheckpointError] | None:
+        for step, notes, is_on_line in steps:
+            if not is_on_line and isinstance(notes, Notes):
+                passed[step] = notes
+                continue
+            if passed.pop(step, None) is not None and not damages:
+                logger.warning(
+                    "%s: no step of the latest job's line is left, so the newest step of the run "
+                    "is restored",
+                    run.root,
+                )
+            return step, notes
+        return None
+
+    while restored is None and (found := meeting.broadcast_from_first(next_on_line)) is not None:
         step, notes = found
         try:
             if not isinstance(notes, Notes):
                 raise notes
             load(step, notes)
+            restored = step
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             damages.append(error)
             if isinstance(error, CheckpointCorruptError):
                 distrust(error)
             logger.error("step %d can't be restored, so the previous one is tried: %s", step, error)
-        else:
-            restored = step
-            break
-    _log_abandoned(run, line, restored)
+    if passed:
+        others = (
+            f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
+            for step, one in passed.items()
+        )
+        logger.warning(
+            "%s: %s restored; these newer steps were not, because they are abandoned: %s. To "
+            "load one of them, call restore(step=...)",
+            run.root,
+            "no step was" if restored is None else f"step {restored} was",
+            ", ".join(others),
+        )
     if restored is None and damages:
         raise damages[0]
     return restored
@@ -90,28 +113,6 @@ def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
         logger.warning("the unfinished step %d could not be committed: %s", step, error)
 
 
-def _log_abandoned(run: Run, line: NewestFirst, restored: int | None) -> None:
-    """Logs which abandoned steps were not restored; only rank 0 knows them."""
-    if line.is_line_gone:
-        logger.warning(
-            "%s: no step of the latest job's line is left, so the newest step of the run is "
-            "restored",
-            run.root,
-        )
-    passed_over = [
-        f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
-        for step, one in line.passed.items()
-    ]
-    if passed_over:
-        logger.warning(
-            "%s: %s restored; these newer steps were not, because they are abandoned: %s. To "
-            "load one of them, call restore(step=...)",
-            run.root,
-            "no step was" if restored is None else f"step {restored} was",
-            ", ".join(passed_over),
-        )
-
-
 def goal_of(run: Run, step: int) -> Notes:
     """Reads the notes of a step to restore, and warns if it is not the newest.
 
@@ -119,8 +120,8 @@ def goal_of(run: Run, step: int) -> Notes:
         CheckpointNotFoundError: If the step is not committed; the message lists those that are.
     """
     notes = _notes_of(run, step)
-    line = NewestFirst(run)
-    newest = next((one for one, found in line if isinstance(found, Notes)), step)
+    walk = run.walk()
+    newest = next((at for at, one, is_on in walk if is_on and isinstance(one, Notes)), step)
     if newest != step:
         logger.warning(
             "%s is restored, although %s: the first save starts a new line of steps, and older "
