@@ -14,7 +14,8 @@ from cloudckpt.checksum import block_size_for
 from cloudckpt.dcp import saving
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.transfer.boxes import ALIGNMENT
-from cloudckpt.transfer.packing import PACKED_BELOW, slab_of
+from cloudckpt.transfer.packing import PACKED_BELOW
+from cloudckpt.transfer.pool import slab_of
 
 __all__ = ["ALIGNED", "BLOCK", "LARGEST", "LEAST_BUDGET", "LEAST_PART", "PACKED", "RUN", "SLAB"]
 __all__ += ["pickled_around", "tight"]

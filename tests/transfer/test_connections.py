@@ -82,11 +82,11 @@ def test_the_next_transfer_the_same_way_begins_with_what_was_found(monkeypatch):
 
 @pytest.mark.parametrize("number", [1, 3, 12])
 def test_a_number_that_was_given_is_kept_to(number):
-    assert crowd_of(Counting(), 200, connections=number) == number
+    assert crowd_of(Counting(), 4 * number, connections=number) == number
 
 
 def test_a_store_that_counts_nothing_has_a_number_for_all():
-    assert crowd_of(MemoryStore(uuid.uuid4().hex), 300) == 16
+    assert crowd_of(MemoryStore(uuid.uuid4().hex), 64) == 16
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from cloudckpt.errors import (
 from cloudckpt.transfer import download as downloads
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.group import Cancellation
-from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, StoredBytes, Wanted
-from cloudckpt.transfer.staging import ScratchPool
+from cloudckpt.transfer.landing import BytesSink, StoredBytes, TensorSink, Wanted
+from cloudckpt.transfer.pool import MemoryPool
 from cloudckpt.transfer.stats import TransferStats
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
@@ -146,7 +146,7 @@ def test_a_plain_tensor_is_received_into_its_own_memory(store):
 
     store.inner.get_range = get_range
     source = source_of(data, block=MIB)
-    fetch(store, [Wanted(source, 0, source.nbytes, FlatSink(target, torch.int32), True)])
+    fetch(store, [Wanted(source, 0, source.nbytes, TensorSink(target, torch.int32), True)])
     assert torch.equal(target, as_tensor(data, torch.int32))
     assert filled == [(0, 4 * MIB)]
 
@@ -166,7 +166,7 @@ def test_a_contiguous_tensor_takes_its_bytes_in_any_cuts(store, name, request_si
     put(store, "object", data)
     target = TARGETS[name]()
     source = source_of(data)
-    wanted = [Wanted(source, 0, len(data), FlatSink(target, torch.float32), True)]
+    wanted = [Wanted(source, 0, len(data), TensorSink(target, torch.float32), True)]
     fetch(store, wanted, request_size=request_size)
     assert torch.equal(target, as_tensor(data).view(60, 50).to(target.dtype))
 
@@ -176,7 +176,7 @@ def test_a_box_is_taken_out_of_the_rows_around_it(store):
     data = stored.numpy().tobytes()
     put(store, "object", data)
     target = torch.zeros(10, 8)
-    sink = BoxSink(target, ((0, 10), (0, 8)), torch.float32, (40, 30))
+    sink = TensorSink(target, torch.float32, (40, 30))
     start = (5 * 30 + 11) * 4
     stop = start + (9 * 30 + 8) * 4
     fetch(store, [Wanted(source_of(data), start, stop, sink, False)])
@@ -264,7 +264,7 @@ def test_damaged_bytes_are_not_delivered_to_a_tensor_that_takes_a_detour():
     put(store, "object", data)
     target = torch.zeros(300, dtype=torch.float64)
     with pytest.raises(CheckpointCorruptError):
-        fetch(store, [Wanted(source_of(data), 0, 1200, FlatSink(target, torch.float32), True)])
+        fetch(store, [Wanted(source_of(data), 0, 1200, TensorSink(target, torch.float32), True)])
     assert not target.any()
 
 
@@ -350,19 +350,19 @@ def test_an_error_of_one_request_stops_the_others():
 
 def test_loans_stay_within_the_limit_whatever_is_asked_for():
     limit, lent, most = 16 * MIB, 0, 0
-    pool, lock = ScratchPool(limit, Cancellation()), threading.Lock()
+    pool, lock = MemoryPool(limit, Cancellation()), threading.Lock()
 
     def work(seed):
         nonlocal lent, most
         sizes = random.Random(seed)
         for _ in range(40):
-            with pool.borrowed(sizes.randint(0, 6 * MIB), pinned=False) as buffer:
+            with pool.take(sizes.randint(1, 6 * MIB)) as lease:
                 with lock:
-                    lent += buffer.numel()
+                    lent += lease.view.nbytes
                     most = max(most, lent)
-                buffer[:1] = seed
+                lease.view[0] = seed
                 with lock:
-                    lent -= buffer.numel()
+                    lent -= lease.view.nbytes
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
     for thread in threads:
@@ -374,20 +374,20 @@ def test_loans_stay_within_the_limit_whatever_is_asked_for():
 
 def test_a_wait_for_memory_ends_with_the_cancellation():
     cancellation = Cancellation()
-    pool = ScratchPool(2 * MIB, cancellation)
-    with pool.borrowed(2 * MIB, pinned=False):
+    pool = MemoryPool(2 * MIB, cancellation)
+    with pool.take(2 * MIB):
         cancellation.cancel()
-        with pytest.raises(TransferCancelledError), pool.borrowed(MIB, pinned=False):
+        with pytest.raises(TransferCancelledError), pool.take(MIB):
             pass
 
 
 def test_an_error_gives_the_memory_back():
-    pool = ScratchPool(2 * MIB, Cancellation())
+    pool = MemoryPool(2 * MIB, Cancellation())
     for _ in range(5):
-        with pytest.raises(KeyError), pool.borrowed(2 * MIB, pinned=False):
+        with pytest.raises(KeyError), pool.take(2 * MIB):
             raise KeyError
-    with pool.borrowed(2 * MIB, pinned=False) as buffer:
-        assert buffer.numel() >= 2 * MIB
+    with pool.take(2 * MIB) as lease:
+        assert lease.view.nbytes >= 2 * MIB
 
 
 def resident() -> int:

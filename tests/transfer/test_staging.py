@@ -131,7 +131,7 @@ def test_a_cancellation_ends_the_wait():
 
 def test_slabs_of_a_closed_pool_are_freed_when_nobody_holds_them(pool):
     slabs = [pool.reserve(pool.slab_bytes)[0] for _ in range(3)]
-    found = [weakref.ref(slab) for slab in slabs]
+    found = [weakref.ref(slab.memory) for slab in slabs]
     slabs.pop(0).release()
     pool.close()
     assert found[0]() is None

@@ -41,8 +41,8 @@ from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, SaveProc
 from cloudckpt.events import Transferred, relay
 from cloudckpt.stores.credentials import take_over
 from cloudckpt.transfer.deleting import delete_quietly
-from cloudckpt.transfer.packing import SlabPool
 from cloudckpt.transfer.parts import Piece
+from cloudckpt.transfer.pool import MemoryPool
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import creates_only, put_whole
@@ -368,7 +368,7 @@ def sent(job: Job, memory: Sequence[memoryview], stats: TransferStats) -> tuple[
     destination = job.destination
     store = open_store(destination.uri, destination.config)
     group = sending_group(destination, store)
-    pool = SlabPool(destination.config.memory_budget, group.cancellation)
+    pool = MemoryPool(destination.config.memory_budget, group.cancellation)
     return send(destination, store, job.plans, _Mapped(pool, memory), group, stats)
 
 
@@ -376,7 +376,7 @@ def sent(job: Job, memory: Sequence[memoryview], stats: TransferStats) -> tuple[
 class _Mapped:
     """The buffers of a plan: the arena of the staged copy, and the annex."""
 
-    pool: SlabPool
+    pool: MemoryPool
     _memory: Sequence[memoryview]
 
     def views(self, plan: ObjectPlan) -> Iterator[memoryview]:

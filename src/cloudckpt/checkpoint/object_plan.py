@@ -22,8 +22,9 @@ from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.boxes import ALIGNMENT, aligned, padding
 from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.packing import Packer, SlabPool
+from cloudckpt.transfer.packing import Packer
 from cloudckpt.transfer.parts import Piece, choose_part_size
+from cloudckpt.transfer.pool import MemoryPool
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload, creates_only
@@ -272,7 +273,7 @@ class Buffers(Protocol):
     """
 
     @property
-    def pool(self) -> SlabPool: ...
+    def pool(self) -> MemoryPool: ...
 
     def views(self, plan: ObjectPlan) -> Iterable[memoryview]:
         """Returns a view of each item's bytes, which the caller copies before it takes the next."""

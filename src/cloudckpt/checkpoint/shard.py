@@ -29,8 +29,8 @@ from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.torch_private import create_chunk_list, declared_shards, declares_shards
 from cloudckpt.errors import UnsupportedTensorError
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.transfer.memory import has_memory, is_plain
-from cloudckpt.transfer.packing import PACKED_BELOW, READABLE, memory_at
+from cloudckpt.transfer.memory import READABLE, has_memory, is_plain, memory_at
+from cloudckpt.transfer.packing import PACKED_BELOW
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats

@@ -40,7 +40,7 @@ from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.boxes import Box, plan_boxes, row_major_slices, row_major_strides
 from cloudckpt.transfer.download import MERGE_GAP, Download, download, segments_for
-from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, Segment, StoredBytes, Wanted
+from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, TensorSink, Wanted
 from cloudckpt.transfer.memory import (
     Claims,
     narrow,
@@ -304,18 +304,18 @@ class Load:
             limit=limit,
             merge_gap=MERGE_GAP,
         ):
+            part = narrow(target, read.box)
             if not read.contiguous:
-                sink = BoxSink(target, read.box, dtype, stored.shape)
+                sink = TensorSink(part, dtype, stored.shape)
                 row = _row_bytes(read.box, stored)
                 wanted.append(Wanted(source, read.start, read.stop, sink, False, row))
                 continue
-            part = narrow(target, read.box)
             if not opaque and part.is_contiguous() and shows_its_memory(part):
-                flat = FlatSink(part, dtype)
-                wanted.append(Wanted(source, read.start, read.stop, flat, True))
+                sink = TensorSink(part, dtype)
+                wanted.append(Wanted(source, read.start, read.stop, sink, True))
                 continue
             for rows in row_major_slices(part.shape, dtype.itemsize, limit):
-                sink = BoxSink(part, rows.box, dtype, None)
+                sink = TensorSink(narrow(part, rows.box), dtype, direct=False)
                 start, stop = read.start + rows.start, read.start + rows.stop
                 wanted.append(Wanted(source, start, stop, sink, False))
 

@@ -15,7 +15,7 @@ from cloudckpt.events import Transferred
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.download import download
-from cloudckpt.transfer.landing import FlatSink, StoredBytes, Wanted
+from cloudckpt.transfer.landing import StoredBytes, TensorSink, Wanted
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store
 from cloudckpt.transfer.stats import TransferStats
@@ -114,7 +114,7 @@ class PinnedObject(RangeReader):
         """Fills byte tensors with ranges of the object; each is given with its first offset."""
         wanted = []
         for start, room in ranges:
-            sink = FlatSink(room, torch.uint8)
+            sink = TensorSink(room, torch.uint8)
             if self._blocks is None:
                 wanted.append(Wanted(self.source(start, room.nbytes), 0, room.nbytes, sink, True))
                 continue

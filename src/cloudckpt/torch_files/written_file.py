@@ -14,8 +14,8 @@ from cloudckpt.errors import InvalidRequestError, TransferCancelledError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.packing import Slab
 from cloudckpt.transfer.parts import Checks, Piece, choose_part_size
+from cloudckpt.transfer.pool import Lease
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
@@ -84,7 +84,7 @@ class WrittenFile(io.BufferedIOBase):
         self._most = size * limits.max_parts
         self._group = group = TaskGroup(width, name="cloudckpt-save", interrupt=store.interrupt)
         self._pool = StagingPool(budget, group.cancellation)
-        self._slab: Slab | None = None
+        self._slab: Lease | None = None
         self._filled = 0
         self._checks = checks
         self._is_immutable = is_immutable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -17,10 +16,9 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.download import Receiver
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.parts import Piece, choose_part_size
+from cloudckpt.transfer.pool import MemoryPool
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload, creates_only
 
@@ -210,7 +208,7 @@ class _Copying:
         most = max((min(size, one.size) for one, size in sizes.items()), default=0)
         # two parts at least: the first part of an upload waits for the second
         budget = max(self._config.memory_budget, 2 * most)
-        self._pool = ScratchPool(budget, self._group.cancellation)
+        self._pool = MemoryPool(budget, self._group.cancellation)
         copied = _Counted(self._moved)
         under_way: dict[CopyTask, ObjectUpload] = {}
 
@@ -262,9 +260,11 @@ class _Copying:
         uri = self._source.uri(task.source)
         comparison = _Comparison(uri, task, upload.algorithm)
         for start in range(0, task.size, part_size):
-            loan = _Loan(self._pool, min(part_size, task.size - start))
-            receive = partial(self._receive, task, start, loan.view, uri)
-            upload.write(Piece(loan.view, comparison, start, loan, ready=receive, item=uri))
+            nbytes = min(part_size, task.size - start)
+            lease = self._pool.take(nbytes)
+            view = lease.view[:nbytes]
+            receive = partial(self._receive, task, start, view, uri)
+            upload.write(Piece(view, comparison, start, lease, ready=receive, item=uri))
         upload.close()
 
     def _receive(self, task: CopyTask, start: int, view: memoryview, uri: str) -> None:
@@ -292,21 +292,6 @@ class _Counted(TransferStats):
 
     def add_bytes(self, count: int) -> None:
         self._moved(count)
-
-
-class _Loan:
-    """The scratch memory of one part, returned when the part was sent."""
-
-    def __init__(self, pool: ScratchPool, nbytes: int) -> None:
-        self._stack = contextlib.ExitStack()
-        self._memory = self._stack.enter_context(pool.borrowed(nbytes, pinned=False))
-        self.view = bytes_of(self._memory)[:nbytes]
-
-    def retain(self) -> None:
-        raise AssertionError("a part is one piece")
-
-    def release(self) -> None:
-        self._stack.close()
 
 
 class _Comparison:

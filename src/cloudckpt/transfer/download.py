@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -23,10 +24,10 @@ from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectInfo, Progress, RangeReader, nbytes, skip
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.connections import transfer_group
-from cloudckpt.transfer.landing import Bad, ScatterPlan, Segment, Wanted
+from cloudckpt.transfer.landing import ScatterPlan, Segment, Wanted
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.staging import ScratchPool
+from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
 
 __all__ = [
@@ -244,7 +245,7 @@ class Download:
         self.fail = self._group.fail
         self.cancellation = cancellation = self._group.cancellation
         self._retrier = Retrier(config.retry, cancellation, on_retry=stats.add_retry)
-        self._scratch = ScratchPool(config.memory_budget, cancellation)
+        self._scratch = StagingPool(config.memory_budget, cancellation)
 
         # not a method: a reference cycle would keep the tensors alive
         def progress(count: int) -> None:
@@ -284,31 +285,34 @@ class Download:
         self, request: Sequence[Segment], receive: Callable[[Sequence[memoryview]], None]
     ) -> None:
         with paused_gc():
-            landing = ScatterPlan(request)
-        with self._scratch.borrowed(landing.scratch_bytes, pinned=landing.pinned) as scratch:
-            views = landing.place(scratch)
+            plan = ScatterPlan(request)
+        nbytes = aligned(plan.scratch_bytes, MIB)
+        with (
+            self._scratch.take(nbytes, pinned=plan.pinned) if nbytes else contextlib.nullcontext()
+        ) as scratch:
+            views = plan.place(scratch)
             try:
                 receive(views)
-                self._make_right(request, landing, views)
+                self._make_right(request, plan, views)
             except CheckpointCorruptError as error:
                 self._damaged(error)
             else:
-                landing.deliver()
+                plan.deliver()
 
     def _make_right(
-        self, request: Sequence[Segment], landing: ScatterPlan, views: Sequence[memoryview]
+        self, request: Sequence[Segment], plan: ScatterPlan, views: Sequence[memoryview]
     ) -> None:
         """Fetches a request again if a checksum does not match.
 
         Raises:
             CheckpointCorruptError: If it does not match again, or bytes are missing.
         """
-        if not (bad := self._bad(landing)):
+        if not (bad := self._verify(plan)):
             return
-        uri = self._store.uri(request[0].want.source.key)
+        uri = bad[0].object
         logger.warning("%s: read again, because the checksum of %s did not match", uri, bad[0].item)
         self._receive(request, views)
-        if bad := self._bad(landing):
+        if bad := self._verify(plan):
             first, others = bad[0], f" (and of {len(bad) - 1} more)" if bad[1:] else ""
             raise CheckpointCorruptError(
                 f"bytes {first.start} to {first.stop} of the object{others} do not match their "
@@ -316,10 +320,7 @@ class Download:
                 "checkpoint",
                 uri=uri,
                 item=first.item,
-                damages=[
-                    Damage(uri, one.item, "does not match its checksum", one.start, one.stop)
-                    for one in bad
-                ],
+                damages=bad,
             )
 
     def _receive(self, request: Sequence[Segment], views: Sequence[memoryview]) -> None:
@@ -334,14 +335,14 @@ class Download:
         )
         self._stats.add_requests(1)
 
-    def _bad(self, landing: ScatterPlan) -> list[Bad]:
+    def _verify(self, plan: ScatterPlan) -> list[Damage]:
         if not self._config.verify:
             return []
         began = time.perf_counter()
         try:
-            return landing.bad()
+            return plan.damages(self._store.uri)
         finally:
-            self._stats.add_verified(landing.size, time.perf_counter() - began)
+            self._stats.add_verified(plan.size, time.perf_counter() - began)
 
 
 def _copy(data: memoryview, views: Sequence[memoryview]) -> None:

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from cloudckpt.checksum import Blocks
-from cloudckpt.transfer.boxes import ALIGNMENT, Box, row_major_strides
-from cloudckpt.transfer.memory import bytes_of, is_plain, narrow
+from cloudckpt.errors import Damage
+from cloudckpt.transfer.boxes import ALIGNMENT, row_major_strides
+from cloudckpt.transfer.memory import bytes_of, is_plain
+from cloudckpt.transfer.pool import Lease
 
 __all__ = [
-    "Bad",
-    "BoxSink",
     "BytesSink",
-    "FlatSink",
     "ScatterPlan",
     "Sink",
     "Segment",
     "StoredBytes",
+    "TensorSink",
     "Wanted",
     "copy_into",
 ]
 
 _DIRECT = 64 * 1024  # bytes; less is cheaper to copy than to receive in a separate call
-
-
-_MAPPED = 1024 * 1024
+_MAPPED = 1024 * 1024  # bytes; more are memory-mapped
 
 
 class Sink:
@@ -77,71 +74,58 @@ class BytesSink(Sink):
         super().__init__(memoryview(self.data))
 
 
-class FlatSink(Sink):
-    """A tensor whose elements have the order of the range, which may be delivered in any pieces."""
+class TensorSink(Sink):
+    """A tensor, or a part of one, that receives the stored elements of a range.
 
-    __slots__ = ("_dtype", "_flat")
-
-    def __init__(self, target: torch.Tensor, dtype: torch.dtype) -> None:
-        fits = is_plain(target) and target.dtype == dtype
-        super().__init__(bytes_of(target) if fits else None, pinned=target.is_cuda)
-        self._flat = target.reshape(-1) if target.dim() != 1 else target
-        self._dtype = dtype
-
-    def deliver(self, start: int, data: torch.Tensor) -> None:
-        if self.memory is not None:
-            super().deliver(start, data)
-            return
-        elements = _viewed(data, self._dtype)
-        first = start // self._dtype.itemsize
-        with _mode_of(self._flat):
-            self._flat[first : first + elements.numel()].copy_(elements)
-
-
-class BoxSink(Sink):
-    """A box of a tensor, filled from a range with other elements in between or in another order."""
+    A contiguous one may be delivered in any pieces, any other only as a whole.
+    """
 
     __slots__ = ("_dtype", "_strides", "_target")
 
     def __init__(
         self,
         target: torch.Tensor,
-        box: Box,
         dtype: torch.dtype,
-        source_shape: tuple[int, ...] | None,
+        source_shape: Sequence[int] | None = None,
+        *,
+        direct: bool = True,
     ) -> None:
-        """Prepares the box; `source_shape` is the stored tensor's; None if the range is the box."""
-        super().__init__(None, pinned=target.is_cuda)
-        self._target = narrow(target, box)
+        """Prepares the tensor.
+
+        Args:
+            target: The tensor.
+            dtype: The type of the stored elements.
+            source_shape: The shape of the stored tensor of which the target is a box, if elements
+                around the box lie between its own in the range.
+            direct: Whether the bytes may be received in the target's memory.
+        """
+        fits = direct and source_shape is None and target.dtype == dtype and is_plain(target)
+        super().__init__(bytes_of(target) if fits else None, pinned=target.is_cuda)
+        self._target = target
         self._dtype = dtype
         self._strides = None if source_shape is None else row_major_strides(source_shape)
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
-        elements = _viewed(data, self._dtype)
-        shape = self._target.shape
-        if self._strides is None:
-            elements = elements.view(shape)
+        if self.memory is not None:
+            super().deliver(start, data)
+            return
+        if data.storage_offset() % self._dtype.itemsize:
+            data = data.clone()
+        elements, target = data.view(self._dtype), self._target
+        if self._strides is not None:
+            elements = elements.as_strided(target.shape, self._strides, elements.storage_offset())
+        elif elements.numel() == target.numel():
+            elements = elements.view(target.shape)
         else:
-            elements = elements.as_strided(shape, self._strides, elements.storage_offset())
-        copy_into(self._target, elements)
+            first = start // self._dtype.itemsize
+            target = target.view(-1)[first : first + elements.numel()]
+        copy_into(target, elements)
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies `source` into `target` without autograd, in inference mode if necessary."""
-    with _mode_of(target):
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
         target.copy_(source)
-
-
-def _mode_of(target: torch.Tensor) -> AbstractContextManager[object]:
-    """Returns the mode in which a tensor may be changed; the mode is per thread."""
-    return torch.inference_mode() if target.is_inference() else torch.no_grad()
-
-
-def _viewed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns bytes as elements of `dtype`; copies them first if they are misaligned."""
-    if data.storage_offset() % dtype.itemsize:
-        data = data.clone()
-    return data.view(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,52 +204,24 @@ class Segment:
         return head, Segment(self.want, at, self.stop, self.grain)
 
 
-@dataclass(frozen=True)
-class Bad:
-    """Bytes of an object that do not match their checksum."""
-
-    item: str
-    start: int
-    stop: int
-
-
 class _Landed:
     """A segment, and the memory that its bytes are received into."""
 
-    __slots__ = ("at", "before", "behind", "data", "first", "rest_at", "segment", "target", "views")
+    __slots__ = ("data", "first", "segment", "start", "stop", "target", "views")
 
     def __init__(self, segment: Segment) -> None:
         want, origin = segment.want, segment.want.source.offset
-        start = max(origin + want.start, segment.start)
-        stop = min(origin + want.stop, segment.stop)
         self.segment = segment
-        self.before = start - segment.start  # bytes requested only to complete the first block
-        self.behind = segment.stop - stop
-        self.first = start - origin - want.start  # offset in the sink's range
-        # receives the bytes directly; None: scratch memory does
+        # the needed bytes; others are requested only to complete the first and the last block
+        self.start = max(origin + want.start, segment.start)
+        self.stop = min(origin + want.stop, segment.stop)
+        self.first = self.start - origin - want.start  # offset in the sink's range
+        # receives the needed bytes directly; None: scratch memory does
         self.target: memoryview | None = None
-        if want.sink.memory is not None and stop - start >= _DIRECT:
-            self.target = want.sink.memory[self.first : self.first + stop - start]
-        # offsets in scratch memory: of all or the leading bytes; of those after target
-        self.at = self.rest_at = 0
-        self.views: list[memoryview] = []
+        if want.sink.memory is not None and self.stop - self.start >= _DIRECT:
+            self.target = want.sink.memory[self.first : self.first + self.stop - self.start]
+        self.views: list[memoryview] = []  # all bytes of the segment, in order
         self.data: torch.Tensor | None = None  # the needed bytes, if they are in scratch memory
-
-    def place(self, scratch: torch.Tensor, memory: memoryview) -> None:
-        """Assigns the segment's bytes in scratch memory, of which `memory` is a view."""
-        if self.target is None:
-            stop = self.at + self.segment.stop - self.segment.start
-            self.views = [memory[self.at : stop]]
-            self.data = scratch[self.at + self.before : stop - self.behind]
-        else:
-            before = memory[self.at : self.at + self.before]
-            behind = memory[self.rest_at : self.rest_at + self.behind]
-            self.views = [view for view in (before, self.target, behind) if view.nbytes]
-
-    def deliver(self) -> None:
-        """Passes the bytes that were received into scratch memory to the sink."""
-        if self.data is not None:
-            self.segment.want.sink.deliver(self.first, self.data)
 
 
 class ScatterPlan:
@@ -274,62 +230,49 @@ class ScatterPlan:
     Large plain targets receive their bytes directly. Everything else (small targets, targets that
     need a copy, the rest of a block, gaps between segments) is received into one scratch buffer, at
     the object's own alignment.
+
+    Attributes:
+        size: The bytes of all segments, without the gaps between them.
+        scratch_bytes: Enough bytes for the scratch buffer; 0 if none is needed.
+        pinned: Whether page-locked scratch memory makes delivery faster.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._landed = [_Landed(segment) for segment in segments]
-        self._order: list[
-            memoryview | tuple[int, int]
-        ] = []  # in the object's order: targets, and ranges of scratch memory
-        self.scratch_bytes = 0
-        position = segments[0].start
-        for landed in self._landed:
-            segment = landed.segment
-            self._scratch(position, segment.start - position)
-            if landed.target is None:
-                landed.at = self._scratch(segment.start, segment.stop - segment.start)
-            else:
-                landed.at = self._scratch(segment.start, landed.before)
-                self._order.append(landed.target)
-                landed.rest_at = self._scratch(segment.stop - landed.behind, landed.behind)
-            position = segment.stop
+        self._begin, self._end = segments[0].start, segments[-1].stop
+        self.size = sum(segment.stop - segment.start for segment in segments)
+        self.pinned = any(segment.want.sink.pinned for segment in segments)
+        direct = [one.target.nbytes for one in self._landed if one.target is not None]
+        self.scratch_bytes = self._end - self._begin - sum(direct)
+        if self.scratch_bytes:  # each run of scratch memory is aligned
+            self.scratch_bytes += ALIGNMENT * (len(direct) + 1)
 
-    def _scratch(self, position: int, count: int) -> int:
-        """Reserves scratch memory for `count` bytes at `position`; returns the offset there."""
-        if count == 0:
-            return 0
-        run = self._order[-1] if self._order else None
-        if isinstance(run, tuple):
-            at = run[1]
-            self._order[-1] = (run[0], at + count)
-        else:
-            at = self.scratch_bytes + (position - self.scratch_bytes) % ALIGNMENT
-            self._order.append((at, at + count))
-        self.scratch_bytes = at + count
-        return at
-
-    @property
-    def size(self) -> int:
-        """The bytes of all segments, without the gaps between them."""
-        return sum(landed.segment.stop - landed.segment.start for landed in self._landed)
-
-    @property
-    def pinned(self) -> bool:
-        """Whether page-locked scratch memory makes delivery faster."""
-        return any(landed.segment.want.sink.pinned for landed in self._landed)
-
-    def place(self, scratch: torch.Tensor) -> list[memoryview]:
+    def place(self, scratch: Lease | None) -> list[memoryview]:
         """Returns the views to receive into, in the order of the object's bytes."""
-        memory = bytes_of(scratch)
+        memory = memoryview(b"") if scratch is None else scratch.view
+        order: list[memoryview] = []
+        begin = self._begin  # of a run of the object's bytes that are received into scratch memory
+        shift = begin % ALIGNMENT - begin  # from an offset in the object to that in scratch memory
         for landed in self._landed:
-            landed.place(scratch, memory)
-        return [
-            memory[part[0] : part[1]] if isinstance(part, tuple) else part for part in self._order
-        ]
+            segment, target = landed.segment, landed.target
+            if target is None:
+                landed.views = [memory[segment.start + shift : segment.stop + shift]]
+                assert scratch is not None
+                landed.data = scratch.memory[landed.start + shift : landed.stop + shift]
+                continue
+            end = landed.start + shift
+            before = memory[segment.start + shift : end]
+            order += [memory[begin + shift : end], target]
+            begin = landed.stop
+            shift = end + (begin - end) % ALIGNMENT - begin
+            behind = memory[begin + shift : segment.stop + shift]
+            landed.views = [view for view in (before, target, behind) if view.nbytes]
+        order.append(memory[begin + shift : self._end + shift])
+        return [view for view in order if view.nbytes]
 
-    def bad(self) -> list[Bad]:
-        """Returns the blocks that do not match their checksums."""
-        found: list[Bad] = []
+    def damages(self, uri: Callable[[str], str]) -> list[Damage]:
+        """Returns the blocks that do not match their checksums; `uri` tells the URI of a key."""
+        found: list[Damage] = []
         for landed in self._landed:
             source = landed.segment.want.source
             blocks = source.blocks
@@ -339,10 +282,12 @@ class ScatterPlan:
             for bad in blocks.bad(first, landed.views):
                 start = source.offset + bad * blocks.size
                 stop = min(start + blocks.size, source.offset + source.nbytes)
-                found.append(Bad(source.item, start, stop))
+                what = "does not match its checksum"
+                found.append(Damage(uri(source.key), source.item, what, start, stop))
         return found
 
     def deliver(self) -> None:
         """Passes the bytes that were received into scratch memory to their sinks."""
         for landed in self._landed:
-            landed.deliver()
+            if landed.data is not None:
+                landed.segment.want.sink.deliver(landed.first, landed.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
@@ -11,16 +12,17 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from cloudckpt.transfer.boxes import Box, reach
-from cloudckpt.transfer.packing import WRITABLE, memory_at
 
 __all__ = [
     "PLAIN",
+    "READABLE",
     "Claims",
     "bytes_of",
     "extent",
     "has_memory",
     "host_buffer",
     "is_plain",
+    "memory_at",
     "memory_of",
     "narrow",
     "settled",
@@ -28,6 +30,12 @@ __all__ = [
     "why_not_filled",
 ]
 
+# a ctypes array would need a new class for each size, each a reference cycle
+memory_at: Any = ctypes.pythonapi.PyMemoryView_FromMemory
+"""Returns a memoryview of the bytes at an address, given address, size and access flag."""
+memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+memory_at.restype = ctypes.py_object
+READABLE, _WRITABLE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 """The tensor classes whose values are just the bytes in their memory."""
@@ -120,7 +128,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     size = tensor.numel() * tensor.itemsize
     if size == 0:
         return memoryview(b"")
-    view: memoryview = memory_at(tensor.data_ptr(), size, WRITABLE)
+    view: memoryview = memory_at(tensor.data_ptr(), size, _WRITABLE)
     return view
 
 

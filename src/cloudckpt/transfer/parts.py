@@ -10,14 +10,13 @@ from typing import Protocol
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import MIB
 from cloudckpt.stores.capabilities import Capabilities
+from cloudckpt.transfer.pool import Lease
 
 __all__ = [
     "Checks",
-    "Lease",
     "PartCutter",
     "PartPlan",
     "Piece",
-    "PieceWriter",
     "choose_part_size",
     "even_share",
 ]
@@ -27,14 +26,6 @@ _REQUESTS = (16 * MIB, 64 * MIB)  # the fewest and the most bytes of a request
 
 # below the limit of 10,000 of S3 and GCS, in case the size was underestimated
 _PARTS_AIMED_AT = 9_000
-
-
-class Lease(Protocol):
-    """Lent memory, which is returned when every holder has released it."""
-
-    def retain(self) -> None: ...
-
-    def release(self) -> None: ...
 
 
 class Checks(Protocol):
@@ -76,22 +67,6 @@ class Piece:
         first = dataclasses.replace(self, view=self.view[:count])
         rest = dataclasses.replace(self, view=self.view[count:], start=self.start + count)
         return first, rest
-
-
-class PieceWriter(Protocol):
-    """Receives the pieces of one object, as :class:`~cloudckpt.transfer.upload.ObjectUpload` does.
-
-    Attributes:
-        position: Bytes written so far.
-    """
-
-    position: int
-
-    def write(self, piece: Piece) -> None:
-        """Appends a piece."""
-
-    def close(self, end: Piece) -> None:
-        """Appends the last piece, whose bytes are made when all others have their checksums."""
 
 
 @dataclass(slots=True)

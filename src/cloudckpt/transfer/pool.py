@@ -1,0 +1,151 @@
+"""Bounded memory for bytes that can't be sent or received where they are.
+
+The saving process uses it as well, so this module must not import torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from typing import Any
+
+from cloudckpt.transfer.boxes import ALIGNMENT, aligned
+from cloudckpt.transfer.group import Cancellation
+
+__all__ = ["Lease", "MemoryPool", "slab_of"]
+
+_SLABS = 16
+
+
+class Lease:
+    """A block of lent memory, which returns to its pool when every holder has released it.
+
+    As a context manager it is released at the end of the block.
+
+    Attributes:
+        memory: The object that keeps ``view`` valid; a tensor, if the pool makes tensors.
+        view: The bytes.
+        used: Bytes at the beginning that are reserved; see :meth:`MemoryPool.reserve`.
+    """
+
+    def __init__(self, pool: MemoryPool, memory: Any, view: memoryview) -> None:
+        self.memory = memory
+        self.view = view
+        self.used = 0
+        self._pool = pool
+        self._holders = 1
+        self._lock = threading.Lock()
+
+    def retain(self) -> None:
+        """Adds a holder."""
+        with self._lock:
+            self._holders += 1
+
+    def release(self) -> None:
+        """Removes a holder; the last one returns the memory, and must not use it any more."""
+        with self._lock:
+            self._holders -= 1
+            is_free = self._holders == 0
+        if is_free:
+            self._pool.take_back(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def slab_of(budget: int) -> int:
+    """Returns the bytes of each slab of a pool with this budget."""
+    return budget // _SLABS // ALIGNMENT * ALIGNMENT
+
+
+class MemoryPool:
+    """Lends at most `budget` bytes of host memory at a time; borrowers wait for free memory.
+
+    Attributes:
+        slab_bytes: The most bytes that :meth:`reserve` can reserve.
+    """
+
+    def __init__(self, budget: int, cancellation: Cancellation) -> None:
+        self.slab_bytes = slab_of(budget)
+        self._budget = budget
+        self._cancellation = cancellation
+        self._changed = threading.Condition()
+        self._free: list[tuple[Any, memoryview]] = []
+        self._lent = 0
+        self._current: Lease | None = None
+        self._closed = False
+
+    def allocate(self, nbytes: int, *, pinned: bool) -> tuple[Any, memoryview]:
+        """Returns new memory: the object that keeps it, and its bytes; `pinned`: page-locked."""
+        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return mapped, memoryview(mapped)
+
+    def take(self, nbytes: int, *, pinned: bool = False) -> Lease:
+        """Lends a block of at least `nbytes` bytes, with one holder.
+
+        More than the budget is lent when nothing else is: an item of any size must be transferable.
+
+        Args:
+            nbytes: The size; not 0.
+            pinned: Whether newly allocated memory is page-locked; reused memory stays as it is.
+        """
+        with self._changed:
+            while self._lent and self._lent + nbytes > self._budget:
+                self._changed.wait(0.2)
+                self._cancellation.check()
+            block = self._fitting(nbytes)
+            self._lent += nbytes if block is None else block[1].nbytes
+        return Lease(self, *(block or self.allocate(nbytes, pinned=pinned)))
+
+    def _fitting(self, nbytes: int) -> tuple[Any, memoryview] | None:
+        """Removes the smallest free block of the size; None, and room for a new one, if none is."""
+        at = min(
+            (n for n, (_, view) in enumerate(self._free) if view.nbytes >= nbytes),
+            key=lambda n: self._free[n][1].nbytes,
+            default=None,
+        )
+        most = max(self._budget, nbytes)
+        if at is not None and self._lent + self._free[at][1].nbytes <= most:
+            return self._free.pop(at)
+        while self._free and self._lent + nbytes + sum(v.nbytes for _, v in self._free) > most:
+            self._free.pop(0)
+        return None
+
+    def take_back(self, lease: Lease) -> None:
+        with self._changed:
+            self._lent -= lease.view.nbytes
+            if not self._closed:
+                self._free.append((lease.memory, lease.view))
+            self._changed.notify_all()
+
+    def reserve(self, nbytes: int) -> tuple[Lease, int]:
+        """Reserves room in a block that is shared by several reservations.
+
+        Returns:
+            The block, with a holder for this reservation, and the offset in it: a multiple of 64
+            that follows the previous reservation while there is enough room.
+        """
+        slab = self._current
+        if slab is None or slab.used + nbytes > self.slab_bytes:
+            self._let_go()
+            slab = self._current = self.take(self.slab_bytes)
+        place = slab.used
+        slab.used += aligned(nbytes)
+        slab.retain()
+        return slab, place
+
+    def _let_go(self) -> None:
+        """Releases the block in which room is reserved."""
+        if self._current is not None:
+            self._current.release()
+            self._current = None
+
+    def close(self) -> None:
+        """Ends the reservations; each block is freed as soon as it has no holder."""
+        self._let_go()
+        with self._changed:
+            self._closed = True
+            self._free.clear()
