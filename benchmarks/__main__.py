@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from benchmarks.children import ROOT, SOURCE
 
@@ -20,6 +21,7 @@ def main() -> int:
     # The tree is what is measured, installed or not; the scenarios' imports follow this.
     sys.path.insert(0, str(ROOT / "src"))
     from benchmarks.bench import Bench
+    from benchmarks.chart import draw
     from benchmarks.conditions import BUSY_LOAD, conditions, load_average
     from benchmarks.contenders import CONTENDERS
     from benchmarks.report import Report
@@ -50,6 +52,7 @@ def main() -> int:
         type=_fleet,
         help="a job that fleet simulates; may be repeated (default: 512x1000 1024x1000)",
     )
+    parser.add_argument("--chart", type=Path, help="a file for a picture (SVG) of https")
     arguments = parser.parse_args()
     # Both unwind as Ctrl-C does, so that the server and the children end; a shell's background
     # jobs start with SIGINT ignored.
@@ -73,6 +76,8 @@ def main() -> int:
         rows = [replace(row, limit=None) for row in rows]
     report = Report(at, rows, bench.failures, arguments.quick)
     print(report.markdown())
+    if arguments.chart:
+        draw(report, arguments.chart)
     return 0 if report.good else 1
 
 
