@@ -18,10 +18,12 @@ from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     ConfigError,
     ConnectionLostError,
 )
 from cloudckpt.runs import Preemption, claim, prune
+from cloudckpt.runs.catalog import Run
 
 
 def job(run, **options) -> CheckpointManager:
@@ -89,6 +91,35 @@ def test_what_a_replaced_job_has_saved_is_neither_restored_nor_counted(run, two,
     assert (
         "newer steps were not" not in caplog.text
     )  # step 6 is older than the one that was restored
+
+
+@pytest.mark.parametrize("when", ["after a dry run", "amid"])
+def test_a_step_that_is_saved_anew_while_steps_are_pruned_stays(run, when, monkeypatch) -> None:
+    with job(run) as manager:
+        save(manager, 1, 2, 3)
+    history = Run.history
+
+    def goes_back(*_) -> None:
+        monkeypatch.undo()
+        with job(run) as other:
+            other.restore(state(0), step=1)
+            save(other, 2, of=1000)
+
+    def then_saved(asked: Run, *steps) -> object:
+        found = history(asked, *steps)
+        goes_back()
+        return found
+
+    if when == "amid":
+        monkeypatch.setattr(Run, "history", then_saved)
+        with pytest.raises(CheckpointReplacedError):
+            prune(run, max_to_keep=1)
+    else:
+        shown = prune(run, max_to_keep=1, dry_run=True)
+        goes_back()
+        assert [uri[-1] for uri in shown] == ["1", "2"]
+        assert prune(run, max_to_keep=1, only=shown) == shown[:1]
+    assert restored(run) == (2, 1002)
 
 
 @pytest.mark.parametrize("keep_abandoned", [True, False])

@@ -275,7 +275,8 @@ def prune(
         raise typer.BadParameter(
             "nothing says what to keep: give --max-to-keep, --best-to-keep or --keep-younger-than"
         )
-    unneeded = pruning.prune(
+    rule = partial(
+        pruning.prune,
         run,
         max_to_keep=max_to_keep,
         best_to_keep=best_to_keep,
@@ -284,14 +285,28 @@ def prune(
         best_metric=best_metric,
         best_mode=best_mode,
         abandoned=abandoned,
-        dry_run=True,
         step_name=step_name,
         config=call.config,
     )
-    _delete(call, unneeded)
+    found = rule(dry_run=True)
+    if found and not call.dry_run:
+        call.confirm(f"Delete {_named(found)}?")
+        found = rule(only=found)  # the rules may keep one now: a job may have gone back meanwhile
+    _show_deleted(call, found)
 
 
-def _delete(call: Call, uris: Sequence[str], runs: Sequence[Run] = ()) -> None:
+def _named(uris: Sequence[str]) -> str:
+    """Returns the number of checkpoints, and the first and last of them, for a question."""
+    ends = dict.fromkeys((uris[0], uris[-1]))
+    return f"{len(uris)} checkpoints: {' to '.join(map(safe, ends))}"
+
+
+def _show_deleted(call: Call, uris: Sequence[str]) -> None:
+    verb = "would delete" if call.dry_run else "deleted"
+    call.done([{"action": verb, "checkpoint": uri} for uri in uris], {"checkpoints": uris})
+
+
+def _delete(call: Call, uris: Sequence[str], runs: Sequence[Run]) -> None:
     """Deletes checkpoints and whole runs, after a confirmation by the user.
 
     Raises:
@@ -305,9 +320,9 @@ def _delete(call: Call, uris: Sequence[str], runs: Sequence[Run] = ()) -> None:
     ]
     every = [*(one.uri for one in inside), *uris]
     if every and not call.dry_run:
-        whole = f" (whole runs, {as_size(sum(one.nbytes for one in inside))})" if runs else ""
-        ends = safe(every[0]) if len(every) == 1 else f"{safe(every[0])} to {safe(every[-1])}"
-        call.confirm(f"Delete {len(every)} checkpoints{whole}: {ends}?")
+        size = as_size(sum(one.nbytes for one in inside))
+        whole = f"whole runs of {size}, with " if runs else ""
+        call.confirm(f"Delete {whole}{_named(every)}?")
         for run in runs:
             delete_run(run.root, config=call.config)
     deleted, missing = [one.uri for one in inside], list[CheckpointNotFoundError]()
@@ -320,9 +335,7 @@ def _delete(call: Call, uris: Sequence[str], runs: Sequence[Run] = ()) -> None:
             except CheckpointNotFoundError as error:
                 missing.append(error)
     finally:
-        verb = "would delete" if call.dry_run else "deleted"
-        rows = [{"action": verb, "checkpoint": uri} for uri in deleted]
-        call.done(rows, {"checkpoints": deleted})
+        _show_deleted(call, deleted)
     for other in missing[1:]:
         say(other)
     if missing:

@@ -7,19 +7,19 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from cloudckpt.background.save import SaveFuture
-from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import find_commit
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CloudCheckpointError,
     ConfigError,
     StoreError,
@@ -48,6 +48,7 @@ def prune(
     best_metric: str | None = None,
     best_mode: Literal["min", "max"] | None = None,
     abandoned: bool = False,
+    only: Collection[str] | None = None,
     dry_run: bool = False,
     step_name: str = DEFAULT_PATTERN,
     config: Config | None = None,
@@ -70,6 +71,8 @@ def prune(
         best_metric: The name of the metric by which checkpoints are ranked.
         best_mode: Whether the lowest (``"min"``) or the highest values (``"max"``) are best.
         abandoned: Whether abandoned steps are deleted, too.
+        only: The result of a dry run that a user has confirmed: only these checkpoints are deleted,
+            if the rules still do not keep them. None deletes all.
         dry_run: Whether to delete nothing, and only return what would be deleted.
         step_name: The pattern of the checkpoints' folder names.
         config: Options.
@@ -114,10 +117,31 @@ def prune(
             )
             raise
     steps += history.abandoned if abandoned else ()
+    steps = [step for step in steps if only is None or str(found.uri(step)) in only]
     for step in () if dry_run else steps:
         with contextlib.suppress(CheckpointNotFoundError):  # another process has deleted it
-            delete_at(found.uri(step), found.config)
+            _delete_as_read(found, history, step)
     return [str(found.uri(step)) for step in steps]
+
+
+def _delete_as_read(
+    run: Run, history: History, step: int, check: Callable[[], None] = lambda: None
+) -> None:
+    """Deletes a step after a check, unless it was saved anew since its notes were read.
+
+    Raises:
+        CheckpointReplacedError: If it was.
+    """
+
+    def check_notes() -> None:
+        check()
+        if run.notes(step) != (history.line | history.abandoned)[step]:
+            raise CheckpointReplacedError(
+                "the checkpoint was saved anew meanwhile, and was not deleted",
+                uri=str(run.uri(step)),
+            )
+
+    delete_at(run.uri(step), run.config, check_notes)
 
 
 def best_step(run: Run, retention: Retention) -> tuple[int, float] | None:
@@ -234,11 +258,9 @@ class Pruner:
             if job and all(one.job != job for one in history.line.values()):
                 return  # another process has deleted all steps of this job
             self._log_new(history, keep_abandoned)
-            for step in _unneeded(self._run, history, self._retention):
-                self._prune(step, history.line[step])
-            if not keep_abandoned:
-                for step, notes in history.abandoned.items():
-                    self._prune(step, notes)
+            unneeded = _unneeded(self._run, history, self._retention)
+            for step in [*unneeded, *(() if keep_abandoned else history.abandoned)]:
+                self._prune(history, step)
         except CheckpointConflictError as error:
             if not self._has_told_loss:  # logged once: several saves may have ended before
                 logger.error("%s: old checkpoints are no longer deleted: %s", self._run.root, error)
@@ -266,18 +288,17 @@ class Pruner:
             )
         self._logged = {*history.unread, *history.abandoned}
 
-    def _prune(self, step: int, notes: Notes) -> None:
-        """Deletes a step, unless this job has saved it anew since its notes were read."""
+    def _prune(self, history: History, step: int) -> None:
+        """Deletes a step, unless it was saved anew since its notes were read."""
         with self.in_use.deleted(step) as is_free:
             if not is_free:
                 return
             try:
-                if self._run.notes(step) == notes:
-                    self._delete(step)
+                _delete_as_read(self._run, history, step, self._line.check_claim)
+            except (CheckpointNotFoundError, CheckpointReplacedError):
+                pass  # another process has deleted it, or this job has saved it anew
             except CheckpointConflictError:
                 raise  # another job has claimed the run: no step may be deleted
-            except CheckpointNotFoundError:
-                pass  # another process has deleted it
             except CloudCheckpointError as error:
                 logger.error(
                     "step %d could not be deleted, and stays until the next save: %s", step, error
@@ -297,33 +318,20 @@ class StepsInUse:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._used: Counter[int] = Counter()
-        self._deleted: set[int] = set()
+        self._locks = defaultdict[int, threading.Lock](threading.Lock)
 
     @contextlib.contextmanager
     def kept(self, step: int) -> Iterator[None]:
-        """Marks a step as in use during a ``with`` block, after a deletion of it in progress."""
-        with self._changed:
-            self._changed.wait_for(lambda: step not in self._deleted)
-            self._used[step] += 1
-        try:
+        """Marks a step as in use during a ``with`` block, after other uses and deletions of it."""
+        with self._locks[step]:
             yield
-        finally:
-            with self._changed:
-                self._used[step] -= 1
 
     @contextlib.contextmanager
     def deleted(self, step: int) -> Iterator[bool]:
         """Yields whether a step is unused; if it is, uses of it wait until the block ends."""
-        with self._changed:
-            is_free = not self._used[step]
-            if is_free:
-                self._deleted.add(step)
+        is_free = self._locks[step].acquire(blocking=False)
         try:
             yield is_free
         finally:
             if is_free:
-                with self._changed:
-                    self._deleted.remove(step)
-                    self._changed.notify_all()
+                self._locks[step].release()
