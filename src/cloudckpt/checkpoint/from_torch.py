@@ -20,12 +20,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from cloudckpt.checkpoint.columns import NotInColumnsError, column_of, matrix_of
 from cloudckpt.checkpoint.table import VALUE, Chunks, Form, Paths, Table, numbered
-from cloudckpt.checkpoint.torch_private import with_strides
 
 __all__ = ["NotInColumnsError", "table_of_metadata", "table_of_plan"]
 
 _END = 1 << 63
-_FIELDS = Form._fields[1:]  # fields of TensorProperties, except for the strides of torch 2.15
 
 
 def table_of_metadata(metadata: Metadata) -> Table:
@@ -79,9 +77,7 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
         for item in items[1:]:
             assert item.tensor_data is not None
             other = item.tensor_data
-            if other.size != data.size or (
-                with_strides(other.properties, None) != with_strides(data.properties, None)
-            ):
+            if other.size != data.size or other.properties.dtype != data.properties.dtype:
                 raise NotInColumnsError(f"{name} is written with two shapes or types")
         collected.add_tensor(name, data.size, data.properties, chunks)
     made = collected.table(plan.planner_data)
@@ -147,7 +143,7 @@ class _Collected:
                 f"the offsets or sizes of a chunk of {name} are not integers"
             ) from exc
         self._per_dims[dims] += len(chunks)
-        self._add(name, Form(shape, *(getattr(properties, one) for one in _FIELDS)), len(chunks))
+        self._add(name, Form(shape, properties.dtype, properties.requires_grad), len(chunks))
 
     def _add(self, name: str, form: Form, count: int) -> None:
         self.names.append(name)

@@ -52,13 +52,6 @@ _LEAST = 1 << 20
 _TIMES = 16
 _AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
 
-_LAYOUTS = {str(kind).removeprefix("torch."): kind for kind in (torch.strided,)}
-_FORMATS = {
-    "contiguous_format": torch.contiguous_format,
-    "channels_last": torch.channels_last,
-    "preserve_format": torch.preserve_format,
-}
-
 
 def bound(pickle_size: int) -> int:
     """Returns the maximum bytes of an unpacked record, given the size of the pickle before it."""
@@ -446,31 +439,28 @@ def _strings(listed: Any) -> list[str]:
 def _described_form(form: Form) -> list[Any] | None:
     if form.shape is None:
         return None
-    layouts = {kind: name for name, kind in _LAYOUTS.items()}
-    formats = {kind: name for name, kind in _FORMATS.items()}
     dtype = str(form.dtype).removeprefix("torch.")
     if vars(torch).get(dtype) is not form.dtype or form.dims > _MOST_DIMS:
         raise ValueError(
             f"a tensor of {dtype} with {form.dims} dimensions can't be described: its type is not "
             f"an attribute of torch, or it has more than {_MOST_DIMS} dimensions"
         )
-    flags = (form.requires_grad, form.pin_memory)
-    if not all(type(flag) is bool for flag in flags):
-        raise ValueError("requires_grad or pin_memory is not a bool")
-    return [form.shape, dtype, layouts[form.layout], formats[form.memory_format], *flags]
+    if type(form.requires_grad) is not bool:
+        raise ValueError("requires_grad is not a bool")
+    return [form.shape, dtype, form.requires_grad]
 
 
 def _form(described: Any) -> Form:
     if described is None:
         return VALUE
-    shape, name, layout, memory_format, requires_grad, pinned = described
+    shape, name, requires_grad = described
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(
             f"this torch does not know the element type {name!r}: install a newer torch"
         )
-    if {type(requires_grad), type(pinned)} != {bool}:
-        raise ValueError("invalid metadata record: requires_grad or pin_memory is not a bool")
+    if type(requires_grad) is not bool:
+        raise ValueError("invalid metadata record: requires_grad is not a bool")
     if len(shape) > _MOST_DIMS or not all(type(dim) is int and 0 <= dim < _END for dim in shape):
         raise ValueError(
             "invalid metadata record: a shape has too many dimensions, or one that is negative, "
@@ -480,8 +470,7 @@ def _form(described: Any) -> Form:
         raise ValueError(
             "invalid metadata record: a tensor has more bytes than a 64-bit number can count"
         )
-    formats = _FORMATS[memory_format]
-    return Form(tuple(shape), dtype, _LAYOUTS[layout], requires_grad, formats, pinned)
+    return Form(tuple(shape), dtype, requires_grad)
 
 
 def _paths(names: Sequence[str], described: Any) -> Paths:

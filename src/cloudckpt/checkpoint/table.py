@@ -34,18 +34,20 @@ _AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
 
 
 class Form(NamedTuple):
-    """The type of a named item: a value, or a tensor with torch's ``TensorProperties``.
+    """The type of a named item: a value, or a tensor.
+
+    Of torch's ``TensorProperties``, the layout, the memory format and whether a tensor was pinned
+    are left out: they say how it was in memory, and no reader uses them.
 
     Attributes:
         shape: The shape of the whole tensor; None for a value that is not a tensor.
+        dtype: The element type.
+        requires_grad: Whether the tensor required gradients.
     """
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
-    layout: torch.layout = torch.strided
     requires_grad: bool = False
-    memory_format: torch.memory_format = torch.contiguous_format
-    pin_memory: bool = False
 
     @property
     def dims(self) -> int:
@@ -55,7 +57,7 @@ class Form(NamedTuple):
     @property
     def properties(self) -> TensorProperties:
         """The tensor's properties, as torch's metadata have them."""
-        return TensorProperties(*self[1:])
+        return TensorProperties(self.dtype, requires_grad=self.requires_grad)
 
 
 VALUE = Form()

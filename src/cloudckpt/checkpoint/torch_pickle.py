@@ -2,51 +2,48 @@
 
 Pickling half a million chunks takes seven seconds and 700 MiB, most of it for Python objects that
 exist only for this purpose. The opcodes of all chunks with the same number of dimensions differ
-only in numbers; so they are written as rows of bytes of one length, into which the columns of
-numbers are copied. Names are written once, at the beginning, and then referred to by their numbers
-in the memo.
+only in numbers. So one chunk is pickled, with a mark in place of each number; its bytes are
+repeated as rows, and the columns of numbers are copied over the marks. Names are written once, at
+the beginning, and then referred to by their numbers in the memo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copyreg
+import functools
+import io
+import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from cloudckpt.checkpoint.columns import byte_rows, column_of, counted, raw_bytes, repeated
+from cloudckpt.checkpoint.columns import byte_rows, counted, raw_bytes, repeated
 from cloudckpt.checkpoint.lazy import save_id_of
-from cloudckpt.checkpoint.record import Record
+from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.table import Form, Table
-from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION
+from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, MemoryFormat, StorageInfo
 
 __all__ = ["metadata_pickle"]
 
-_MARK, _TUPLE, _DICT, _LIST, _SET, _APPEND, _BUILD = b"(", b"t", b"}", b"]", b"u", b"e", b"b"
-_NEW = b")\x81"
-_CALL = b"\x85R"
-_MEMOIZE, _NONE, _TRUE, _FALSE, _STOP, _DROP_ALL = b"\x94", b"N", b"\x88", b"\x89", b".", b"1"
-_TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
+_MARK, _TUPLE, _DICT, _SET = b"(", b"t", b"}", b"u"
+_MEMOIZE, _GET, _NONE, _STOP, _DROP_ALL = b"\x94", b"j", b"N", b".", b"1"
 
-_DCP = "torch.distributed.checkpoint.metadata"
-_CLASSES = (
-    (_DCP, "Metadata"),
-    (_DCP, "TensorStorageMetadata"),
-    (_DCP, "BytesStorageMetadata"),
-    (_DCP, "ChunkStorageMetadata"),
-    (_DCP, "MetadataIndex"),
-    (_DCP, "StorageMeta"),
-    (_DCP, "TensorProperties"),
-    (_DCP, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
+_REPEATED = (
+    *(TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex),
+    *(StorageInfo, torch.Size, "properties", "size", "chunks", "offsets", "sizes", "fqn", "index"),
+    *("offset", "relative_path", "length"),
 )
-_FIELDS = (
-    *("properties", "size", "chunks", "offsets", "sizes", "fqn", "index", "offset"),
-    *("relative_path", "length"),
-)
-_ENCODINGS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+_FIRST = 0x7F << 24  # the first mark of four bytes; one of eight bytes has them above four zeros
 
 
 def metadata_pickle(record: Record) -> bytes:
@@ -55,220 +52,189 @@ def metadata_pickle(record: Record) -> bytes:
     return _Opcodes(record, record.table).made()
 
 
+def _state_of(properties: TensorProperties) -> tuple[Any, ...]:
+    """Reduces properties without the strides of torch 2.15, which an older torch can't read."""
+    state = (
+        *(properties.dtype, properties.layout, properties.requires_grad),
+        *(MemoryFormat.TORCH_CONTIGUOUS_FORMAT, properties.pin_memory),
+    )
+    return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
+
+
+def _coded(value: Any) -> bytes:
+    """Returns the opcodes that make a value, without memo and frames."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 2)
+    pickler.fast = True
+    pickler.dispatch_table = {
+        **copyreg.dispatch_table,
+        TensorProperties: _state_of,
+        # some versions of Python 3.11 name the member instead
+        MemoryFormat: lambda member: (MemoryFormat, (member.value,)),
+    }
+    pickler.dump(value)
+    return file.getvalue()[2:-1]
+
+
 class _Opcodes:
     def __init__(self, record: Record, table: Table) -> None:
         self._record, self._table = record, table
-        self._memo: dict[Any, bytes] = {}
         self._parts: list[bytes] = []
+        self._count = 0  # values in the memo
+        self._gets: dict[bytes, bytes] = {}  # by the opcodes that make a value, later ones first
 
     def made(self) -> bytes:
-        self._write(b"\x80\x04")
-        self._declare()
-        self._describe()
-        self._write(_STOP)
+        """Returns the pickle: first all values that are used repeatedly, then the metadata."""
+        table, record = self._table, self._record
+        self._parts += (b"\x80\x04", _MARK)
+        for value in _REPEATED:
+            self._remember(value)
+        forms = list(map(self._form, table.forms))
+        self._first_name = self._count
+        for text in (*table.names, *(one.name for one in record.objects)):
+            self._memoize(_text(text))
+        self._parts.append(_DROP_ALL)
+        entries, paths, places = range(_FIRST, _FIRST + 3)
+        meta = StorageMeta(save_id=save_id_of(record.attempt))
+        rest = _coded(Metadata(entries, paths, places, meta, CURRENT_DCP_VERSION))  # type: ignore[arg-type]
+        writers: dict[int, Callable[[], None]] = {
+            entries: functools.partial(self._entries, forms),
+            paths: self._paths,
+            places: self._places,
+        }
+        for mark, write in writers.items():
+            before, _, rest = rest.partition(_coded(mark))
+            self._parts.append(before)
+            write()
+        self._parts += (rest, _STOP)
         return b"".join(self._parts)
 
-    def _write(self, *parts: bytes) -> None:
-        self._parts += parts
+    def _memoize(self, code: bytes) -> None:
+        self._parts += (code, _MEMOIZE)
+        self._count += 1
 
-    def _remember(self, key: Any, *parts: bytes) -> bytes:
-        """Puts the result of these opcodes into the memo; returns the opcode that gets it again."""
-        place = len(self._memo)
-        self._write(*parts, _MEMOIZE)
-        found = b"h" + bytes([place]) if place < 256 else b"j" + place.to_bytes(4, "little")
-        self._memo[key] = found
-        return found
+    def _remember(self, value: Any) -> None:
+        """Puts a value into the memo, for all values that contain it; there are at most 256."""
+        if (code := _coded(value)) not in self._gets:
+            self._memoize(self._short(value))
+            self._gets = {code: b"h" + bytes([self._count - 1]), **self._gets}
 
-    def _declare(self) -> None:
-        """Puts all values that are used repeatedly into the memo, and clears the stack."""
-        self._write(_MARK)
-        for module, name in _CLASSES:
-            self._remember(name, _text(module), _text(name), b"\x93")
-        for name in _FIELDS:
-            self._remember((name,), _text(name))
-        get = self._memo
-        self._forms = list(map(self._form, self._table.forms))
-        self._first_name = len(get)
-        for name in self._table.names:
-            self._remember((None, name), _text(name))
-        self._objects = []
-        for written in self._record.objects:
-            place = self._remember(written, _text(written.name))
-            self._objects.append(int.from_bytes(place[1:], "little"))
-        self._write(_DROP_ALL)
+    def _short(self, value: Any) -> bytes:
+        """Returns the opcodes that make a value, of those in the memo as far as possible."""
+        code = _coded(value)
+        for known, get in self._gets.items():
+            code = code.replace(known, get)
+        return code
 
     def _form(self, form: Form) -> tuple[bytes, bytes]:
-        """Returns the opcodes before and after a tensor's chunks; its properties
-        go into the memo.
-        """
-        get = self._memo
+        """Returns the opcodes before and after a tensor's chunks."""
         if form.shape is None:
-            return get["BytesStorageMetadata"] + _NEW, b""
-        properties = form._replace(shape=None)
-        if properties not in get:
-            encoding = bytes([_ENCODINGS.index(form.memory_format)])
-            self._remember(
-                properties,
-                *(get["TensorProperties"], _NEW, _MARK, _text("torch"), _text(_name(form.dtype))),
-                *(b"\x93", get["_get_layout"], _text(str(form.layout)), _CALL),
-                *(_flag(form.requires_grad), get["_MEM_FORMAT_ENCODING"], b"K", encoding, _CALL),
-                *(_flag(form.pin_memory), _TUPLE, _BUILD),
-            )
-        parts = (
-            *(get["TensorStorageMetadata"], _NEW, _DICT, _MARK),
-            *(get[("properties",)], get[properties]),
-            *(get[("size",)], get["Size"], _tuple(map(_number, form.shape)), _CALL),
-            *(get[("chunks",)], _LIST, _MARK),
-        )
-        return b"".join(parts), _APPEND + _SET + _BUILD
+            return self._short(BytesStorageMetadata()), b""
+        self._remember(form.properties)
+        chunks: list[Any] = [_FIRST]
+        code = self._short(TensorStorageMetadata(form.properties, torch.Size(form.shape), chunks))
+        before, _, after = code.partition(_coded(_FIRST) + b"a")
+        return before + _MARK, b"e" + after
 
-    def _describe(self) -> None:
-        self._write(self._memo["Metadata"], _NEW, _DICT, _MARK, _text("state_dict_metadata"))
-        self._entries()
-        self._write(_text("planner_data"), *self._paths())
-        self._write(_text("storage_data"), _DICT, _MARK)
-        self._places()
-        self._write(_SET, _text("storage_meta"), self._memo["StorageMeta"], _NEW, _DICT, _MARK)
-        save_id = save_id_of(self._record.attempt)
-        self._write(_text("checkpoint_id"), _NONE, _text("save_id"), _text(save_id))
-        self._write(_text("load_id"), _NONE, _text("modules"), _LIST, _SET, _BUILD)
-        self._write(_text("version"), _text(CURRENT_DCP_VERSION), _SET, _BUILD)
-
-    def _entries(self) -> None:
-        get, chunks = self._memo, self._table.chunks
-        rows: dict[int, tuple[bytes, int]] = {}
-        for dims, found in chunks.items():
-            parts = (
-                *(get["ChunkStorageMetadata"], _NEW, _DICT, _MARK),
-                *(get[("offsets",)], *self._sizes(found.offsets)),
-                *(get[("sizes",)], *self._sizes(found.sizes), _SET, _BUILD),
-            )
-            made = _rows(parts, len(found.sizes))
-            rows[dims] = raw_bytes(made.view(-1)), made.shape[1]
-        self._write(_DICT, _MARK)
+    def _entries(self, forms: Sequence[tuple[bytes, bytes]]) -> None:
         table = self._table
+        rows: dict[int, tuple[bytes, int]] = {}
+        for dims, chunks in table.chunks.items():
+            columns = [*chunks.offsets.unbind(1), *chunks.sizes.unbind(1)]
+
+            def chunk(*numbers: int, dims: int = dims) -> ChunkStorageMetadata:
+                return ChunkStorageMetadata(torch.Size(numbers[:dims]), torch.Size(numbers[dims:]))
+
+            made = self._rows(chunk, columns, len(chunks.sizes))
+            rows[dims] = raw_bytes(made.view(-1)), made.shape[1]
+        parts = self._parts
+        parts += (_DICT, _MARK)
         numbers = (table.form_of, table.dims, table.places, table.counts)
-        columns = (column.numpy().data for column in numbers)
-        for number, (form, dims, place, count) in enumerate(zip(*columns, strict=True)):
-            before, after = self._forms[form]
+        columns_of = (column.numpy().data for column in numbers)
+        for number, (form, dims, place, count) in enumerate(zip(*columns_of, strict=True)):
+            before, after = forms[form]
             packed, length = rows.get(dims, (b"", 0))
             chunks_of_name = packed[place * length : (place + count) * length]
             fqn = (self._first_name + number).to_bytes(4, "little")
-            self._write(b"j", fqn, before, chunks_of_name, after)
-        self._write(_SET)
+            parts += (_GET, fqn, before, chunks_of_name, after)
+        parts.append(_SET)
 
-    def _paths(self) -> list[bytes]:
-        paths = self._table.paths
+    def _paths(self) -> None:
+        paths, names = self._table.paths, self._table.names
         if paths is None:
-            return [_NONE]
-        parts = [_DICT, _MARK]
+            self._parts.append(_NONE)
+            return
+
+        def text(value: str) -> bytes:
+            if (number := names.get(value)) is None:
+                return _text(value)
+            return _GET + (self._first_name + number).to_bytes(4, "little")
+
+        self._parts += (_DICT, _MARK)
         for name, path in paths.items():
-            parts.append(self._memo.get((None, name)) or _text(name))
-            parts.append(
-                _tuple(
-                    self._memo.get((None, element)) or _text(element)
-                    if isinstance(element, str)
-                    else _number(element)
-                    for element in path
-                )
-            )
-        return [*parts, _SET]
+            elements = (text(one) if isinstance(one, str) else _coded(one) for one in path)
+            self._parts += (text(name), _MARK, *elements, _TUPLE)
+        self._parts.append(_SET)
 
     def _places(self) -> None:
-        get, table = self._memo, self._table
-        objects = column_of(self._objects)
-        extents = self._record.extents
+        table, extents = self._table, self._record.extents
+        self._parts += (_DICT, _MARK)
         for dims, chunks in table.chunks.items():
             of_dims = (table.dims == dims).nonzero().view(-1)
             counts = table.counts[of_dims]
-            names = repeated(of_dims, counts) + self._first_name
+            names = repeated(of_dims, counts)
             hints = counted(0, len(chunks.sizes)) - repeated(table.places[of_dims], counts)
-            places = extents.at(table.chunk_rows[dims])
-            self._write_rows(
-                *(get["MetadataIndex"], _NEW, _DICT, _MARK, get[("fqn",)], b"j", _u32(names)),
-                *(get[("index",)], *_column(hints)),
-                *(get[("offset",)], *self._sizes(chunks.offsets), _SET, _BUILD),
-                *(get["_StorageInfo"], _NEW, _DICT, _MARK),
-                *(get[("relative_path",)], b"j", _u32(objects[places.objects])),
-                *(get[("offset",)], *_column(places.offsets)),
-                *(get[("length",)], *_column(places.lengths), _SET, _BUILD),
-            )
+            columns = (hints, *chunks.offsets.unbind(1))
+            self._places_of(names, extents.at(table.chunk_rows[dims]), columns)
         of_values = (table.dims == -1).nonzero().view(-1)
-        names = of_values + self._first_name
-        places = extents.at(table.firsts[of_values])
-        self._write_rows(
-            *(get["MetadataIndex"], _NEW, _DICT, _MARK, get[("fqn",)], b"j", _u32(names)),
-            *(get[("index",)], _NONE, _SET, _BUILD, get["_StorageInfo"], _NEW, _DICT, _MARK),
-            *(get[("relative_path",)], b"j", _u32(objects[places.objects])),
-            *(get[("offset",)], *_column(places.offsets)),
-            *(get[("length",)], *_column(places.lengths), _SET, _BUILD),
-        )
+        self._places_of(of_values, extents.at(table.firsts[of_values]), ())
+        self._parts.append(_SET)
 
-    def _write_rows(self, *parts: bytes | torch.Tensor) -> None:
-        count = next(len(part) for part in parts if isinstance(part, torch.Tensor))
-        self._write(raw_bytes(_rows(parts, count).view(-1)))
+    def _places_of(
+        self, names: torch.Tensor, extents: Extents, indices: Sequence[torch.Tensor]
+    ) -> None:
+        """Writes the locations of rows; ``indices``: the hints and offsets of chunks."""
 
-    def _sizes(self, matrix: torch.Tensor) -> tuple[bytes | torch.Tensor, ...]:
-        """Returns the opcodes that call ``torch.Size`` with the numbers of each row."""
-        dims = matrix.shape[1]
-        numbers = [part for dim in matrix.unbind(1) for part in _column(dim)]
-        if dims in _TUPLES:
-            return (self._memo["Size"], *numbers, _TUPLES[dims], _CALL)
-        return (self._memo["Size"], _MARK, *numbers, _TUPLE, _CALL)
+        def place(name: int, number: int, offset: int, length: int, *index: int) -> Any:
+            at = (torch.Size(index[1:]), index[0]) if index else ()
+            return [MetadataIndex(name, *at), StorageInfo(number, offset, length)]  # type: ignore[arg-type]
 
+        objects = extents.objects + len(self._table.names)
+        gets = [column + self._first_name for column in (names, objects)]
+        columns = [*gets, extents.offsets, extents.lengths, *indices]
+        made = self._rows(place, columns, names.numel(), recalled=2)
+        self._parts.append(raw_bytes(made[:, 2:-1].reshape(-1)))  # without the list around it
 
-def _length(parts: Iterable[bytes | torch.Tensor]) -> int:
-    return sum(len(part) if isinstance(part, bytes) else part.shape[1] for part in parts)
+    def _rows(
+        self,
+        make: Callable[..., Any],
+        columns: Sequence[torch.Tensor],
+        count: int,
+        recalled: int = 0,
+    ) -> torch.Tensor:
+        """Returns the opcodes of a value for each row of the columns, as rows of bytes.
 
-
-def _rows(parts: Sequence[bytes | torch.Tensor], count: int) -> torch.Tensor:
-    """Returns ``count`` rows of bytes: constant parts are repeated, matrices give a row each."""
-    alike = b"".join(part if isinstance(part, bytes) else bytes(part.shape[1]) for part in parts)
-    row = torch.frombuffer(bytearray(alike), dtype=torch.uint8)
-    made = row.repeat(count, 1)
-    at = 0
-    for part in parts:
-        if isinstance(part, torch.Tensor):
-            made[:, at : at + part.shape[1]] = part
-        at += _length((part,))
-    return made
-
-
-def _u32(column: torch.Tensor) -> torch.Tensor:
-    return byte_rows(column.to(torch.int32))
-
-
-def _column(column: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-    """Returns the opcode for integers, and their bytes: four each if all fit, else eight."""
-    if not column.numel() or int(column.max()) < 1 << 31:
-        return b"J", byte_rows(column.to(torch.int32))
-    return _long(column)
-
-
-def _long(column: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-    return b"\x8a\x08", byte_rows(column)
+        Args:
+            make: Makes the value from a number of each column.
+            columns: The numbers, none negative.
+            count: The number of rows.
+            recalled: How many of the first columns are numbers of values in the memo.
+        """
+        widths = [8 if count and int(column.max()) >= 1 << 31 else 4 for column in columns]
+        marks = [(_FIRST + number) << 8 * (width - 4) for number, width in enumerate(widths)]
+        row = bytearray(self._short(make(*marks)))
+        places = [
+            row.index(mark.to_bytes(width, "little"))
+            for mark, width in zip(marks, widths, strict=True)
+        ]
+        for at in places[:recalled]:
+            row[at - 1 : at] = _GET
+        made = torch.frombuffer(row, dtype=torch.uint8).repeat(count, 1)
+        for at, width, column in zip(places, widths, columns, strict=True):
+            made[:, at : at + width] = byte_rows(column.to(torch.int32) if width == 4 else column)
+        return made
 
 
 def _text(text: str) -> bytes:
     data = text.encode("utf-8", "surrogatepass")
-    if len(data) < 256:
-        return b"\x8c" + bytes([len(data)]) + data
     return b"X" + len(data).to_bytes(4, "little") + data
-
-
-def _number(number: int) -> bytes:
-    if number < 1 << 31:
-        return b"J" + number.to_bytes(4, "little")
-    return b"\x8a\x08" + number.to_bytes(8, "little")
-
-
-def _tuple(parts: Iterable[bytes]) -> bytes:
-    return _MARK + b"".join(parts) + _TUPLE
-
-
-def _flag(flag: bool) -> bytes:
-    return _TRUE if flag else _FALSE
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -21,6 +21,9 @@ from torch.distributed.checkpoint._sharded_tensor_utils import (
 from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING as MemoryFormat,  # noqa: N811 - it is a class
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
@@ -45,6 +48,7 @@ __all__ = [
     "PLANS_ITSELF",
     "Collectives",
     "ExtensionRegistry",
+    "MemoryFormat",
     "ShardedTensor",
     "StorageInfo",
     "Store",
