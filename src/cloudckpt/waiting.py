@@ -53,7 +53,6 @@ class Waiting:
         self._failures = 0
         self._until: float | None = None
         self._request = "a request"
-        self._is_told = False
         self.is_over = False
         self._token: Token[Waiting | None] | None = None
 
@@ -64,10 +63,8 @@ class Waiting:
     def __exit__(self, kind: object = None, *_: object) -> None:
         if self._token is not None:
             _current.reset(self._token)
-        self.is_over = True  # before `ended`: another thread may be about to log
-        _lines.ended(self, self._clock() if kind is None else None)
-        if self._is_told:
-            _lines.end(self)
+        self.is_over = True  # before `end`: another thread may be about to log
+        _lines.end(self, self._clock() if kind is None else None)
 
     def sends(self, request: str) -> None:
         """Notes the request under way, for messages: its method and URI, without secrets."""
@@ -96,7 +93,6 @@ class Waiting:
             self._tell(f"{self._request}: no byte has moved for {seconds:.0f} s", self._clock())
 
     def _tell(self, why: str, now: float) -> None:
-        self._is_told = True
         others = _lines.begin(self, now)
         if others is None:
             return
@@ -148,9 +144,10 @@ class _Lines:
             if not waiting.is_over:
                 self._failing.add(waiting)
 
-    def ended(self, waiting: Waiting, succeeded: float | None) -> None:
-        """Notes that an operation has ended, and the time of its success (None: it failed)."""
+    def end(self, waiting: Waiting, succeeded: float | None) -> None:
+        """Removes an operation that has ended, and notes when it succeeded (None: it failed)."""
         with self._lock:
+            self._waiting.discard(waiting)
             self._failing.discard(waiting)
             if succeeded is not None:
                 self._succeeded = succeeded
@@ -159,11 +156,6 @@ class _Lines:
         """Returns whether an operation is failing while none has succeeded in the last second."""
         with self._lock:
             return bool(self._failing) and now - self._succeeded >= _NO_SUCCESS
-
-    def end(self, waiting: Waiting) -> None:
-        """Removes an operation, which has succeeded or was given up."""
-        with self._lock:
-            self._waiting.discard(waiting)
 
     def forget(self) -> None:
         """Removes all operations: a forked child lacks the threads that ran them."""

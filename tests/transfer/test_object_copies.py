@@ -42,14 +42,14 @@ def target():
 def copy(source, found, target, *, part_size=PART, create_only=False):
     group = TaskGroup(4)
     retrier = Retrier(AT_ONCE, group.cancellation)
-    stats = TransferStats()
+    stats, moved = TransferStats(), []
     made = ObjectCopy(target, "copy", part_size, group, retrier, stats, create_only=create_only)
     try:
-        group.run(lambda: made.start(source, found))
+        group.run(lambda: made.start(source, found, moved.append))
     except BaseException:
         made.abandon()
         raise
-    assert stats.snapshot().nbytes == found.size
+    assert sum(moved) == found.size
     return made.info
 
 

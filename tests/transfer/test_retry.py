@@ -353,6 +353,6 @@ def test_what_appears_later_is_waited_for():
 
 
 def test_what_never_appears_is_waited_for_until_the_deadline():
-    found, waiting = waited_for([], deadline=45.0)
+    found, waiting = waited_for([], attempts=None, deadline=45.0)
     assert found is None
     assert waiting.now == 45.0

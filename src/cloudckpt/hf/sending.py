@@ -256,10 +256,7 @@ class FileUpload(ObjectUpload):
 
     def abandon(self) -> None:
         """Aborts the upload; an existing object at the key stays."""
-        if self._upload is not None:
-            self._abort(self._upload)
-        if self._may_have_twin:
-            self._abort_twins()
+        self.abort()
 
 
 def send_work(

@@ -223,15 +223,11 @@ class _NamedUpload(ObjectUpload):
     """An upload to a key that the user chose: other uploads to that key are not aborted."""
 
     def abandon(self) -> None:
-        if self._upload is not None and self.info is None:
-            self._abort(self._upload)
-        self._abort_twins()
+        self.abort()
 
     def _abort_twins(self) -> None:
-        if self._may_have_twin:
-            # at a key that is not random, it may be the upload of another program
-            logger.warning(
-                "%s: an empty multipart upload could not be aborted; cloudckpt sweep aborts it "
-                "later",
-                self._store.uri(self.key),
-            )
+        # at a key that is not random, it may be the upload of another program
+        logger.warning(
+            "%s: an empty multipart upload could not be aborted; cloudckpt sweep aborts it later",
+            self._store.uri(self.key),
+        )

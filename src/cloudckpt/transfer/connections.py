@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from cloudckpt.config import Config
@@ -21,15 +20,8 @@ __all__ = ["transfer_group"]
 Direction = Literal["out", "in"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The result of an earlier transfer's search; see :class:`LaneSearch`."""
-
-    lanes: int
-    each: float | None
-
-
-_found: dict[tuple[str, Direction], _Found] = {}
+# the results of earlier transfers' searches: the number of lanes, and the rate of each
+_found: dict[tuple[str, Direction], tuple[int, float | None]] = {}
 
 
 def transfer_group(
@@ -53,8 +45,8 @@ def transfer_group(
     width, pace = config.requests_at_once, None
     if config.connections == "auto" and store.moved(()) is not None:
         most, place = config.most_connections, (store.uri(""), direction)
-        before = _found.get(place, _Found(FIRST, None))
-        search = LaneSearch(before.lanes, most, before.each)
+        lanes, each = _found.get(place, (FIRST, None))
+        search = LaneSearch(lanes, most, each)
         width = search.lanes
         if most > 1:
             pace = _Paced(search, store, place)
@@ -96,4 +88,4 @@ class _Paced:
         )
 
     def ended(self) -> None:
-        _found[self._place] = _Found(self._search.found, self._search.each)
+        _found[self._place] = self._search.found, self._search.each

@@ -99,7 +99,80 @@ def relay(
         MismatchError: If the received bytes of an object do not match its checksum.
         StoreError: If a store refuses a request or stays unreachable.
     """
-    _Copying(source, target, config, stats, moved, arrived).run(tasks)
+
+    def interrupt(threads: Collection[int]) -> None:
+        source.interrupt(threads)
+        target.interrupt(threads)
+
+    group = TaskGroup(config.requests_at_once, name="cloudckpt-copy", interrupt=interrupt)
+    retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
+    receiver = Receiver(source, retrier, lambda count: group.cancellation.check())
+    sizes = {task: _part_size(task, target.capabilities, config) for task in tasks}
+    most = max((min(sizes[one], one.size) for one in tasks if one.found is None), default=0)
+    # two parts at least: the first part of an upload waits for the second
+    pool = MemoryPool(max(config.memory_budget, 2 * most), group.cancellation)
+    begun: dict[CopyTask, ObjectUpload] = {}
+
+    def begin(kind: Callable[..., U], task: CopyTask) -> U:
+        only = creates_only(target, config)
+        made = kind(target, task.target, sizes[task], group, retrier, stats, create_only=only)
+        begun[task] = made
+        return made
+
+    def receive(task: CopyTask, start: int, view: memoryview) -> None:
+        item = source.uri(task.source)
+        receiver.receive(task.source, start, [view], size=task.size, item=item)
+        moved(view.nbytes)
+
+    def stream(task: CopyTask) -> None:
+        upload, uri = begin(ObjectUpload, task), source.uri(task.source)
+        comparison = _Comparison(uri, task, upload.algorithm)
+        for start in range(0, task.size, sizes[task]):
+            nbytes = min(sizes[task], task.size - start)
+            lease = pool.take(nbytes)
+            view = lease.view[:nbytes]
+            ready = partial(receive, task, start, view)
+            upload.write(Piece(view, comparison, start, lease, ready=ready, item=uri))
+        upload.close()
+
+    def produce() -> None:
+        for task in tasks:
+            if task.found is None:
+                stream(task)
+            else:
+                begin(ObjectCopy, task).start(source, task.found, moved)
+
+    try:
+        group.run(produce)
+    finally:
+        right = {task for task, upload in begun.items() if _is_right(task, upload)}
+        for task, upload in begun.items():
+            if task in right:
+                arrived(task)
+            else:
+                upload.abandon()
+    for task in tasks:
+        if task not in right:
+            raise _mismatch(source.uri(task.source))
+
+
+def _part_size(task: CopyTask, limits: Capabilities, config: Config) -> int:
+    if task.found is not None:
+        return copy_part_size(task.size, limits)
+    wanted = config.part_size or max(_SENT_PART, task.size // _PARTS_AIMED_AT)
+    return choose_part_size(task.size, wanted, limits, connections=config.requests_at_once)
+
+
+def _is_right(task: CopyTask, upload: ObjectUpload) -> bool:
+    """Returns whether the copy is complete and, if the store reports checksums, correct."""
+    found, made = task.found, upload.info
+    if found is None or made is None:
+        return made is not None  # streams were compared as they were received
+    expected = found.checksum
+    if task.algorithm == upload.algorithm and task.checksum is not None:
+        expected = task.checksum
+    is_known = expected is not None and made.checksum is not None
+    return made.size == task.size and (expected == made.checksum or not is_known)
 
 
 def copies_within(source: ObjectStore, target: ObjectStore, size: int) -> bool:
@@ -123,14 +196,19 @@ class ObjectCopy(ObjectUpload):
     source's to verify the copy. ``abandon`` deletes the key, so only this copy may write it.
     """
 
-    def start(self, source: ObjectStore, found: ObjectInfo) -> None:
-        """Begins the copy of `found`, the object in `source` at the version to copy.
+    def start(self, source: ObjectStore, found: ObjectInfo, moved: Callable[[int], None]) -> None:
+        """Begins the copy.
+
+        Args:
+            source: The store of the source.
+            found: The source, at the version to copy.
+            moved: Called with the bytes copied since the last call, from any thread.
 
         Raises:
             StoreError: If a multipart upload for it can't be begun.
         """
         limits = self._store.capabilities
-        self.position = found.size
+        self.position, self._moved = found.size, moved
         # parts are also used for speed: each is copied as fast as a whole object
         if not limits.copies_parts or found.size <= min(self._part_size, limits.max_copy_size):
             self._group.submit(lambda: self._copy(source, found))
@@ -150,7 +228,7 @@ class ObjectCopy(ObjectUpload):
             part = self._retrier.call(
                 lambda: self._store.copy_part(source, found, upload, number, start, stop)
             )
-            self._progress(part.size)
+            self._moved(part.size)
             self._took(part)
 
         self._group.submit(copy_part)
@@ -165,133 +243,12 @@ class ObjectCopy(ObjectUpload):
         )
         self._whole = self.info.checksum
         self._stats.add_requests(1)
-        self._progress(found.size)
+        self._moved(found.size)
 
     def _complete(self) -> None:
         super()._complete()
         assert self.info is not None
         self.info = dataclasses.replace(self.info, checksum=self._whole)
-
-
-class _Copying:
-    """A call of :func:`relay` in progress."""
-
-    def __init__(
-        self,
-        source: ObjectStore,
-        target: ObjectStore,
-        config: Config,
-        stats: TransferStats,
-        moved: Callable[[int], None],
-        arrived: Callable[[CopyTask], None],
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._config = config
-        self._stats = stats
-        self._moved = moved
-        self._arrived = arrived
-        self._group = TaskGroup(
-            config.requests_at_once, name="cloudckpt-copy", interrupt=self._interrupt
-        )
-        cancellation = self._group.cancellation
-        self._retrier = Retrier(config.retry, cancellation, on_retry=stats.add_retry)
-        self._receiver = Receiver(source, self._retrier, lambda count: cancellation.check())
-        self._create_only = creates_only(target, config)
-
-    def _interrupt(self, threads: Collection[int]) -> None:
-        self._source.interrupt(threads)
-        self._target.interrupt(threads)
-
-    def run(self, tasks: Sequence[CopyTask]) -> None:
-        sizes = {one: self._part_size(one.size) for one in tasks if one.found is None}
-        most = max((min(size, one.size) for one, size in sizes.items()), default=0)
-        # two parts at least: the first part of an upload waits for the second
-        budget = max(self._config.memory_budget, 2 * most)
-        self._pool = MemoryPool(budget, self._group.cancellation)
-        copied = _Counted(self._moved)
-        under_way: dict[CopyTask, ObjectUpload] = {}
-
-        def produce() -> None:
-            for task in tasks:
-                if task.found is not None:
-                    size = copy_part_size(task.size, self._target.capabilities)
-                    made = under_way[task] = self._object(ObjectCopy, task, size, copied)
-                    made.start(self._source, task.found)
-                else:
-                    size = sizes[task]
-                    upload = self._object(ObjectUpload, task, size, self._stats)
-                    under_way[task] = upload
-                    self._stream(task, upload, size)
-
-        there: set[CopyTask] = set()
-        try:
-            self._group.run(produce)
-        finally:
-            for task, upload in under_way.items():
-                if self._is_right(task, upload):
-                    there.add(task)
-                    self._arrived(task)
-                else:
-                    upload.abandon()
-        for task in tasks:
-            if task not in there:
-                raise _mismatch(self._source.uri(task.source))
-
-    def _part_size(self, size: int) -> int:
-        wanted = self._config.part_size or max(_SENT_PART, size // _PARTS_AIMED_AT)
-        limits = self._target.capabilities
-        return choose_part_size(size, wanted, limits, connections=self._config.requests_at_once)
-
-    def _object(
-        self, kind: Callable[..., U], task: CopyTask, part_size: int, stats: TransferStats
-    ) -> U:
-        return kind(
-            self._target,
-            task.target,
-            part_size,
-            self._group,
-            self._retrier,
-            stats,
-            create_only=self._create_only,
-        )
-
-    def _stream(self, task: CopyTask, upload: ObjectUpload, part_size: int) -> None:
-        uri = self._source.uri(task.source)
-        comparison = _Comparison(uri, task, upload.algorithm)
-        for start in range(0, task.size, part_size):
-            nbytes = min(part_size, task.size - start)
-            lease = self._pool.take(nbytes)
-            view = lease.view[:nbytes]
-            receive = partial(self._receive, task, start, view, uri)
-            upload.write(Piece(view, comparison, start, lease, ready=receive, item=uri))
-        upload.close()
-
-    def _receive(self, task: CopyTask, start: int, view: memoryview, uri: str) -> None:
-        self._receiver.receive(task.source, start, [view], size=task.size, item=uri)
-        self._moved(view.nbytes)
-
-    def _is_right(self, task: CopyTask, upload: ObjectUpload) -> bool:
-        """Returns whether the copy is complete and, if the store reports checksums, correct."""
-        found, made = task.found, upload.info
-        if found is None or made is None:
-            return made is not None  # streams were compared as they were received
-        expected = found.checksum
-        if task.algorithm == upload.algorithm and task.checksum is not None:
-            expected = task.checksum
-        is_known = expected is not None and made.checksum is not None
-        return made.size == task.size and (expected == made.checksum or not is_known)
-
-
-class _Counted(TransferStats):
-    """Reports the bytes that a store has copied by itself."""
-
-    def __init__(self, moved: Callable[[int], None]) -> None:
-        super().__init__()
-        self._moved = moved
-
-    def add_bytes(self, count: int) -> None:
-        self._moved(count)
 
 
 class _Comparison:

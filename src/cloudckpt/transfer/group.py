@@ -126,20 +126,16 @@ class TaskGroup:
             try:
                 produce()
             except Exception as error:  # noqa: BLE001 - raised below, if it is the first
-                self._fail(error)
+                self.fail(error)
             self._finish()
         except BaseException as interrupt:
-            self._fail(interrupt)
+            self.fail(interrupt)
             self._finish()
             raise
         if self._error is not None:
             raise self._error
         if self._pace is not None:
             self._pace.ended()
-
-    def fail(self, error: BaseException) -> None:
-        """Stops all tasks, as if a task had raised `error`; :meth:`run` raises the first error."""
-        self._fail(error)
 
     def submit(self, task: Callable[[], None], *, patient: bool = True) -> None:
         """Queues a task.
@@ -191,10 +187,6 @@ class TaskGroup:
                 self._ended += 1
                 self._changed.notify_all()
 
-    def _work(self) -> None:
-        self._workers.add(threading.get_ident())
-        self._work_off()
-
     def _keep_pace(self) -> None:
         """Adds threads, and lets others end, as `pace` determines, until all have ended."""
         pace = self._pace
@@ -210,7 +202,8 @@ class TaskGroup:
                 for _ in range(missing if self._error is None else 0):
                     self._add_worker()
 
-    def _work_off(self) -> None:
+    def _work(self) -> None:
+        self._workers.add(threading.get_ident())
         while True:
             with self._changed:
                 self._idle += 1
@@ -228,10 +221,11 @@ class TaskGroup:
             try:
                 task()
             except BaseException as error:  # noqa: BLE001 - run() raises it
-                self._fail(error)
+                self.fail(error)
             del task  # releases the task's buffers while this thread waits for the next
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Stops all tasks, as if a task had raised `error`; :meth:`run` raises the first error."""
         with self._changed:
             if self._error is None:
                 self._error = error

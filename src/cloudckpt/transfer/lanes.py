@@ -150,8 +150,8 @@ class LaneSearch:
     def add(self, tick: Tick) -> int:
         """Takes the measurement since the last tick; returns the number of lanes to use."""
         if not tick.is_full or not tick.moved:
-            self._started = max(self._started, 0.0) if self._window is None else 0.0
-            self._window = None if self._window is None else _Window()
+            if self._window is not None:
+                self._started, self._window = 0.0, _Window()
             return self.lanes
         if self._window is None:  # in the tick in which the last lane starts, buffers fill up
             self._started += tick.seconds

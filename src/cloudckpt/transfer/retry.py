@@ -24,7 +24,7 @@ from cloudckpt.transfer.group import Cancellation
 from cloudckpt.uri import CheckpointURI
 from cloudckpt.waiting import Waiting
 
-__all__ = ["Pauses", "Retrier", "retry_if_replaced", "check_unchanged", "open_store"]
+__all__ = ["Retrier", "check_unchanged", "open_store", "retry_if_replaced"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -86,9 +86,9 @@ class Retrier:
                 of a transient failure then says how often and how long it was retried. With
                 ``made``, the error is certain only if those of all tries were.
         """
-        pauses = self._pauses()
         doubtful = False
-        with pauses.waiting:
+        with Waiting(self.policy.deadline, self._clock) as waiting:
+            pauses = _Pauses(self.policy, self._clock, self._draw, waiting)
             while True:
                 self._cancellation.check()
                 try:
@@ -109,19 +109,16 @@ class Retrier:
 
     def wait_for(self, look: Callable[[], T | None]) -> T | None:
         """Calls `look` until it returns something; returns that, or None after the deadline."""
-        pauses = self._pauses()
-        looks = 0
-        with pauses.waiting:
-            while (found := self.call(look)) is None:
-                looks += 1
-                pause = pauses.next("the uploaded bytes are not visible yet")
-                if pause is None or (self.policy.cap == 0 and looks == self.policy.attempts):
-                    return None
-                self._cancellation.wait(pause)
-        return found
 
-    def _pauses(self) -> Pauses:
-        return Pauses(self.policy, self._clock, self._draw)
+        def seen() -> T:
+            if (found := look()) is None:
+                raise TransientStoreError("the uploaded bytes are not visible yet")
+            return found
+
+        try:
+            return self.call(seen)
+        except TransientStoreError:
+            return None
 
 
 def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
@@ -138,60 +135,42 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
     return Retrier(config.retry).call(lambda: registry.open_store(uri, config))
 
 
-class Pauses:
-    """The pauses between the tries of one operation.
-
-    Attributes:
-        waiting: Logs long waits; enter it around the operation.
-    """
+class _Pauses:
+    """The pauses between the tries of one operation."""
 
     def __init__(
         self,
         policy: RetryPolicy,
-        clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[float, float], float] = random.uniform,
+        clock: Callable[[], float],
+        draw: Callable[[float, float], float],
+        waiting: Waiting,
     ) -> None:
-        self.waiting = Waiting(policy.deadline, clock)
         self._policy = policy
         self._clock = clock
         self._draw = draw
-        self._began: float | None = None
+        self._waiting = waiting
         self._failures = 0
+        self._first = 0.0  # when it failed first
         self._last = policy.base or policy.cap / 100  # a base of 0 would never grow
 
     def after(self, error: TransientStoreError) -> float | None:
         """Returns the seconds until the next try after a failure; None if it was the last."""
+        policy, now = self._policy, self._clock()
+        if not self._failures:
+            self._first = now
         self._failures += 1
-        spent = self._spent()
-        is_last = self._failures == self._policy.attempts
-        pause = None if is_last else self.next(error, error.retry_after or 0.0)
-        if pause is None:
+        spent = now - self._first
+        left = policy.deadline - spent
+        if left <= 0 or self._failures == policy.attempts:
             error.message += f" (gave up after {self._failures} tries in {spent:.1f} s)"
-        else:
-            logger.info("trying again in %.2f s: %s", pause, error)
-        return pause
-
-    def next(self, why: object, least: float = 0.0) -> float | None:
-        """Returns the next pause in seconds; None after the deadline.
-
-        Args:
-            why: The failure, for the log.
-            least: The pause that the store asks for, in seconds. It never ends the retries.
-        """
-        policy, left = self._policy, self._policy.deadline - self._spent()
-        if left <= 0:
             return None
         # jitter, also at the cap: many ranks fail together, and would otherwise return together
         self._last = self._draw(policy.base, min(policy.cap, 3 * self._last))
-        pause = min(max(self._last, min(least, _LONGEST_ASKED)), left)
-        self.waiting.failed(why, left=left, pause=pause)
+        asked = min(error.retry_after or 0.0, _LONGEST_ASKED)
+        pause = min(max(self._last, asked), left)
+        self._waiting.failed(error, left=left, pause=pause)
+        logger.info("trying again in %.2f s: %s", pause, error)
         return pause
-
-    def _spent(self) -> float:
-        """Returns the seconds since the first call."""
-        now = self._clock()
-        self._began = now if self._began is None else self._began
-        return now - self._began
 
 
 def check_unchanged(

@@ -13,7 +13,6 @@ memory for this is allocated at the beginning.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import threading
 from abc import ABC, abstractmethod
@@ -25,7 +24,6 @@ import torch
 
 from cloudckpt.errors import TransferCancelledError
 from cloudckpt.transfer.download import MERGE_GAP, Download, pack_requests
-from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.landing import Segment
 from cloudckpt.transfer.memory import bytes_of
 
@@ -224,7 +222,7 @@ class _HandOn:
         largest = max(map(_size, requests))
         room = max(2, budget // largest)
         self._ahead = max(1, room // 2)  # requests fetched in advance
-        self._room = _Room(max(2, room - self._ahead), download.cancellation)
+        self._room = threading.Semaphore(max(2, room - self._ahead))  # for other ranks' messages
         # buffers to send from and receive into after this rank has failed
         self._spare = _allocated(largest + _STATUS), _allocated(largest + _STATUS)
         self._waiting: deque[_Fetched] = deque()
@@ -284,7 +282,7 @@ class _HandOn:
                 out = self._outgoing(held, requests[sent])
             came: _Message | None = None
             if wanted < len(requests) and not self._ended:
-                self._room.enter()
+                _wait(lambda seconds: self._room.acquire(timeout=seconds), self._download)
                 came = self._incoming(requests[wanted])
             unsent, lost = self._ring.exchange(
                 None if out is None else out.all, None if came is None else came.all
@@ -323,21 +321,15 @@ class _HandOn:
     def _take(self, message: _Message, request: Sequence[Segment], is_good: bool) -> None:
         if not is_good:
             self._failed = self._ended = True
-        if self._has_failed():
-            self._room.leave()
-            return
-        deliver = functools.partial(_deliver, self._download, request, message, self._room)
-        if not self._submit(deliver):
-            self._room.leave()
 
+        def deliver() -> None:
+            try:
+                self._download.land(request, message.payload)
+            finally:
+                self._room.release()
 
-def _deliver(
-    download: Download, request: Sequence[Segment], message: _Message, room: _Room
-) -> None:
-    try:
-        download.land(request, message.payload)
-    finally:
-        room.leave()
+        if self._has_failed() or not self._submit(deliver):
+            self._room.release()
 
 
 class _Fetched:
@@ -358,24 +350,11 @@ class _Fetched:
 
     def result(self) -> _Message | None:
         """Waits for the fetched bytes; None if the download has failed meanwhile."""
-        while not self._done.wait(0.2):
-            if self._download.cancellation.is_set:
-                return None
+        _wait(self._done.wait, self._download)
         return self._message
 
 
-class _Room:
-    """Limits how many messages of other ranks are in memory."""
-
-    def __init__(self, count: int, cancellation: Cancellation) -> None:
-        self._free = threading.Semaphore(count)
-        self._cancellation = cancellation
-
-    def enter(self) -> None:
-        """Waits until another message may be held; returns at once if the download has failed."""
-        while not self._free.acquire(timeout=0.2):
-            if self._cancellation.is_set:
-                return
-
-    def leave(self) -> None:
-        self._free.release()
+def _wait(wait: Callable[[float], bool], download: Download) -> None:
+    """Waits, by calls with a timeout in seconds, until one succeeds or the download has failed."""
+    while not wait(0.2) and not download.cancellation.is_set:
+        pass

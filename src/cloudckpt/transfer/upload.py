@@ -141,11 +141,20 @@ class ObjectUpload:
 
     def abandon(self) -> None:
         """Removes everything of the object from the store; errors are logged, not raised."""
+        self.abort()
+        delete_quietly(self._store, [self.key], self._retrier.policy, threads=1)
+
+    def abort(self) -> None:
+        """Aborts the upload unless it is complete; an object at the key stays."""
         if self._upload is not None and self.info is None:
-            self._abort(self._upload)
+            _abort(self._store, self._upload, self._retrier.policy)
         if self._may_have_twin:
             self._abort_twins()
-        delete_quietly(self._store, [self.key], self._retrier.policy, threads=1)
+
+    def _abort_twins(self) -> None:
+        """Aborts uploads that were begun by requests without a response."""
+        own = () if self._upload is None else (self._upload.id,)
+        _abort_all(self._store, self.key, self._retrier.policy, apart_from=own)
 
     def _create(self) -> Upload:
         def create() -> Upload:
@@ -158,13 +167,6 @@ class ObjectUpload:
                 raise
 
         return self._retrier.call(create)
-
-    def _abort(self, upload: Upload) -> None:
-        _abort(self._store, upload, self._retrier.policy)
-
-    def _abort_twins(self) -> None:
-        own = () if self._upload is None else (self._upload.id,)
-        _abort_all(self._store, self.key, self._retrier.policy, apart_from=own)
 
     def _send(self, part: PartPlan) -> None:
         if self._upload is None:
@@ -293,7 +295,9 @@ class ObjectUpload:
             is_gone = isinstance(error, ObjectNotFoundError)
             info = self._retrier.wait_for(look) if is_gone else look()
             if info is not None:
-                self._abort(upload)  # discards leftovers of the upload
+                _abort(
+                    self._store, upload, self._retrier.policy
+                )  # discards leftovers of the upload
             self.is_doubtful = info is None
             return info
 
@@ -303,8 +307,7 @@ class ObjectUpload:
         )
         self._whole = checksum
         self._stats.add_requests(2)
-        if self._may_have_twin:
-            self._abort_twins()
+        self.abort()
 
     def _look(self, attempt: str, checksum: int | None) -> ObjectInfo | None:
         """Returns the object if that attempt has made it with the right checksum; else None."""
