@@ -95,7 +95,7 @@ def test_the_plans_of_all_ranks_go_to_the_first_rank_only_if_its_planner_wants_t
     for calls in ranks(2, calls_of_a_load, local, OwnLoadPlanner()):
         assert calls == [
             "broadcast_object_list",
-            *["all_gather_object", "gather_object", "all_gather_object", "scatter_object_list"],
+            *["gather_object", "scatter_object_list"],
             *["all_gather_object", "all_gather_object"],
         ]
 

@@ -1,6 +1,7 @@
 """What ranks have under one name is compared, as of several copies one is saved."""
 
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ class _OwnPlanner(SavePlanner):
     """A planner of a user's own, which has another do the work."""
 
     def __init__(self) -> None:
-        self._other = DefaultSavePlanner()
+        self._other, self.asked = DefaultSavePlanner(), Counter()
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         self._other.set_up_planner(state_dict, storage_meta, is_coordinator)
@@ -41,6 +42,7 @@ class _OwnPlanner(SavePlanner):
         return self._other.finish_plan(plan)
 
     def resolve_data(self, item):
+        self.asked[item.index.fqn] += 1
         return self._other.resolve_data(item)
 
 
@@ -203,16 +205,29 @@ def test_a_byte_of_a_large_tensor_is_found_where_a_difference_is_an_error(ranks,
     assert [type(error) for error in errors] == [KeyCollisionError] * 2
 
 
-def _models_apart(place: Place, differs: bool) -> None:
+def _own_planner_asked(place: Place) -> Counter:
+    planner, rank = _OwnPlanner(), dist.get_rank()
+    state = {"all": torch.ones(3), f"of {rank}": torch.ones(3), "n": 1}
+    cloudckpt.save(state, planner=planner, checkpoint_id=place.uri, config=place.config)
+    return planner.asked
+
+
+def test_a_planner_is_asked_for_each_item_once_on_each_rank(ranks, local):
+    for rank, asked in enumerate(ranks(2, _own_planner_asked, local)):
+        assert asked == {"all": 1, f"of {rank}": 1, "n": 1}
+
+
+def _models_apart(place: Place, differs: bool, kind: str) -> None:
     """Stages of a pipeline, or replicas of a model, each on a mesh of its own."""
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
     stage = dist.get_rank() // 2
     local = torch.full((2,), dist.get_rank() % 2 + 10.0 * stage * differs)
     tensor = DTensor.from_local(local, meshes[stage], [Shard(0)], run_check=False)
-    cloudckpt.save({"w": tensor}, checkpoint_id=place.uri, config=place.config)
+    _save(kind, {"w": tensor}, place)
 
 
-def test_different_tensors_on_meshes_without_a_common_rank_are_an_error(ranks, local):
-    assert ranks.errors(4, _models_apart, local, False) == [None] * 4
-    errors = ranks.errors(4, _models_apart, local.at("other"), True)
+@pytest.mark.parametrize("kind", ["save", "own planner"])
+def test_different_tensors_on_meshes_without_a_common_rank_are_an_error(kind, ranks, local):
+    assert ranks.errors(4, _models_apart, local, False, kind) == [None] * 4
+    errors = ranks.errors(4, _models_apart, local.at("other"), True, kind)
     assert [(type(error), error.item) for error in errors] == [(KeyCollisionError, "w")] * 4

@@ -125,6 +125,41 @@ class Forgetful(DefaultSavePlanner):
         return dataclasses.replace(plan, items=[]) if _is_last() else plan
 
 
+class OddPart:
+    """A part of a plan whose class can't be imported on the first rank, or on the last."""
+
+    def __init__(self, where: str) -> None:
+        if where == ("last" if _is_last() else "first"):
+            raise ModuleNotFoundError("the dog ate it")
+        self.where = where
+
+    @classmethod
+    def planned(cls, where: str):
+        made = cls.__new__(cls)
+        made.where = where
+        return made
+
+    def __reduce__(self):
+        return OddPart, (self.where,)
+
+
+def _planning_oddly(base: type, where: str, field: str):
+    """A planner whose plan on the last rank has an odd part."""
+
+    class Planner(base):
+        def create_local_plan(self):
+            plan, part = super().create_local_plan(), OddPart.planned(where)
+            return dataclasses.replace(plan, **{field: part}) if _is_last() else plan
+
+        def create_global_plan(self, plans):
+            return super().create_global_plan(plans)
+
+    return Planner()
+
+
+ODD = [("plan", "can't be unpickled on the first"), ("plan", "can't be unpickled on the last")]
+
+
 class Stateful(dict):
     """One whose methods fail on the last rank, as those of a module that does not fit do."""
 
@@ -175,6 +210,7 @@ SAVING: dict[tuple[str, str], Told] = {
     ("state", "Stateful"): ("RanksFailedError", None),
     ("state", "Stateful, interrupt"): ("RanksFailedError", None),
     ("plan", "nobody writes an item"): ("IncompleteSaveError", "a"),
+    **dict.fromkeys(ODD, ("CheckpointError", None)),
     ("location", "no location"): ("InvalidURIError", None),
     ("location", "another"): ("DifferentCheckpointsError", None),
     ("store", "denied"): ("AccessDeniedError", None),
@@ -222,6 +258,8 @@ def _fail(road: str, stage: str, kind: str, place: Place, rows: int) -> None:
     with contextlib.ExitStack() as stack:
         if stage in PLANNING:
             planner = _failing(DefaultSavePlanner, stage, kind)
+        elif (stage, kind) in ODD:
+            planner = _planning_oddly(DefaultSavePlanner, kind.split()[-1], "storage_data")
         elif stage == "plan":
             planner = Forgetful()
         elif kind.startswith("Stateful"):
@@ -584,6 +622,7 @@ LOADING: dict[tuple[str, str], Told] = {
         for who in ("all", "the last")
     },
     ("state", "Stateful"): ("RanksFailedError", None),
+    **dict.fromkeys(ODD, ("CheckpointError", None)),
     ("location", "no location"): ("InvalidURIError", None),
     ("location", "another"): ("DifferentCheckpointsError", None),
     ("location", "nothing is there"): ("CheckpointNotFoundError", None),
@@ -604,6 +643,8 @@ def _fail_to_load(stage: str, kind: str, place: Place) -> None:
     with contextlib.ExitStack() as stack:
         if stage in RECEIVING:
             planner = _failing(DefaultLoadPlanner, stage, kind)
+        elif stage == "plan":
+            planner = _planning_oddly(DefaultLoadPlanner, kind.split()[-1], "planner_data")
         elif kind in MISFITS and (last or stage == "all"):
             state |= {name: torch.zeros(shape) for name, shape in MISFITS[kind][0].items()}
         elif stage == "state":

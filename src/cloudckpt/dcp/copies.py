@@ -7,8 +7,8 @@ number of 64 bits for all its copies, written or not, and these numbers add up t
 weight for each rank, with a sum of zero, and a rank multiplies it by its digest of these items.
 Only if the sum is not zero do the ranks report a digest of each copy.
 
-If the planner is custom, or torch's own save calls the writer, a digest of each item travels with
-the plan instead, and the coordinator compares them before anything is sent.
+If the planner is custom, or torch's own save calls the writer, each rank reports a digest of each
+item with what it has written instead.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import io
 import itertools
 import logging
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -32,8 +32,15 @@ from cloudckpt.checkpoint.likeness import digest_of_all
 from cloudckpt.errors import KeyCollisionError
 from cloudckpt.transfer.memory import PLAIN
 
-__all__ = ["Copies", "Described", "Shared", "are_alike", "compared", "refuse_or_tell"]
-__all__ += ["shared_of_ranks", "with_digests"]
+__all__ = [
+    "Copies",
+    "Described",
+    "Digests",
+    "Shared",
+    "are_alike",
+    "refuse_or_tell",
+    "shared_of_ranks",
+]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -112,10 +119,6 @@ class Described(NamedTuple):
     mesh: tuple[int, ...] = ()
 
 
-class _Digests(list[Described]):
-    """The digests of a rank's items, which travel with its plan."""
-
-
 @dataclass(frozen=True)
 class Copies:
     """The items that a rank has in common with others, and compares at each save by one plan.
@@ -155,7 +158,8 @@ class Copies:
     def described(self, planner: SavePlanner) -> list[Described]:
         """Returns the digest of each copy."""
         items = self._compared(iter(self.items), None)
-        return list(_described(items, planner, samples=self.samples))
+        digests = Digests(items, planner, getattr(planner, "state_dict", {}), samples=self.samples)
+        return digests.of_all()
 
     def _compared(self, items: Iterator[WriteItem], count: int | None) -> Iterator[WriteItem]:
         """Yields the next ``count`` items, apart from those that are known to differ."""
@@ -163,81 +167,74 @@ class Copies:
         return (item for item in taken if item.index.fqn not in self.unlike)
 
 
-def with_digests(plan: SavePlan, planner: SavePlanner, *, samples: bool) -> SavePlan:
-    """Returns a rank's plan with a digest of each item, for :func:`compared`.
+class Digests:
+    """Makes a digest of each item that a rank has, also of those that another rank saves.
 
     Args:
-        plan: The plan, as the planner has made it for this rank.
+        items: The items, as the planner has planned them for this rank.
         planner: The planner. It may be custom.
-        samples: Whether only a sample of a large tensor is compared.
+        state_dict: The state dict, by flat names.
+        samples: Whether only a sample of a large tensor is read.
     """
-    if not isinstance(plan, SavePlan) or plan.storage_data is not None:
-        return plan
-    # a planner that caches its plans makes an empty one if nothing has changed
-    items = plan.items if plan.usable else getattr(planner, "plan", plan).items
-    return replace(plan, storage_data=_Digests(_described(items, planner, samples=samples)))
 
+    def __init__(
+        self,
+        items: Iterable[WriteItem],
+        planner: SavePlanner,
+        state_dict: Mapping[Any, Any],
+        *,
+        samples: bool,
+    ) -> None:
+        self._left = {item.index: item for item in items}
+        self._planner, self._state_dict, self._samples = planner, state_dict, samples
+        self._made: list[Described] = []
+        self._meshes: dict[int, tuple[int, ...]] = {}
 
-def compared(plans: Sequence[SavePlan], uri: str, *, refuses: bool) -> list[SavePlan]:
-    """Returns the plans of all ranks without the digests that :func:`with_digests` has added.
+    def add(self, item: WriteItem, data: Any) -> None:
+        """Makes the digest of an item of which the planner has returned the data."""
+        if self._left.pop(item.index, None) is not None:
+            self._add(item, _value(item, self._planner, lambda: data))
 
-    Args:
-        plans: The plans, by rank.
-        uri: The checkpoint.
-        refuses: As for :func:`refuse_or_tell`.
+    def of_all(self) -> list[Described]:
+        """Returns the digests of all items; asks the planner for data that were not added."""
+        for item in self._left.values():
+            self._add(item, _value(item, self._planner))
+        self._left = {}
+        return self._made
 
-    Raises:
-        KeyCollisionError: If ranks have different values under one name, and this is an error.
-    """
-    found = [getattr(plan, "storage_data", None) for plan in plans]
-    refuse_or_tell(
-        [one if isinstance(one, _Digests) else [] for one in found], uri, refuses=refuses
-    )
-    return [
-        replace(plan, storage_data=None) if isinstance(one, _Digests) else plan
-        for plan, one in zip(plans, found, strict=True)
-    ]
-
-
-def _described(
-    items: Iterable[WriteItem], planner: SavePlanner, *, samples: bool
-) -> Iterator[Described]:
-    meshes: dict[int, tuple[int, ...]] = {}
-    for item in items:
-        value, name, offsets = _value(item, planner), item.index.fqn, item.index.offset
-        given = getattr(planner, "state_dict", {}).get(name)
-        ranks: tuple[int, ...] = ()
+    def _add(self, item: WriteItem, value: Any) -> None:
+        name, offsets = item.index.fqn, item.index.offset
+        given = self._state_dict.get(name)
+        mesh: tuple[int, ...] = ()
         if isinstance(given, DTensor):
-            mesh = given.device_mesh
-            if id(mesh) not in meshes:
-                meshes[id(mesh)] = (*mesh.mesh.flatten().tolist(),)
-            ranks = meshes[id(mesh)]
-        yield Described(
-            name,
-            None if offsets is None else tuple(offsets),
-            digest_of_all([value], samples=samples),
-            "tensor" if item.tensor_data is not None else type(value).__name__,
-            ranks,
+            of_it = given.device_mesh
+            mesh = self._meshes.setdefault(id(of_it), (*of_it.mesh.flatten().tolist(),))
+        self._made.append(
+            Described(
+                name,
+                None if offsets is None else tuple(offsets),
+                digest_of_all([value], samples=self._samples),
+                "tensor" if item.tensor_data is not None else type(value).__name__,
+                mesh,
+            )
         )
 
 
-def _value(item: WriteItem, planner: SavePlanner) -> Any:
+def _value(item: WriteItem, planner: SavePlanner, data: Callable[[], Any] | None = None) -> Any:
     """Returns this rank's copy; None if it can't be had, which the rank that saves it reports."""
     with contextlib.suppress(Exception):
-        return _found(item, planner)
+        if _saves_as_it_is(planner):
+            return _saved(item, planner)
+        made = planner.resolve_data(item) if data is None else data()
+        if not isinstance(made, io.BytesIO):
+            return made
+        with contextlib.suppress(Exception):  # pickles of equal values may differ
+            return torch.load(io.BytesIO(made.getvalue()), weights_only=False)  # of this process
+        return made.getvalue()
     return None
 
 
-def _found(item: WriteItem, planner: SavePlanner) -> Any:
-    if not _saves_as_it_is(planner):
-        made = planner.resolve_data(item)
-        if not isinstance(made, io.BytesIO):
-            return made
-        pickled = made.getvalue()
-        with contextlib.suppress(Exception):  # pickles of equal values may differ
-            return torch.load(io.BytesIO(pickled), weights_only=False)  # made by this process
-        return pickled
-    assert isinstance(planner, DefaultSavePlanner)
+def _saved(item: WriteItem, planner: DefaultSavePlanner) -> Any:
     value, data = planner.state_dict[item.index.fqn], item.tensor_data
     if data is None:
         return value
@@ -247,7 +244,7 @@ def _found(item: WriteItem, planner: SavePlanner) -> Any:
     return planner.lookup_object(item.index)
 
 
-def _saves_as_it_is(planner: SavePlanner) -> bool:
+def _saves_as_it_is(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether a planner saves the values of its state dict unchanged, as torch's does."""
     names = ("resolve_data", "lookup_object", "transform_object")
     return isinstance(planner, DefaultSavePlanner) and all(

@@ -8,7 +8,7 @@ import pickle
 import traceback
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ __all__ = [
     "portable",
     "portable_errors",
     "release_frames",
+    "unpickled_plan",
 ]
 
 logger = logging.getLogger("cloudckpt")
@@ -64,6 +65,23 @@ def portable_errors(uri: str | None) -> Iterator[None]:
         if raised is exc:
             raise
         raise raised from exc
+
+
+def unpickled_plan(plan: bytes, uri: str | None) -> Any:
+    """Returns a plan that another rank has pickled.
+
+    Raises:
+        CheckpointError: If it can't be unpickled.
+    """
+    try:
+        return pickle.loads(plan)  # noqa: S301 - of a rank of this job
+    except Exception as exc:
+        raise CheckpointError(
+            "a plan of a custom planner can't be unpickled on another rank: plan with classes "
+            "that pickle can restore there, from a module that every rank can import",
+            uri=uri,
+            cause=exc,
+        ) from exc
 
 
 def _survives_pickling(error: BaseException) -> bool:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from cloudckpt.checkpoint.model_folder import ModelFolder
 from cloudckpt.dcp.content import Content
-from cloudckpt.dcp.failures import one_error
+from cloudckpt.dcp.failures import one_error, portable_errors, unpickled_plan
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
 from cloudckpt.dcp.loading import Load, Offer, SharedReads
 from cloudckpt.dcp.meeting import Meeting, RankStatus, all_expected
@@ -193,12 +193,12 @@ class _Load:
             )
             status = status._replace(failure=status.difference(first, meeting.rank))
 
-        plan = self._planned_together(status, terms) if terms.gathers else None
+        part = self._planned_together(status, terms) if terms.gathers else None
         offer: Offer | None = None
         if terms.begins and status.failure is None:
             try:
-                own = self._local_plan(terms) if plan is None else plan
-                offer = self._prepare(own, terms.shares, until_the_end)
+                plan = unpickled_plan(part, self._uri) if part else self._local_plan(terms)
+                offer = self._prepare(plan, terms.shares, until_the_end)
             except BaseException as error:  # noqa: BLE001 - told to all ranks
                 status = status._replace(failure=error)
         consensus = meeting.exchange(status, offer)
@@ -245,23 +245,22 @@ class _Load:
         plan = planner.create_local_plan()
         return reader.prepare_local_plan(plan) if terms.gathers else plan
 
-    def _planned_together(self, status: RankStatus, terms: _Terms) -> LoadPlan:
-        """Returns this rank's part of a plan that the first rank makes from all plans."""
-        local = b""
-        if status.failure is None:
-            try:
-                local = pickle.dumps(self._local_plan(terms))
-            except BaseException as error:  # noqa: BLE001 - told to all ranks
-                status = status._replace(failure=error)
-        self._meeting.exchange(status).raise_on_all_ranks()
+    def _planned_together(self, status: RankStatus, terms: _Terms) -> bytes:
+        """Returns this rank's part, pickled, of a plan that the first rank makes from all plans."""
 
-        def divide(told: list[bytes]) -> list[bytes]:
-            plans = [pickle.loads(plan) for plan in told]  # noqa: S301 - of the ranks
+        @portable_errors(self._uri)
+        def make() -> bytes:
+            if status.failure is not None:
+                raise status.failure
+            return pickle.dumps(self._local_plan(terms))
+
+        @portable_errors(self._uri)
+        def divide(pickled: list[bytes]) -> list[bytes]:
+            plans = [unpickled_plan(plan, self._uri) for plan in pickled]
             plans = self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
             return [pickle.dumps(plan) for plan in plans]
 
-        part = self._meeting.divided_by_first(local, divide)
-        return cast(LoadPlan, pickle.loads(part))  # noqa: S301 - of the first rank
+        return self._meeting.divided_by_first(make, divide, self._uri)
 
     def _prepare(
         self, plan: LoadPlan, shares: str, until_the_end: contextlib.ExitStack

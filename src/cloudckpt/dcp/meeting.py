@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt._version import __version__
 from cloudckpt.checkpoint.torch_private import (
@@ -375,25 +376,31 @@ class Meeting:
         """
         return self.exchange(RankStatus(), value, has_begun=True).values
 
-    def divided_by_first(self, value: T, divide: Callable[[list[T]], list[T]]) -> T:
+    def divided_by_first(
+        self,
+        make: Callable[[], T],
+        divide: Callable[[list[T]], list[T]],
+        uri: str | None,
+    ) -> T:
         """Returns this rank's part of what the first rank makes of all values; a collective call.
 
         No other rank gets the values of all.
 
         Args:
-            value: This rank's value.
+            make: Returns this rank's value.
             divide: Returns a part for each rank, given the values of all; called on the first rank.
-                An error that it raises is raised on all ranks.
+            uri: The checkpoint, for messages.
 
         Raises:
-            CloudCheckpointError: See :meth:`begin`.
+            CloudCheckpointError: If ``make`` fails on a rank, or ``divide`` on the first.
         """
         ranks = Collectives(self.group, self.group is not None, 0)
         with self._together(None, has_begun=False):
-            told = ranks.gather_object(value)
-        parts = self.begin(lambda: None if told is None else divide(told))
-        with self._together(None, has_begun=False):
-            return ranks.scatter_object(parts)
+            try:
+                return ranks.reduce_scatter("plan", make, divide)
+            except CheckpointException as exc:
+                failures = {rank: error for rank, (error, _) in exc.failures.items()}
+        raise one_error(failures, self.rank, "before it began", uri)
 
     @contextlib.contextmanager
     def _together(self, failure: BaseException | None, has_begun: bool) -> Iterator[None]:

@@ -22,13 +22,14 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -41,7 +42,7 @@ from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
 from cloudckpt.dcp import incremental, save_plan
 from cloudckpt.dcp.copies import Copies, Described, Shared, are_alike, refuse_or_tell
-from cloudckpt.dcp.failures import portable_errors
+from cloudckpt.dcp.failures import portable_errors, unpickled_plan
 from cloudckpt.dcp.global_plan import plan_together, record_of
 from cloudckpt.dcp.meeting import PLAN_ANEW, PLAN_EACH_TIME
 from cloudckpt.dcp.reader import committed_metadata
@@ -50,7 +51,6 @@ from cloudckpt.dcp.save_plan import (
     KnownPlan,
     OfAllRanks,
     Outline,
-    lost_by_flattening,
 )
 from cloudckpt.dcp.saving import Contents
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, committing
@@ -59,9 +59,9 @@ from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["SaveLoop"]
 
-Report = tuple[bytes, Record, int, tuple[MetadataIndex, ...]]
-"""A rank's report after writing: the digest of its plan, the record of what it has written, its
-number for the comparison of copies (see ``copies``), and its items, of a custom planner only.
+Report = tuple[bytes, Record, int]
+"""A rank's report after writing: the digest of its plan, the record of what it has written, and its
+number for the comparison of copies (see ``copies``).
 """
 
 
@@ -95,6 +95,7 @@ class SaveLoop:
         self._ranks = Collectives(group, group is not None, 0)
         writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
         self._writer, self._planner = writer, CloudSavePlanner.like(planner)
+        self._uri = writer.checkpoint_id
         # only torch's protocol calls the methods of other writers, also of derived ones
         self._ours = writer if type(writer) is CloudStorageWriter else None
         self._known: KnownPlan | None = None
@@ -126,40 +127,34 @@ class SaveLoop:
             CheckpointException: If ranks failed, with the failures of all.
         """
         try:
-            if self._ours is None:
+            if self._ours is None or agreed == PLAN_EACH_TIME:
                 return self._by_protocol()
             if self._known is not None:
                 save_plan.drop(self._known)
-            known = None if agreed in (PLAN_EACH_TIME, PLAN_ANEW) else self._known
-            plan = known or self._plan_anew(self._ours, agreed == PLAN_EACH_TIME)
-            return self._carry_out(self._ours, plan)
+            known = None if agreed == PLAN_ANEW else self._known
+            return self._carry_out(self._ours, known or self._plan_anew(self._ours))
         except BaseException:
             forget_plans(self._planner)
             raise
 
     def _carry_out(self, writer: CloudStorageWriter, plan: KnownPlan) -> Metadata:
         """Writes by a plan, and commits; each rank reports locations only if they have changed."""
-        planner, is_new = self._planner, not plan.saves
-        is_custom, base = plan.flags == (), None
+        planner, is_new = cast(DefaultSavePlanner, self._planner), not plan.saves
         made: list[tuple[KnownPlan, Record]] = []
         reported: list[Report] = []
         manifests: list[Manifest] = []
-        if writer.is_incremental:
-            base = incremental.agree_on_base(self._ranks, self._group, writer, is_planned=is_new)
+        contents_of = self._contents_beside(writer, is_planned=is_new)
 
-        @portable_errors(self._writer.checkpoint_id)
+        @portable_errors(self._uri)
         def write_data() -> Report:
             entry = plan
             if is_new:
                 entry = plan.finished(planner)
             elif self._outline is not None:
-                entry.restore(
-                    cast(DefaultSavePlanner, planner),
-                    self._outline,
-                    coordinates=self._ranks.is_coordinator,
-                )
-            compared, pending = entry.copies.weighed(cast(DefaultSavePlanner, planner)), None
-            if writer.sender.outlives and not is_custom:
+                coordinates = self._ranks.is_coordinator
+                entry.restore(planner, self._outline, coordinates=coordinates)
+            compared, pending = entry.copies.weighed(planner), None
+            if writer.sender.outlives:
                 if entry.record is None:
                     with paused_gc():
                         record = record_of(entry.plan, entry.structure, writer.checksum)
@@ -171,34 +166,31 @@ class SaveLoop:
                 expected=entry.expected,
                 small=entry.small_tensors(planner),
                 pending=pending,
-                contents=Contents(len(entry.plan.items), base) if writer.is_incremental else None,
+                contents=contents_of(entry.plan),
             )
             made.append((replace(entry, extents=written.extents, saves=entry.saves + 1), written))
-            if not is_new:
-                written = written.without(plan.extents)
-            indices = tuple(item.index for item in entry.plan.items) if is_custom else ()
-            return entry.digest, written, compared, indices
+            return entry.digest, written if is_new else written.without(plan.extents), compared
 
-        @portable_errors(self._writer.checkpoint_id)
+        @portable_errors(self._uri)
         def finish_checkpoint(reports: list[Report]) -> str | None:
             reported.extend(reports)
-            return commit() if are_alike(number for _, _, number, _ in reports) else None
+            return commit() if are_alike(number for _, _, number in reports) else None
 
         def commit() -> str:
             of_all, written = self._of_all(writer, plan.of_all, reported)
             with committing(writer):
-                manifests.append(writer.finish_with(cast(Planned, of_all.planned), written))
+                manifests.append(writer.finish_with(of_all.planned, written))
                 made[0] = replace(made[0][0], of_all=of_all), made[0][1]
                 return writer.attempt
 
-        @portable_errors(self._writer.checkpoint_id)
+        @portable_errors(self._uri)
         def describe_copies() -> list[Described]:
-            return plan.copies.described(cast(DefaultSavePlanner, planner))
+            return plan.copies.described(planner)
 
-        @portable_errors(self._writer.checkpoint_id)
+        @portable_errors(self._uri)
         def compare_copies(by_rank: list[list[Described]]) -> tuple[str, frozenset[str]]:
             refuses = writer.config.replicas == "refuse"
-            differing = refuse_or_tell(by_rank, writer.checkpoint_id, refuses=refuses)
+            differing = refuse_or_tell(by_rank, self._uri, refuses=refuses)
             return commit(), differing
 
         differing: frozenset[str] = frozenset()
@@ -214,44 +206,68 @@ class SaveLoop:
             return manifests[0].metadata
         return committed_metadata(writer.uri, writer.config, attempt)
 
+    def _contents_beside(
+        self, writer: CloudStorageWriter, *, is_planned: bool
+    ) -> Callable[[SavePlan], Contents | None]:
+        """Agrees on the base of an incremental save; returns what makes a plan's ``Contents``."""
+        if not writer.is_incremental:
+            return lambda plan: None
+        base = incremental.agree_on_base(self._ranks, self._group, writer, is_planned=is_planned)
+        return lambda plan: Contents(len(plan.items), base)
+
     def _by_protocol(self) -> Metadata:
-        """Plans, writes and commits with exactly torch's calls, for writers of other classes."""
-        writer, planner = self._writer, self._planner
+        """Plans, writes and commits with torch's calls, for custom planners and derived writers.
+
+        Plans are pickled here, not by the collectives: a rank that can't unpickle a custom class
+        would leave the others waiting.
+        """
+        writer, planner, ours = self._writer, self._planner, self._ours
         planned: list[Metadata] = []
+        written: list[WriteResult] = []
 
-        @portable_errors(self._writer.checkpoint_id)
-        def global_step(plans: list[SavePlan]) -> list[SavePlan]:
-            if isinstance(writer, CloudStorageWriter):
-                plans = CloudStorageWriter.prepare_global_plan(writer, plans)
-            plans, metadata = planner.create_global_plan(plans)
-            planned.append(metadata)
-            return writer.prepare_global_plan(plans)
+        @portable_errors(self._uri)
+        def local_step() -> bytes:
+            plan = self._local_plan(compares=self._group is not None)[0]
+            with paused_gc():
+                return pickle.dumps(plan)
 
-        @portable_errors(self._writer.checkpoint_id)
+        @portable_errors(self._uri)
+        def global_step(plans: list[bytes]) -> list[bytes]:
+            with paused_gc():
+                loaded = [unpickled_plan(plan, self._uri) for plan in plans]
+                loaded, metadata = planner.create_global_plan(loaded)
+                planned.append(metadata)
+                return [pickle.dumps(plan) for plan in writer.prepare_global_plan(loaded)]
+
+        @portable_errors(self._uri)
         def write_data() -> list[WriteResult]:
-            future = writer.write_data(planner.finish_plan(plan), planner)
+            plan = planner.finish_plan(unpickled_plan(part, self._uri))
+            if ours is not None:
+                written.append(ours.written(plan, planner, contents_of(plan)))
+                return written
+            future = writer.write_data(plan, planner)
             future.wait()
             return future.value()
 
-        @portable_errors(self._writer.checkpoint_id)
+        @portable_errors(self._uri)
         def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
             with committing(writer):
                 writer.finish(planned[0], results)
             return writer.attempt if isinstance(writer, CloudStorageWriter) else planned[0]
 
-        @portable_errors(writer.checkpoint_id)
-        def local_step() -> SavePlan:
-            return self._local_plan(is_custom=True)[0]
-
-        plan: SavePlan = self._ranks.reduce_scatter("plan", local_step, global_step)
+        part: bytes = self._ranks.reduce_scatter("plan", local_step, global_step)
+        if ours is not None:
+            contents_of = self._contents_beside(ours, is_planned=True)
         done: str | Metadata = self._ranks.all_reduce("write", write_data, finish_checkpoint)
         if isinstance(done, Metadata) or not isinstance(writer, CloudStorageWriter):
             return cast(Metadata, done)
+        if written and writer.is_incremental:
+            incremental.remember(self._group, writer.uri, done, written[0].storage_data.record)
         return planned[0] if planned else committed_metadata(writer.uri, writer.config, done)
 
-    def _local_plan(self, *, is_custom: bool) -> tuple[SavePlan, Structure]:
+    def _local_plan(self, *, compares: bool) -> tuple[SavePlan, Structure]:
         """Plans this rank's items; returns also what flattening has lost."""
-        writer, planner = self._writer, self._planner
+        writer, planner, structure = self._writer, self._planner, Structure()
         given: dict[str, Any] = {
             "state_dict": self._state_dict,
             "is_coordinator": self._ranks.is_coordinator,
@@ -259,55 +275,43 @@ class SaveLoop:
         if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
             given["storage_meta"] = writer.storage_meta()
         planner.set_up_planner(**given)
-        if is_custom and isinstance(writer, CloudStorageWriter) and self._group is not None:
-            writer.compared_by = planner
-        plan = writer.prepare_local_plan(planner.create_local_plan())
-        structure = lost_by_flattening(self._state_dict, planner, writer.checkpoint_id)
         if isinstance(writer, CloudStorageWriter):
-            writer.note_structure(structure)
-        return plan, structure
+            structure = writer.note_planning(self._state_dict, planner, compares=compares)
+        return writer.prepare_local_plan(planner.create_local_plan()), structure
 
-    def _plan_anew(self, writer: CloudStorageWriter, is_custom: bool) -> KnownPlan:
+    def _plan_anew(self, writer: CloudStorageWriter) -> KnownPlan:
         """Makes a new plan together with the other ranks; returns this rank's part.
 
-        Ranks send their plans as columns, because the plans of a large job are millions of objects;
-        custom planners may use plans of any class, which are pickled.
+        Ranks send their plans as columns, because the plans of a large job are millions of objects.
         """
-        planned: list[Planned | Metadata] = []
+        planned: list[Planned] = []
         local: list[tuple[SavePlan, Structure]] = []
 
-        @portable_errors(self._writer.checkpoint_id)
+        @portable_errors(self._uri)
         def local_step() -> bytes:
-            plan, structure = self._local_plan(is_custom=is_custom)
-            local.append((plan, structure))
+            local.append(self._local_plan(compares=False))
             with paused_gc():
-                return pickle.dumps(plan) if is_custom else self._record_of(writer, plan, structure)
+                return self._record_of(writer, *local[0])
 
-        @portable_errors(self._writer.checkpoint_id)
-        def global_step(plans: list[bytes]) -> list[tuple[Any, int, Shared]]:
-            number, together = save_plan.new_number(), self._planned_together
+        @portable_errors(self._uri)
+        def global_step(plans: list[bytes]) -> list[tuple[list[int], int, Shared]]:
+            number = save_plan.new_number()
             with paused_gc():
-                of_all, parts, shared = (
-                    self._planned_by_planner(plans) if is_custom else together(writer, plans)
-                )
+                of_all, parts, shared = self._planned_together(writer, plans)
             planned.append(of_all)
             return [(part, number, own) for part, own in zip(parts, shared, strict=True)]
 
         part, number, shared = self._ranks.reduce_scatter("plan", local_step, global_step)
         [(plan, structure)] = local
         with paused_gc():
-            samples = is_custom or writer.config.replicas != "refuse"
-            copies = Copies.of(plan, shared, samples=samples)
-            if is_custom:
-                plan = pickle.loads(part)  # noqa: S301 - of the coordinator
-            else:
-                plan = replace(plan, items=[plan.items[number] for number in part])
-        outline = None if is_custom or self._outline is None else self._outline.without_leaves()
+            copies = Copies.of(plan, shared, samples=writer.config.replicas != "refuse")
+            plan = replace(plan, items=[plan.items[number] for number in part])
+        assert self._flags is not None
         return KnownPlan(
             number=number,
             group=save_plan.ref_to(self._group),
-            flags=() if is_custom or self._flags is None else self._flags,
-            outline=outline,
+            flags=self._flags,
+            outline=None if self._outline is None else self._outline.without_leaves(),
             structure=structure,
             plan=plan,
             copies=copies,
@@ -329,19 +333,8 @@ class SaveLoop:
                     check_supported(value, name)
             raise UnsupportedValueError(
                 f"the state dict can't be described in the format of checkpoints: {exc}",
-                uri=writer.checkpoint_id,
+                uri=self._uri,
             ) from exc
-
-    def _planned_by_planner(self, plans: list[bytes]) -> tuple[Metadata, list[bytes], list[Shared]]:
-        """Returns the metadata of a custom planner, and each rank's pickled part of its plan.
-
-        The last result says, for each rank, that its items have been compared.
-        """
-        loaded = [pickle.loads(plan) for plan in plans]  # noqa: S301 - of the ranks
-        loaded = self._writer.prepare_global_plan(loaded)
-        loaded, metadata = self._planner.create_global_plan(loaded)
-        parts = [pickle.dumps(plan) for plan in loaded]
-        return metadata, parts, [Shared([], [], [])] * len(parts)
 
     def _planned_together(
         self, writer: CloudStorageWriter, plans: list[bytes]
@@ -352,7 +345,7 @@ class SaveLoop:
             IncompleteSaveError: If the ranks' parts of a tensor do not fill it.
             KeyCollisionError: If ranks have different types or shapes under one name.
         """
-        uri, heads = writer.checkpoint_id, Heads()
+        uri, heads = self._uri, Heads()
         records = [Record.parse(one, uri, known=heads) for one in plans]
         lowest = cast(DefaultSavePlanner, self._planner).dedup_save_to_lowest_rank
         try:
@@ -406,11 +399,8 @@ class SaveLoop:
                 from the coordinator's.
         """
         assert before is not None
-        planned, written = before.planned, [record for _, record, _, _ in reports]
-        digests = tuple(digest for digest, _, _, _ in reports)
-        if isinstance(planned, Metadata):
-            indices = [of_rank for _, _, _, of_rank in reports]
-            planned = Planned.of(planned, indices, writer.checksum, writer.checkpoint_id)
+        written = [record for _, record, _ in reports]
+        digests = tuple(digest for digest, _, _ in reports)
         for rank, (planned_digest, extents) in enumerate(
             zip(before.digests, before.extents, strict=True)
         ):
@@ -422,6 +412,6 @@ class SaveLoop:
                 raise IncompleteSaveError(
                     f"rank {rank} wrote by another plan, or another save, than rank 0: {exc}; "
                     "nothing was committed. Save again: all ranks will then plan anew",
-                    uri=writer.checkpoint_id,
+                    uri=self._uri,
                 ) from exc
-        return OfAllRanks(planned, digests, tuple(one.extents for one in written)), written
+        return OfAllRanks(before.planned, digests, tuple(one.extents for one in written)), written

@@ -351,12 +351,12 @@ class OfAllRanks:
     """The coordinator's part of a cache entry: the plan and the locations of all ranks.
 
     Attributes:
-        planned: The plan of all ranks; or the metadata of a custom planner.
+        planned: The plan of all ranks.
         digests: The digest of each rank's plan, by rank; empty before the first save by it.
         extents: The locations of each rank's items in the last save, by rank.
     """
 
-    planned: Planned | Metadata
+    planned: Planned
     digests: tuple[bytes, ...] = ()
     extents: tuple[Extents, ...] = ()
 
@@ -404,12 +404,12 @@ class KnownPlan:
     saves: int = 0
     record: bytes | None = None
 
-    def finished(self, planner: SavePlanner) -> KnownPlan:
+    def finished(self, planner: DefaultSavePlanner) -> KnownPlan:
         """Returns the plan as the planner finishes it, with what later saves by it need."""
         plan = planner.finish_plan(self.plan)
         made = replace(self, plan=plan, expected=expected_size(plan.items))
-        if self.outline is None or not isinstance(planner, DefaultSavePlanner):
-            return made  # it is not kept, and items may have any name
+        if self.outline is None:
+            return made  # it is not kept
         values = planner.state_dict
         numbers = {name: number for number, name in enumerate(values)}
         return replace(
@@ -433,9 +433,9 @@ class KnownPlan:
         planner.mappings, planner.plan = self.mappings, self.plan
         planner.is_coordinator = coordinates
 
-    def small_tensors(self, planner: SavePlanner) -> SmallTensors:
+    def small_tensors(self, planner: DefaultSavePlanner) -> SmallTensors:
         """Returns the small tensors of the items, whose data need not come from the planner."""
-        if not self.forms or not isinstance(planner, DefaultSavePlanner):
+        if not self.forms:
             return ()
         values = [*planner.state_dict.values()]
         return [

@@ -30,6 +30,7 @@ from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.shard import Memory, check_supported, form_of, travels_as_bytes
 from cloudckpt.checkpoint.values import Unloadable
 from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
+from cloudckpt.dcp.copies import Digests
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError, UnsupportedValueError
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.memory import bytes_of, is_plain, settled
@@ -159,6 +160,7 @@ class StateLayout:
         capabilities: Capabilities,
         small: SmallTensors = (),
         contents: Contents | None = None,
+        digests: Digests | None = None,
     ) -> None:
         """Makes the layout; assigns nothing yet.
 
@@ -169,10 +171,11 @@ class StateLayout:
             capabilities: The capabilities of the destination's store.
             small: The small tensors whose data need not come from the planner, if they are known.
             contents: Collects the items' digests, and knows which items need not be sent.
+            digests: Makes digests by which the ranks compare the items.
         """
         self._items, self._planner = items, planner
         self._small: SmallTensors = small or [None] * len(items)
-        self._contents = contents
+        self._contents, self._digests = contents, digests
         self._algorithm = capabilities.checksum
         self._unloadable = Unloadable(str(destination.uri), destination.config.unloadable)
         self._places = Places(destination, capabilities)
@@ -326,6 +329,8 @@ class StateLayout:
         """
         planner, fqn = self._planner, item.index.fqn
         data, is_bytes = self._resolved(item), item.type == WriteItemType.BYTE_IO
+        if self._digests is not None:
+            self._digests.add(item, data)
         if not isinstance(data, io.BytesIO if is_bytes else torch.Tensor):
             raise UnsupportedTensorError(
                 f"{fqn} is planned as {'bytes' if is_bytes else 'a tensor'}, but the planner's "

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -31,10 +31,10 @@ from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.shard import Sender, send_here
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.torch_private import state_dict_being_planned
+from cloudckpt.checkpoint.torch_private import flatten_state_dict, state_dict_being_planned
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.dcp.copies import compared, with_digests
+from cloudckpt.dcp.copies import Described, Digests, refuse_or_tell
 from cloudckpt.dcp.failures import portable, portable_errors
 from cloudckpt.dcp.meeting import check_together
 from cloudckpt.dcp.save_plan import lost_by_flattening
@@ -44,6 +44,7 @@ from cloudckpt.errors import (
     CommitUnknownError,
     ConfigError,
     IncompleteSaveError,
+    KeyCollisionError,
 )
 from cloudckpt.events import Event, Span, Transferred, emit
 from cloudckpt.gc_pause import paused_gc
@@ -93,6 +94,20 @@ class CommitHook:
         """
 
 
+class Report(NamedTuple):
+    """A rank's report of what it has written by a plan of torch's classes.
+
+    Attributes:
+        record: The record of what it has written.
+        indices: The indices of the items, in the plan's order.
+        copies: The digests of all items that it has.
+    """
+
+    record: Record
+    indices: tuple[MetadataIndex, ...]
+    copies: list[Described]
+
+
 class OurWriter(StorageWriter):
     """A storage writer that ``cloudckpt.save`` can drive.
 
@@ -135,8 +150,6 @@ class CloudStorageWriter(OurWriter):
         sender: Uploads the prepared objects, in this process or in a saving process.
         attempt: The random name of this save, on a rank that commits.
         noted: The notes to be stored with the checkpoint, as bytes.
-        compared_by: The planner of which the items' digests travel with the plan, to compare those
-            of all ranks; None if the save compares them in another way.
         hold: The base of this save and the marks that keep it, on a rank that commits.
         commits: Whether this rank commits.
         committed: Whether the save is committed, as far as this rank alone knows; None during the
@@ -192,7 +205,9 @@ class CloudStorageWriter(OurWriter):
         self._is_set_up = False
         self._written: list[str] = []
         self._structure = Structure()
-        self.compared_by: SavePlanner | None = None
+        # the planner, and the flat state dict, if what ranks have under one name is compared
+        self._planning: tuple[SavePlanner, Mapping[str, Any]] | None = None
+        self._digests: Digests | None = None
         self.hold: Hold | None = None
         self.commits = False
         self.committed: bool | None = None
@@ -260,12 +275,9 @@ class CloudStorageWriter(OurWriter):
         self.committed = False if self.commits else None
         self.begin(commits=self.commits)
         # the state dict that torch's saver is saving, if it is the caller
-        state_dict, planner = state_dict_being_planned() or ({}, None)
-        self._structure = lost_by_flattening(state_dict, planner, str(self.uri))
-        is_alone = not (dist.is_available() and dist.is_initialized())
-        # a planner that caches plans would keep the digests
-        if not (is_alone or getattr(planner, "_enable_plan_caching", False)):
-            self.compared_by = planner
+        if (planning := state_dict_being_planned()) is not None:
+            is_alone = not (dist.is_available() and dist.is_initialized())
+            self.note_planning(*planning, compares=not is_alone)
 
     def begin(self, *, commits: bool) -> None:
         if commits and self._baseline is None:
@@ -283,16 +295,19 @@ class CloudStorageWriter(OurWriter):
             self._baseline = Beginning(view, ask)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Waits for the baseline, before anything is sent; adds digests to the plan if need be.
+        """Waits for the baseline, before anything is sent.
 
         Raises:
             CheckpointExistsError: If a checkpoint exists and ``overwrite`` is off.
         """
         self.wait_for_baseline()
-        if self.compared_by is None or self.config.replicas == "trust":
-            return plan
-        samples = self.config.replicas != "refuse"
-        return with_digests(plan, self.compared_by, samples=samples)
+        if self._planning is not None and isinstance(plan, SavePlan):
+            planner, state_dict = self._planning
+            # a planner that caches its plans makes an empty one if nothing has changed
+            items = plan.items if plan.usable else getattr(planner, "plan", plan).items
+            samples = self.config.replicas != "refuse"
+            self._digests = Digests(items, planner, state_dict, samples=samples)
+        return plan
 
     @property
     def waits_before_sending(self) -> bool:
@@ -312,20 +327,29 @@ class CloudStorageWriter(OurWriter):
         if self.commits and self._baseline is not None:
             self._baseline.answer()
 
-    def note_structure(self, structure: Structure) -> None:
-        """Sets the nesting that flattening has lost, which torch does not pass to writers."""
-        self._structure = structure
+    def note_planning(
+        self, state_dict: dict[str, Any], planner: Any, *, compares: bool
+    ) -> Structure:
+        """Records what torch does not pass to writers; returns the nesting that flattening loses.
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Compares what ranks have under one name, if digests have come with the plans.
-
-        The planner may cache plans and reuse them in a later save: they contain nothing of this
-        attempt.
+        Args:
+            state_dict: The state dict.
+            planner: The planner, after it was set up.
+            compares: Whether the writer compares what ranks have under one name.
 
         Raises:
-            KeyCollisionError: If ranks have different values under one name, and this is an error.
+            KeyCollisionError: If two entries of the state dict would have the same name.
         """
-        return compared(plans, str(self.uri), refuses=self.config.replicas == "refuse")
+        self._structure = lost_by_flattening(state_dict, planner, str(self.uri))
+        if compares and self.config.replicas != "trust":
+            flat = getattr(planner, "state_dict", None)
+            if not isinstance(flat, Mapping):
+                flat = flatten_state_dict(state_dict)[0]
+            self._planning = planner, flat
+        return self._structure
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Sends this rank's items; returns when the store has all of them."""
@@ -335,10 +359,19 @@ class CloudStorageWriter(OurWriter):
                 "cloudckpt.save for an incremental save",
                 self.uri,
             )
-        told = self.send(plan, planner), tuple(item.index for item in plan.items)
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(""), 0, told)])
+        future.set_result([self.written(plan, planner)])
         return future
+
+    def written(
+        self, plan: SavePlan, planner: SavePlanner, contents: Contents | None = None
+    ) -> WriteResult:
+        """Sends this rank's items as :meth:`send` does; returns the report for :meth:`finish`."""
+        digests = self._digests
+        record = self.send(plan, planner, contents=contents, digests=digests)
+        indices = tuple(item.index for item in plan.items)
+        copies = [] if digests is None else digests.of_all()
+        return WriteResult(MetadataIndex(""), 0, Report(record, indices, copies))
 
     def send(
         self,
@@ -349,6 +382,7 @@ class CloudStorageWriter(OurWriter):
         small: SmallTensors = (),
         pending: Pending | None = None,
         contents: Contents | None = None,
+        digests: Digests | None = None,
     ) -> Record:
         """Sends this rank's items; returns their record once the store has all of them.
 
@@ -360,6 +394,7 @@ class CloudStorageWriter(OurWriter):
             pending: The object to leave in the store if this trainer ends before the commit,
                 without the locations of the items.
             contents: Knows which items need not be sent.
+            digests: Makes the digests of the items.
         """
         uri, sending = str(self.uri), time.time()
         planned = sending - self._began  # torch's planning, as far as a writer sees it
@@ -371,7 +406,7 @@ class CloudStorageWriter(OurWriter):
                 store, name = self._store(), random_suffix()
                 target = Destination(self.uri, self.config, self._rank, name, expected)
                 layout = StateLayout(
-                    plan.items, planner, target, store.capabilities, small, contents
+                    plan.items, planner, target, store.capabilities, small, contents, digests
                 )
                 objects = self.sender(target, store, layout, stats, pending)
                 self._written = [one.name for one in objects]
@@ -392,16 +427,24 @@ class CloudStorageWriter(OurWriter):
         """Commits the checkpoint, on the coordinator.
 
         Raises:
+            KeyCollisionError: If ranks have different values under one name, and this is an error.
             IncompleteSaveError: If an item of the plan was not written.
             DifferentCheckpointsError: If a rank has written to another location or store.
             CheckpointCorruptError: If an object of an earlier checkpoint that it refers to is gone.
             CheckpointConflictError: If another writer has committed since this save began.
             CommitUnknownError: If the store's answers leave open whether the commit took place.
         """
-        reported = [of_rank[0].storage_data for of_rank in results if of_rank]
-        indices = [items for _, items in reported]
-        planned = Planned.of(metadata, indices, self.checksum, str(self.uri))
-        manifest = self.finish_with(planned, [record for record, _ in reported])
+        reported: list[Report] = [of_rank[0].storage_data for of_rank in results if of_rank]
+        uri, written = str(self.uri), [one.record for one in reported]
+        try:
+            refuses = self.config.replicas == "refuse"
+            refuse_or_tell([one.copies for one in reported], uri, refuses=refuses)
+        except KeyCollisionError:
+            if not self.is_incremental:  # else some objects are those of earlier checkpoints
+                self._delete([one.name for record in written for one in record.objects])
+            raise
+        indices = [one.indices for one in reported]
+        manifest = self.finish_with(Planned.of(metadata, indices, self.checksum, uri), written)
         metadata.storage_data = manifest.metadata.storage_data
         metadata.storage_meta = manifest.metadata.storage_meta
         metadata.version = manifest.metadata.version
@@ -467,12 +510,14 @@ class CloudStorageWriter(OurWriter):
     def discard(self) -> None:
         """Deletes this rank's objects of a save that was certainly not committed."""
         self._let_go_of_base()
-        if self._written:
-            keys = [self.uri.key(name) for name in self._written]
-            delete_quietly(
-                self._store(), keys, self.config.retry, threads=self.config.requests_at_once
-            )
+        self._delete(self._written)
         self._written = []
+
+    def _delete(self, names: Collection[str]) -> None:
+        if names:
+            keys = [self.uri.key(name) for name in names]
+            threads = self.config.requests_at_once
+            delete_quietly(self._store(), keys, self.config.retry, threads=threads)
 
     def _let_go_of_base(self, needed: Collection[str] = ()) -> None:
         hold, self.hold = self.hold, None
