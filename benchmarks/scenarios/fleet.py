@@ -178,12 +178,11 @@ def _other_rank(port: int, who: str, ranks: int, tensors: int) -> dict[str, floa
             return super().write_data(plan, planner)
 
     if who == OURS:
-        from cloudckpt.dcp.copies import Shared
         from cloudckpt.events import subscribe
 
         subscribe(lambda event: note() if event.phase == "plan" else None)
         heard: dict[str, Any] = {
-            "planned": lambda plan: (_all_of(plan), 7, Shared([], [], [])),
+            "planned": lambda plan: (_all_of(plan), 7, []),
             "committed": "0" * 16,
         }
     else:

@@ -10,7 +10,7 @@ read, so that any difference is detected.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,43 +61,32 @@ class _Digest:
         samples: Whether to read only a sample of a large tensor.
     """
 
-    __slots__ = ("_hash", "_known", "_open", "_samples", "_visited")
+    __slots__ = ("_hash", "_known", "_samples")
 
     def __init__(self, hash_: xxhash.xxh3_64, *, samples: bool) -> None:
         self._hash, self._samples = hash_, samples
-        self._known: dict[int, bytes] = {}
-        self._open: set[int] = set()
-        self._visited: list[object] = []  # kept alive: a new object would get its id otherwise
+        # by id; the object is kept alive: a new one would get its id otherwise
+        self._known: dict[int, tuple[bytes, object]] = {}
 
     def add(self, value: Any) -> None:
         """Adds a value to the hash; only the name of its class if its contents can't be read."""
         kind = type(value)
         if kind in _ATOMS:
             self._put(f"{kind.__name__} {value!r}")
-        elif kind in _PLAIN:
-            self._add_or_name(self._add_tensor, value)
         else:
             self._hash.update(self._digest_of(value))
 
     def _digest_of(self, value: Any) -> bytes:
-        if id(value) in self._open:
-            return b"within itself"
-        if id(value) in self._known:
-            return self._known[id(value)]
-        outer, self._hash = self._hash, xxhash.xxh3_64()
-        self._open.add(id(value))
-        self._visited.append(value)
-        self._add_or_name(self._add, value)
-        made, self._hash = self._hash.digest(), outer
-        self._open.discard(id(value))
-        self._known[id(value)] = made
-        return made
-
-    def _add_or_name(self, add: Callable[[Any], None], value: Any) -> None:
-        try:
-            add(value)
-        except Exception:  # noqa: BLE001 - of somebody's class; the rank that saves it will tell
-            self._put(f"of {type(value).__module__}.{type(value).__qualname__}")
+        if id(value) not in self._known:
+            outer, self._hash = self._hash, xxhash.xxh3_64()
+            self._known[id(value)] = b"within itself", value
+            try:
+                self._add(value)
+            except Exception:  # noqa: BLE001 - of somebody's class; the rank that saves it will tell
+                self._put(f"of {type(value).__module__}.{type(value).__qualname__}")
+            self._known[id(value)] = self._hash.digest(), value
+            self._hash = outer
+        return self._known[id(value)][0]
 
     def _add(self, value: Any) -> None:
         kind = type(value)
@@ -111,34 +100,21 @@ class _Digest:
         elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
             self._put(f"array {value.dtype.str} {value.shape}")
             self._hash.update(value.tobytes())
-        elif isinstance(value, Mapping):
-            self._put(f"{kind.__qualname__} {len(value)}")
-            has_plain_keys = {*map(type, value)} <= {str}
-            if has_plain_keys and _ATOMS_AT_ONCE.issuperset(map(type, value.values())):
-                # keys are unique, so values are not compared
-                self._put(repr(sorted(value.items())))
-            else:
-                self._hash.update(b"".join(sorted(map(self._digest_of, value.items()))))
-        elif isinstance(value, (set, frozenset)):
-            self._put(f"set {len(value)}")
-            self._hash.update(b"".join(sorted(self._digest_of((each,)) for each in value)))
         elif isinstance(value, (list, tuple)):
             self._put(f"{kind.__qualname__} {len(value)}")
             if _ATOMS_AT_ONCE.issuperset(map(type, value)):
                 self._put(repr([*value]))
             else:
                 self._add_each(value)
+        elif isinstance(value, (Mapping, set, frozenset)):  # in any order
+            self._put(f"{kind.__qualname__} {len(value)}")
+            entries = value.items() if isinstance(value, Mapping) else ((each,) for each in value)
+            self._hash.update(b"".join(sorted(map(self._digest_of, entries))))
         else:
-            self._add_parts(value)
-
-    def _add_parts(self, value: Any) -> None:
-        """Adds the parts that a pickle of the object would consist of."""
-        parts = value.__reduce_ex__(4)
-        if isinstance(parts, str):
-            self._put(f"global {parts}")
-            return
-        self._put(f"object of {len(parts)} parts")
-        self._add_each([list(part) if isinstance(part, Iterator) else part for part in parts])
+            parts = value.__reduce_ex__(4)  # what a pickle of the object would consist of
+            parts = (parts,) if isinstance(parts, str) else parts
+            self._put(f"object of {len(parts)} parts")
+            self._add_each(list(part) if isinstance(part, Iterator) else part for part in parts)
 
     def _add_each(self, parts: Iterable[Any]) -> None:
         for part in parts:
@@ -149,8 +125,7 @@ class _Digest:
             tensor = settled(tensor).detach()
             wrapped: Any = tensor  # mypy does not know that a class can be both tensor and wrapper
             if is_traceable_wrapper_subclass(wrapped):
-                parts = (getattr(wrapped, name) for name in wrapped.__tensor_flatten__()[0])
-                self._add_each([part for part in parts if isinstance(part, torch.Tensor)])
+                self._add_each(getattr(wrapped, name) for name in wrapped.__tensor_flatten__()[0])
                 return
             tensor = tensor.as_subclass(torch.Tensor)
         self._hash.update(kind_of(tensor.dtype, tensor.shape))

@@ -8,7 +8,7 @@ load these names; a load by cloudckpt puts each rank's value back into its ``Per
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -135,10 +135,8 @@ class Content:
             return inner
         if _is_stateful(value):
             state = self._states[path] = value.state_dict()
-            if not isinstance(state, Mapping):
-                return state
-            check_nesting(state)
-            return self._saved(state, path)
+            check_nesting({"": state})
+            return self._saved(state, path) if isinstance(state, Mapping) else state
         if not self._is_rebuilt.get(id(value), _may_be_rebuilt(value)):
             return value
         is_list = not isinstance(value, Mapping)
@@ -209,14 +207,13 @@ class Content:
 
     def _take(self, value: PerRank[Any], loaded: Mapping[str, Any], path: Path) -> None:
         """Puts loaded values into a ``PerRank``."""
-        name = _name(self._rank)
+        own = _name(self._rank)
         if value.is_loaded:
-            value.value = self._put(value.value, loaded[name], (*path, name))
+            value.value = self._put(value.value, loaded[own], (*path, own))
+        # without ``is_loaded``, the entry of this rank is its own value
+        names = [name for name in loaded if value.is_loaded or name != own]
         value.all = {
-            int(found[1]): entry
-            for of_rank, entry in loaded.items()
-            if (found := _OF_RANK.fullmatch(of_rank)) is not None
-            and (value.is_loaded or of_rank != name)
+            int(found[1]): loaded[found[0]] for found in map(_OF_RANK.fullmatch, names) if found
         }
 
     def fit(self, metadata: Metadata, ranks: int, uri: str) -> None:
@@ -242,19 +239,16 @@ class Content:
             if not of_ranks:
                 continue  # treated like any other missing name
             asked = [self._rank] if of_ranks.keys() == {*range(ranks)} else sorted(of_ranks)
-            made = {
-                _name(rank): own.state
-                if rank == self._rank and own.takes(of_ranks[rank], metadata)
-                else _placeholder(
-                    (*own.path, _name(rank)), of_ranks[rank], metadata, structure, uri
-                )
-                for rank in asked
-            }
             own.inner.clear()
-            own.inner.update(made)
             for rank, names in of_ranks.items():
+                name = _name(rank)
                 if rank not in asked:
                     self.others.update(names)
+                elif rank == self._rank and own.takes(names, metadata):
+                    own.inner[name] = own.state
+                else:
+                    path = (*own.path, name)
+                    own.inner[name] = _placeholder(path, names, metadata, structure, uri)
             self._note(own, sorted(of_ranks), ranks)
 
     def _note(self, own: _Own, saved: list[int], ranks: int) -> None:
@@ -295,23 +289,17 @@ def _by_rank(
     wanted: set[Path], metadata: Metadata, structure: Structure
 ) -> dict[Path, dict[int, dict[str, Path]]]:
     """Returns the names of ``per_rank`` values and their paths, by the value's path and by rank."""
-    found: dict[Path, dict[int, dict[str, Path]]] = {}
-
-    def of(path: Path) -> Iterator[dict[str, Path]]:
+    stored: dict[Path, dict[int, dict[str, Path]]] = {}
+    paths = metadata.planner_data or {}
+    names_of_ranks = (name for name in metadata.state_dict_metadata if "rank_" in name)
+    named = {name: paths.get(name, (name,)) for name in names_of_ranks}
+    for name, path in (*named.items(), *((None, path) for path in structure.empty)):
         for depth, element in enumerate(path):
             of_rank = _OF_RANK.fullmatch(element) if isinstance(element, str) else None
             if of_rank is not None and path[:depth] in wanted:
-                yield found.setdefault(path[:depth], {}).setdefault(int(of_rank[1]), {})
-
-    paths = metadata.planner_data or {}
-    for name in metadata.state_dict_metadata:
-        if "rank_" in name:
-            path = paths.get(name, (name,))
-            for names in of(path):
-                names[name] = path
-    for path in structure.empty:
-        any(of(path))
-    return found
+                names = stored.setdefault(path[:depth], {}).setdefault(int(of_rank[1]), {})
+                names.update({} if name is None else {name: path})
+    return stored
 
 
 def _placeholder(
@@ -324,11 +312,13 @@ def _placeholder(
     Raises:
         CheckpointCorruptError: If the paths contradict each other.
     """
-    values: dict[str, Any] = dict.fromkeys(names)
-    for name in names:
-        entry = metadata.state_dict_metadata[name]
-        if isinstance(entry, TensorStorageMetadata):
-            values[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+    entries = {name: metadata.state_dict_metadata[name] for name in names}
+    values = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for name, entry in entries.items()
+    }
     depth = len(path)
     within = Structure(
         {at: key for at, key in structure.keys.items() if at[:depth] == path},

@@ -18,13 +18,12 @@ import io
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.columns import column_of
@@ -38,6 +37,7 @@ __all__ = [
     "Digests",
     "Shared",
     "are_alike",
+    "first_few",
     "refuse_or_tell",
     "shared_of_ranks",
 ]
@@ -50,18 +50,10 @@ _RANKED = 5  # ranks that a message lists for each, and groups of them
 _told: set[str] = set()  # the keys that this process has logged already
 
 
-class Shared(NamedTuple):
-    """The items of a rank that other ranks have, too, in sets by the ranks that have them.
-
-    Attributes:
-        items: The numbers of the items in the rank's own plan, set after set.
-        counts: How many items each set has.
-        weights: This rank's weight in each set.
-    """
-
-    items: list[int]
-    counts: list[int]
-    weights: list[int]
+Shared = list[tuple[int, list[int]]]
+"""The items of a rank that other ranks have, too, in sets by the ranks that have them: the weight
+of this rank in each set, and the numbers of its items in the rank's own plan.
+"""
 
 
 def shared_of_ranks(
@@ -78,21 +70,17 @@ def shared_of_ranks(
     by_set: dict[tuple[int, ...], list[Sequence[int]]] = {}
     for group, of_group in zip(groups, ranks, strict=True):
         by_set.setdefault(of_group, []).append(group)
-    found = [Shared([], [], []) for _ in starts[1:]]
+    found: list[Shared] = [[] for _ in starts[1:]]
     for members, of_set in by_set.items():
         own = column_of(of_set) - column_of([starts[rank] for rank in members])
         columns = own.t().tolist()
         for rank, items, weight in zip(members, columns, _weights(len(members)), strict=True):
-            found[rank].items.extend(items)
-            found[rank].counts.append(len(items))
-            found[rank].weights.append(weight)
+            found[rank].append((weight, items))
     return found
 
 
 def are_alike(numbers: Iterable[int]) -> bool:
-    """Whether all ranks have the same copies, given the number of each: see
-    :meth:`Copies.weighed`.
-    """
+    """Whether all ranks have the same copies, by the numbers of :meth:`Copies.weighed`."""
     return not sum(numbers) & _ALL
 
 
@@ -109,62 +97,39 @@ class Described(NamedTuple):
         offsets: The offsets of a tensor's chunk; None for other values.
         digest: The digest of the copy.
         kind: The name of its class.
-        mesh: The ranks of a DTensor's mesh; empty for other values.
+        mesh: The ranks of a DTensor's mesh; None for other values.
     """
 
     name: str
     offsets: tuple[int, ...] | None
     digest: int
     kind: str
-    mesh: tuple[int, ...] = ()
+    mesh: frozenset[int] | None = None
 
 
-@dataclass(frozen=True)
-class Copies:
+class Copies(NamedTuple):
     """The items that a rank has in common with others, and compares at each save by one plan.
 
     Attributes:
-        items: The items, set after set.
-        counts: How many items each set has.
-        weights: This rank's weight in each set.
-        unlike: The names that are known to differ, and are no longer compared.
+        sets: The weight of this rank in each set, and the items.
         samples: Whether only a sample of a large tensor is compared.
     """
 
-    items: tuple[WriteItem, ...] = ()
-    counts: Sequence[int] = ()
-    weights: Sequence[int] = ()
-    unlike: frozenset[str] = frozenset()
-    samples: bool = True
-
-    @classmethod
-    def of(cls, plan: SavePlan, shared: Shared, *, samples: bool) -> Copies:
-        """Returns the copies that a rank's own plan has in common with others."""
-        items = tuple(plan.items[number] for number in shared.items)
-        return cls(items, shared.counts, shared.weights, samples=samples)
-
-    def without(self, names: Collection[str]) -> Copies:
-        """Returns a copy that no longer compares the items with these names."""
-        return replace(self, unlike=self.unlike | frozenset(names))
+    sets: Sequence[tuple[int, Sequence[WriteItem]]]
+    samples: bool
 
     def weighed(self, planner: SavePlanner) -> int:
         """Returns this rank's number: all ranks' add up to zero if all copies are the same."""
-        total, items = 0, iter(self.items)
-        for count, weight in zip(self.counts, self.weights, strict=True):
-            values = (_value(item, planner) for item in self._compared(items, count))
+        total = 0
+        for weight, items in self.sets:
+            values = (_value(item, planner) for item in items)
             total += weight * digest_of_all(values, samples=self.samples)
         return total & _ALL
 
-    def described(self, planner: SavePlanner) -> list[Described]:
+    def described(self, planner: DefaultSavePlanner) -> list[Described]:
         """Returns the digest of each copy."""
-        items = self._compared(iter(self.items), None)
-        digests = Digests(items, planner, getattr(planner, "state_dict", {}), samples=self.samples)
-        return digests.of_all()
-
-    def _compared(self, items: Iterator[WriteItem], count: int | None) -> Iterator[WriteItem]:
-        """Yields the next ``count`` items, apart from those that are known to differ."""
-        taken = itertools.islice(items, count)
-        return (item for item in taken if item.index.fqn not in self.unlike)
+        items = [item for _, of_set in self.sets for item in of_set]
+        return Digests(items, planner, planner.state_dict, samples=self.samples).of_all()
 
 
 class Digests:
@@ -188,7 +153,7 @@ class Digests:
         self._left = {item.index: item for item in items}
         self._planner, self._state_dict, self._samples = planner, state_dict, samples
         self._made: list[Described] = []
-        self._meshes: dict[int, tuple[int, ...]] = {}
+        self._meshes: dict[int, frozenset[int]] = {}
 
     def add(self, item: WriteItem, data: Any) -> None:
         """Makes the digest of an item of which the planner has returned the data."""
@@ -204,20 +169,14 @@ class Digests:
 
     def _add(self, item: WriteItem, value: Any) -> None:
         name, offsets = item.index.fqn, item.index.offset
-        given = self._state_dict.get(name)
-        mesh: tuple[int, ...] = ()
+        given, mesh = self._state_dict.get(name), None
         if isinstance(given, DTensor):
             of_it = given.device_mesh
-            mesh = self._meshes.setdefault(id(of_it), (*of_it.mesh.flatten().tolist(),))
-        self._made.append(
-            Described(
-                name,
-                None if offsets is None else tuple(offsets),
-                digest_of_all([value], samples=self._samples),
-                "tensor" if item.tensor_data is not None else type(value).__name__,
-                mesh,
-            )
-        )
+            mesh = self._meshes.setdefault(id(of_it), frozenset(of_it.mesh.flatten().tolist()))
+        where = None if offsets is None else tuple(offsets)
+        kind = "tensor" if item.tensor_data is not None else type(value).__name__
+        digest = digest_of_all([value], samples=self._samples)
+        self._made.append(Described(name, where, digest, kind, mesh))
 
 
 def _value(item: WriteItem, planner: SavePlanner, data: Callable[[], Any] | None = None) -> Any:
@@ -253,10 +212,8 @@ def _saves_as_it_is(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     )
 
 
-def refuse_or_tell(
-    by_rank: Sequence[Sequence[Described]], uri: str, *, refuses: bool
-) -> frozenset[str]:
-    """Returns the names whose copies differ between ranks, and logs or refuses them.
+def refuse_or_tell(by_rank: Sequence[Sequence[Described]], uri: str, *, refuses: bool) -> None:
+    """Logs or refuses the names whose copies differ between ranks.
 
     Args:
         by_rank: The digests of each rank's copies.
@@ -268,29 +225,33 @@ def refuse_or_tell(
     Raises:
         KeyCollisionError: If ranks have different values under one name, and this is an error.
     """
-    found: dict[tuple[str, tuple[int, ...] | None], dict[tuple[str, int], list[int]]] = {}
-    meshes: dict[str, set[tuple[int, ...]]] = {}
+    groups: dict[tuple[str, Any], dict[tuple[str, int], list[int]]] = {}
+    meshes: dict[str, set[frozenset[int]]] = {}
     for rank, copies in enumerate(by_rank):
         for copy in copies:
-            of_place = found.setdefault((copy.name, copy.offsets), {})
+            of_place = groups.setdefault((copy.name, copy.offsets), {})
             of_place.setdefault((copy.kind, copy.digest), []).append(rank)
-            if copy.mesh:
+            if copy.mesh is not None:
                 meshes.setdefault(copy.name, set()).add(copy.mesh)
     unlike: dict[str, str] = {}
-    for (name, _), by_digest in found.items():
+    for (name, _), by_digest in groups.items():
         if len(by_digest) > 1:
             parted = (f"{_shown(ranks)} ({kind})" for (kind, _), ranks in by_digest.items())
-            unlike.setdefault(name, f"{name}: {_first_few(parted, ', ')}")
-    apart = [name for name in unlike if _lie_apart(meshes.get(name, ()))]
+            unlike.setdefault(name, f"{name}: {first_few(parted, ', ')}")
+    apart = [
+        name
+        for name in unlike
+        if any(a.isdisjoint(b) for a, b in itertools.combinations(meshes.get(name, ()), 2))
+    ]
     refuses = refuses or bool(apart)
     news = apart or [name for name in unlike if refuses or name not in _told]
     if not news:
-        return frozenset(unlike)
+        return
     first = news[0]
     text = (
         f"{len(news)} {'entry differs' if len(news) == 1 else 'entries differ'} between ranks, "
         "and the checkpoint keeps one copy of each. Ranks with the same copy: "
-        f"{_first_few((unlike[name] for name in news), '; ', _NAMED)}. If each rank has its own "
+        f"{first_few((unlike[name] for name in news), '; ', _NAMED)}. If each rank has its own "
         "value, wrap it in cloudckpt.per_rank(value), or put the rank, the stage or the expert "
         f"into its name, for example {{f'{first}.{{rank}}': ...}}; if all ranks share it, make it "
         "equal before the save, for example by a broadcast. replicas='trust' turns this "
@@ -300,19 +261,15 @@ def refuse_or_tell(
         raise KeyCollisionError(text, uri=uri, item=first)
     _told.update(news)
     logger.warning("%s: %s", uri, text)
-    return frozenset(unlike)
-
-
-def _lie_apart(meshes: Collection[tuple[int, ...]]) -> bool:
-    """Whether any two of the meshes have no rank in common."""
-    return any(set(one).isdisjoint(other) for one, other in itertools.combinations(meshes, 2))
 
 
 def _shown(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_first_few(map(str, ranks), ' ')}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {first_few(map(str, ranks), ' ')}"
 
 
-def _first_few(texts: Iterable[str], separator: str, most: int = _RANKED) -> str:
-    all_of_them = list(texts)
-    more = [f"and {len(all_of_them) - most} more"] * (len(all_of_them) > most)
-    return separator.join([*all_of_them[:most], *more])
+def first_few(texts: Iterable[str], separator: str, most: int = _RANKED) -> str:
+    """Joins up to ``most`` texts, and says how many more there are."""
+    shown = list(texts)
+    if len(shown) > most:
+        shown[most:] = [f"and {len(shown) - most} more"]
+    return separator.join(shown)

@@ -48,12 +48,9 @@ def _wrapped(missing: str, stored: Collection[str]) -> str:
         return ""
     here, there = missing.split("."), found.split(".")
     said = [
-        f"the model {verb} is wrapped by {' and '.join(_WRAPPERS[part] for part in parts)}"
-        for verb, parts in (
-            ("to load into", _wrappers(here)),
-            ("that was saved", _wrappers(there)),
-        )
-        if parts
+        f"the model {verb} is wrapped by {' and '.join(wrappers)}"
+        for verb, parts in (("to load into", here), ("that was saved", there))
+        if (wrappers := [_WRAPPERS[part] for part in parts if part in _WRAPPERS])
     ]
     # the first part does not belong to the model
     is_within = here[0] == there[0] and here[0] not in _WRAPPERS
@@ -72,10 +69,6 @@ def _wrapped(missing: str, stored: Collection[str]) -> str:
 
 def _bare(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _wrappers(parts: list[str]) -> list[str]:
-    return [part for part in parts if part in _WRAPPERS]
 
 
 def _of_rank(missing: str, stored: Collection[str]) -> str:

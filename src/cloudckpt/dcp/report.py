@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.checkpoint.lazy import table_behind
+from cloudckpt.dcp.copies import first_few
 from cloudckpt.dcp.load_plan import conversions, saved_type, table_of
 
 __all__ = ["LoadReport"]
@@ -113,12 +114,12 @@ class LoadReport:
         others -= optimizer
         return cls(
             uri=uri,
-            loaded=tuple(name for name in wanted if name not in apart) if apart else (*wanted,),
-            missing=tuple(name for name in wanted if name in missing) if missing else (),
-            unexpected=tuple(name for name in stored if name in others) if others else (),
+            loaded=tuple(name for name in wanted if name not in apart),
+            missing=tuple(name for name in wanted if name in missing),
+            unexpected=tuple(name for name in stored if name in others),
             converted=converted,
             left_alone={name: why for name, why in left.items() if f"{name}." not in states},
-            optimizer=tuple(name for name in stored if name in optimizer) if optimizer else (),
+            optimizer=tuple(name for name in stored if name in optimizer),
             doubtful=_doubtful(wanted, groups, states, metadata),
         )
 
@@ -138,11 +139,9 @@ class LoadReport:
 
 
 def _shown(names: Collection[str]) -> str:
-    found = [*names][:_FEW]
     reasons = names if isinstance(names, Mapping) else {}
-    texts = [f"{name} ({reasons[name]})" if name in reasons else name for name in found]
-    more = [f"and {len(names) - _FEW} more"] * (len(names) > _FEW)
-    return ", ".join([*texts, *more])
+    texts = (f"{name} ({reasons[name]})" if name in reasons else name for name in names)
+    return first_few(texts, ", ", _FEW)
 
 
 def _doubtful(
@@ -155,13 +154,10 @@ def _doubtful(
         empty = [name for name, one in params.items() if one == []]
         found.update((name, _EMPTY) for name in empty if _next_group(name) in params)
     table = table_behind(metadata)
-    if table is None or not states or not any(_is_cast(form.dtype) for form in table.forms):
-        return found
-    for name in wanted:
-        if name.startswith(states) and not name.endswith(".step"):
-            dtype = saved_type(table, name)
-            if dtype is not None and _is_cast(dtype):
-                found[name] = f"{dtype}, {_CAST}"
+    if table is not None and states and any(_is_cast(form.dtype) for form in table.forms):
+        of_states = (name for name in wanted if name.startswith(states) and name[-5:] != ".step")
+        types = {name: saved_type(table, name) for name in of_states}
+        found |= {name: f"{dtype}, {_CAST}" for name, dtype in types.items() if _is_cast(dtype)}
     return found
 
 
@@ -172,5 +168,5 @@ def _next_group(params: str) -> str:
     return f"{where}.{int(number) + 1}.{last}"
 
 
-def _is_cast(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex)
+def _is_cast(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)

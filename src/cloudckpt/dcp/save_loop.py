@@ -188,18 +188,16 @@ class SaveLoop:
             return plan.copies.described(planner)
 
         @portable_errors(self._uri)
-        def compare_copies(by_rank: list[list[Described]]) -> tuple[str, frozenset[str]]:
-            refuses = writer.config.replicas == "refuse"
-            differing = refuse_or_tell(by_rank, self._uri, refuses=refuses)
-            return commit(), differing
+        def compare_copies(by_rank: list[list[Described]]) -> str:
+            refuse_or_tell(by_rank, self._uri, refuses=writer.config.replicas == "refuse")
+            return commit()
 
-        differing: frozenset[str] = frozenset()
         attempt = self._ranks.all_reduce("write", write_data, finish_checkpoint)
         if attempt is None:
-            attempt, differing = self._ranks.all_reduce("compare", describe_copies, compare_copies)
+            attempt = self._ranks.all_reduce("compare", describe_copies, compare_copies)
         [(entry, written)] = made
         if entry.outline is not None:
-            save_plan.remember(replace(entry, copies=entry.copies.without(differing)))
+            save_plan.remember(entry)
         if writer.is_incremental:
             incremental.remember(self._group, writer.uri, attempt, written)
         if manifests:
@@ -304,7 +302,7 @@ class SaveLoop:
         part, number, shared = self._ranks.reduce_scatter("plan", local_step, global_step)
         [(plan, structure)] = local
         with paused_gc():
-            copies = Copies.of(plan, shared, samples=writer.config.replicas != "refuse")
+            sets = [(weight, [plan.items[one] for one in numbers]) for weight, numbers in shared]
             plan = replace(plan, items=[plan.items[number] for number in part])
         assert self._flags is not None
         return KnownPlan(
@@ -314,7 +312,7 @@ class SaveLoop:
             outline=None if self._outline is None else self._outline.without_leaves(),
             structure=structure,
             plan=plan,
-            copies=copies,
+            copies=Copies(sets, samples=writer.config.replicas != "refuse"),
             of_all=OfAllRanks(planned[0]) if planned else None,
         )
 
@@ -364,7 +362,7 @@ class SaveLoop:
                 cause=exc,
             ) from exc
         if writer.config.replicas == "trust":
-            shared = [Shared([], [], [])] * len(parts)
+            shared = [[]] * len(parts)
         return planned, parts, shared
 
     def _pending(self, writer: CloudStorageWriter, plan: KnownPlan, compared: int) -> Pending:
