@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
@@ -163,8 +162,7 @@ class Content:
             ConfigError: If it has ``per_rank`` values, and the planner does not flatten the state
                 dict.
         """
-        flattens = not isinstance(planner, DefaultSavePlanner) or planner.flatten_state_dict
-        if self._own and not flattens:
+        if self._own and not getattr(planner, "flatten_state_dict", True):
             raise ConfigError(
                 "per_rank values need a planner with flatten_state_dict=True, which is the default"
             )
@@ -336,11 +334,8 @@ def _items_of(container: Any) -> Any:
 
 def _may_be_rebuilt(value: Any) -> bool:
     """Whether a value is a container with entries of other than the common classes."""
-    if not isinstance(value, (Mapping, list, tuple)):
-        return False
-    return not _LEAVES.issuperset(
-        map(type, value.values() if isinstance(value, Mapping) else value)
-    )
+    entries = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, (Mapping, list, tuple)) and not _LEAVES.issuperset(map(type, entries))
 
 
 def _is_stateful(value: Any) -> bool:

@@ -19,6 +19,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -129,53 +130,51 @@ class Copies(NamedTuple):
     def described(self, planner: DefaultSavePlanner) -> list[Described]:
         """Returns the digest of each copy."""
         items = [item for _, of_set in self.sets for item in of_set]
-        return Digests(items, planner, planner.state_dict, samples=self.samples).of_all()
+        return Digests(items, planner, planner.state_dict, self.samples).of_all()
 
 
+@dataclass(eq=False)
 class Digests:
     """Makes a digest of each item that a rank has, also of those that another rank saves.
 
-    Args:
+    Attributes:
         items: The items, as the planner has planned them for this rank.
         planner: The planner. It may be custom.
         state_dict: The state dict, by flat names.
         samples: Whether only a sample of a large tensor is read.
     """
 
-    def __init__(
-        self,
-        items: Iterable[WriteItem],
-        planner: SavePlanner,
-        state_dict: Mapping[Any, Any],
-        *,
-        samples: bool,
-    ) -> None:
-        self._left = {item.index: item for item in items}
-        self._planner, self._state_dict, self._samples = planner, state_dict, samples
+    items: Iterable[WriteItem]
+    planner: SavePlanner
+    state_dict: Mapping[Any, Any]
+    samples: bool
+
+    def __post_init__(self) -> None:
+        self._left = {item.index: item for item in self.items}
         self._made: list[Described] = []
         self._meshes: dict[int, frozenset[int]] = {}
 
     def add(self, item: WriteItem, data: Any) -> None:
         """Makes the digest of an item of which the planner has returned the data."""
         if self._left.pop(item.index, None) is not None:
-            self._add(item, _value(item, self._planner, lambda: data))
+            self._add(item, _value(item, self.planner, lambda: data))
 
     def of_all(self) -> list[Described]:
         """Returns the digests of all items; asks the planner for data that were not added."""
         for item in self._left.values():
-            self._add(item, _value(item, self._planner))
+            self._add(item, _value(item, self.planner))
         self._left = {}
         return self._made
 
     def _add(self, item: WriteItem, value: Any) -> None:
         name, offsets = item.index.fqn, item.index.offset
-        given, mesh = self._state_dict.get(name), None
+        given, mesh = self.state_dict.get(name), None
         if isinstance(given, DTensor):
             of_it = given.device_mesh
             mesh = self._meshes.setdefault(id(of_it), frozenset(of_it.mesh.flatten().tolist()))
         where = None if offsets is None else tuple(offsets)
         kind = "tensor" if item.tensor_data is not None else type(value).__name__
-        digest = digest_of_all([value], samples=self._samples)
+        digest = digest_of_all([value], samples=self.samples)
         self._made.append(Described(name, where, digest, kind, mesh))
 
 

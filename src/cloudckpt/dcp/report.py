@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.checkpoint.lazy import table_behind
@@ -126,8 +126,7 @@ class LoadReport:
     def __str__(self) -> str:
         lines = [f"loaded {len(self.loaded)} of {self.uri}"]
         for name, title in _ROWS.items():
-            found = getattr(self, name)
-            if found:
+            if found := getattr(self, name):
                 lines.append(f"{title}: {len(found)}, {_shown(found)}")
         return "\n".join(lines)
 
@@ -151,22 +150,14 @@ def _doubtful(
     found: dict[str, str] = {}
     params = {name: wanted[name] for name in groups if name.endswith(".params")}
     if any(isinstance(one, list) and one and isinstance(one[0], str) for one in params.values()):
-        empty = [name for name, one in params.items() if one == []]
-        found.update((name, _EMPTY) for name in empty if _next_group(name) in params)
+        # torch loses nothing of an optimizer's last group
+        for name, after in itertools.pairwise(params):
+            if params[name] == [] and _GROUPS.split(name)[0] == _GROUPS.split(after)[0]:
+                found[name] = _EMPTY
     table = table_behind(metadata)
-    if table is not None and states and any(_is_cast(form.dtype) for form in table.forms):
+    if table is not None and states:
         of_states = (name for name in wanted if name.startswith(states) and name[-5:] != ".step")
-        types = {name: saved_type(table, name) for name in of_states}
-        found |= {name: f"{dtype}, {_CAST}" for name, dtype in types.items() if _is_cast(dtype)}
+        for name, dtype in ((name, saved_type(table, name)) for name in of_states):
+            if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+                found[name] = f"{dtype}, {_CAST}"
     return found
-
-
-def _next_group(params: str) -> str:
-    """Returns the name of the next group's parameters; torch loses nothing of the last group."""
-    group, _, last = params.rpartition(".")
-    where, _, number = group.rpartition(".")
-    return f"{where}.{int(number) + 1}.{last}"
-
-
-def _is_cast(dtype: torch.dtype | None) -> bool:
-    return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)

@@ -306,7 +306,7 @@ class CloudStorageWriter(OurWriter):
             # a planner that caches its plans makes an empty one if nothing has changed
             items = plan.items if plan.usable else getattr(planner, "plan", plan).items
             samples = self.config.replicas != "refuse"
-            self._digests = Digests(items, planner, state_dict, samples=samples)
+            self._digests = Digests(items, planner, state_dict, samples)
         return plan
 
     @property
