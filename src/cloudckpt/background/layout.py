@@ -6,7 +6,7 @@ import contextlib
 import copy
 import io
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.background.arena import Memory
+from cloudckpt.checkpoint.structure import containers
 from cloudckpt.checkpoint.torch_private import PLANS_ITSELF, declare_as
 from cloudckpt.errors import StagingError
 from cloudckpt.transfer.boxes import aligned
@@ -29,6 +30,8 @@ from cloudckpt.transfer.memory import (
 __all__ = ["Layout", "Region"]
 
 _ATOMIC = frozenset((type(None), bool, int, float, complex, str, bytes))
+
+_CONTAINERS = (Mapping, list, tuple)
 
 _Path = tuple[Any, ...]
 
@@ -74,13 +77,13 @@ class Layout:
     regions: list[Region] = field(default_factory=list)
     size: int = 0
     _by_storage: dict[int, Region] = field(default_factory=dict)
-    # by id; the value is kept alive: otherwise a later value might get the same id
-    _seen: dict[int, Any] = field(default_factory=dict)
+    _containers: list[Any] = field(default_factory=list)  # inner ones first
+    _paths: dict[int, _Path] = field(default_factory=dict)  # of the containers, by id
+    _seen: dict[int, torch.Tensor] = field(default_factory=dict)  # by id
+    _kept: list[Any] = field(default_factory=list)  # alive, so that no other value gets their ids
     _planned: dict[int, torch.Tensor] = field(default_factory=dict)
-    _others: list[tuple[torch.Tensor, _Path]] = field(default_factory=list)
+    _others: list[tuple[torch.Tensor, _Path]] = field(default_factory=list)  # inner ones first
     _parts: dict[int, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # of wrappers
-    _factories: list[Any] = field(default_factory=list)  # of dicts; they are not saved
-    _copies_itself: bool = False  # whether a container has its own __deepcopy__
 
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> Layout:
@@ -88,9 +91,15 @@ class Layout:
 
         Raises:
             StagingError: If a tensor has no memory that can be copied.
+            UnsupportedValueError: If a container contains itself.
         """
-        layout = cls()
-        layout._walk(state_dict, ())
+        layout = cls(_containers=containers(state_dict))
+        for container in reversed(layout._containers):
+            for _, path, entry in layout._entries(container):
+                if isinstance(entry, torch.Tensor):
+                    layout._plan(entry, path)
+                elif isinstance(entry, _CONTAINERS):
+                    layout._paths.setdefault(id(entry), path)
         place = 0
         for region in layout.regions:
             region.first -= region.first % region.grain
@@ -99,42 +108,41 @@ class Layout:
         layout.size = place
         return layout
 
-    def _walk(self, value: Any, path: _Path, *, is_pickled: bool = False) -> None:
-        """Plans the tensors in dicts, lists and tuples; tuples are pickled as one value."""
-        if id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
-            if not (_is_bytes(value) and self._add(value)):
-                self._add_other(value, path)
-        elif isinstance(value, (Mapping, list, tuple)):
-            self._copies_itself |= hasattr(type(value), "__deepcopy__")
-            is_pickled |= isinstance(value, tuple)
-            if isinstance(value, defaultdict) and not is_pickled:
-                self._factories.append(value.default_factory)
-            for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
-                if type(entry) not in _ATOMIC:
-                    self._walk(entry, (*path, key), is_pickled=is_pickled)
+    def _entries(self, container: Any) -> Iterator[tuple[Any, _Path, Any]]:
+        """Yields the key, path and value of each entry that isn't an immutable value.
 
-    def _add_other(self, tensor: Any, path: _Path) -> None:
-        """Records a tensor that is not plain memory, and plans the copy of its inner tensors.
+        A tuple is one item, so its entries have its path.
+        """
+        path = self._paths.get(id(container), ())
+        is_tuple, is_mapping = isinstance(container, tuple), isinstance(container, Mapping)
+        for key, entry in container.items() if is_mapping else enumerate(container):
+            if type(entry) not in _ATOMIC:
+                self._kept.append(entry)  # a mapping may have made it just now
+                yield key, path if is_tuple else (*path, key), entry
+
+    def _plan(self, tensor: Any, path: _Path) -> None:
+        """Plans the copy of a tensor, and of the tensors inside a wrapper.
 
         Raises:
             StagingError: If it can't be copied.
         """
-        self._others.append((tensor, path))
-        traceable: bool = is_traceable_wrapper_subclass(tensor)
-        if not traceable:
-            if why := _why_not_copied(tensor):
-                raise StagingError(why, item=_text(path))
+        if id(tensor) in self._seen:
             return
-        settled(tensor)
-        names, context = tensor.__tensor_flatten__()
-        parts = {name: getattr(tensor, name) for name in names}
-        self._parts[id(tensor)] = parts, context
-        for part in parts.values():
-            if isinstance(part, torch.Tensor):  # a DTensor's mesh is not
-                self._walk(part, path)
+        self._seen[id(tensor)] = tensor
+        if _is_bytes(tensor) and self._add(tensor):
+            return
+        traceable: bool = is_traceable_wrapper_subclass(tensor)
+        if traceable:
+            settled(tensor)
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: getattr(tensor, name) for name in names}
+            self._parts[id(tensor)] = parts, context
+            for part in parts.values():
+                if isinstance(part, torch.Tensor):  # a DTensor's mesh is not
+                    self._plan(part, path)
+        elif why := _why_not_copied(tensor):
+            raise StagingError(why, item=_text(path))
+        self._others.append((tensor, path))
 
     def _add(self, tensor: torch.Tensor) -> bool:
         """Plans the copy of a tensor; returns whether it has memory to copy."""
@@ -176,15 +184,29 @@ class Layout:
             key: _of_kind(self._staged(shown), self._seen[key])
             for key, shown in self._planned.items()
         }
-        # a copy of a method would copy its object, such as a whole model
-        memo.update((id(factory), factory) for factory in self._factories if callable(factory))
         for tensor, path in self._others:
-            self._copy_other(tensor, memo, path)
-        live: set[int] = set()
-        if self._copies_itself:  # it may keep its values, as immutable mappings do
-            live.update(id(tensor) for tensor, _ in self._others)
-            live.update(key for key, shown in self._planned.items() if shown.numel())
-        return cast(dict[str, Any], _copied(state_dict, memo, (), live))
+            memo[id(tensor)] = self._copy_other(tensor, memo, path)
+        for container in self._containers:
+            memo[id(container)] = self._copy_container(container, memo)
+        return cast(dict[str, Any], memo[id(state_dict)])
+
+    def _copy_container(self, container: Any, memo: dict[int, Any]) -> Any:
+        """Copies a container, after its entries.
+
+        Raises:
+            StagingError: If a value can't be copied.
+        """
+        if isinstance(container, defaultdict):
+            # a copy of a method would copy its object, such as a whole model
+            memo[id(container.default_factory)] = container.default_factory
+        copies = []
+        for key, path, entry in self._entries(container):
+            if id(entry) not in memo:
+                is_new = isinstance(entry, _CONTAINERS)
+                copied = self._copy_container(entry, memo) if is_new else _copied(entry, memo, path)
+                memo[id(entry)] = copied
+            copies.append((key, memo[id(entry)]))
+        return _copied(container, memo, self._paths.get(id(container), ()), copies)
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the copy of a planned tensor, on the copied region."""
@@ -200,26 +222,16 @@ class Layout:
         assert region.copy is not None
         return made.set_(region.copy, offset, tensor.size(), tensor.stride())
 
-    def _copy_other(self, tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.Tensor:
-        """Copies a tensor that is not plain memory, and adds the copy to ``memo``."""
-        made: torch.Tensor | None = memo.get(id(tensor))
-        if made is not None:
-            return made
+    def _copy_other(self, tensor: Any, memo: dict[int, Any], path: _Path) -> torch.Tensor:
+        """Copies a tensor that is not plain memory, whose inner tensors were copied."""
         if id(tensor) in self._parts:
             parts, context = self._parts[id(tensor)]
-            inner = {
-                name: self._copy_other(part, memo, path) if isinstance(part, torch.Tensor) else part
-                for name, part in parts.items()
-            }
-            # mypy does not know that a class can be both tensor and wrapper
-            kind: Any = type(tensor)
-            made = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+            inner = {name: memo.get(id(part), part) for name, part in parts.items()}
+            made = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
         else:
             made = _own_copy(tensor, memo, path)
-        assert made is not None
         declare_as(made, tensor)
-        memo[id(tensor)] = made
-        return made
+        return cast(torch.Tensor, made)
 
 
 def _of_kind(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
@@ -272,72 +284,47 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
 
 
 def _copied(
-    value: Any, memo: dict[int, Any], path: _Path, live: Collection[int] = frozenset()
+    value: Any, memo: dict[int, Any], path: _Path, copies: Sequence[tuple[Any, Any]] = ()
 ) -> Any:
-    """Returns a deep copy that contains the tensors of ``memo``, and no object whose id is
-    ``live``.
+    """Returns a deep copy of a value, which has the copies of ``memo``.
 
-    Values that ``copy.deepcopy`` can't copy, such as a mapping proxy or a tensor amid a graph
-    within an object, are copied entry by entry or by a pickle.
+    A mapping or list that can't be copied, or whose copy has other entries, as that of an immutable
+    one may, becomes the dict or list that it is saved as. Any other value is then pickled: torch
+    pickles a tensor amid a graph, but does not copy it.
+
+    Args:
+        value: The value.
+        memo: The copies that there are, by the ``id`` of the original.
+        path: The path of the value.
+        copies: The keys and copies of the value's entries that aren't immutable values.
 
     Raises:
-        StagingError: If neither works.
+        StagingError: If none of this works.
     """
     known = len(memo)
     try:
-        made: Any = copy.deepcopy(value, memo)
-        if live:
-            _refuse_live(made, live, set())
-        return made
+        made = copy.deepcopy(value, memo)
+        if all(made[key] is entry for key, entry in copies):
+            return made
+        raise TypeError("its copy does not have the copies of its entries")
     except Exception as exc:
         for key in list(memo)[known:]:  # partial results of the failed copy
             del memo[key]
-        if isinstance(value, dict):
-            made = memo[id(value)] = _shallow(value)  # before its entries: it may contain itself
-            for key, entry in value.items():
-                made[key] = _copied(entry, memo, (*path, key), live)
-            return made
-        if type(value) is list:
-            made = memo[id(value)] = []
-            made.extend(_copied(entry, memo, (*path, i), live) for i, entry in enumerate(value))
-            return made
-        with contextlib.suppress(Exception):  # torch copies no tensor amid a graph, but saves it
+        if isinstance(value, Mapping):
+            return dict(value.items()) | dict(copies)
+        if isinstance(value, list):
+            replaced = dict(copies)
+            return [replaced.get(index, entry) for index, entry in enumerate(value)]
+        with contextlib.suppress(Exception):
             torch.save(value, saved := io.BytesIO())
             saved.seek(0)
             return torch.load(saved, weights_only=False)
-        if isinstance(value, Mapping):
-            made = memo[id(value)] = {}
-            made.update((key, _copied(e, memo, (*path, key), live)) for key, e in value.items())
-            return made
         raise StagingError(
             f"a value of type {type(value).__name__} can't be copied, and an asynchronous save "
             "needs a copy; leave it out of the state dict, or use cloudckpt.save",
             item=_text(path),
             cause=exc,
         ) from exc
-
-
-def _refuse_live(value: Any, live: Collection[int], seen: set[int]) -> None:
-    """Checks that a copy contains no original tensor, which training would go on to change.
-
-    Raises:
-        TypeError: If it does.
-    """
-    if id(value) in live:
-        raise TypeError("a container in the value does not copy its tensors")
-    if id(value) not in seen and isinstance(value, (Mapping, list, tuple)):
-        seen.add(id(value))
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            _refuse_live(entry, live, seen)
-
-
-def _shallow(value: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns a shallow copy, of the same class if that can be copied, else an empty dict."""
-    with contextlib.suppress(Exception):  # also for classes whose keys are attributes
-        made = copy.copy(value)
-        if made is not value:  # an immutable value is its own copy
-            return made
-    return {}
 
 
 def _text(path: _Path) -> str:
