@@ -80,7 +80,7 @@ def stopped(one: AsyncSaver) -> Iterator[int]:
 
 def given(one: AsyncSaver) -> bool:
     """Whether it is given a save."""
-    return eventually(lambda: one._process.is_busy, PATIENCE)
+    return eventually(lambda: one._process._worker.is_busy, PATIENCE)
 
 
 class WireGate:

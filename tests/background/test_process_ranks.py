@@ -43,7 +43,7 @@ def _dies_in_a_save(saver: AsyncSaver, rank: int) -> Iterator[None]:
         os.kill(_pid(saver), signal.SIGSTOP)
     yield
     if dist.get_rank() == rank:
-        assert eventually(lambda: saver._process.is_busy, PATIENCE)
+        assert eventually(lambda: saver._process._worker.is_busy, PATIENCE)
         _kill(saver)
 
 

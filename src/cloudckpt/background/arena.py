@@ -23,7 +23,7 @@ from cloudckpt.errors import StagingMemoryError
 
 __all__ = ["Annex", "Arena", "Memory", "available_memory"]
 
-_WORTH_A_CALL = 256 * 1024  # bytes
+_BUFFER = 256 * 1024  # bytes
 _WORTH_A_CHECK = 4 * 1024 * 1024  # bytes
 _ADDITION = "the part that a save adds to its staged copy"
 
@@ -149,8 +149,8 @@ class Annex:
         except OSError as exc:
             raise self._failed(exc) from exc
         self._owner = os.getpid()
+        self._file = open(self.fd, "wb", _BUFFER, closefd=False)  # noqa: SIM115 - closed by close()
         self._unchecked = 0  # bytes that may be written before checking free memory again
-        self._small = bytearray()  # the last bytes: writing a few at a time would be slow
 
     def append(self, view: memoryview) -> int:
         """Appends bytes; returns the offset of the first.
@@ -160,30 +160,20 @@ class Annex:
         """
         start = self.size
         self.size += view.nbytes
-        if view.nbytes < _WORTH_A_CALL:
-            self._small += view
-            if len(self._small) < _WORTH_A_CALL:
-                return start
-            view = memoryview(b"")
-        self.flush()
-        self._write(view)
-        return start
-
-    def flush(self) -> None:
-        """Writes buffered bytes; raises the same errors as :meth:`append`."""
-        small, self._small = self._small, bytearray()
-        self._write(memoryview(small))
-
-    def _write(self, view: memoryview) -> None:
-        if not view.nbytes:
-            return
         self._unchecked -= view.nbytes
         if self._unchecked < 0:  # not each time, since the check reads files
             _check_available(view.nbytes, _ADDITION)
             self._unchecked = _WORTH_A_CHECK
         try:
-            while view.nbytes:
-                view = view[os.write(self.fd, view) :]
+            self._file.write(view)
+        except OSError as exc:
+            raise self._failed(exc) from exc
+        return start
+
+    def flush(self) -> None:
+        """Writes buffered bytes; raises the same errors as :meth:`append`."""
+        try:
+            self._file.flush()
         except OSError as exc:
             raise self._failed(exc) from exc
 

@@ -97,12 +97,6 @@ class SaveProcess:
         return None if worker is None else worker.pid
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the process has an unanswered job."""
-        worker = self._worker
-        return worker is not None and worker.is_busy
-
-    @property
     def is_stuck(self) -> bool:
         """Whether the process has a job without progress, since its store fails or is silent."""
         worker = self._worker
@@ -376,7 +370,7 @@ class _Worker:
                     target.handle(content)
             elif kind == "event":
                 emit(content)
-            elif kind == "stuck":
+            elif kind == "alive":
                 self.is_stuck = content
             elif kind == wanted:
                 return content

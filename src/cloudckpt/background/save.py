@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.writer import OurWriter
 from cloudckpt.errors import (
     AsyncSaveError,
-    ClosedError,
     CloudCheckpointError,
     SaveInProgressError,
     StagingError,
@@ -157,8 +155,6 @@ class Save:
 
     def run(self, carry_out: Callable[[Save], Any]) -> None:
         """Waits for the copy, saves it, and sets the future's outcome."""
-        if self.written.done():  # the thread has started after all, late
-            return
         told = self.failure
         unsubscribe = subscribe(self.listen, progress=False)
         result, error = self._result_of(carry_out)
@@ -190,35 +186,6 @@ class Save:
             return carry_out(self), None
         except BaseException as error:  # noqa: BLE001 - told by the future
             return None, error
-
-    def refuse(self, cause: RuntimeError, *, closed: bool) -> None:
-        """Drops the copy because no thread can run: :meth:`run` will only report the failure.
-
-        Args:
-            cause: The error of the thread pool.
-            closed: Whether the saver was closed.
-        """
-        made: AsyncSaveError
-        if closed:
-            made = ClosedError(
-                "the saver was closed, so it can't save: make a new one", uri=self.where
-            )
-        elif threading.main_thread().is_alive():
-            made = AsyncSaveError(
-                "can't start a thread for a background save; lower the number of threads, or "
-                "raise the limit of the process (ulimit -u)",
-                uri=self.where,
-                cause=cause,
-            )
-        else:
-            made = AsyncSaveError(
-                "the interpreter is shutting down and can't start a background save; start the "
-                "last one before the script ends, not in an atexit handler",
-                uri=self.where,
-            )
-        made.__cause__ = cause
-        self._end()
-        self.failure = self.failure or made
 
     def listen(self, event: Event) -> None:
         """Records an event of this save."""

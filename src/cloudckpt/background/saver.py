@@ -32,6 +32,7 @@ from cloudckpt.dcp.meeting import Consensus, Meeting, RankStatus, all_expected
 from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import (
+    AsyncSaveError,
     ClosedError,
     CloudCheckpointError,
     ConfigError,
@@ -65,7 +66,6 @@ class AsyncSaver:
         tells_failures: bool = False,
         on_failure: Callable[[Collection[int], CloudCheckpointError], None] | None = None,
         when_busy: Literal["wait", "auto"] = "wait",
-        have_met: bool = False,
     ) -> None:
         """Makes a saver; a collective call.
 
@@ -82,13 +82,13 @@ class AsyncSaver:
                 on all ranks; if it raises, it must do so on all.
             when_busy: The policy for a save while another is in progress, unless the options set
                 one.
-            have_met: Whether the ranks come straight from a meeting.
 
         Raises:
             ConfigError: If this rank is not in the group, or kinds or policies differ between
                 ranks.
             ProcessGroupError: If the ranks do not meet within five minutes.
             SaveProcessError: If a saving process can't be started.
+            AsyncSaveError: If a thread can't be started.
         """
         self._options = options if options is not None else BackgroundOptions()
         self._policy = self._options.when_busy or when_busy
@@ -101,17 +101,17 @@ class AsyncSaver:
         self._stager = stager
         self._own_stager: Stager | None = None
         self._process: SaveProcess | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-async")
         self._pid = os.getpid()
         try:
             if not self._no_dist:
-                self._group = self._new_group(process_group, have_met)
+                self._group = self._new_group(process_group)
                 # the saving thread uses the other group, and both may be in use at once
-                self._meeting = Meeting(self._new_group(process_group, have_met=True))
+                self._meeting = Meeting(self._new_group(process_group))
             self._meeting.begin(lambda: self._make(kind), lambda _: alike(kind, self._options))
         except BaseException:
             self._abandon()
             raise
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-async")
         self._number = 0
         # the save that all ranks begin, and that this rank has not given to its thread
         self._agreed: Save | None = None
@@ -123,6 +123,14 @@ class AsyncSaver:
         self._ended = threading.Event()  # set when closing is complete
 
     def _make(self, kind: AsyncCheckpointerType) -> None:
+        try:
+            self._thread.submit(int)  # starts the thread now, where the other ranks hear of it
+        except RuntimeError as exc:
+            raise AsyncSaveError(
+                "the thread for background saves can't be started: lower the number of threads, "
+                "or raise the limit of the process (ulimit -u)",
+                cause=exc,
+            ) from exc
         if self._stager is None:
             self._own_stager = Stager(
                 pin_memory={"auto": None, "on": True, "off": False}[self._options.pin_memory],
@@ -132,19 +140,19 @@ class AsyncSaver:
 
     def _abandon(self) -> None:
         """Releases everything made so far, if the ranks can't have a saver."""
+        self._thread.shutdown(wait=False)
         if self._process is not None:
             self._process.close(0)
         if self._own_stager is not None:
             self._own_stager.close()
         self._give_back_groups()
 
-    def _new_group(self, parent: dist.ProcessGroup | None, have_met: bool) -> dist.ProcessGroup:
+    def _new_group(self, parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
         with all_expected(parent if parent is not None else dist.group.WORLD):
             return open_group(
                 parent,
                 start_timeout=START_TIMEOUT,
                 collective_timeout=_COLLECTIVE_TIMEOUT,
-                have_met=have_met,
             )
 
     def save(
@@ -174,7 +182,7 @@ class AsyncSaver:
             The save, with its futures; skipped if the policy says so.
 
         Raises:
-            AsyncSaveError: If the interpreter is ending, or no thread can be started.
+            AsyncSaveError: If the interpreter is ending.
             ClosedError: If the saver was closed, or this process was forked from the saver's.
             ConfigError: If the saver was made before this rank's process group.
             DifferentCheckpointsError: If the locations differ between ranks.
@@ -190,7 +198,7 @@ class AsyncSaver:
             )
         with self._lock:
             if self._closed:
-                raise ClosedError("the saver was closed, so it can't save: make a new one")
+                raise _has_ended(True, "", None)
         if self._knows_no_ranks and _has_ranks():
             raise ConfigError(
                 "this saver was made before torch.distributed was initialized, and would save "
@@ -247,11 +255,11 @@ class AsyncSaver:
     def _submit(self, save: Save) -> BaseException | None:
         """Gives a save that all ranks have begun to the thread.
 
-        If no thread can be started, the save is ended here: this rank only reports its failure to
-        the others, which would otherwise wait for it.
+        If the thread has ended, so does the save, here: this rank only reports its failure to the
+        others, which would otherwise wait for it.
 
         Returns:
-            The save's error if no thread could be started; else None.
+            The save's error if the thread has ended; else None.
         """
         here = contextvars.copy_context()  # with the caller's span, the parent of the save's spans
         ended: BaseException | None = None
@@ -260,7 +268,8 @@ class AsyncSaver:
                 self._thread.submit(here.run, save.run, self._carry_out)
                 self._last = save
         except RuntimeError as exc:
-            save.refuse(exc, closed=self._closed)
+            if save.failure is None:
+                save.failure = _has_ended(self._closed, save.where, exc)
             # a closed saver may have given back its groups
             save.run(Save.prepared if self._closed else self._carry_out)
             ended = save.written.exception()
@@ -535,6 +544,21 @@ _SHUTDOWN_TIMEOUT = 10.0  # seconds for an idle saving process to end
 
 def _has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _has_ended(closed: bool, where: str, cause: RuntimeError | None) -> AsyncSaveError:
+    """Returns the error of a save for which there is no thread any more."""
+    error: AsyncSaveError
+    if closed:
+        error = ClosedError("the saver was closed, so it can't save: make a new one")
+    else:
+        error = AsyncSaveError(
+            "the interpreter is shutting down and can't start a background save; start the last "
+            "one before the script ends, not in an atexit handler",
+            cause=cause,
+        )
+    error.uri, error.__cause__ = where or None, cause
+    return error
 
 
 def alike(kind: AsyncCheckpointerType, options: BackgroundOptions) -> RankStatus:

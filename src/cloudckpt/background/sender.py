@@ -13,8 +13,8 @@ the next job decides whether that step is still wanted.
 The trainer sends ``Settings`` once and a ``Job`` for each save, followed by the descriptors of the
 memory that holds its bytes. ``SETTLED`` says that the trainer knows the outcome of that save;
 closing the channel ends the process. The process answers with pairs of a message type and its
-content: ``ready``, an ``outcome`` for each job, and between them ``alive``, ``stuck`` (a bool),
-``log`` and ``event``.
+content: ``ready``, an ``outcome`` for each job, and between them ``log``, ``event``, and ``alive``
+with whether it makes no progress.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from cloudckpt.checkpoint.object_plan import Destination, ObjectPlan, send, sending_group
 from cloudckpt.checkpoint.objects import METADATA, WrittenObject, pending_name
@@ -53,6 +53,7 @@ __all__ = [
     "CurrentSave",
     "Job",
     "Outcome",
+    "Sending",
     "Settings",
     "Speaker",
     "as_socket",
@@ -135,79 +136,64 @@ def as_socket(channel: Connection) -> Iterator[socket.socket]:
         yield end
 
 
-class CurrentSave:
-    """The current save, and the pending object to write if the trainer ends now.
+class Sending(NamedTuple):
+    """A save whose outcome the trainer does not know.
 
-    One thread sends; another watches the trainer, and writes the pending object.
+    Attributes:
+        job: What is sent.
+        stats: What was sent so far.
+        objects: The objects, once the store has all of them.
+    """
+
+    job: Job
+    stats: TransferStats
+    objects: tuple[WrittenObject, ...] | None = None
+
+
+class CurrentSave:
+    """The save of the thread that sends, for the thread that watches the trainer.
+
+    Attributes:
+        save: The save; None between saves.
+        is_orphaned: Whether the trainer has ended.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._job: Job | None = None
-        self._stats: TransferStats | None = None
-        self._objects: tuple[WrittenObject, ...] | None = None
-        self._is_orphaned = False
+        self.save: Sending | None = None
+        self.is_orphaned = False
 
-    def begin(self, job: Job, stats: TransferStats) -> None:
-        """Records that a save begins."""
+    def set(self, save: Sending | None) -> None:
         with self._changed:
-            self._job, self._stats, self._objects = job, stats, None
+            self.save = save
             self._changed.notify_all()
 
-    def sent(self, objects: Sequence[WrittenObject]) -> None:
-        """Records that the store has all objects; the trainers decide whether to commit."""
+    def orphan(self) -> None:
         with self._changed:
-            self._objects = tuple(objects)
+            self.is_orphaned = True
             self._changed.notify_all()
 
-    def end(self) -> None:
-        """Records that the save is over: it failed here, or the trainer knows its outcome."""
-        with self._changed:
-            self._job = self._stats = self._objects = None
-            self._changed.notify_all()
-
-    def orphaned(self) -> None:
-        """Records that the trainer has ended."""
-        with self._changed:
-            self._is_orphaned = True
-            self._changed.notify_all()
-
-    def wait_until_orphaned(self, timeout: float) -> bool:
-        """Waits up to ``timeout`` seconds for the trainer to end; returns whether it has."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._is_orphaned, timeout)
-
-    def wait_until_known(self, timeout: float) -> None:
-        """Waits until a save is being sent, or all of the trainer's messages were read.
+    def wait_until_orphaned(self, timeout: float, *, or_sending: bool = False) -> bool:
+        """Waits up to ``timeout`` seconds for the trainer's end, or also for a save to be sent.
 
         A save that was sent does not count: the message that it is settled, and the next save, may
         wait in the channel.
         """
 
-        def is_known() -> bool:
-            return self._is_orphaned or (self._job is not None and self._objects is None)
+        def is_over() -> bool:
+            is_sending = self.save is not None and self.save.objects is None
+            return self.is_orphaned or (or_sending and is_sending)
 
         with self._changed:
-            self._changed.wait_for(is_known, timeout)
+            return self._changed.wait_for(is_over, timeout)
 
-    @property
-    def job(self) -> Job | None:
-        """The job of the current save; None between saves."""
+    def wait_until_sent(self, timeout: float) -> Sending | None:
+        """Waits up to ``timeout`` seconds for the save to end or be sent; returns it."""
         with self._changed:
-            return self._job
-
-    def pending(self, wait: float) -> Pending | None:
-        """Returns the pending object to write, once the save was sent or ``wait`` seconds have
-        passed.
-
-        None if there is nothing (more) to write.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._job is None or self._objects is not None, wait)
-            if self._job is None or self._job.pending is None or self._stats is None:
-                return None
-            pending = self._job.pending.so_far(self._stats.snapshot().nbytes)
-            return pending if self._objects is None else pending.finished(self._objects)
+            self._changed.wait_for(
+                lambda: self.save is None or self.save.objects is not None, timeout
+            )
+            return self.save
 
 
 def finish(current: CurrentSave, limit: float) -> None:
@@ -217,14 +203,14 @@ def finish(current: CurrentSave, limit: float) -> None:
         current: The save.
         limit: Seconds after which this process ends, finished or not; 0 for at once.
     """
-    job = current.job
-    if job is None or job.pending is None or limit <= 0:
+    save = current.save
+    if save is None or (template := save.job.pending) is None or limit <= 0:
         return
     end = threading.Timer(limit, os._exit, (0,))
     end.daemon = True
     end.start()
     _let_go_of_output()
-    destination = job.destination
+    destination = save.job.destination
     config, policy = destination.config, destination.config.retry
     key = destination.uri.key(pending_name(destination.rank, destination.attempt))
     try:
@@ -234,18 +220,20 @@ def finish(current: CurrentSave, limit: float) -> None:
             return  # it is committed, or was to replace one that is
         conditional, version = creates_only(store, config), None
         wait = 0.0
-        while (pending := current.pending(wait)) is not None:
-            data, wait = memoryview(pending.to_bytes()), _BETWEEN
-            found = put_whole(
+        while (save := current.wait_until_sent(wait)) is not None:
+            wait = _BETWEEN
+            pending = template.so_far(save.stats.snapshot().nbytes)
+            if save.objects is not None:
+                pending = pending.finished(save.objects)
+            version = put_whole(
                 store,
                 key,
-                data,
+                memoryview(pending.to_bytes()),
                 retrier,
                 if_absent=conditional and version is None,
                 if_version=version if conditional else None,
-            )
-            version = found.version
-            if pending.objects is not None:
+            ).version
+            if save.objects is not None:
                 return
         if version is not None:
             delete_quietly(store, [key], policy, threads=1)  # the save could not be sent
@@ -296,7 +284,7 @@ def main(channel: Connection) -> None:
             speaker.tell("ready", None)
         while (job := _next(channel, current)) is not None:
             _carry_out(job, end, speaker, current)
-    current.orphaned()
+    current.orphan()
     watch.join()
 
 
@@ -310,7 +298,7 @@ def _next(channel: Connection, current: CurrentSave) -> Job | None:
         if said != SETTLED:
             job: Job = said
             return job
-        current.end()
+        current.set(None)
 
 
 def _watch(settings: Settings, speaker: Speaker, current: CurrentSave) -> NoReturn:
@@ -321,16 +309,13 @@ def _watch(settings: Settings, speaker: Speaker, current: CurrentSave) -> NoRetu
     interval = settings.heartbeat_timeout / _BEATS
     pause, told = min(_LOOK, interval), time.monotonic()
     while os.getppid() == settings.trainer and not current.wait_until_orphaned(pause):
-        if speaker.is_awaited and time.monotonic() - told >= interval:
-            told = time.monotonic()
+        stuck, now = is_stuck(), time.monotonic()
+        if speaker.is_awaited and (stuck != speaker.is_stuck or now - told >= interval):
+            speaker.is_stuck, told = stuck, now
             with contextlib.suppress(OSError):  # the trainer has ended
-                speaker.tell("alive", None)
-        if speaker.is_awaited and (stuck := is_stuck()) != speaker.is_stuck:
-            speaker.is_stuck = stuck
-            with contextlib.suppress(OSError):
-                speaker.tell("stuck", stuck)
+                speaker.tell("alive", stuck)
     speaker.is_heard = False
-    current.wait_until_known(_LAST_WORDS)
+    current.wait_until_orphaned(_LAST_WORDS, or_sending=True)
     try:
         finish(current, settings.outlive)
     finally:
@@ -348,13 +333,13 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentS
             if (memory := _taken_over(end, job.sizes, held)) is None:
                 return  # the trainer has just ended
             take_over(job.variables)
-            current.begin(job, stats)
+            current.set(Sending(job, stats))
             objects = sent(job, memory, stats)
         except BaseException as raised:  # noqa: BLE001 - told to the trainer
             error = _portable(raised)
-            current.end()
+            current.set(None)
         else:
-            current.sent(objects)
+            current.set(Sending(job, stats, objects))
     with contextlib.suppress(OSError):  # the trainer has ended
         speaker.tell("outcome", Outcome(objects, error, stats.snapshot()))
     speaker.is_awaited = False  # the trainer would not read a further heartbeat
@@ -478,7 +463,7 @@ class Speaker:
 
     Attributes:
         is_awaited: Whether the trainer is waiting for an outcome, and so reading.
-        is_stuck: Whether the last ``stuck`` message of this job said that it makes no progress.
+        is_stuck: Whether the last ``alive`` message of this job said that it makes no progress.
         is_heard: Whether the trainer exists; messages are dropped otherwise.
     """
 

@@ -10,7 +10,6 @@ import gc
 import os
 import queue
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,8 +87,8 @@ class Stager(AsyncStager):
     which torch's own persistent stager does not prevent.
 
     Memory: one copy of the staged state dict, and nothing else. It is allocated anew when the state
-    dict outgrows it or shrinks below half of it. With CUDA it is pinned, and filled on a separate
-    stream, for which :meth:`stage` waits.
+    dict outgrows it or shrinks below half of it. With CUDA it is pinned; :meth:`stage` waits for
+    the current stream, which fills it.
     """
 
     _synchronize_after_execute = False
@@ -115,7 +114,6 @@ class Stager(AsyncStager):
         # has a token if the arena is free
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._free.put(None)
-        self._streams: dict[torch.device, torch.Stream] = {}
         self._process = os.getpid()
         self._closed = False
 
@@ -174,8 +172,6 @@ class Stager(AsyncStager):
             with paused_gc():
                 content = layout.rebuild(state_dict)
         except BaseException:
-            for stream in self._streams.values():
-                stream.synchronize()  # an accelerator may still be copying into it
             lease.end()
             raise
         return StagedState(content, arena, layout.size, lease, memory)
@@ -224,23 +220,27 @@ class Stager(AsyncStager):
 
     def _copy(self, layout: Layout, memory: Memory) -> None:
         on_host: list[tuple[int, int, int]] = []
-        for region in layout.regions:
-            if region.storage.device.type == "cpu":
-                place = memory.address + region.place
-                source = region.storage.data_ptr() + region.first
-                for start in range(0, region.size, _CHUNK):
-                    size = min(_CHUNK, region.size - start)
-                    on_host.append((place + start, source + start, size))
-                continue
-            with self._beside_compute(region.storage.device):
-                source_bytes = torch.empty(0, dtype=torch.uint8, device=region.storage.device)
+        devices: set[torch.device] = set()
+        try:
+            for region in layout.regions:
+                device = region.storage.device
+                if device.type == "cpu":
+                    place = memory.address + region.place
+                    source = region.storage.data_ptr() + region.first
+                    for start in range(0, region.size, _CHUNK):
+                        size = min(_CHUNK, region.size - start)
+                        on_host.append((place + start, source + start, size))
+                    continue
+                devices.add(device)
+                source_bytes = torch.empty(0, dtype=torch.uint8, device=device)
                 source_bytes.set_(region.storage, region.first, (region.size,), (1,))
                 assert region.copy is not None
                 target = torch.empty(0, dtype=torch.uint8, device="cpu").set_(region.copy)
                 target.copy_(source_bytes, non_blocking=self._pin)
-        self._copy_on_host(on_host)
-        for stream in self._streams.values():
-            stream.synchronize()
+            self._copy_on_host(on_host)
+        finally:  # after an interrupt, too: the memory is then free for the next copy
+            for device in devices:
+                torch.accelerator.current_stream(device).synchronize()
 
     def _copy_on_host(self, chunks: list[tuple[int, int, int]]) -> None:
         if self._threads < 2 or sum(size for _, _, size in chunks) < _WORTH_THREADS:
@@ -253,16 +253,6 @@ class Stager(AsyncStager):
                 group.submit(functools.partial(_copy_all, chunks[start :: self._threads]))
 
         group.run(produce)  # an interrupt waits for them: they read the state and write the copy
-
-    @contextlib.contextmanager
-    def _beside_compute(self, device: torch.device) -> Iterator[None]:
-        """Enters a stream for copies, ordered after the compute stream's work so far."""
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        stream = self._streams[device]
-        stream.wait_stream(torch.accelerator.current_stream(device))
-        with stream:
-            yield
 
     def synchronize_staging(self) -> None:
         """Does nothing: the futures report when copies are done."""
