@@ -22,6 +22,7 @@ from cloudckpt import BackgroundOptions
 from cloudckpt.background.save import Save
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.errors import (
+    AsyncSaveError,
     ClosedError,
     SaveInProgressError,
     StagingError,
@@ -147,6 +148,15 @@ def test_closing_again_does_what_an_interrupt_has_kept_from_being_done(local, ga
 
 
 # ---- failures
+
+
+def test_a_saver_whose_thread_can_not_be_started_is_not_made(monkeypatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(AsyncSaveError, match="ulimit -u"):
+        saver()
 
 
 def test_a_failure_that_is_kept_does_not_keep_the_staged_copy(local, stager):

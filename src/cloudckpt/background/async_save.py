@@ -162,6 +162,8 @@ def _saver_for(
     if known is not None and is_fitting:
         return known[-1]
     # not with the lock held: it waits for the other ranks
-    made = AsyncSaver(process_group=group, no_dist=no_dist, kind=kind, options=options)
+    made = AsyncSaver(
+        process_group=group, no_dist=no_dist, kind=kind, options=options, have_met=True
+    )
     with _lock:
         return _savers.setdefault(place, (kind, options, made))[-1]

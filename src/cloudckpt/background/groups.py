@@ -55,6 +55,7 @@ def open_group(
     *,
     start_timeout: float,
     collective_timeout: float,
+    have_met: bool = False,
 ) -> dist.ProcessGroup:
     """Opens a gloo group of the same ranks that nothing else uses; a collective call.
 
@@ -65,6 +66,7 @@ def open_group(
         parent: The ranks; None for all.
         start_timeout: Seconds to wait for the other ranks to call this, too.
         collective_timeout: Seconds that collectives of the group may take.
+        have_met: Whether the ranks come straight from a meeting, so that all have arrived.
 
     Raises:
         ConfigError: If this rank is not one of them.
@@ -83,11 +85,12 @@ def open_group(
         free: dict[str, dist.ProcessGroup]
         free = {made.group_name: made for made in kept.free if _ranks(made) == ranks}
         number = kept.opened.get(ranks, 0)
-    patience = start_timeout
+    soon = min(start_timeout, _CONNECT + _CONNECT_EACH * len(ranks))
+    patience = soon if have_met else start_timeout
     try:
         chosen, most = _agree(group, number, sorted(free), patience)
-        patience = min(patience, _CONNECT + _CONNECT_EACH * len(ranks))
-        made = free[chosen] if chosen else _new(ranks, most, timedelta(seconds=patience))
+        patience = soon
+        made = free[chosen] if chosen else _new(ranks, most, timedelta(seconds=soon))
         set_group_timeout(timedelta(seconds=collective_timeout), made)
     # gloo and the stores share no other class of errors
     except (RuntimeError, TimeoutError) as exc:

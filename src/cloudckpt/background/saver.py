@@ -66,6 +66,7 @@ class AsyncSaver:
         tells_failures: bool = False,
         on_failure: Callable[[Collection[int], CloudCheckpointError], None] | None = None,
         when_busy: Literal["wait", "auto"] = "wait",
+        have_met: bool = False,
     ) -> None:
         """Makes a saver; a collective call.
 
@@ -82,6 +83,7 @@ class AsyncSaver:
                 on all ranks; if it raises, it must do so on all.
             when_busy: The policy for a save while another is in progress, unless the options set
                 one.
+            have_met: Whether the ranks come straight from a meeting.
 
         Raises:
             ConfigError: If this rank is not in the group, or kinds or policies differ between
@@ -105,9 +107,9 @@ class AsyncSaver:
         self._pid = os.getpid()
         try:
             if not self._no_dist:
-                self._group = self._new_group(process_group)
+                self._group = self._new_group(process_group, have_met)
                 # the saving thread uses the other group, and both may be in use at once
-                self._meeting = Meeting(self._new_group(process_group))
+                self._meeting = Meeting(self._new_group(process_group, have_met=True))
             self._meeting.begin(lambda: self._make(kind), lambda _: alike(kind, self._options))
         except BaseException:
             self._abandon()
@@ -147,12 +149,13 @@ class AsyncSaver:
             self._own_stager.close()
         self._give_back_groups()
 
-    def _new_group(self, parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    def _new_group(self, parent: dist.ProcessGroup | None, have_met: bool) -> dist.ProcessGroup:
         with all_expected(parent if parent is not None else dist.group.WORLD):
             return open_group(
                 parent,
                 start_timeout=START_TIMEOUT,
                 collective_timeout=_COLLECTIVE_TIMEOUT,
+                have_met=have_met,
             )
 
     def save(
