@@ -26,7 +26,7 @@ from cloudckpt.background import arena as arenas
 from cloudckpt.background import process
 from cloudckpt.background.process import _Worker
 from cloudckpt.background.saver import AsyncSaver
-from cloudckpt.background.sender import CurrentSave
+from cloudckpt.background.sender import CurrentSave, Sending
 from cloudckpt.checkpointer import CommitHook
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
@@ -469,13 +469,12 @@ def test_closing_ends_a_save_that_takes_too_long(shaky, gate):
 
 
 def test_what_a_trainer_gave_before_it_died_is_finished_and_not_the_save_before() -> None:
-    current, save = CurrentSave(), mock.Mock()
-    current.begin(mock.Mock(), mock.Mock())
-    current.sent(())
+    current, save = CurrentSave(), Sending(mock.Mock(), mock.Mock())
+    current.set(Sending(mock.Mock(), mock.Mock(), ()))
     with ThreadPoolExecutor(1) as watch:
-        known = watch.submit(current.wait_until_known, 30)
+        known = watch.submit(current.wait_until_orphaned, 30, or_sending=True)
         assert not wait([known], 0.2).done  # its settlement and the next save may be unread
-        current.end()
-        current.begin(save, mock.Mock())
-        known.result(30)
-    assert current.job is save
+        current.set(None)
+        current.set(save)
+        assert known.result(30)
+    assert current.save is save

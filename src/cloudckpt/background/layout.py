@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.background.arena import Memory
-from cloudckpt.checkpoint.structure import containers
+from cloudckpt.checkpoint.structure import check_nesting
 from cloudckpt.checkpoint.torch_private import PLANS_ITSELF, declare_as
 from cloudckpt.errors import StagingError
 from cloudckpt.transfer.boxes import aligned
@@ -77,9 +77,7 @@ class Layout:
     regions: list[Region] = field(default_factory=list)
     size: int = 0
     _by_storage: dict[int, Region] = field(default_factory=dict)
-    _containers: list[Any] = field(default_factory=list)  # inner ones first
-    _paths: dict[int, _Path] = field(default_factory=dict)  # of the containers, by id
-    _seen: dict[int, torch.Tensor] = field(default_factory=dict)  # by id
+    _seen: dict[int, Any] = field(default_factory=dict)  # by id
     _kept: list[Any] = field(default_factory=list)  # alive, so that no other value gets their ids
     _planned: dict[int, torch.Tensor] = field(default_factory=dict)
     _others: list[tuple[torch.Tensor, _Path]] = field(default_factory=list)  # inner ones first
@@ -93,13 +91,9 @@ class Layout:
             StagingError: If a tensor has no memory that can be copied.
             UnsupportedValueError: If a container contains itself.
         """
-        layout = cls(_containers=containers(state_dict))
-        for container in reversed(layout._containers):
-            for _, path, entry in layout._entries(container):
-                if isinstance(entry, torch.Tensor):
-                    layout._plan(entry, path)
-                elif isinstance(entry, _CONTAINERS):
-                    layout._paths.setdefault(id(entry), path)
+        check_nesting(state_dict)
+        layout = cls()
+        layout._walk(state_dict, ())
         place = 0
         for region in layout.regions:
             region.first -= region.first % region.grain
@@ -108,12 +102,21 @@ class Layout:
         layout.size = place
         return layout
 
-    def _entries(self, container: Any) -> Iterator[tuple[Any, _Path, Any]]:
+    def _walk(self, container: Any, path: _Path) -> None:
+        if id(container) in self._seen:
+            return
+        self._seen[id(container)] = container
+        for _, at, entry in self._entries(container, path):
+            if isinstance(entry, torch.Tensor):
+                self._plan(entry, at)
+            elif isinstance(entry, _CONTAINERS):
+                self._walk(entry, at)
+
+    def _entries(self, container: Any, path: _Path) -> Iterator[tuple[Any, _Path, Any]]:
         """Yields the key, path and value of each entry that isn't an immutable value.
 
         A tuple is one item, so its entries have its path.
         """
-        path = self._paths.get(id(container), ())
         is_tuple, is_mapping = isinstance(container, tuple), isinstance(container, Mapping)
         for key, entry in container.items() if is_mapping else enumerate(container):
             if type(entry) not in _ATOMIC:
@@ -186,11 +189,9 @@ class Layout:
         }
         for tensor, path in self._others:
             memo[id(tensor)] = self._copy_other(tensor, memo, path)
-        for container in self._containers:
-            memo[id(container)] = self._copy_container(container, memo)
-        return cast(dict[str, Any], memo[id(state_dict)])
+        return cast(dict[str, Any], self._copy_container(state_dict, memo, ()))
 
-    def _copy_container(self, container: Any, memo: dict[int, Any]) -> Any:
+    def _copy_container(self, container: Any, memo: dict[int, Any], path: _Path) -> Any:
         """Copies a container, after its entries.
 
         Raises:
@@ -200,13 +201,12 @@ class Layout:
             # a copy of a method would copy its object, such as a whole model
             memo[id(container.default_factory)] = container.default_factory
         copies = []
-        for key, path, entry in self._entries(container):
+        for key, at, entry in self._entries(container, path):
             if id(entry) not in memo:
-                is_new = isinstance(entry, _CONTAINERS)
-                copied = self._copy_container(entry, memo) if is_new else _copied(entry, memo, path)
-                memo[id(entry)] = copied
+                copy_entry = self._copy_container if isinstance(entry, _CONTAINERS) else _copied
+                memo[id(entry)] = copy_entry(entry, memo, at)
             copies.append((key, memo[id(entry)]))
-        return _copied(container, memo, self._paths.get(id(container), ()), copies)
+        return _copied(container, memo, path, copies)
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the copy of a planned tensor, on the copied region."""
