@@ -40,7 +40,14 @@ def with_lightning(where: Where, folder: str, steps: int, resume: str | None) ->
     saving = CloudModelCheckpoint(
         f"{where.root}/{folder}", every_n_train_steps=1, save_top_k=1, save_last=False
     )
-    trainer = lightning.pytorch.Trainer(
+    trainer = _lightning(saving, steps)
+    trainer.fit(BoringModel(), ckpt_path=resume)
+    assert trainer.global_step == steps
+    return str(saving.best_model_path)
+
+
+def _lightning(saving: CloudModelCheckpoint, steps: int) -> lightning.pytorch.Trainer:
+    return lightning.pytorch.Trainer(
         accelerator="cpu",
         devices=1,
         max_steps=steps,
@@ -51,9 +58,6 @@ def with_lightning(where: Where, folder: str, steps: int, resume: str | None) ->
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(BoringModel(), ckpt_path=resume)
-    assert trainer.global_step == steps
-    return str(saving.best_model_path)
 
 
 def with_accelerate(where: Where, folder: str, steps: int, resume: str | None) -> str:
@@ -123,6 +127,26 @@ def test_a_run_deletes_nothing_of_another_one_and_not_what_it_has_resumed(
     assert any(cloudckpt.inspect(uri).shared for uri in (first, second, third))
 
 
+def test_accelerate_and_lightning_go_on_with_the_training_that_went_back(where: Where) -> None:
+    run = f"{where.root}/first"
+    accelerator = Accelerator(cpu=True)
+    for step in (1, 2, 3, 4):
+        save_state(accelerator, f"{run}/step-{step}")
+    again = Accelerator(cpu=True)
+    load_state(again, f"{run}/step-2")
+    save_state(again, f"{run}/step-3", max_to_keep=1)
+    assert cloudckpt.latest(run) == f"{run}/step-3"
+    assert _there(where.root) == {f"{run}/step-{step}" for step in (2, 3, 4)}
+
+    for folder, steps, resume in (("second", 4, None), ("second", 3, 2)):
+        saving = CloudModelCheckpoint(
+            f"{where.root}/{folder}", every_n_train_steps=1, save_top_k=-1
+        )
+        ckpt = None if resume is None else f"{where.root}/{folder}/step-{resume}"
+        _lightning(saving, steps).fit(BoringModel(), ckpt_path=ckpt)
+    assert cloudckpt.latest(f"{where.root}/second") == f"{where.root}/second/step-3"
+
+
 def test_steps_behind_which_the_trainer_went_back_stay_and_do_not_count(where: Where) -> None:
     run = f"{where.root}/first"
     _trainer(where.scratch / "before", CloudCheckpointCallback(run), 4).train()
@@ -131,3 +155,26 @@ def test_steps_behind_which_the_trainer_went_back_stay_and_do_not_count(where: W
     trainer.train(resume_from_checkpoint=saved.restore(2))
     kept = _there(where.root)
     assert kept == {f"{run}/step-{step}" for step in (2, 3, 4)}  # resumed, saved, given up
+    again = CloudCheckpointCallback(run).restore()
+    assert again is not None
+    assert again.endswith("checkpoint-3")
+
+
+def test_a_training_that_goes_on_from_the_local_disk_is_the_same_one(where: Where) -> None:
+    run = f"{where.root}/first"
+    _trainer(where.scratch, CloudCheckpointCallback(run, max_to_keep=2), 2).train()
+    goes_on = _trainer(where.scratch, CloudCheckpointCallback(run, max_to_keep=2), 4)
+    goes_on.train(resume_from_checkpoint=True)
+    assert _there(where.root) == {f"{run}/step-{step}" for step in (2, 3, 4)}
+
+
+def test_a_job_that_another_one_has_replaced_neither_saves_nor_deletes(where: Where) -> None:
+    run = f"{where.root}/first"
+    first, second = Accelerator(cpu=True), Accelerator(cpu=True)
+    save_state(first, f"{run}/step-1", max_to_keep=1)
+    load_state(second, f"{run}/step-1")
+    save_state(second, f"{run}/step-2")
+    with pytest.raises(cloudckpt.errors.CheckpointConflictError):
+        save_state(first, f"{run}/step-3", max_to_keep=1)
+    assert _there(where.root) == {f"{run}/step-{step}" for step in (1, 2)}
+    assert cloudckpt.latest(run) == f"{run}/step-2"

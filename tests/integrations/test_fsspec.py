@@ -253,8 +253,8 @@ def test_options_of_install_hold_until_uninstall_for_all_file_systems(without_pa
         retry=RetryPolicy(attempts=1),
         s3=S3Options(endpoint_url="http://127.0.0.1:1"),
     )
-    found = fsspec.filesystem("s3")
     cloudckpt.install(nobody)
+    found = fsspec.filesystem("s3")
     with pytest.raises(cloudckpt.errors.StoreError):
         found.exists(run)
     cloudckpt.install(s3.config)

@@ -8,9 +8,14 @@ import torch.distributed as dist
 
 from cloudckpt import Config, api
 from cloudckpt.dcp.meeting import Meeting
-from cloudckpt.integrations.folders import files_of_first
-from cloudckpt.integrations.parts import Parts
-from cloudckpt.integrations.ranks import packed, put_random, random_state, unpacked
+from cloudckpt.integrations.state import (
+    Parts,
+    files_of_first,
+    packed,
+    put_random,
+    random_state,
+    unpacked,
+)
 
 
 def _made(**options: float) -> tuple[torch.nn.ModuleDict, torch.optim.Optimizer]:

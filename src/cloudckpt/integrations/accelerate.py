@@ -26,15 +26,20 @@ from typing import Any
 
 import torch
 
-from cloudckpt import api
 from cloudckpt.config import Config
 from cloudckpt.dcp.content import PerRank, per_rank
 from cloudckpt.dcp.install import chosen_config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import ConfigError, MissingDependencyError, MissingKeyError
-from cloudckpt.integrations.folders import files_of_first, room_for
-from cloudckpt.integrations.parts import Parts, keep_newest
-from cloudckpt.integrations.ranks import OF_RANKS, packed, unpacked
+from cloudckpt.integrations.saves import Saves
+from cloudckpt.integrations.state import (
+    OF_RANKS,
+    Parts,
+    files_of_first,
+    packed,
+    room_for,
+    unpacked,
+)
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import inspect as inspect_checkpoint
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, StepNames
@@ -58,8 +63,8 @@ logger = logging.getLogger("cloudckpt")
 _FILES = "files"
 _OBJECT = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 _OWN_FORMATS = ("DEEPSPEED", "MEGATRON_LM")
-_began_with: weakref.WeakKeyDictionary[Any, CheckpointURI] = weakref.WeakKeyDictionary()
-"""The checkpoint that each accelerator has loaded, which ``max_to_keep`` does not delete."""
+_saves: weakref.WeakKeyDictionary[Any, Saves] = weakref.WeakKeyDictionary()
+"""The saves of each accelerator."""
 
 
 def save_state(
@@ -80,7 +85,7 @@ def save_state(
         uri: The location of the checkpoint, such as ``s3://bucket/run/step-10``.
         max_to_keep: How many of the newest checkpoints named ``step-<step>`` in the same folder are
             kept, including the new one; None keeps all. The checkpoint that this job loaded also
-            stays, and so do later steps.
+            stays, and so do steps of other trainings.
         config: Options; None for those given to ``install``.
 
     Raises:
@@ -97,7 +102,7 @@ def save_state(
             "max_to_keep= needs a location whose name ends in a step, such as step-10",
             uri=str(place),
         )
-    meeting = Meeting.of(None, False)
+    meeting, saves = Meeting.of(None, False), _saves_of(accelerator, config)
     with contextlib.ExitStack() as stack:
         folder = _own_folder(meeting, stack)
 
@@ -110,11 +115,9 @@ def save_state(
         state = meeting.begin(collect)
         files, own = files_of_first(folder, meeting)
         state |= {OF_RANKS: per_rank(packed(own))} | ({_FILES: files} if files else {})
-        api.save(state, checkpoint_id=place, config=config)
+        saves.save(state, str(place))
     if meeting.rank == 0 and step is not None:
-        loaded = _began_with.get(accelerator)
-        kept = _step_of(loaded) if loaded and loaded.parent == place.parent else None
-        keep_newest(Run(place.parent, config=config), retention, step, {kept})
+        saves.keep_newest(Run(place.parent, config=config), retention)
 
 
 def load_state(
@@ -182,7 +185,15 @@ def load_state(
         meeting.begin(load_files)
     # a rank that did not exist at the save has no file that contains the step
     accelerator.step = meeting.broadcast_from_first(lambda: accelerator.step)
-    _began_with[accelerator] = CheckpointURI.parse(place)
+    _saves_of(accelerator, config).resumed(place)
+
+
+def _saves_of(accelerator: Any, config: Config) -> Saves:
+    """Returns the saves of an accelerator, with the options of this call."""
+    if accelerator not in _saves:
+        _saves[accelerator] = Saves(config)
+    _saves[accelerator].configure(config)
+    return _saves[accelerator]
 
 
 def _step_of(place: CheckpointURI) -> int | None:

@@ -22,7 +22,7 @@ from cloudckpt.errors import MissingDependencyError
 from cloudckpt.integrations.fabric import CloudCheckpointIO
 from cloudckpt.integrations.fsspec import register
 from cloudckpt.integrations.lightning_state import TrainerOnStores
-from cloudckpt.integrations.parts import uri_of
+from cloudckpt.integrations.state import uri_of
 from cloudckpt.runs.catalog import CheckpointSummary, list_checkpoints
 from cloudckpt.uri import CheckpointURI
 

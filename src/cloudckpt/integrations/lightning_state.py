@@ -8,7 +8,6 @@ names.
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import os
@@ -24,16 +23,17 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.content import PerRank, per_rank
 from cloudckpt.dcp.install import chosen_config
 from cloudckpt.errors import ConfigError, MissingKeyError
-from cloudckpt.integrations.parts import Parts, remove, uri_of
-from cloudckpt.integrations.ranks import (
+from cloudckpt.integrations.saves import Saves
+from cloudckpt.integrations.state import (
     OF_RANKS,
+    Parts,
     entries_of_rank,
     packed,
     put_random,
     random_state,
     unpacked,
+    uri_of,
 )
-from cloudckpt.integrations.saves import Saves
 
 __all__ = ["FabricOnStores", "PluginOnStores", "TrainerOnStores"]
 
@@ -49,7 +49,7 @@ class _OnStores:
     config: Config | None = None
     _asynchronous = False
     _is_alone = False
-    _saves: Saves | None = None  # made by the first save, closed by teardown()
+    _made: Saves | None = None
 
     def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -61,7 +61,22 @@ class _OnStores:
         """The options given to this object, or else those given to ``install``."""
         return self.config or chosen_config() or Config()
 
-    def _save(self, state: dict[str, Any], uri: str, storage_options: object) -> None:
+    @property
+    def _saves(self) -> Saves:
+        """The saves of this job, made at the first use: the ranks are connected by then."""
+        if self._made is None:
+            self._made = Saves(
+                self._config, asynchronous=self._asynchronous, no_dist=self._is_alone
+            )
+        return self._made
+
+    def _save(
+        self,
+        state: dict[str, Any],
+        uri: str,
+        storage_options: object,
+        step: int | None = None,
+    ) -> None:
         """Saves a state dict to a URI, or begins to save it in the background.
 
         Raises:
@@ -73,16 +88,7 @@ class _OnStores:
                 "cloudckpt does not use storage_options=: pass config= to the strategy instead",
                 uri=uri,
             )
-        if self._saves is None:
-            self._saves = Saves(
-                self._config, asynchronous=self._asynchronous, no_dist=self._is_alone
-            )
-        self._saves.save(state, uri)
-
-    def _finish(self) -> None:
-        """Waits until the last save is committed."""
-        if self._saves is not None:
-            self._saves.finish()
+        self._saves.save(state, uri, step=step)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint if it exists, after the save in progress is committed."""
@@ -90,8 +96,7 @@ class _OnStores:
         if uri is None:
             super().remove_checkpoint(path)  # type: ignore[misc]
         elif getattr(self, "is_global_zero", True):
-            act = functools.partial(remove, uri, self._config)
-            act() if self._saves is None else self._saves.then(act)
+            self._saves.remove(uri)
 
     def teardown(self) -> None:
         """Waits for background saves; later saves are synchronous.
@@ -99,9 +104,12 @@ class _OnStores:
         Raises:
             CloudCheckpointError: If a save fails, and no other error is being raised.
         """
-        saves, self._saves, self._asynchronous = self._saves, None, False
-        if saves is not None:
-            saves.close()
+        self._asynchronous = False
+        if self._made is not None:
+            try:
+                self._made.close()
+            finally:
+                self._made.asynchronous = False
         super().teardown()  # type: ignore[misc]
 
 
@@ -221,6 +229,7 @@ class FabricOnStores(_StrategyOnStores):
                     uri=uri,
                     item=key,
                 )
+        self._saves.resumed(uri)
         return values
 
 
@@ -270,7 +279,8 @@ class TrainerOnStores(_StrategyOnStores):
             parts |= Parts({}, self._named_optimizers()).state_dicts()
             own = {"random": random_state(), "loaders": _fit_loop(values).get("combined_loader")}
             parts[OF_RANKS] = per_rank(packed(own))
-        self._save(self._with_values(parts, values), uri, storage_options)
+        step = values.get("global_step")
+        self._save(self._with_values(parts, values), uri, storage_options, step)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -288,7 +298,7 @@ class TrainerOnStores(_StrategyOnStores):
         if uri is None:
             more = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.6
             return dict(super().load_checkpoint(checkpoint_path, **more))  # type: ignore[misc]
-        self._finish()
+        self._saves.finish()
         module = self.lightning_module  # type: ignore[attr-defined]
         is_fitting = module.trainer.state.fn == "fit"
         own: PerRank[Any] = per_rank(None)
@@ -313,6 +323,8 @@ class TrainerOnStores(_StrategyOnStores):
                 "no position of the dataloaders was saved for this rank, so it starts at that "
                 "of the first rank"
             )
+        if is_fitting:
+            self._saves.resumed(uri)
         return values
 
     @property
@@ -369,7 +381,8 @@ class PluginOnStores(_OnStores):
             return
         trees = {key: value for key, value in checkpoint.items() if _is_of_tensors(value)}
         values = {key: value for key, value in checkpoint.items() if key not in trees}
-        self._save({**trees, _VALUES: packed(values)}, uri, storage_options)
+        step = values.get("global_step")
+        self._save({**trees, _VALUES: packed(values)}, uri, storage_options, step)
 
     def load_checkpoint(
         self,
@@ -393,12 +406,13 @@ class PluginOnStores(_OnStores):
             if map_location != "cpu":
                 more["map_location"] = map_location
             return dict(super().load_checkpoint(path, **more))  # type: ignore[misc]
-        self._finish()
+        self._saves.finish()
         options = CheckpointerConfig(
             config=self._config, no_dist=True, trust_pickle=weights_only is False
         )
         with make_sync_checkpointer(options) as checkpointer:
             loaded = checkpointer.load(uri)
+        self._saves.resumed(uri)
         values = _values_in(loaded, weights_only)
         return {**loaded, **values}
 

@@ -1,15 +1,25 @@
-"""Saves a framework's checkpoints one after another, and runs actions after their commits."""
+"""Saves the checkpoints of a framework's training, each as a step of the run in which it lies.
+
+A checkpoint whose folder is named like a step (``step-1000``) is a step of the run around it. Such
+saves follow the rules of :class:`~cloudckpt.CheckpointManager`: the first one claims the run, so
+that the commits and deletions of a job that another one has replaced are refused; and each step
+notes which earlier steps its training continues, so that the next job resumes this training
+(:mod:`cloudckpt.runs.line`), not one that was given up.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from cloudckpt.checkpoint.notes import Notes, read_notes
 from cloudckpt.checkpointer import (
     Checkpointer,
     CheckpointerConfig,
@@ -17,7 +27,14 @@ from cloudckpt.checkpointer import (
     make_sync_checkpointer,
 )
 from cloudckpt.config import Config
-from cloudckpt.errors import CloudCheckpointError
+from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.runs.catalog import Run
+from cloudckpt.runs.claim import OwnLine
+from cloudckpt.runs.deleting import delete_at
+from cloudckpt.runs.restoring import goal_of, restore_newest
+from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
+from cloudckpt.uri import CheckpointURI
 
 __all__ = ["Saves"]
 
@@ -30,47 +47,164 @@ class Saves:
     There is at most one save in the background, in a thread: a saving process could often not
     import the framework's script. Deletions wait until the save is committed, so that there is
     always a committed checkpoint.
+
+    Attributes:
+        asynchronous: Whether saves run in the background.
     """
 
     def __init__(
         self,
         config: Config,
         *,
-        asynchronous: bool,
+        asynchronous: bool = False,
         no_dist: bool = False,
         stager: AsyncStager | None = None,
+        step_name: str = DEFAULT_PATTERN,
     ) -> None:
         """
         Args:
-            config: Options for saving.
+            config: Options.
             asynchronous: Whether saves run in the background.
             no_dist: Whether this process saves alone.
             stager: Stages the state for a background save; None for cloudckpt's own stager.
+            step_name: The pattern of the steps' folder names.
         """
-        options = CheckpointerConfig(
+        self.asynchronous = asynchronous
+        self._options = CheckpointerConfig(
             config=config, no_dist=no_dist, kind=AsyncCheckpointerType.THREAD, stager=stager
         )
-        make = make_async_checkpointer if asynchronous else make_sync_checkpointer
-        self._checkpointer: Checkpointer = make(options)
-        self._asynchronous = asynchronous
+        self._step_name = step_name
+        self._meeting = Meeting.of(None, no_dist)
+        self._lines: dict[CheckpointURI, OwnLine] = {}
+        self._resumed: dict[CheckpointURI, int] = {}  # the step of each run that was loaded
+        self._checkpointer: Checkpointer | None = None
+        self._saves_into: OwnLine | None = None  # the run that the checkpointer saves into
         self._left: list[Callable[[], object]] = []
 
-    def save(self, state: dict[str, Any], uri: str) -> None:
-        """Saves a state dict, or begins a background save, after the previous save has ended.
+    def configure(self, config: Config) -> None:
+        """Uses other options for the next saves and loads."""
+        if config != self._options.config:
+            self.close()
+            self._options = replace(self._options, config=config)
+
+    # ---- resuming
+
+    def restore_newest(self, run: Run, load: Callable[[int], object]) -> int | None:
+        """Loads the newest intact step of a run's training, and makes later saves continue it.
+
+        Args:
+            run: The run.
+            load: Loads a step; called on all ranks.
+
+        Returns:
+            The step that was loaded; None if the run has none.
 
         Raises:
+            CheckpointCorruptError: If all steps are damaged.
+            CloudCheckpointError: The other errors of ``load``.
+        """
+        line = self._line_of(run)
+
+        def load_step(step: int, notes: Notes) -> None:
+            load(step)
+            self._go_on(line, step, notes)
+
+        step = restore_newest(run, self._meeting, line, None, load_step)
+        if step is None:
+            line.go_on_from(None, None)
+        return step
+
+    def restore(self, run: Run, step: int, load: Callable[[int], object]) -> None:
+        """Loads a step of a run, and makes later saves continue it.
+
+        Raises:
+            CheckpointNotFoundError: If the step is not committed.
+            CloudCheckpointError: The errors of ``load``.
+        """
+        line = self._line_of(run)
+        notes = self._meeting.broadcast_from_first(lambda: goal_of(run, step))
+        load(step)
+        self._go_on(line, step, notes)
+
+    def resumed(self, uri: str) -> None:
+        """Makes later saves continue a checkpoint that the framework has loaded.
+
+        Does nothing if it is not a step of a run.
+
+        Raises:
+            CloudCheckpointError: If the notes of the checkpoint can't be read.
+        """
+        place = CheckpointURI.parse(uri)
+        run = Run(place.parent, step_name=self._step_name, config=self._options.config)
+
+        def read() -> Notes | None:
+            try:
+                return read_notes(run.store, place, run.retrier)
+            except CheckpointNotFoundError:
+                return None
+
+        notes = self._meeting.broadcast_from_first(read)
+        step = run.names.step(place.folder)
+        if step is None and notes is not None and notes.job:  # a copy of a step, such as "last"
+            step = notes.step
+        if notes is not None and step is not None:
+            self._go_on(self._line_of(run), step, notes)
+
+    def _go_on(self, line: OwnLine, step: int, notes: Notes) -> None:
+        line.go_on_from(step, notes)
+        self._resumed[line.run.root] = step
+
+    def _line_of(self, run: Run) -> OwnLine:
+        """Returns this job's line in a run, and opens it if it is new."""
+        if run.root not in self._lines:
+            self._lines[run.root] = OwnLine(run, self._meeting, None)
+        return self._lines[run.root]
+
+    # ---- saving
+
+    def save(self, state: dict[str, Any], uri: str, *, step: int | None = None) -> None:
+        """Saves a state dict, or begins a background save, after the previous save has ended.
+
+        Args:
+            state: The state dict.
+            uri: The location of the checkpoint.
+            step: The training's step, if the location does not name it.
+
+        Raises:
+            CheckpointConflictError: If another job has begun to save into the run.
             CloudCheckpointError: The errors of :func:`cloudckpt.save`, of this save or the previous
                 one.
         """
         self.finish()
-        self._checkpointer.save(uri, state)
+        place = CheckpointURI.parse(uri)
+        run = Run(place.parent, step_name=self._step_name, config=self._options.config)
+        named = run.names.step(place.folder)
+        line = self._lines.get(run.root) if named is None else self._line_of(run)
+        more: dict[str, Any] = {}
+        if line is not None:
+            job, continues = line.for_save()
+            more["notes"] = Notes(
+                step=step if named is None else named, job=job, continues=continues
+            )
+            more["base"], line.base = line.base, None
+        self._checkpointer_for(line).save(uri, state, **more)
+
+    def _checkpointer_for(self, line: OwnLine | None) -> Checkpointer:
+        """Returns the checkpointer that checks a line's claim before each commit."""
+        if self._checkpointer is None or self._saves_into is not line:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+            make = make_async_checkpointer if self.asynchronous else make_sync_checkpointer
+            self._checkpointer = make(replace(self._options, commit_hook=line))
+            self._saves_into = line
+        return self._checkpointer
 
     def then(self, act: Callable[[], object]) -> None:
         """Calls ``act`` when the last save is committed: now, or in a later call of this object.
 
         If the save fails, ``act`` is not called.
         """
-        if self._asynchronous:
+        if self.asynchronous and self._checkpointer is not None:
             self._left.append(act)
         else:
             act()
@@ -82,12 +216,15 @@ class Saves:
             CloudCheckpointError: If the save failed; raised on all ranks.
         """
         left, self._left = self._left, []
-        self._checkpointer.wait()
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
         for act in left:
             act()
 
     def close(self) -> None:
         """Waits until the last save is committed, and releases threads and memory.
+
+        A later save begins anew, and continues the same training.
 
         Raises:
             CloudCheckpointError: If the save failed; it is only logged if another error is being
@@ -98,8 +235,56 @@ class Saves:
             try:
                 self.finish()
             finally:
-                self._checkpointer.close()
+                checkpointer, self._checkpointer = self._checkpointer, None
+                if checkpointer is not None:
+                    checkpointer.close()
         except CloudCheckpointError as failure:
             if not is_failing:
                 raise
             logger.error("a checkpoint was not saved: %s", failure)
+
+    # ---- deleting, on the first rank
+
+    def remove(self, uri: str) -> None:
+        """Deletes a checkpoint if it exists, when the last save is committed.
+
+        Raises:
+            CheckpointConflictError: If another job has claimed the run.
+            CloudCheckpointError: The errors of :func:`cloudckpt.delete`.
+        """
+        self.then(lambda: self._delete(CheckpointURI.parse(uri)))
+
+    def keep_newest(
+        self, run: Run, retention: Retention, kept: Collection[int | None] = ()
+    ) -> None:
+        """Deletes the steps of this training that ``retention`` does not keep; logs errors.
+
+        The step that this job resumed and steps of other trainings stay. The next call deletes what
+        could not be deleted.
+
+        Args:
+            run: The run.
+            retention: The rules by which steps are kept.
+            kept: Other steps to keep.
+        """
+        if retention.keeps_all:
+            return
+        try:
+            for step in retention.unneeded(run.history().line):
+                if step not in kept and step != self._resumed.get(run.root):
+                    self._delete(run.uri(step))
+        except CloudCheckpointError as error:
+            logger.error(
+                "%s: old checkpoints could not be deleted, and stay until the next save: %s",
+                run.root,
+                error,
+            )
+
+    def _delete(self, place: CheckpointURI) -> None:
+        """Deletes a checkpoint if it exists and no other job has claimed its run."""
+        line = self._lines.get(place.parent)
+        with contextlib.suppress(CheckpointNotFoundError):
+            if line is None:
+                delete_at(place, self._options.config)
+            else:
+                delete_at(place, self._options.config, line.check_claim)

@@ -37,9 +37,8 @@ from cloudckpt.errors import (
     MissingDependencyError,
     ProcessGroupError,
 )
-from cloudckpt.integrations.folders import files_of, room_for
-from cloudckpt.integrations.parts import keep_newest
 from cloudckpt.integrations.saves import Saves
+from cloudckpt.integrations.state import files_of, room_for
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import StoredItem, inspect
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
@@ -107,9 +106,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._asynchronous = asynchronous
         self._keep_local = keep_local
         self._on_failure = on_failure
-        self._saves: Saves | None = None
+        self._made: Saves | None = None
         self._newest: int | None = None  # the step that was saved last
-        self._began_with: int | None = None  # the step that was restored
         self._told_to_end: int | None = None  # the step that was the last one then
         self._args: Any = None
         self._restored: str | None = None
@@ -131,8 +129,18 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             CloudCheckpointError: The errors of :func:`cloudckpt.save`, of this save or the previous
                 one.
         """
-        self._unless_logged(self._finish)
+        self._unless_logged(lambda: self._saves.finish())
         self._unless_logged(lambda: self._save(args, state, state.global_step))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Continues the step that the Trainer resumes from a local checkpoint of its own.
+
+        Raises:
+            CloudCheckpointError: If the run can't be read.
+        """
+        if state.global_step and self._restored is None:
+            uri = str(self._run.uri(state.global_step))
+            self._unless_logged(lambda: self._saves.resumed(uri))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Records the current step if the Trainer was told to stop training, for the last save.
@@ -160,11 +168,10 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if getattr(args, "enable_jit_checkpoint", False) and step is not None:
             is_new = step != self._newest and os.path.isdir(_folder(args.output_dir, step))
             if any(Meeting.of(None, False).gathered(is_new)):
-                self._unless_logged(self._finish)
+                self._unless_logged(lambda: self._saves.finish())
                 self._unless_logged(lambda: self._save(args, state, step))
-        saves, self._saves = self._saves, None
-        if saves is not None:
-            self._unless_logged(saves.close)
+        if self._made is not None:
+            self._unless_logged(self._made.close)
 
     def restore(self, step: int | None = None) -> str | None:
         """Copies the newest intact checkpoint to the local disk of each node.
@@ -190,22 +197,28 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             raise ConfigError("the ranks are not connected yet: create the TrainingArguments first")
-        meeting = Meeting.of(None, False)
-        if step is not None:
-            return self._bring(meeting, step)
-        damage: CheckpointCorruptError | None = None
-        for found in meeting.broadcast_from_first(lambda: self._run.committed()[::-1]):
-            try:
-                return self._bring(meeting, found)
-            except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-                if isinstance(error, CheckpointCorruptError):
-                    damage = damage or error
-                logger.error(
-                    "step %d can't be restored, so the previous one is tried: %s", found, error
-                )
-        if damage is not None:
-            raise damage
-        return None
+        meeting, folders = Meeting.of(None, False), list[str]()
+
+        def load(step: int) -> None:
+            folders.append(self._bring(meeting, step))
+
+        if step is None:
+            self._saves.restore_newest(self._run, load)
+        else:
+            self._saves.restore(self._run, step, load)
+        return folders[-1] if folders else None
+
+    @property
+    def _saves(self) -> Saves:
+        """The saves of this job, made at the first use: the ranks are connected by then."""
+        if self._made is None:
+            self._made = Saves(
+                self._run.config,
+                asynchronous=self._asynchronous,
+                stager=_AsItIs(),
+                step_name=self._run.names.pattern,
+            )
+        return self._made
 
     def _save(self, args: Any, state: Any, step: int) -> None:
         """Saves the folder of a step, or begins to save it, and deletes old steps afterwards."""
@@ -213,25 +226,18 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         folder = _folder(args.output_dir, step)
         meeting.begin(lambda: None)  # waits until all ranks have written their files
         files = files_of(folder, meeting)
-        if self._saves is None:
-            self._saves = Saves(self._run.config, asynchronous=self._asynchronous, stager=_AsItIs())
         self._saves.save(files, str(self._run.uri(step)))
         self._newest = step
         best = _step_of(getattr(state, "best_model_checkpoint", None))
-        kept = {self._began_with, best, getattr(state, "best_global_step", None)}
+        kept = {best, getattr(state, "best_global_step", None)}
 
         def clean() -> None:
             if not self._keep_local and _place()[0] == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             if meeting.rank == 0:
-                keep_newest(self._run, self._retention, step, kept)
+                self._saves.keep_newest(self._run, self._retention, kept)
 
         self._saves.then(clean)
-
-    def _finish(self) -> None:
-        """Waits until the save in progress is committed."""
-        if self._saves is not None:
-            self._saves.finish()
 
     def _unless_logged(self, act: Callable[[], None]) -> None:
         """Calls ``act``, and logs its error instead of raising it if ``on_failure`` says so."""
@@ -266,7 +272,6 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         folder = _folder(root, step)
         self._fetch(meeting, step, folder)
         meeting.begin(lambda: _tell_random_states(folder, meeting))
-        self._began_with = step
         if self._args is not None and self._args.load_best_model_at_end:
             self._bring_best(meeting, folder, root)
         return folder

@@ -1,0 +1,399 @@
+"""What the adapters save of a training: models, optimizers, values, files, and each rank's own.
+
+The states of an optimizer are saved by parameter names, which resharding does not change. To create
+the states of a fresh optimizer, torch makes a step with zero gradients and a learning rate of 0.
+Before a load that is right, as the load replaces the states. In a save it must not happen: the step
+would be counted by the optimizer.
+
+State that differs between ranks, such as random generators and dataloaders, is saved for each rank
+(:func:`cloudckpt.per_rank`), and loaded by the same rank. A rank that did not exist at the save
+keeps its random generators, and its dataloader starts at the position that the framework chooses; a
+warning is logged.
+
+Each file of a local folder is an item: a memory-mapped uint8 tensor of its bytes. Sending it reads
+the file, and loading into it writes the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
+from cloudckpt.checksum import CRC32C
+from cloudckpt.config import Config
+from cloudckpt.dcp.content import PerRank, per_rank
+from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.errors import ConfigError
+from cloudckpt.runs.contents import inspect
+from cloudckpt.transfer.memory import bytes_of
+from cloudckpt.uri import CheckpointURI, text_of, unfolded
+
+__all__ = [
+    "OF_RANKS",
+    "Parts",
+    "entries_of_rank",
+    "files_of",
+    "files_of_first",
+    "packed",
+    "put_random",
+    "random_state",
+    "room_for",
+    "unpacked",
+    "uri_of",
+]
+
+OF_RANKS = "of_each_rank"
+"""The name of the item with each rank's random generators and dataloaders, by ``torch.save``."""
+
+
+def uri_of(path: str | os.PathLike[str]) -> str | None:
+    """Returns the URI that a framework was given; None if it was given a local path.
+
+    Raises:
+        InvalidURIError: If it is a URI, but not a valid location, or if ``pathlib`` has collapsed
+            its slashes: a save to that local path would be lost with the machine.
+    """
+    text = text_of(path) or ""
+    if "://" in text or unfolded(text) is not None:
+        return str(CheckpointURI.parse(text))
+    return None
+
+
+class Parts:
+    """The models and optimizers of a training, saved tensor by tensor, each rank its shards."""
+
+    def __init__(
+        self, models: Mapping[str, Module], optimizers: Mapping[str, tuple[Module, Optimizer]]
+    ) -> None:
+        """
+        Args:
+            models: The models, by their names in a checkpoint.
+            optimizers: The optimizers, by their names in a checkpoint, each with its model.
+        """
+        self._models = models
+        self._optimizers = optimizers
+
+    def state_dicts(self) -> dict[str, Any]:
+        """Returns the state dicts to save, by name, without changing an optimizer; collective."""
+        found: dict[str, Any] = {
+            name: get_model_state_dict(model) for name, model in self._models.items()
+        }
+        for name, (model, optimizer) in self._optimizers.items():
+            with _without_a_step(optimizer):
+                found[name] = get_optimizer_state_dict(model, optimizer)
+        return found
+
+    def load(
+        self,
+        uri: str,
+        config: Config,
+        *,
+        beside: Mapping[str, Any],
+        strict: bool = True,
+        trust_pickle: bool = False,
+    ) -> dict[str, Any]:
+        """Loads the models and optimizers in place, on any number of ranks; a collective call.
+
+        Afterwards an optimizer has exactly the states that were saved. Saved states that the
+        optimizer can't take, for example because its options differ, are named in a warning.
+
+        Args:
+            uri: The location of the checkpoint.
+            config: Options.
+            beside: Other values to load, by name; names that the checkpoint lacks are left out.
+            strict: Whether all models and optimizers must be in the checkpoint.
+            trust_pickle: Whether pickles in the checkpoint may run any code.
+
+        Returns:
+            The loaded values of ``beside``.
+
+        Raises:
+            MissingKeyError: If ``strict``, and the checkpoint lacks a model or an optimizer.
+            CloudCheckpointError: The errors of :func:`cloudckpt.load`.
+        """
+        there = Meeting.of(None, False).broadcast_from_first(
+            lambda: {item.name for item in inspect(uri, config=config).items}
+        )
+        wanted: dict[str, Any] = {
+            name: get_model_state_dict(model) for name, model in self._models.items()
+        }
+        optimizers = {
+            name: pair
+            for name, pair in self._optimizers.items()
+            if strict or _below(f"{name}.", there)
+        }
+        for name, (model, optimizer) in optimizers.items():
+            wanted[name] = _to_fill(model, optimizer, _below(f"{name}.state.", there))
+        more = {
+            name: value
+            for name, value in beside.items()
+            if name in there or _below(f"{name}.", there)
+        }
+        options = CheckpointerConfig(config=config, trust_pickle=trust_pickle)
+        with make_sync_checkpointer(options) as checkpointer:
+            loaded = checkpointer.load(uri, wanted | more, strict=strict)
+        for name, model in self._models.items():
+            set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=strict))
+        for name, (model, optimizer) in optimizers.items():
+            loaded[name].setdefault("state", {})
+            with _without_a_step(optimizer):
+                some = StateDictOptions(strict=False)
+                set_optimizer_state_dict(model, optimizer, loaded[name], options=some)
+        return {name: loaded[name] for name in more}
+
+
+def _to_fill(model: Module, optimizer: Optimizer, saved: Collection[str]) -> dict[str, Any]:
+    """Makes the optimizer state to load into, of the parameters whose states were saved.
+
+    ``saved`` has the names of saved states, such as ``weight.exp_avg``.
+    """
+    prepared = _with_all_states if saved else _without_a_step
+    with prepared(optimizer):
+        found = dict(get_optimizer_state_dict(model, optimizer))
+    has_state = {
+        ".".join(names[:count])
+        for names in (name.split(".") for name in saved)
+        for count in range(1, len(names))
+    }
+    states: Any = found["state"]
+    found["state"] = {name: one for name, one in states.items() if name in has_state}
+    return found
+
+
+@contextlib.contextmanager
+def _without_a_step(optimizer: Optimizer) -> Iterator[None]:
+    """Keeps torch from creating states for a fresh optimizer during the block.
+
+    torch creates them only if no parameter has a gradient, so this sets the gradient of one.
+    """
+    parameters = _parameters(optimizer)
+    if optimizer.state or not parameters or any(one.grad is not None for one in parameters):
+        yield
+        return
+    smallest = min(parameters, key=torch.Tensor.numel)
+    smallest.grad = torch.zeros_like(smallest)
+    try:
+        yield
+    finally:
+        smallest.grad = None
+
+
+@contextlib.contextmanager
+def _with_all_states(optimizer: Optimizer) -> Iterator[None]:
+    """Makes torch create the states of all parameters, if any is missing; restores gradients."""
+    parameters = _parameters(optimizer)
+    if any(one.requires_grad and one not in optimizer.state for one in parameters):
+        optimizer.state.clear()
+    gradients = [one.grad for one in parameters]
+    for one in parameters:
+        one.grad = None
+    try:
+        yield
+    finally:
+        for one, gradient in zip(parameters, gradients, strict=True):
+            one.grad = gradient
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Returns all parameters of an optimizer."""
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _below(prefix: str, names: Collection[str]) -> set[str]:
+    """Returns the names that begin with a prefix, without the prefix."""
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+
+# ---- what differs between ranks
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the states of this process's random generators: Python, torch, device, numpy."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (device := _device()) is not None:
+        state["device"] = device.get_rng_state()
+    if (numpy := _numpy()) is not None:
+        kind, keys, *rest = numpy.get_state()
+        state["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
+    return state
+
+
+def put_random(state: Mapping[str, Any]) -> None:
+    """Sets this process's random generators to states that :func:`random_state` has returned."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "device" in state and (device := _device()) is not None:
+        device.set_rng_state(state["device"])
+    if "numpy" in state and (numpy := _numpy()) is not None:
+        kind, keys, *rest = state["numpy"]
+        numpy.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+def entries_of_rank(state: Mapping[str, Any]) -> dict[str, PerRank[Any]]:
+    """Returns the entries that differ between ranks: dataloaders, and those marked ``per_rank``."""
+    own = {key: one for key, one in state.items() if isinstance(one, (PerRank, DataLoader))}
+    return {key: one if isinstance(one, PerRank) else per_rank(one) for key, one in own.items()}
+
+
+def packed(values: Mapping[str, Any]) -> io.BytesIO:
+    """Pickles values with ``torch.save`` into a buffer, as frameworks write their small files."""
+    buffer = io.BytesIO()
+    torch.save(dict(values), buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def unpacked(buffer: io.BytesIO, weights_only: bool | None = None) -> dict[str, Any]:
+    """Loads the values that :func:`packed` has pickled; ``weights_only=False`` trusts pickles."""
+    buffer.seek(0)
+    return dict(torch.load(buffer, map_location="cpu", weights_only=weights_only is not False))
+
+
+def _device() -> Any:
+    """Returns the accelerator's module, such as ``torch.cuda``; None if it is not initialized."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module = None if kind is None else torch.get_device_module(kind)
+    return module if module is not None and module.is_initialized() else None
+
+
+def _numpy() -> Any:
+    """Returns ``numpy.random``; None if numpy is not installed."""
+    try:
+        import numpy
+    except ImportError:  # torch works without it
+        return None
+    return numpy.random
+
+
+# ---- files
+
+
+def files_of(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
+    """Maps the files beneath a folder that this rank has to save; a collective call.
+
+    Ranks on one machine see the same files; other machines have their own. Of several files with
+    one name, that of the lowest rank is saved. The files are divided among the ranks that see them.
+
+    Args:
+        folder: The folder on each rank's disk.
+        meeting: The meeting of the ranks that save.
+
+    Returns:
+        The content of each file as a uint8 tensor, by path in the folder.
+
+    Raises:
+        ConfigError: If no rank has a file in the folder.
+        CloudCheckpointError: If a rank can't read its folder.
+    """
+    sizes = meeting.gathered(meeting.begin(lambda: _sizes(folder)))
+    if not any(sizes):
+        raise ConfigError(
+            f"no files were written to {folder}, so there is nothing to save: check the "
+            "callback or hook that writes them"
+        )
+    owners = _owners(sizes)
+    return meeting.begin(
+        lambda: {
+            name: _mapped(os.path.join(folder, name), size)
+            for name, size in sizes[meeting.rank].items()
+            if owners[name] == meeting.rank
+        }
+    )
+
+
+def room_for(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
+    """Creates a file in a folder, and returns it as a mapped uint8 tensor to load an item into.
+
+    Args:
+        folder: The folder.
+        name: The path of the file in the folder, as it was saved.
+        nbytes: The size of the file in bytes.
+        uri: The location of the checkpoint, for the error message.
+
+    Raises:
+        ConfigError: If ``name`` leads out of the folder.
+    """
+    path = os.path.normpath(os.path.join(folder, name))
+    if not path.startswith(folder + os.sep):
+        raise ConfigError(
+            f"{name!r} is not the name of a file in a saved folder", uri=uri, item=name
+        )
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb"):  # also shortens a file that is there
+        pass
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def files_of_first(
+    folder: str, meeting: Meeting
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Maps the files beneath a folder of each rank; a collective call.
+
+    Args:
+        folder: A folder that only this rank writes to.
+        meeting: The meeting of the ranks that save.
+
+    Returns:
+        On the first rank its files, on the others none; and the files of this rank that the first
+        rank lacks, or has with other content: as in :func:`files_of`.
+
+    Raises:
+        CloudCheckpointError: If a rank can't read its folder.
+    """
+
+    def mapped() -> dict[str, torch.Tensor]:
+        sizes = _sizes(folder).items()
+        return {name: _mapped(os.path.join(folder, name), size) for name, size in sizes}
+
+    files = meeting.begin(mapped)
+    checksums = {name: CRC32C.of(bytes_of(content)) for name, content in files.items()}
+    of_first = meeting.from_first(checksums)
+    own = {name: files[name] for name in files if of_first.get(name) != checksums[name]}
+    return (files if meeting.rank == 0 else {}), own
+
+
+def _sizes(folder: str) -> dict[str, int]:
+    """Returns the size in bytes of each file beneath a folder, by its path in the folder."""
+    return {
+        os.path.relpath(path, folder): os.path.getsize(path)
+        for where, _, names in os.walk(folder)
+        for path in (os.path.join(where, name) for name in names)
+    }
+
+
+def _owners(sizes: list[dict[str, int]]) -> dict[str, int]:
+    """Assigns each file to a rank that has it in the size that the lowest rank sees, in turn."""
+    seen_by: dict[str, list[int]] = {}
+    for rank, files in enumerate(sizes):
+        for name, size in files.items():
+            ranks = seen_by.setdefault(name, [])
+            if not ranks or sizes[ranks[0]][name] == size:
+                ranks.append(rank)
+    names = enumerate(sorted(seen_by))
+    return {name: seen_by[name][index % len(seen_by[name])] for index, name in names}
+
+
+def _mapped(path: str, size: int) -> torch.Tensor:
+    """Maps a file into memory as a uint8 tensor."""
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
