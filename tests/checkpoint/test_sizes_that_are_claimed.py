@@ -10,12 +10,17 @@ import torch
 
 import cloudckpt
 from cloudckpt import Config
-from cloudckpt.checkpoint.file_folder import MANIFEST, StoredFile, read_record, record_bytes
+from cloudckpt.checkpoint.file_folder import MANIFEST
 from cloudckpt.checkpoint.objects import keep_name
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.references import protected
 from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.errors import CheckpointCorruptError, ObjectTooLargeError
+from cloudckpt.integrations.torch_checkpointing.manifest import (
+    StoredFile,
+    read_record,
+    record_bytes,
+)
 from cloudckpt.integrations.torch_checkpointing.visible import VisibleFiles
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.transfer.retry import Retrier

@@ -78,7 +78,7 @@ def state_of(store, path: str, job: str = OTHER) -> int | None:
     step = int(files.read(f"{path}/metadata.pkl").rpartition(b" ")[2])
     assert files.names(path) == ["metadata.pkl", "model_0.pt", "nothing.txt", "rank_1"]
     for name, data in contents(step).items():
-        assert files.size(f"{path}/{name}") == len(data)
+        assert files.existing(f"{path}/{name}").size == len(data)
         assert files.read(f"{path}/{name}") == data
     return step
 

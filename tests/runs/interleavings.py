@@ -36,7 +36,7 @@ from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.baseline import begin
 from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch, object_names
-from cloudckpt.checkpoint.file_folder import MANIFEST, read_manifest
+from cloudckpt.checkpoint.file_folder import MANIFEST
 from cloudckpt.checkpoint.index import index_bytes
 from cloudckpt.checkpoint.manifest import Manifest, Planned, earlier_objects
 from cloudckpt.checkpoint.notes import Notes
@@ -66,6 +66,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.integrations.torch_checkpointing import folders
 from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
+from cloudckpt.integrations.torch_checkpointing.manifest import read_manifest
 from cloudckpt.runs import Preemption
 from cloudckpt.runs.adopting import adopt_pending
 from cloudckpt.runs.copying import copy

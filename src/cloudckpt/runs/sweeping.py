@@ -20,11 +20,12 @@ from functools import partial
 from cloudckpt.checkpoint.baseline import LONGEST_SAVE
 from cloudckpt.checkpoint.file_folder import (
     MANIFEST,
+    drawn_part,
     folders_above,
     inside,
     is_content_name,
     is_record_name,
-    read_manifest,
+    unsealed,
 )
 from cloudckpt.checkpoint.objects import (
     METADATA,
@@ -181,7 +182,7 @@ class _Sweep:
             and (upload.is_ours or _is_ours(upload.key))
         ]
         listed = [info for info in store.list(below, retrier.call) if _is_ours(info.key)]
-        self._committed: dict[str, set[str] | None] = {}
+        self._manifests: dict[str, bytes | None] = {}
         folders: dict[str, list[ObjectInfo]] = {}
         for info in listed:
             if _is_old(info, limit):
@@ -259,28 +260,26 @@ class _Sweep:
 
     def _uncommitted(self, old: list[ObjectInfo]) -> Iterable[ObjectInfo]:
         """Returns a folder's old files, and records of files, that no manifest above them names."""
-        committed: set[str] = set()
-        for folder in folders_above(old[0].key):
-            named = self._named_above(folder)
-            if named is None:
-                return ()
-            committed |= named
-        return [info for info in old if info.key not in committed]
+        above = [self._manifest(folder) for folder in folders_above(old[0].key)]
+        if None in above:
+            return ()
+        names = b"".join(filter(None, above))
+        return [info for info in old if drawn_part(info.key) not in names]
 
-    def _named_above(self, folder: str) -> set[str] | None:
-        """Returns the keys that the manifest of a folder names; None if the manifest is damaged."""
-        if folder not in self._committed:
+    def _manifest(self, folder: str) -> bytes | None:
+        """Reads the manifest of a folder; empty if it has none, None if it is damaged."""
+        if folder not in self._manifests:
             store, key = self._run.store, inside(folder) + MANIFEST
-            uri, found = store.uri(key), None
+            found: bytes | None = None
             try:
                 data, _ = self._run.retrier.call(partial(store.get, key))
-                found = {file.key for file in read_manifest(data, folder, uri).files.values()}
+                found = unsealed(data, store.uri(key))
             except ObjectNotFoundError:
-                found = set()
+                found = b""
             except CheckpointCorruptError:
-                self._unread.append(uri)
-            self._committed[folder] = found
-        return self._committed[folder]
+                self._unread.append(store.uri(key))
+            self._manifests[folder] = found
+        return self._manifests[folder]
 
 
 @dataclass

@@ -38,16 +38,11 @@ from cloudckpt.checkpoint.baseline import Baseline, now
 from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checkpoint.file_folder import (
     MANIFEST,
-    FileManifest,
-    StoredFile,
-    beneath,
     content_name,
     folder_of,
     inside,
     is_record_name,
-    manifest_bytes,
     name_of_record,
-    record_bytes,
     record_name,
 )
 from cloudckpt.checkpoint.objects import trial_name
@@ -62,11 +57,14 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
-from cloudckpt.integrations.torch_checkpointing.visible import (
-    CommittedFile,
-    PlainFile,
-    VisibleFiles,
+from cloudckpt.integrations.torch_checkpointing.manifest import (
+    FileManifest,
+    StoredFile,
+    beneath,
+    manifest_bytes,
+    record_bytes,
 )
+from cloudckpt.integrations.torch_checkpointing.visible import VisibleFiles
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
@@ -125,14 +123,10 @@ class FileFolders(VisibleFiles):
         return retry_if_replaced(lambda: self._opened(key))
 
     def _opened(self, key: str) -> io.RawIOBase:
-        found = self.existing(key)
-        config = self._config
-        if isinstance(found, PlainFile):
-            stats = TransferStats(self._store.uri(key))
-            return ObjectFile(PinnedObject(self._store, key, config, stats), config)
-        file, uri = found.file, self._store.uri(key)
+        found, uri, config = self.existing(key), self._store.uri(key), self._config
         try:
-            pinned = PinnedObject(self._store, file.key, config, TransferStats(uri), file.blocks)
+            stats = TransferStats(uri)
+            pinned = PinnedObject(self._store, found.object, config, stats, found.blocks)
         except ObjectNotFoundError as error:
             if self.find(key) != found:
                 raise CheckpointReplacedError(
@@ -140,14 +134,14 @@ class FileFolders(VisibleFiles):
                 ) from error
             raise CheckpointCorruptError(
                 "the object of the file no longer exists: restore it, or load an older checkpoint",
-                uri=self._store.uri(file.key),
+                uri=self._store.uri(found.object),
                 cause=error,
             ) from error
-        if pinned.info.size != file.size:
+        if pinned.info.size != found.size and found.kind != "plain":
             raise CheckpointCorruptError(
-                f"the object of the file has {pinned.info.size} bytes instead of {file.size}: "
+                f"the object of the file has {pinned.info.size} bytes instead of {found.size}: "
                 "restore it, or load an older checkpoint",
-                uri=self._store.uri(file.key),
+                uri=self._store.uri(found.object),
             )
         return ObjectFile(pinned, config)
 
@@ -196,11 +190,11 @@ class FileFolders(VisibleFiles):
             FileExistsError: If the file belongs to a committed folder: delete that folder instead.
         """
         found = self.existing(key)
-        if isinstance(found, CommittedFile):
+        if found.kind == "committed":
             raise FileExistsError(
                 f"{self._store.uri(key)} belongs to a committed folder: remove that folder"
             )
-        self._delete([key if isinstance(found, PlainFile) else found.record])
+        self._delete([record_name(key, self._job) if found.kind == "pending" else key])
 
     # ---- commits
 

@@ -135,7 +135,7 @@ class CloudStorage(Storage):  # type: ignore[misc]
 
     def getsize(self, path: Path) -> int:
         folders, key = self._at(path)
-        return folders.size(key)
+        return folders.existing(key).size
 
     # ---- folders
 

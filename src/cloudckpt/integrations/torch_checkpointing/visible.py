@@ -1,6 +1,6 @@
 """Resolves paths to files: files of committed folders, a job's pending files, and plain objects.
 
-There are three kinds of files (:data:`Found`): committed files, which a manifest names and which
+There are three kinds of files: committed files, which a manifest names and which
 never change; pending files, which a record names, in a temporary folder of the job; and plain
 objects, which other programs read and write. If a path has several, they take precedence in this
 order.
@@ -11,56 +11,51 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from cloudckpt.checkpoint.file_folder import (
     MANIFEST,
-    MOST_MANIFEST_BYTES,
-    MOST_RECORD_BYTES,
-    FileManifest,
-    StoredFile,
-    beneath,
     folders_above,
     inside,
     is_content_name,
     is_record_name,
     name_of_record,
-    read_manifest,
-    read_record,
     record_name,
 )
 from cloudckpt.checkpoint.objects import is_drawn_name
+from cloudckpt.checksum import Blocks
 from cloudckpt.errors import ObjectNotFoundError
+from cloudckpt.integrations.torch_checkpointing.manifest import (
+    MOST_MANIFEST_BYTES,
+    MOST_RECORD_BYTES,
+    FileManifest,
+    StoredFile,
+    beneath,
+    read_manifest,
+    read_record,
+)
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 
-__all__ = ["CommittedFile", "Found", "PendingFile", "PlainFile", "VisibleFiles"]
+__all__ = ["VisibleFile", "VisibleFiles"]
 
 
 @dataclass(frozen=True)
-class PlainFile:
-    """A file that is an object at its own key, so that other programs see it, too."""
+class VisibleFile:
+    """A file that a job sees.
 
-    info: ObjectInfo
+    Attributes:
+        kind: Whether the file belongs to a committed folder, is this job's own in a temporary
+            folder, or is an object at its own key, so that other programs see it, too.
+        object: The key of the object with its bytes.
+        size: Its bytes.
+        blocks: The checksums of its bytes; None for a plain file.
+    """
 
-
-@dataclass(frozen=True)
-class PendingFile:
-    """A file of this job in a temporary folder, with the key of its record."""
-
-    file: StoredFile
-    record: str
-
-
-@dataclass(frozen=True)
-class CommittedFile:
-    """A file of a committed folder, with the folder's key and the version of its manifest."""
-
-    file: StoredFile
-    folder: str
-    version: str
-
-
-Found = PlainFile | PendingFile | CommittedFile
+    kind: Literal["committed", "pending", "plain"]
+    object: str
+    size: int
+    blocks: Blocks | None = None
 
 
 class VisibleFiles:
@@ -131,21 +126,21 @@ class VisibleFiles:
             return name_of_record(name)[1] == self._job
         return bool(name) and not is_content_name(name) and not is_drawn_name(name)
 
-    def find(self, key: str) -> Found | None:
+    def find(self, key: str) -> VisibleFile | None:
         """Returns the committed, pending or plain file at a key; None if there is no file."""
         for folder in folders_above(key):
-            if (manifest := self.manifest(folder)) is not None:
-                version, said = manifest
-                if (file := said.files.get(beneath(folder, key))) is not None:
-                    return CommittedFile(file, folder, version)
+            manifest = self.manifest(folder)
+            file = None if manifest is None else manifest[1].files.get(beneath(folder, key))
+            if file is not None:
+                return VisibleFile("committed", file.key, file.size, file.blocks)
         with contextlib.suppress(ObjectNotFoundError):
-            own = record_name(key, self._job)
-            return PendingFile(self.record(own), own)
+            file = self.record(record_name(key, self._job))
+            return VisibleFile("pending", file.key, file.size, file.blocks)
         with contextlib.suppress(ObjectNotFoundError):
-            return PlainFile(self._retrier.call(lambda: self._store.head(key)))
+            return VisibleFile("plain", key, self._retrier.call(lambda: self._store.head(key)).size)
         return None
 
-    def existing(self, key: str) -> Found:
+    def existing(self, key: str) -> VisibleFile:
         """Returns the file at a key, as :meth:`find` does.
 
         Raises:
@@ -184,12 +179,3 @@ class VisibleFiles:
         read = (info.version, read_manifest(data, folder, self._store.uri(key)))
         self._manifests = {folder: read}  # cached for the checkpoint being read
         return read
-
-    def size(self, key: str) -> int:
-        """Returns the size of a file in bytes.
-
-        Raises:
-            FileNotFoundError: If there is no such file.
-        """
-        found = self.existing(key)
-        return found.info.size if isinstance(found, PlainFile) else found.file.size
