@@ -110,7 +110,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._newest: int | None = None  # the step that was saved last
         self._told_to_end: int | None = None  # the step that was the last one then
         self._args: Any = None
-        self._restored: str | None = None
+        self._restored: str | None = None  # on the first rank of a node: the local copy
+        self._was_restored = False  # for the training that begins next
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stores the Trainer's arguments, among them its ``output_dir``.
@@ -138,7 +139,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             CloudCheckpointError: If the run can't be read.
         """
-        if state.global_step and self._restored is None:
+        was_restored, self._was_restored = self._was_restored, False
+        if state.global_step and not was_restored:
             uri = str(self._run.uri(state.global_step))
             self._unless_logged(lambda: self._saves.resumed(uri))
 
@@ -206,6 +208,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._saves.restore_newest(self._run, load)
         else:
             self._saves.restore(self._run, step, load)
+        self._was_restored = bool(folders)
         return folders[-1] if folders else None
 
     @property
