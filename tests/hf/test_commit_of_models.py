@@ -14,7 +14,6 @@ import torch
 import cloudckpt.hf
 from background.waiting import eventually
 from cloudckpt import Config, RetryPolicy
-from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointNotFoundError,
@@ -25,6 +24,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     StoreError,
 )
+from cloudckpt.hf.safetensors import INDEX, SINGLE_FILE
 from cloudckpt.stores import registry
 from cloudckpt.transfer import retry
 from runs.interleavings import Actor, KilledError

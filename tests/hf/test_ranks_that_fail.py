@@ -11,7 +11,7 @@ import torch.distributed as dist
 import cloudckpt.hf
 from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.errors import AccessDeniedError, RanksFailedError
-from cloudckpt.hf.writer import SafetensorsWriter
+from cloudckpt.hf import SafetensorsWriter, sending
 from cloudckpt.stores import registry
 from dcp.layouts import LAYOUTS, spread
 from dcp.values import numbered
@@ -53,6 +53,19 @@ def _failing(verb: str, error=_denied, calls=None, where=lambda key: True):
         registry._places.clear()
 
 
+class _OutOfMemory:
+    """torch, for a module that can't allocate bytes any more."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*args, **options):
+        if options["dtype"] == torch.uint8:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return torch.zeros(*args, **options)
+
+
 def _save(place, layout, who, phase) -> None:
     state = spread(_state(), LAYOUTS[layout])
     uri, options = place.uri, {"max_shard_size": "23MB"}
@@ -69,6 +82,9 @@ def _save(place, layout, who, phase) -> None:
                     state["odd"] = 3
                 case "no memory":
                     state["wide"].to_local().untyped_storage().resize_(0)
+                case "out of memory":
+                    stack.callback(setattr, sending, "torch", torch)
+                    sending.torch = _OutOfMemory()
                 case _:
                     verb, _, what = phase.partition(" ")
                     calls = [2] if what == "later" else None
@@ -83,6 +99,7 @@ PHASES = {  # what goes wrong, on which rank, and what all raise
     "option": (-1, "ConfigError"),
     "no tensor": (-1, "UnsupportedTensorError"),
     "no memory": (-1, "UnsupportedTensorError"),
+    "out of memory": (-1, "RanksFailedError"),
     "open": (-1, "AccessDeniedError"),
     "list": (0, "AccessDeniedError"),
     "create_upload later": (0, "AccessDeniedError"),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import cloudckpt
 import cloudckpt.hf
 from cloudckpt.errors import (
+    CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     MissingKeyError,
@@ -236,3 +238,24 @@ def _names_of_metadata(place) -> list[str]:
 
 def test_every_rank_gets_the_metadata_of_a_model(ranks, local) -> None:
     assert ranks(2, _names_of_metadata, local) == [["t"], ["t"]]
+
+
+def test_a_model_is_looked_at_as_a_checkpoint_is(local) -> None:
+    tensors = {"a": numbered(20, 30), "b": numbered(50, dtype=torch.bfloat16), "n": torch.tensor(7)}
+    model, checkpoint = local.at("model"), local.at("checkpoint")
+    cloudckpt.hf.save(tensors, model.uri, max_shard_size=2000, config=local.config)
+    cloudckpt.save({**tensors, "n": torch.tensor(8)}, checkpoint_id=checkpoint.uri)
+    found = cloudckpt.inspect(model.uri)
+    assert not found.has_checksums
+    assert {(i.name, i.shape, i.dtype, i.nbytes, i.chunks) for i in found.items} == {
+        (name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes, 1)
+        for name, t in tensors.items()
+    }
+    verified = cloudckpt.verify(model.uri)
+    assert (verified.items, verified.has_checksums) == (3, False)
+    assert verified.nbytes == sum(t.nbytes for t in tensors.values())
+    compared = cloudckpt.diff(model.uri, checkpoint.uri)
+    assert {i.name: i.verdict for i in compared.items} == dict.fromkeys(tensors, "unknown")
+    Path(model.path, "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointCorruptError, match="model-00002"):
+        cloudckpt.verify(model.uri)

@@ -50,7 +50,7 @@ from cloudckpt.checkpoint.objects import (
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.references import Hold
-from cloudckpt.checkpoint.safetensors import INDEX, is_claim, parse_index
+from cloudckpt.hf.safetensors import INDEX, is_claim, parse_index
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.trailer import notes_at_end
 from cloudckpt.checkpointer import CheckpointerConfig

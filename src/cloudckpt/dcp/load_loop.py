@@ -27,13 +27,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from cloudckpt.checkpoint.model_folder import ModelFolder
 from cloudckpt.dcp.content import Content
 from cloudckpt.dcp.failures import one_error, portable_errors, unpickled_plan
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
 from cloudckpt.dcp.loading import Load, Offer, SharedReads
 from cloudckpt.dcp.meeting import Meeting, RankStatus, all_expected
-from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.reader import CloudStorageReader, Model
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.errors import (
     CheckpointReplacedError,
@@ -94,7 +93,7 @@ class _Terms(NamedTuple):
     begins: bool = False
     gathers: bool = False
     shares: str = "off"
-    metadata: bytes | ModelFolder | None = None
+    metadata: bytes | Model | None = None
 
 
 class _Load:

@@ -9,8 +9,9 @@ import logging
 import os
 import pickle
 import uuid
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -21,7 +22,6 @@ from torch.futures import Future
 from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, read_commit
 from cloudckpt.checkpoint.lazy import ReadLater, save_id_of
-from cloudckpt.checkpoint.model_folder import KeyMapping, ModelFolder, ModelPlaces
 from cloudckpt.checkpoint.objects import METADATA, PART, beneath, is_file
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.structure import Structure
@@ -41,12 +41,13 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
 )
 from cloudckpt.events import Span, Transferred
+from cloudckpt.fork import late_imports
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store, retry_if_replaced
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["CloudStorageReader", "OurReader", "committed_metadata"]
+__all__ = ["CloudStorageReader", "KeyMapping", "Model", "OurReader", "committed_metadata"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -57,6 +58,32 @@ class _Source:
 
     uri: str
     save_id: str | None
+
+
+KeyMapping = Callable[[str], "str | None"]
+"""Maps a tensor's name in the files to its name when loaded; None leaves the tensor out."""
+
+
+class Model(Protocol):
+    """A model in other files than a checkpoint's, which is read like one."""
+
+    committed: ObjectInfo
+
+    @property
+    def metadata(self) -> Metadata: ...
+
+    @property
+    def places(self) -> Places: ...
+
+    def renamed(self, mapping: KeyMapping, /) -> Model: ...
+
+
+def _model_at(store: ObjectStore, uri: CheckpointURI, config: Config) -> Model | None:
+    """Returns the model in safetensors files at a location; None if there is none."""
+    with late_imports:  # by its name, as `hf` is built on this package
+        loading = import_module("cloudckpt.hf.loading")
+    model: Model | None = loading.ModelFolder.find(store, uri, config)
+    return model
 
 
 class OurReader(StorageReader):
@@ -161,7 +188,7 @@ class CloudStorageReader(OurReader):
         self._places = Places(self.uri, None)
         self._commit: CommitObject | None = None
         self._fetched: Fetched | None = None
-        self._model: ModelFolder | None = None
+        self._model: Model | None = None
         self._save_id: str | None = None
         self._told: str | None = None  # the save whose metadata came from another rank
 
@@ -196,7 +223,7 @@ class CloudStorageReader(OurReader):
                 self._store(), key, Retrier(self.config.retry), trust_pickle=self.trust_pickle
             )
         except ObjectNotFoundError as error:
-            if model := ModelFolder.find(self._store(), self.uri, self.config):
+            if model := _model_at(self._store(), self.uri, self.config):
                 return self._begun_with(
                     model if self.key_mapping is None else model.renamed(self.key_mapping)
                 )
@@ -236,13 +263,13 @@ class CloudStorageReader(OurReader):
                 uri=str(self.uri),
             )
 
-    def _begun_with(self, model: ModelFolder) -> Metadata:
+    def _begun_with(self, model: Model) -> Metadata:
         metadata = model.metadata
         metadata.storage_meta = StorageMeta(load_id=self._load_id)
         self._model, self._commit = model, CommitObject(model.committed, metadata, None)
         return metadata
 
-    def packed(self) -> bytes | ModelFolder:
+    def packed(self) -> bytes | Model:
         """Returns the metadata in a form that the readers of other ranks can :meth:`adopt`."""
         if self._model is not None:
             return self._model
@@ -250,7 +277,7 @@ class CloudStorageReader(OurReader):
             raise ValueError("the metadata was not read yet: call read_metadata() first")
         return pickle.dumps(self._fetched)
 
-    def adopt(self, packed: bytes | bytearray | memoryview | ModelFolder) -> Metadata:
+    def adopt(self, packed: bytes | bytearray | memoryview | Model) -> Metadata:
         """Uses the metadata that another rank's reader of this checkpoint has read.
 
         Args:
@@ -261,7 +288,7 @@ class CloudStorageReader(OurReader):
                 allow-list.
             CheckpointCorruptError: If the metadata are damaged.
         """
-        if isinstance(packed, ModelFolder):
+        if not isinstance(packed, (bytes, bytearray, memoryview)):
             return self._begun_with(packed)
         fetched: Fetched = pickle.loads(packed)  # noqa: S301 - of a rank of this job
         uri = self._store().uri(fetched.info.key)
@@ -313,7 +340,7 @@ class CloudStorageReader(OurReader):
             CheckpointCorruptError: If the metadata have no locations.
         """
         if self._model is not None:
-            return ModelPlaces(self._model)
+            return self._model.places
         places, commit = metadata.storage_data, self._commit
         if not isinstance(places, Mapping):
             raise CheckpointCorruptError(

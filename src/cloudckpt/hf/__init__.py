@@ -7,7 +7,6 @@
 
 from cloudckpt.hf.exporting import Exported, export_checkpoint
 from cloudckpt.hf.loading import load
-from cloudckpt.hf.saving import save
-from cloudckpt.hf.writer import SafetensorsWriter
+from cloudckpt.hf.saving import SafetensorsWriter, save
 
 __all__ = ["Exported", "SafetensorsWriter", "export_checkpoint", "load", "save"]

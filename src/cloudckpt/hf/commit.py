@@ -44,18 +44,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from cloudckpt.checkpoint.baseline import Baseline
+from cloudckpt.checkpoint.baseline import Baseline, conflict
 from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checkpoint.objects import trial_name
-from cloudckpt.checkpoint.safetensors import (
-    INDEX,
-    MOST_INDEX_BYTES,
-    SINGLE_FILE,
-    claim_bytes,
-    index_bytes,
-    is_claim,
-    parse_index,
-)
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointConflictError,
@@ -63,13 +54,25 @@ from cloudckpt.errors import (
     CheckpointExistsError,
     CloudCheckpointError,
     CommitUnknownError,
+    IncompleteSaveError,
+    InvalidURIError,
     ObjectNotFoundError,
     ObjectTooLargeError,
     PreconditionFailedError,
     StoreError,
 )
 from cloudckpt.events import Span
-from cloudckpt.hf.layout import FilePlan, needs_index, weight_map
+from cloudckpt.hf.safetensors import (
+    INDEX,
+    MOST_INDEX_BYTES,
+    SINGLE_FILE,
+    SUFFIX,
+    FilePlan,
+    claim_bytes,
+    index_bytes,
+    is_claim,
+    parse_index,
+)
 from cloudckpt.hf.sending import FileUpload
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload, random_suffix
 from cloudckpt.stores.listings import forget_listings
@@ -78,9 +81,9 @@ from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import put_whole
 from cloudckpt.transfer.view import View
-from cloudckpt.uri import CheckpointURI
+from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["FilesUnderConstruction", "look_for_older"]
+__all__ = ["ModelCommit", "look_for_older", "model_location"]
 
 _T = TypeVar("_T")
 logger = logging.getLogger("cloudckpt")
@@ -88,7 +91,7 @@ logger = logging.getLogger("cloudckpt")
 _NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
-class FilesUnderConstruction:
+class ModelCommit:
     """The files of a model that are not visible yet, and their commit.
 
     Attributes:
@@ -113,6 +116,7 @@ class FilesUnderConstruction:
         self._uri = uri
         self._config = config
         self._files = files
+        self._has_index = [file.name for file in files] != [SINGLE_FILE]
         self._store: ObjectStore = open_store(uri, config)
         self._retrier = Retrier(config.retry)
         self._there = dict(there)
@@ -159,30 +163,32 @@ class FilesUnderConstruction:
             raise
         self.uploads = [one.upload for one in self._begun]
 
-    def commit(self, parts: Sequence[Sequence[Part]]) -> None:
+    def complete(self, parts: Sequence[Sequence[Part]]) -> None:
         """Completes the files, each from its parts, and then writes the index.
 
         If this raises, the uploads have been aborted already.
 
         Raises:
+            IncompleteSaveError: If parts of a file are missing.
             CheckpointConflictError: If another writer was faster; this save's files are deleted.
             CommitUnknownError: If the store did not say whether it carried out the last step.
             StoreError: If the last step was certainly not carried out, and will not be.
         """
         try:
             with Span("commit", str(self._uri), 0):
-                if needs_index(self._files):
+                for file, of_file in zip(self._files, parts, strict=True):
+                    if sum(part.size for part in of_file) != file.size:
+                        raise IncompleteSaveError(
+                            "not all parts of a file were sent: save the model again",
+                            uri=self._uri.object(file.name),
+                        )
+                if self._has_index:
                     self._commit_with_index(parts)
                 else:
                     self._commit_alone(parts[0])
         except PreconditionFailedError as error:
             self.abandon()
-            raise CheckpointConflictError(
-                "another writer has written to this location since this save began; this save "
-                "was discarded: check what is there now",
-                uri=str(self._uri),
-                cause=error,
-            ) from error
+            raise conflict(str(self._uri), error) from error
         except BaseException:
             if not self._may_be_there:
                 self.abandon()
@@ -211,11 +217,11 @@ class FilesUnderConstruction:
         assert self._claim is not None
         self._each([*zip(self._begun, parts, strict=True)], lambda one: one[0].appear(one[1]))
         if not is_new:
-            self._check_all_ours()  # for stores that ignore conditions of deletions and uploads
-        self._check_no_other(SINGLE_FILE)
-        total = sum(file.size - len(file.header) for file in self._files)
-        body = [memoryview(index_bytes(weight_map(self._files), total, random_suffix()))]
-        baseline = Baseline(self._uri.key(INDEX), self._claim.version)
+            # for stores that ignore conditions of deletions and uploads
+            self._each(self._begun, lambda one: self._expect(one.key, one.info))
+        self._expect(self._uri.key(SINGLE_FILE), None)
+        body = [memoryview(index_bytes(self._files, random_suffix()))]
+        baseline = Baseline(self._claim.key, self._claim.version)
         conditional = self._conditional
         self._may_be_there = True
         try:
@@ -232,31 +238,22 @@ class FilesUnderConstruction:
             assert self._claim is not None
             self._delete([self._claim])
         (only,) = self._begun
-        if self._head(only.key) != old:  # not all stores complete uploads on conditions
-            raise PreconditionFailedError("the file was replaced", uri=self._store.uri(only.key))
+        self._expect(only.key, old)  # not all stores complete uploads on conditions
         self._may_be_there = True
         try:
             only.appear(parts)
+            self._expect(self._uri.key(INDEX), None)
         except StoreError as error:
-            if not only.is_doubtful and (
-                error.certain or isinstance(error, PreconditionFailedError)
-            ):
-                self._may_be_there = False
+            refused = isinstance(error, PreconditionFailedError)
+            if only.info is None:
+                refused = not only.is_doubtful and (refused or error.certain)
+                self._may_be_there = not refused
+            if refused:
                 raise
             raise CommitUnknownError(
-                "the store did not confirm that it joined the parts of the file, which may "
-                "have happened or may still happen: check whether the file exists",
-                uri=self._store.uri(only.key),
-                cause=error,
-            ) from error
-        try:
-            self._check_no_other(INDEX)
-        except PreconditionFailedError:
-            raise
-        except CloudCheckpointError as error:
-            raise CommitUnknownError(
-                "the file exists and was kept, but the store did not confirm whether another "
-                "writer has put a model of several files here: check what is there now",
+                "the store did not confirm that it joined the parts of the file, which may have "
+                "happened or may still happen, or that no other writer has put a model of several "
+                "files here: check what is there now",
                 uri=self._store.uri(only.key),
                 cause=error,
             ) from error
@@ -280,14 +277,17 @@ class FilesUnderConstruction:
 
     def _replaces(self, name: str) -> bool:
         """Returns whether a file replaces an old one of its name, which is not deleted before."""
-        return name in self._there and not needs_index(self._files)
+        return name in self._there and not self._has_index
 
-    def _head(self, key: str) -> ObjectInfo | None:
-        """Returns the version of an object; None if it does not exist."""
-        try:
-            return self._retrier.call(lambda: self._store.head(key))
-        except ObjectNotFoundError:
-            return None
+    def _expect(self, key: str, expected: ObjectInfo | None) -> None:
+        """Raises PreconditionFailedError if another writer has changed an object meanwhile."""
+        found = None
+        with contextlib.suppress(ObjectNotFoundError):
+            found = self._retrier.call(lambda: self._store.head(key))
+        if found != expected:
+            raise PreconditionFailedError(
+                "the object is not that which was expected", uri=self._store.uri(key), certain=True
+            )
 
     def _delete(self, found: Iterable[ObjectInfo]) -> None:
         """Deletes objects that nobody has replaced; first the file that readers open first."""
@@ -301,30 +301,24 @@ class FilesUnderConstruction:
         version = info.version if self._conditional else None
         retrier.call(lambda: self._store.delete(info.key, if_version=version))
 
-    def _check_all_ours(self) -> None:
-        """Raises PreconditionFailedError if another writer has replaced a file meanwhile."""
-
-        def check(one: FileUpload) -> None:
-            found = self._head(one.key)
-            if one.info is None or found is None or found.version != one.info.version:
-                raise PreconditionFailedError(
-                    "the file was replaced", uri=self._store.uri(one.key), certain=True
-                )
-
-        self._each(self._begun, check)
-
-    def _check_no_other(self, name: str) -> None:
-        """Raises PreconditionFailedError if another writer has made a model with other files."""
-        if self._head(self._uri.key(name)) is not None:
-            raise PreconditionFailedError(
-                "another model was saved here since this save began",
-                uri=self._store.uri(self._uri.key(name)),
-                certain=True,
-            )
-
     def _each(self, items: Sequence[_T], action: Callable[[_T], None]) -> None:
         """Calls ``action`` with each item in parallel, in at most one thread per connection."""
         View(self._uri, self._config).each(action, items)
+
+
+def model_location(uri: URILike) -> CheckpointURI:
+    """Parses the location of a model to be written.
+
+    Raises:
+        InvalidURIError: If ``uri`` is not a valid location, or that of a single file.
+    """
+    found = CheckpointURI.parse(uri)
+    if found.prefix.endswith(SUFFIX):
+        raise InvalidURIError(
+            f"{found} is the name of a file, but a model is saved to a folder, with one or "
+            "several files: give the folder"
+        )
+    return found
 
 
 def look_for_older(view: View) -> dict[str, ObjectInfo]:

@@ -18,29 +18,26 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from cloudckpt.api import ToLoad, load_prepared
 from cloudckpt.checkpoint.archives import StoredTensor
-from cloudckpt.checkpoint.model_folder import KeyMapping, renamed
 from cloudckpt.config import MIB, Config, config_or_default
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
-from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.reader import CloudStorageReader, KeyMapping
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     InvalidRequestError,
     InvalidURIError,
-    KeyCollisionError,
 )
-from cloudckpt.hf.commit import FilesUnderConstruction, look_for_older
-from cloudckpt.hf.layout import (
+from cloudckpt.hf.commit import ModelCommit, look_for_older, model_location
+from cloudckpt.hf.loading import renamed
+from cloudckpt.hf.safetensors import (
     Chunk,
     FilePlan,
     TensorPlan,
     bytes_of_size,
-    least_part,
-    model_location,
     natural,
     plan_files,
 )
-from cloudckpt.hf.sending import FileUpload, RankWork, plan_work, send_work
+from cloudckpt.hf.sending import FileUpload, least_part, plan_work, send_work
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.download import download
@@ -123,27 +120,27 @@ def export_checkpoint(
     there = look_for_older(View(uri, config))
     found = _Source(stored, config, key_mapping, dtype)
     files = plan_files(found.tensors, bytes_of_size(max_shard_size), fqn_to_file)
-    stats = TransferStats(str(uri), 0, sum(file.size for file in files))
+    size = sum(file.size for file in files)
+    stats = TransferStats(str(uri), 0, size)
     store = open_store(uri, config)
     limits = store.capabilities
-    can_copy = uri.is_cloud and limits.copies_parts and not limits.equal_parts
 
-    def build(
-        part_sizes: Sequence[int], fill: Callable[[Sequence[Upload]], list[list[Part]]]
-    ) -> None:
-        building = FilesUnderConstruction(uri, config, files, there)
-        building.begin(part_sizes)
+    def build(sizes: Sequence[int], fill: Callable[[Sequence[Upload]], list[list[Part]]]) -> None:
+        commit = ModelCommit(uri, config, files, there)
+        commit.begin(sizes)
         try:
-            parts = fill(building.uploads)
+            parts = fill(commit.uploads)
         except BaseException:
-            building.abandon()
+            commit.abandon()
             raise
-        building.commit(parts)
+        commit.complete(parts)
 
     def send() -> None:
         sizes, (work,) = plan_work(files, 1, config, limits, by_position=not uri.is_cloud)
-        build(sizes, lambda uploads: _sent(files, work, uploads, found, store, config, stats))
+        load = _TensorsInTurn(files, found)
+        build(sizes, lambda uploads: send_work(work, uploads, load, store, config, stats, None))
 
+    can_copy = uri.is_cloud and limits.copies_parts and not limits.equal_parts
     if can_copy and found.is_copyable and store.copies_from(found.store):
         sizes = [least_part(file.size, limits) for file in files]
         try:
@@ -156,8 +153,8 @@ def export_checkpoint(
             send()
     else:
         send()
-    size = sum(file.size for file in files)
-    return Exported([file.name for file in files], size, stats.snapshot().nbytes, found.left_out)
+    moved = stats.snapshot().nbytes
+    return Exported([file.name for file in files], size, moved, found.left_out)
 
 
 class _Source:
@@ -165,9 +162,10 @@ class _Source:
 
     Attributes:
         tensors: The tensors as they will be stored in the model, with their new names.
-        stored: The chunks of each tensor, each with its offsets in the tensor.
+        names: The name of each in the checkpoint, by its new name.
+        stored: The stored bytes of each tensor, in order, by its new name; None if the checkpoint
+            does not have them exactly as they will be in the files.
         left_out: The names of the entries that are not exported.
-        is_copyable: Whether all bytes are in the checkpoint exactly as they will be in the files.
     """
 
     def __init__(
@@ -177,111 +175,91 @@ class _Source:
         key_mapping: KeyMapping | None,
         dtype: torch.dtype | None,
     ) -> None:
-        self._config = config
-        self.uri = uri
+        self.uri, self.config = uri, config
         self.store: ObjectStore = open_store(uri, config)
-        self.reader = CloudStorageReader(uri, config=config)
-        metadata = self.reader.read_metadata()
-        self.tensors: list[TensorPlan] = []
-        self.stored: dict[str, list[tuple[tuple[int, ...], StoredTensor]]] = {}
-        self.names: dict[str, str] = {}
-        self.left_out: list[str] = []
-        entries: dict[str, TensorStorageMetadata] = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            wanted = name if key_mapping is None else renamed(name, key_mapping, str(uri))
-            if wanted is None or not isinstance(entry, TensorStorageMetadata):
-                self.left_out.append(name)
-                continue
-            if wanted in entries:
-                raise KeyCollisionError(
-                    f"two tensors get the name {wanted}: change key_mapping",
-                    uri=str(uri),
-                    item=name,
-                )
-            entries[wanted], self.names[wanted] = entry, name
-        if not entries:
+        reader = CloudStorageReader(uri, config=config)
+        metadata = reader.read_metadata()
+        entries = {
+            name: entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.names = renamed(entries, key_mapping, uri)
+        exported = set(self.names.values())
+        self.left_out = [name for name in metadata.state_dict_metadata if name not in exported]
+        if not self.names:
             raise CheckpointNotFoundError(
                 "no tensor has a name to export: see `cloudckpt inspect` for the names, and "
                 "change key_mapping",
                 uri=str(uri),
             )
-        for name in sorted(entries, key=natural):
-            entry = entries[name]
-            kind = entry.properties.dtype
+        self.tensors: list[TensorPlan] = []
+        for name in sorted(self.names, key=natural):
+            entry = entries[self.names[name]]
+            kind, box = entry.properties.dtype, tuple((0, size) for size in entry.size)
             if dtype is not None and kind.is_floating_point:
                 kind = dtype
-            box = tuple((0, size) for size in entry.size)
-            chunk = Chunk(0, len(self.tensors), box)
+            chunk = Chunk(0, len(self.tensors), box, kind)
             self.tensors.append(TensorPlan(name, kind, tuple(entry.size), [chunk]))
         indices = [
-            (name, MetadataIndex(self.names[name], chunk.offsets))
-            for name in entries
+            MetadataIndex(name, chunk.offsets)
+            for name in exported
             for chunk in entries[name].chunks
         ]
-        places = self.reader.places_in(metadata)
-        found = places.find(
-            [index for _, index in indices], self.store, config, TransferStats(str(uri))
-        )
-        self.is_copyable = True
-        for (name, index), place in zip(indices, found, strict=True):
-            if place.tensor is None:
-                self.is_copyable = False
-                continue
+        places = reader.places_in(metadata)
+        chunks: dict[str, list[tuple[tuple[int, ...], StoredTensor | None]]] = {}
+        for index, place in zip(
+            indices, places.find(indices, self.store, config, TransferStats(str(uri))), strict=True
+        ):
             begin = tuple(index.offset or ())
-            self.stored.setdefault(name, []).append((begin, place.tensor))
-        self.is_copyable = self.is_copyable and all(map(self._is_in_order, self.tensors))
-
-    def _is_in_order(self, tensor: TensorPlan) -> bool:
-        """Sorts the chunks of a tensor; returns whether they are its bytes in row-major order."""
-        chunks = sorted(self.stored[tensor.name], key=lambda chunk: chunk[0])
-        self.stored[tensor.name] = chunks
-        rows = 0
-        for begin, stored in chunks:
-            is_rows = stored.shape[1:] == tensor.shape[1:] and begin[:1] == (rows,)[: len(begin)]
-            if stored.dtype != tensor.dtype or not is_rows or any(begin[1:]):
-                return False
-            rows += stored.shape[0] if stored.shape else 1
-        return rows == (tensor.shape[0] if tensor.shape else 1)
-
-    def elements(self, file: FilePlan) -> list[StoredBytes]:
-        """Returns the stored bytes of a file's tensors, if all are copyable, in order."""
-        return [
-            stored.elements for tensor in file.tensors for _, stored in self.stored[tensor.name]
-        ]
-
-    def loaded(self, tensors: Sequence[TensorPlan]) -> dict[str, torch.Tensor]:
-        """Loads tensors into memory, verifies and converts them."""
-        state = {
-            self.names[tensor.name]: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            for tensor in tensors
+            chunks.setdefault(index.fqn, []).append((begin, place.tensor))
+        self.stored = {
+            tensor.name: _in_order(tensor, chunks.get(self.names[tensor.name], ()))
+            for tensor in self.tensors
         }
-        reader = CloudStorageReader(self.uri, config=self._config)
-        planner = CloudLoadPlanner(reader.checkpoint_id, tells=False)
-        load_prepared(state, lambda: ToLoad(reader, planner), reader, no_dist=True)
-        return {tensor.name: state[self.names[tensor.name]] for tensor in tensors}
+
+    @property
+    def is_copyable(self) -> bool:
+        """Whether all bytes are in the checkpoint exactly as they will be in the files."""
+        return None not in self.stored.values()
 
 
-def _sent(
-    files: Sequence[FilePlan],
-    work: RankWork,
-    uploads: Sequence[Upload],
-    found: _Source,
-    store: ObjectStore,
-    config: Config,
-    stats: TransferStats,
-) -> list[list[Part]]:
-    """Loads and sends the files one after another; returns the parts of each file."""
-    names = [tensor.name for tensor in found.tensors]
-    sent: list[list[Part]] = []
-    for number, (file, upload) in enumerate(zip(files, uploads, strict=True)):
-        own = [dataclasses.replace(one, file=0) for one in work.stretches if one.file == number]
-        state = found.loaded(file.tensors)
+def _in_order(
+    tensor: TensorPlan, chunks: Iterable[tuple[tuple[int, ...], StoredTensor | None]]
+) -> list[StoredBytes] | None:
+    """Returns the bytes of chunks, each with its offsets; None unless they are rows in order."""
+    rows, found = 0, list[StoredBytes]()
+    for begin, stored in sorted(chunks, key=lambda chunk: chunk[0]):
+        if stored is None or stored.dtype != tensor.dtype or any(begin[1:]):
+            return None
+        if stored.shape[1:] != tensor.shape[1:] or begin[:1] != (rows,)[: len(begin)]:
+            return None
+        found.append(stored.elements)
+        rows += stored.shape[0] if stored.shape else 1
+    return found if rows == (tensor.shape[0] if tensor.shape else 1) else None
 
-        def resolve(item: int, state: Mapping[str, torch.Tensor] = state) -> torch.Tensor:
-            return state[names[item]]
 
-        sent += send_work(RankWork(own), [upload], resolve, store, config, stats, None)
-    return sent
+class _TensorsInTurn:
+    """Loads the tensors of a checkpoint, verified and converted, file by file of the model."""
+
+    def __init__(self, files: Sequence[FilePlan], source: _Source) -> None:
+        self._source = source
+        self._together = {tensor.name: file.tensors for file in files for tensor in file.tensors}
+        self._loaded: dict[str, torch.Tensor] = {}
+
+    def __call__(self, item: int) -> torch.Tensor:
+        """Returns a tensor; that of the next file replaces the tensors of the last in memory."""
+        source, name = self._source, self._source.tensors[item].name
+        old_name = source.names[name]
+        if old_name not in self._loaded:
+            self._loaded.clear()
+            for one in self._together[name]:
+                empty = torch.empty(one.shape, dtype=one.dtype, device="cpu")
+                self._loaded[source.names[one.name]] = empty
+            reader = CloudStorageReader(source.uri, config=source.config)
+            planner = CloudLoadPlanner(reader.checkpoint_id, tells=False)
+            load_prepared(self._loaded, lambda: ToLoad(reader, planner), reader, no_dist=True)
+        return self._loaded[old_name]
 
 
 def _copied(
@@ -293,36 +271,58 @@ def _copied(
     stats: TransferStats,
 ) -> list[list[Part]]:
     """Has the store copy the files' parts; reads and sends the others; returns all parts."""
-    most = min(_COPY, store.capabilities.max_part_size // 2)
     group = TaskGroup(config.requests_at_once, name="cloudckpt-copy", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
     uploads = [
         FileUpload(store, one.key, one.part_size, group, retrier, stats, upload=one)
         for one in begun
     ]
-    infos: dict[str, ObjectInfo] = {}
 
+    @functools.cache
     def info_of(key: str) -> ObjectInfo:
-        if key not in infos:
-            infos[key] = retrier.call(lambda: found.store.head(key))
-        return infos[key]
+        return retrier.call(lambda: found.store.head(key))
+
+    def copy(info: ObjectInfo, planned: Range, number: int, to: FileUpload) -> None:
+        start, stop = (planned.source.offset + at for at in (planned.start, planned.stop))
+        part = retrier.call(
+            lambda: store.copy_part(found.store, info, to.upload, number, start, stop)
+        )
+        expected = _checksum_of(planned, store)
+        if None not in (part.checksum, expected) and part.checksum != expected:
+            raise CheckpointCorruptError(
+                f"bytes {start} to {stop} of the object do not match their checksum: the object "
+                "is damaged; restore it or export an older checkpoint",
+                uri=found.store.uri(info.key),
+                item=planned.source.item,
+            )
+        to.record_part(part)
+
+    def relay(content: Sequence[bytes | Range], number: int, to: FileUpload) -> None:
+        """Reads the content of a part from the checkpoint, verifies it, and sends it."""
+        part, wanted = PartPlan(number), list[Wanted]()
+        for one in content:
+            view = memoryview(one if isinstance(one, bytes) else b"")
+            if isinstance(one, Range):
+                sink = BytesSink(one.nbytes)
+                wanted.append(Wanted(one.source, one.start, one.stop, sink, True))
+                view = memoryview(sink.data).toreadonly()
+            part.pieces.append(Piece(view))
+            part.size += view.nbytes
+        alone = dataclasses.replace(config, connections=1)
+        download(found.store, wanted, alone, TransferStats())
+        to.send_now(part)
 
     def produce() -> None:
-        for file, upload in zip(files, uploads, strict=True):
-            least = upload.upload.part_size
-            stored = found.elements(file)
-            parts = cut(file.header, stored, least=least, most=max(most, 2 * least))
-            for number, part in enumerate(parts, 1):
+        for file, to in zip(files, uploads, strict=True):
+            stored = [one for each in file.tensors for one in found.stored[each.name] or ()]
+            least = to.upload.part_size
+            most = max(min(_COPY, store.capabilities.max_part_size // 2), 2 * least)
+            for number, part in enumerate(cut(file.header, stored, least=least, most=most), 1):
                 if isinstance(part, Range):
-                    info = info_of(part.source.key)
-                    task: Callable[[], None] = functools.partial(
-                        _copy, store, found.store, info, number, part, upload, retrier
-                    )
+                    task = functools.partial(copy, info_of(part.source.key), part)
                 else:
-                    task = functools.partial(
-                        _relay, found.store, part, number, upload, config, stats
-                    )
-                group.submit(task)
+                    task = functools.partial(relay, part)
+                group.submit(functools.partial(task, number, to))
 
     group.run(produce)
     return [upload.sent for upload in uploads]
@@ -380,29 +380,6 @@ def cut(
         yield sent
 
 
-def _copy(
-    store: ObjectStore,
-    source: ObjectStore,
-    info: ObjectInfo,
-    number: int,
-    planned: Range,
-    to: FileUpload,
-    retrier: Retrier,
-) -> None:
-    offset = planned.source.offset
-    start, stop = offset + planned.start, offset + planned.stop
-    part = retrier.call(lambda: store.copy_part(source, info, to.upload, number, start, stop))
-    expected = _checksum_of(planned, store)
-    if part.checksum is not None and expected is not None and part.checksum != expected:
-        raise CheckpointCorruptError(
-            f"bytes {start} to {stop} of the object do not match their checksum: the object is "
-            "damaged; restore it or export an older checkpoint",
-            uri=source.uri(info.key),
-            item=planned.source.item,
-        )
-    to.record_part(part)
-
-
 def _checksum_of(planned: Range, store: ObjectStore) -> int | None:
     """Combines the checksums of the blocks in a range; None if it can't be known."""
     blocks = planned.source.blocks
@@ -415,27 +392,3 @@ def _checksum_of(planned: Range, store: ObjectStore) -> int | None:
     lengths = [blocks.size] * (last - first)
     lengths[-1] = planned.stop - (last - 1) * blocks.size
     return algorithm.combine(zip(blocks.checksums[first:last], lengths, strict=True))
-
-
-def _relay(
-    source: ObjectStore,
-    content: Sequence[bytes | Range],
-    number: int,
-    to: FileUpload,
-    config: Config,
-    stats: TransferStats,
-) -> None:
-    """Reads the content of a part from the checkpoint, verifies it, and sends it."""
-    sinks = [one if isinstance(one, bytes) else BytesSink(one.nbytes) for one in content]
-    wanted = [
-        Wanted(one.source, one.start, one.stop, sink, True)
-        for one, sink in zip(content, sinks, strict=True)
-        if not isinstance(one, bytes) and not isinstance(sink, bytes)
-    ]
-    download(source, wanted, dataclasses.replace(config, connections=1), TransferStats())
-    part = PartPlan(number)
-    for sink in sinks:
-        view = memoryview(sink if isinstance(sink, bytes) else sink.data).toreadonly()
-        part.pieces.append(Piece(view))
-        part.size += view.nbytes
-    to.send_now(part)

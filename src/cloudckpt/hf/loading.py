@@ -1,21 +1,59 @@
-"""``load``: reads a model in safetensors files into tensors, sharded or not."""
+"""``load``: reads a model in safetensors files; a folder of them, or one file, as a checkpoint."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from cloudckpt.api import ToLoad, load_prepared
-from cloudckpt.checkpoint.model_folder import KeyMapping
+from cloudckpt.checkpoint.archives import StoredTensor
+from cloudckpt.checkpoint.places import ItemPlace, Places
 from cloudckpt.config import Config
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
 from cloudckpt.dcp.meeting import collective
-from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.reader import CloudStorageReader, KeyMapping
 from cloudckpt.dcp.report import LoadReport
-from cloudckpt.uri import URILike
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    ConfigError,
+    KeyCollisionError,
+    ObjectNotFoundError,
+)
+from cloudckpt.hf.safetensors import (
+    INDEX,
+    LENGTH_BYTES,
+    MOST_INDEX_BYTES,
+    SINGLE_FILE,
+    SUFFIX,
+    TensorEntry,
+    header_length,
+    is_claim,
+    parse_header,
+    parse_index,
+)
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
+from cloudckpt.transfer.download import Receiver, raise_it
+from cloudckpt.transfer.landing import StoredBytes
+from cloudckpt.transfer.retry import Retrier, check_unchanged
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.view import View
+from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["load"]
+__all__ = ["ModelFolder", "load", "renamed"]
+
+_FIRST_READ = 128 * 1024  # bytes; they hold the header of a file of about a thousand tensors
 
 
 @collective("cloudckpt.hf.load")
@@ -67,3 +105,230 @@ def load(
         return ToLoad(reader, CloudLoadPlanner(reader.checkpoint_id, strict=strict))
 
     return load_prepared(state_dict, prepare, uri, process_group=process_group, no_dist=no_dist)
+
+
+def renamed(names: Iterable[str], mapping: KeyMapping | None, uri: CheckpointURI) -> dict[str, str]:
+    """Returns the names of tensors by the new names that a mapping gives them.
+
+    Raises:
+        ConfigError: If the mapping returns anything but one name or None: a tensor can't be split.
+        KeyCollisionError: If two tensors get the same name.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        wanted: object = name if mapping is None else mapping(name)
+        if wanted is None:
+            continue
+        if not isinstance(wanted, str):
+            raise ConfigError(
+                f"key_mapping returned {wanted!r}: return one name for each tensor, or None to "
+                "leave it out; to split a tensor, such as a stack of experts, save its parts "
+                "under their names",
+                uri=str(uri),
+                item=name,
+            )
+        if wanted in found:
+            raise KeyCollisionError(
+                f"key_mapping gives {name} the name {wanted}, which {found[wanted]} already has: "
+                "return different names",
+                uri=str(uri),
+                item=name,
+            )
+        found[wanted] = name
+    return found
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model in safetensors files; ``CloudStorageReader`` reads it like a checkpoint.
+
+    Attributes:
+        uri: The location of the model.
+        committed: The object whose presence makes the model: its index, or its only file.
+        tensors: The stored tensors, by name.
+    """
+
+    uri: CheckpointURI
+    committed: ObjectInfo
+    tensors: dict[str, StoredTensor]
+
+    @classmethod
+    def find(cls, store: ObjectStore, uri: CheckpointURI, config: Config) -> ModelFolder | None:
+        """Reads the description of the model at a location; returns None if there is no model.
+
+        Like transformers, it takes ``model.safetensors`` if that exists, else the files that the
+        index names. Other files without an index belong to an interrupted save. The location may
+        also be a file.
+
+        Args:
+            store: The store of ``uri``.
+            uri: The location: a folder, or a safetensors file.
+            config: Options.
+
+        Raises:
+            CheckpointCorruptError: If files are missing or damaged.
+            CheckpointReplacedError: If the model was replaced or deleted meanwhile.
+            ObjectTooLargeError: If the index is larger than any valid index.
+            UnsupportedTensorError: If this torch lacks a tensor's type.
+        """
+        retrier, is_file = Retrier(config.retry), uri.prefix.endswith(SUFFIX)
+        names: dict[str, str] = {}
+        try:
+            single = uri.prefix if is_file else uri.key(SINGLE_FILE)
+            committed = retrier.call(lambda: store.head(single))
+            keys = [single]
+        except ObjectNotFoundError:
+            key = uri.key(INDEX)
+            try:
+                if is_file:
+                    return None
+                data, committed = retrier.call(lambda: store.get(key, limit=MOST_INDEX_BYTES))
+            except ObjectNotFoundError:
+                return None
+            if is_claim(data):
+                return None
+            names = parse_index(data, store.uri(key))
+            keys = sorted({uri.key(name) for name in names.values()})
+        try:
+            files = View(uri, config).each(lambda key: _File.read(store, retrier, key), keys)
+            return cls(uri, committed, _tensors(uri, files, names))
+        except CheckpointCorruptError as error:
+            check_unchanged(store, committed, str(uri), config.retry, error)
+            raise
+
+    def renamed(self, mapping: KeyMapping) -> ModelFolder:
+        """Returns a copy whose tensors have the names that ``mapping`` gives them.
+
+        Raises:
+            ConfigError: If the mapping returns anything but one name or None for a tensor.
+            KeyCollisionError: If two tensors get the same name.
+        """
+        names = renamed(self.tensors, mapping, self.uri)
+        tensors = {wanted: self.tensors[name] for wanted, name in names.items()}
+        return dataclasses.replace(self, tensors=tensors)
+
+    @property
+    def metadata(self) -> Metadata:
+        """Describes the model in torch's metadata, with each tensor as one chunk."""
+        entries: dict[str, Any] = {}
+        for name, stored in self.tensors.items():
+            size = torch.Size(stored.shape)
+            whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+            properties = TensorProperties(dtype=stored.dtype)
+            entries[name] = TensorStorageMetadata(properties, size, [whole])
+        return Metadata(state_dict_metadata=entries, storage_data={})
+
+    @property
+    def places(self) -> Places:
+        """Locates the tensors."""
+        return _ModelPlaces(self)
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of a model, and the tensors that its header lists."""
+
+    info: ObjectInfo
+    tensors: Sequence[TensorEntry]
+
+    @classmethod
+    def read(cls, store: ObjectStore, retrier: Retrier, key: str) -> _File:
+        """Reads the header, usually in one request; that of the same version of the file.
+
+        Raises:
+            CheckpointCorruptError: If the file does not exist, was replaced, or is damaged.
+        """
+        uri = store.uri(key)
+        try:
+            info = retrier.call(lambda: store.head(key))
+        except ObjectNotFoundError:
+            raise CheckpointCorruptError(
+                "the model's index lists this file, which does not exist: upload it, or save the "
+                "model again",
+                uri=uri,
+            ) from None
+        receiver = Receiver(store, retrier, lambda count: None)
+
+        def first(nbytes: int) -> memoryview:
+            view = memoryview(bytearray(min(nbytes, info.size)))
+            if view:
+                receiver.receive(key, 0, [view], size=info.size, item=key, version=info.version)
+            return view
+
+        data = first(_FIRST_READ)
+        end = LENGTH_BYTES + header_length(data[:LENGTH_BYTES], info.size, uri)
+        data = data if end <= len(data) else first(end)
+        return cls(info, parse_header(data[LENGTH_BYTES:end], info.size, uri))
+
+
+def _tensors(
+    uri: CheckpointURI, files: Sequence[_File], names: dict[str, str]
+) -> dict[str, StoredTensor]:
+    """Returns the tensors of a model by name.
+
+    Args:
+        uri: The location of the model.
+        files: The files of the model.
+        names: The file of each name, as the index says; empty if there is no index.
+
+    Raises:
+        CheckpointCorruptError: If a file lacks a tensor that the index says it has.
+    """
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        info = file.info
+        for entry in file.tensors:
+            if names and uri.key(names.get(entry.name, "")) != info.key:
+                continue
+            start, nbytes = entry.start, entry.stop - entry.start
+            stored = StoredBytes(info.key, start, nbytes, None, info.size, entry.name, info.version)
+            # aliases for which the index names no file
+            others = (name for name in entry.aliases if name not in names)
+            for name in (entry.name, *others):
+                found[name] = StoredTensor(stored, entry.dtype, entry.shape)
+    if missing := names.keys() - found.keys():
+        first = min(missing)
+        raise CheckpointCorruptError(
+            f"the model's index says which file contains {first}, but that file does not "
+            "contain it: download or save the model again",
+            uri=str(uri),
+            item=first,
+        )
+    return found
+
+
+class _ModelPlaces(Places):
+    """Locates the tensors of a model."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        super().__init__(folder.uri, None)
+        self._tensors = folder.tensors
+
+    def find(
+        self,
+        indices: Sequence[MetadataIndex],
+        store: RangeReader,
+        config: Config,
+        stats: TransferStats,
+    ) -> list[ItemPlace]:
+        for index in indices:
+            if index.fqn not in self._tensors or any(index.offset or ()):
+                raise self._corrupt(
+                    f"{index.fqn} has no shard at offsets {index.offset}: the model's files do "
+                    "not fit its metadata; save the model again",
+                    index,
+                )
+        stored = [self._tensors[index.fqn] for index in indices]
+        return [ItemPlace(one.elements, one) for one in stored]
+
+    def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
+        return [self._tensors[index.fqn].elements for index in indices]
+
+    def sources(
+        self,
+        indices: Sequence[MetadataIndex],
+        store: RangeReader,
+        config: Config,
+        damaged: Callable[[CheckpointCorruptError], None] = raise_it,
+    ) -> list[StoredBytes]:
+        return self.wholes(indices)  # the headers were read, and have all locations

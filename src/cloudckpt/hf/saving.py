@@ -1,21 +1,51 @@
-"""``save``: writes a model in safetensors files."""
+"""``save``: writes a model in safetensors files; and ``SafetensorsWriter``, which torch calls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from cloudckpt.api import ToSave, save_prepared
-from cloudckpt.config import Config
-from cloudckpt.dcp.meeting import collective
+from cloudckpt.checkpoint.baseline import Beginning, refuse_run
+from cloudckpt.checkpoint.shard import check_supported
+from cloudckpt.config import Config, config_or_default
+from cloudckpt.dcp.failures import portable_errors
+from cloudckpt.dcp.meeting import Meeting, check_together, collective
 from cloudckpt.dcp.save_plan import CloudSavePlanner
-from cloudckpt.hf.writer import SafetensorsWriter
-from cloudckpt.uri import URILike
+from cloudckpt.dcp.writer import OurWriter
+from cloudckpt.errors import IncompleteSaveError, ShapeMismatchError, UnsupportedTensorError
+from cloudckpt.events import Span, Transferred
+from cloudckpt.hf.commit import ModelCommit, look_for_older, model_location
+from cloudckpt.hf.safetensors import (
+    Chunk,
+    TensorPlan,
+    bytes_of_size,
+    natural,
+    plan_files,
+    type_name,
+)
+from cloudckpt.hf.sending import RankWork, plan_work, send_work
+from cloudckpt.stores.base import ObjectInfo, Part, Upload
+from cloudckpt.transfer.boxes import are_apart
+from cloudckpt.transfer.memory import PLAIN, memory_of, settled
+from cloudckpt.transfer.retry import open_store
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.view import View
+from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["save"]
+__all__ = ["SafetensorsWriter", "save"]
 
 
 @collective("cloudckpt.hf.save")
@@ -89,3 +119,276 @@ def save(
         for writer in made:
             writer.discard()
         raise
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The work that the coordinator assigns to a rank, sent with the rank's plan."""
+
+    ranks: int
+    work: RankWork
+    uploads: Sequence[Upload]
+
+
+class SafetensorsWriter(OurWriter):
+    """Writes a model as safetensors files, and their index, from any number of ranks.
+
+    Pass it to ``cloudckpt.save`` or torch's functions as ``storage_writer``; :func:`save` has the
+    contract. The files become visible when all of them are complete, and then the index. If a save
+    by torch's own functions fails, the store keeps invisible parts, which ``cloudckpt.sweep``
+    deletes.
+
+    Attributes:
+        transferred: The bytes and requests that this rank sent in the last save.
+        failure: The error of the last save, the same on all ranks; None if it succeeded.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: URILike,
+        *,
+        max_shard_size: int | str = "5GB",
+        dtype: torch.dtype | None = None,
+        fqn_to_file: Mapping[str, int] | None = None,
+        config: Config | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        planner: SavePlanner | None = None,
+    ) -> None:
+        """
+        Args:
+            checkpoint_id: The folder of the model.
+            max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or
+                ``"4GiB"``.
+            dtype: The type that floating-point tensors are converted to; None converts no tensor.
+            fqn_to_file: The number of each tensor's file, from 1, instead of a division by
+                ``max_shard_size``.
+            config: Options; None reads them from the environment.
+            process_group: The ranks that save; None for all.
+            planner: The planner of the save; if given, tied weights are written once.
+
+        Raises:
+            InvalidURIError: If ``checkpoint_id`` is not a valid location, or that of a single file.
+            ConfigError: If another argument is invalid.
+            UnsupportedTensorError: If the safetensors format lacks ``dtype``.
+        """
+        super().__init__()
+        self.config = config_or_default(config)
+        self.max_shard_size = bytes_of_size(max_shard_size)
+        self.dtype = dtype
+        if dtype is not None:
+            type_name(dtype, "dtype")
+        self.fqn_to_file = None if fqn_to_file is None else dict(fqn_to_file)
+        self.transferred: Transferred | None = None
+        self._group = process_group
+        self._planner = planner
+        self._commit: ModelCommit | None = None
+        self.reset(str(CheckpointURI.parse(checkpoint_id)))
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The location of the model, as a string."""
+        return str(self.uri)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Returns whether a location is valid."""
+        return CheckpointURI.accepts(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Prepares the writer for another save, at another location if one is given."""
+        if checkpoint_id:
+            self.uri = model_location(checkpoint_id)
+        self._commit = None
+        self._there: Beginning[dict[str, ObjectInfo]] | None = None
+
+    def begin(self, *, commits: bool) -> None:
+        if commits and self._there is None:
+            view = View(self.uri, self.config)
+
+            def ask() -> dict[str, ObjectInfo]:
+                if not (found := look_for_older(view)):
+                    refuse_run(view)
+                return found
+
+            self._there = Beginning(view, ask)
+
+    def storage_meta(self) -> None:
+        """Does nothing: a model has no torch metadata."""
+        return
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        check_together(kwargs.get("use_collectives", True), str(self.uri))
+        self.begin(commits=is_coordinator)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+                raise UnsupportedTensorError(
+                    f"{item.index.fqn} is not a tensor, and safetensors files can only contain "
+                    "tensors: leave it out, or save it in a checkpoint",
+                    uri=str(self.uri),
+                    item=item.index.fqn,
+                )
+        return dataclasses.replace(plan, storage_data=_tied(plan, self._planner))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Plans the files, and begins their uploads; called on the coordinator.
+
+        Raises:
+            CheckpointExistsError: If the folder has a model, and ``overwrite`` is off.
+            IncompleteSaveError: If the ranks do not have all of a tensor.
+        """
+        ties = _agreed([plan.storage_data for plan in plans])
+        tensors = _tensors(plans, self.dtype, ties)
+        files = plan_files(tensors, self.max_shard_size, self.fqn_to_file)
+        assert self._there is not None
+        commit = self._commit = ModelCommit(self.uri, self.config, files, self._there.answer())
+        self._there = None  # the next save begins anew
+        limits = open_store(self.uri, self.config).capabilities
+        sizes, work = plan_work(
+            files, len(plans), self.config, limits, by_position=not self.uri.is_cloud
+        )
+        commit.begin(sizes)
+        return [
+            dataclasses.replace(plan, storage_data=_Task(len(plans), own, commit.uploads))
+            for plan, own in zip(plans, work, strict=True)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Sends this rank's parts; all ranks must call it."""
+        task = plan.storage_data
+        assert isinstance(task, _Task)
+        meeting = Meeting.of(self._group, no_dist=task.ranks == 1)
+        stats = TransferStats(str(self.uri), meeting.rank)
+        with portable_errors(str(self.uri)), Span("upload", str(self.uri), meeting.rank) as span:
+            # a rank without a store would miss in the rounds of the others
+            store = meeting.begin(lambda: open_store(self.uri, self.config))
+            try:
+                parts = send_work(
+                    task.work,
+                    task.uploads,
+                    lambda item: _resolved(plan.items[item], planner),
+                    store,
+                    self.config,
+                    stats,
+                    meeting.group,
+                )
+            finally:
+                self.transferred = stats.snapshot()
+                span.nbytes = self.transferred.nbytes
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(MetadataIndex(""), 0, parts)])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits the files and the index; called on the coordinator.
+
+        Raises:
+            CheckpointConflictError: If another writer was faster.
+            CommitUnknownError: If the store did not say whether it carried out the last step.
+        """
+        commit, self._commit = self._commit, None
+        assert commit is not None
+        parts: list[list[Part]] = [[] for _ in commit.uploads]
+        for [sent] in results:
+            for of_file, more in zip(parts, sent.storage_data, strict=True):
+                of_file.extend(more)
+        commit.complete(parts)
+
+    def discard(self) -> None:
+        """Aborts the uploads of a save that was not committed; errors are only logged."""
+        commit, self._commit = self._commit, None
+        if commit is not None:
+            commit.abandon()
+
+
+def _tied(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
+    """Returns, for each name of which this rank has elements, the first name with that memory."""
+    memory: dict[str, list[Any]] = {}
+    for item in plan.items if planner is not None else ():
+        assert planner is not None
+        tensor, data = planner.resolve_data(item), item.tensor_data
+        assert isinstance(tensor, torch.Tensor)
+        assert data is not None
+        if tensor.numel():
+            place = _memory(tensor) or item.index.fqn  # tied to nothing
+            memory.setdefault(item.index.fqn, []).append((place, data.size, data.chunk.offsets))
+    first: dict[tuple[Any, ...], str] = {}
+    return {
+        name: first.setdefault(tuple(memory[name]), name) for name in sorted(memory, key=natural)
+    }
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Returns what only tensors of the same elements in the same memory have in common, or None."""
+    usual = type(tensor) in PLAIN and tensor.layout == torch.strided
+    if not usual or (of := memory_of(tensor)) is None:
+        return None
+    flags = tensor.is_neg(), tensor.is_conj()
+    return of[0].data_ptr(), of[1:], tensor.dtype, tensor.shape, tensor.stride(), flags
+
+
+def _agreed(ties: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Returns the names that all ranks with their elements report as tied, each with its tie."""
+    of: dict[str, set[str]] = {}
+    for ties_of_rank in ties:
+        for name, first in ties_of_rank.items():
+            of.setdefault(name, set()).add(first)
+    return {name: first for name, (first, *others) in of.items() if first != name and not others}
+
+
+def _tensors(
+    plans: Sequence[SavePlan], dtype: torch.dtype | None, ties: Mapping[str, str]
+) -> list[TensorPlan]:
+    """Collects the tensors of all ranks' plans, in the natural order of their names."""
+    chunks: dict[str, list[Chunk]] = {}
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for rank, plan in enumerate(plans):
+        for number, item in enumerate(plan.items):
+            data, name = item.tensor_data, item.index.fqn
+            assert data is not None  # see prepare_local_plan
+            kind = data.properties.dtype
+            if dtype is not None and kind.is_floating_point:
+                kind = dtype
+            type_name(kind, name)
+            found = kinds.setdefault(name, (kind, tuple(data.size)))
+            if found != (kind, tuple(data.size)):
+                raise ShapeMismatchError(
+                    f"{name} has another type or shape on rank {rank} than on another rank: "
+                    "make them equal",
+                    item=name,
+                )
+            box = tuple(zip(data.chunk.offsets, data.chunk.sizes, strict=True))
+            chunks.setdefault(name, []).append(Chunk(rank, number, box, kind))
+    for name, (kind, shape) in kinds.items():
+        there = sum(chunk.nbytes for chunk in chunks[name]) // kind.itemsize
+        if there != math.prod(shape) or not are_apart([chunk.box for chunk in chunks[name]]):
+            raise IncompleteSaveError(
+                f"the ranks that save {name} have {there} of its {math.prod(shape)} elements, "
+                "but a file needs all of them: save on all ranks that have parts of it",
+                item=name,
+            )
+    aliases: dict[str, list[str]] = {}
+    for name, first in ties.items():
+        aliases.setdefault(first, []).append(name)
+    return [
+        TensorPlan(name, *kinds[name], chunks[name], aliases.get(name, ()))
+        for name in sorted(kinds.keys() - ties.keys(), key=natural)
+    ]
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    data = planner.resolve_data(item)
+    assert isinstance(data, torch.Tensor)
+    assert item.tensor_data is not None
+    tensor = settled(data).detach()
+    check_supported(tensor, item.index.fqn)
+    if tensor.shape != item.tensor_data.chunk.sizes:
+        raise ShapeMismatchError(
+            f"{item.index.fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, but "
+            f"has the shape {tuple(tensor.shape)}",
+            item=item.index.fqn,
+        )
+    with contextlib.suppress(RuntimeError):
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.as_subclass(torch.Tensor)

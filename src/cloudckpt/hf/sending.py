@@ -1,16 +1,17 @@
 """Divides the bytes of a model's files among the ranks, and sends them.
 
 A file is cut at the borders of shards into runs of at least the size of a part. The rank that has
-most of a run sends it, straight from the memory of its tensors. What other ranks have of the run is
-handed to that rank before, in rounds in which all ranks take part in the same order; a tensor whose
-shards are not ranges of the file, such as columns, is put together there in memory.
+the largest shard of a run sends it, straight from the memory of its tensors. What other ranks have
+of the run they hand over before, in rounds of all ranks; a tensor whose shards are not ranges of
+the file, such as columns, is put together in memory. A store that needs parts of one size gets each
+file from one rank, to which the others hand all that they have.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import device_for_collectives
-from cloudckpt.config import Config
-from cloudckpt.hf.layout import Chunk, FilePlan, TensorPlan, least_part
+from cloudckpt.config import MIB, Config
+from cloudckpt.hf.safetensors import Chunk, FilePlan, TensorPlan
 from cloudckpt.stores.base import ObjectStore, Part, Upload
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.boxes import ALIGNMENT, Box, aligned, row_major_strides
@@ -32,58 +33,64 @@ from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
 
-__all__ = ["FileUpload", "RankWork", "Stretch", "plan_work", "send_work"]
+__all__ = ["FileUpload", "RankWork", "least_part", "plan_work", "send_work"]
 
 _GRAIN = 8  # bytes: an alignment that suits elements of all types
 _PARTS_IN_POOL = 6  # see transfer.parts.choose_part_size
 
-Run = Sequence[bytes | TensorPlan]
-"""Consecutive bytes of a file: its header, and tensors or rows of tensors."""
-
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Consecutive parts of a file, which one rank sends.
+class Run:
+    """Consecutive bytes of a file, which one rank sends.
 
     Attributes:
         file: The index of the file.
         first: The number of the first part.
-        step: The difference between the numbers of two parts.
         part_size: Bytes of every part but the last.
-        runs: What the parts consist of.
+        content: The header of the file, and tensors or rows of tensors.
+        ends: Whether its last part ends with it; else that part goes on with the next run.
     """
 
     file: int
     first: int
-    step: int
     part_size: int
-    runs: Sequence[Run]
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A chunk in a file, with the type of its elements there."""
-
-    chunk: Chunk
-    dtype: torch.dtype
+    content: Sequence[bytes | TensorPlan]
+    ends: bool
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return self.chunk.numel * self.dtype.itemsize
+    def chunks(self) -> list[Chunk]:
+        """The chunks in it, ordered by rank."""
+        tensors = (one for one in self.content if isinstance(one, TensorPlan))
+        chunks = (chunk for tensor in tensors for chunk in tensor.chunks)
+        return sorted(chunks, key=lambda chunk: chunk.rank)
 
-    @property
-    def room(self) -> int:
-        """Bytes in a round, in which each chunk is aligned."""
-        return aligned(self.nbytes, _GRAIN)
+    def of_others(self, rank: int) -> list[Chunk]:
+        """Returns the chunks that other ranks have."""
+        return [chunk for chunk in self.chunks if chunk.rank != rank]
+
+
+@dataclass
+class Round:
+    """What a rank does in a round: the run that it sends then, and what it gives to which ranks."""
+
+    run: Run | None
+    gives: list[tuple[int, Chunk]] = field(default_factory=list)
 
 
 @dataclass
 class RankWork:
-    """What a rank sends, and what it hands to which ranks in each round."""
+    """What a rank sends: in rounds with the other ranks, and afterwards by itself."""
 
-    stretches: list[Stretch] = field(default_factory=list)
-    rounds: list[list[tuple[int, Share]]] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+
+
+def least_part(size: int, limits: Capabilities) -> int:
+    """Returns the minimum part size in bytes for a file of ``size`` bytes.
+
+    It follows from the store's minimum, and from the number of parts that an object may have.
+    """
+    return max(limits.min_part_size, MIB, -(-size // (limits.max_parts - 1)))
 
 
 def plan_work(
@@ -96,8 +103,6 @@ def plan_work(
 ) -> tuple[list[int], list[RankWork]]:
     """Plans the part size of each file's upload, and the work of each rank.
 
-    If the store needs equal parts, one rank sends the whole file.
-
     Args:
         files: The files.
         ranks: The number of ranks.
@@ -106,34 +111,36 @@ def plan_work(
         by_position: Whether a part's number determines its offset, as in a local file.
     """
     work = [RankWork() for _ in range(ranks)]
-    gathered: list[list[Run]] = [[] for _ in range(ranks)]  # runs with chunks of other ranks
+    gathered: list[list[Run]] = [[] for _ in range(ranks)]
     sizes: list[int] = []
     load: Counter[int] = Counter()
     for index, file in enumerate(files):
         least = least_part(file.size, limits)
         size = _part_size(file, config, limits, least)
         sizes.append(1 if by_position else size)
-        runs = list(_runs(file, least))
-        first = 1
-        for together in [runs] if limits.equal_parts else [[run] for run in runs]:
-            nbytes = sum(_nbytes(one) for run in together for one in run)
-            part_size = size if limits.equal_parts else -(-nbytes // -(-nbytes // size))
-            stretch = Stretch(index, first, part_size if by_position else 1, part_size, together)
-            first += nbytes if by_position else -(-nbytes // part_size)
-            shares: Counter[int] = Counter()
-            for share in itertools.chain.from_iterable(map(_shares, together)):
-                shares[share.chunk.rank] += share.nbytes
-            sender = max(range(ranks), key=lambda rank: (shares[rank], -load[rank], -rank))
+        first, contents = 1, [*_cut(file, least)]
+        for content in contents:
+            nbytes = sum(map(_nbytes, content))
+            even = size if limits.equal_parts else -(-nbytes // -(-nbytes // size))
+            ends = not limits.equal_parts or content is contents[-1]
+            run = Run(index, first, even, content, ends)
+            sender = index % ranks
+            if not limits.equal_parts:
+                first += nbytes if by_position else -(-nbytes // even)
+                largest = max(
+                    run.chunks, key=lambda one: (one.nbytes, -load[one.rank]), default=None
+                )
+                sender = sender if largest is None else largest.rank
             load[sender] += nbytes
-            work[sender].stretches.append(stretch)
-            gathered[sender] += [run for run in together if _others(run, sender)]
-    for rank, own in enumerate(work):
-        own.stretches.sort(key=lambda one: not any(_others(run, rank) for run in one.runs))
-        own.rounds += [[] for _ in range(max(map(len, gathered)))]
-    for sender, queue in enumerate(gathered):
-        for number, run in enumerate(queue):
-            for share in _others(run, sender):
-                work[share.chunk.rank].rounds[number].append((sender, share))
+            alone = not limits.equal_parts and not run.of_others(sender)
+            (work[sender].runs if alone else gathered[sender]).append(run)
+    for runs in itertools.zip_longest(*gathered):
+        rounds = [Round(run) for run in runs]
+        for sender, run in enumerate(runs):
+            for chunk in run.of_others(sender) if run is not None else ():
+                rounds[chunk.rank].gives.append((sender, chunk))
+        for own, one in zip(work, rounds, strict=True):
+            own.rounds.append(one)
     return sizes, work
 
 
@@ -151,22 +158,22 @@ def _part_size(file: FilePlan, config: Config, limits: Capabilities, least: int)
     return aligned(max(size, 2 * least), ALIGNMENT)
 
 
-def _runs(file: FilePlan, least: int) -> Iterator[Run]:
+def _cut(file: FilePlan, least: int) -> Iterator[list[bytes | TensorPlan]]:
     """Cuts a file at the borders of shards into runs of ``least`` bytes, except the last."""
-    run: list[bytes | TensorPlan] = [file.header]
+    content: list[bytes | TensorPlan] = [file.header]
     nbytes = len(file.header)
     for one in (one for tensor in file.tensors for one in _ranges(tensor)):
         if nbytes >= least:
-            yield run
-            run, nbytes = [], 0
-        run.append(one)
+            yield content
+            content, nbytes = [], 0
+        content.append(one)
         nbytes += one.nbytes
-    yield run
+    yield content
 
 
 def _ranges(tensor: TensorPlan) -> Iterator[TensorPlan]:
     """Yields the rows of each chunk of a tensor, or all of it if chunks are not ranges of bytes."""
-    chunks = [chunk for chunk in tensor.chunks if chunk.numel]
+    chunks = [chunk for chunk in tensor.chunks if chunk.nbytes]
     if not all(_is_range(chunk.box, tensor.shape) for chunk in chunks):
         yield dataclasses.replace(tensor, chunks=chunks)
         return
@@ -190,17 +197,6 @@ def _is_range(box: Box, shape: Sequence[int]) -> bool:
 
 def _nbytes(one: bytes | TensorPlan) -> int:
     return len(one) if isinstance(one, bytes) else one.nbytes
-
-
-def _shares(run: Run) -> Iterator[Share]:
-    tensors = (one for one in run if isinstance(one, TensorPlan))
-    return (Share(chunk, tensor.dtype) for tensor in tensors for chunk in tensor.chunks)
-
-
-def _others(run: Run, rank: int) -> list[Share]:
-    """Returns the chunks of other ranks in a run, ordered by rank."""
-    others = (share for share in _shares(run) if share.chunk.rank != rank)
-    return sorted(others, key=lambda share: share.chunk.rank)
 
 
 class FileUpload(ObjectUpload):
@@ -270,7 +266,8 @@ def send_work(
 ) -> list[list[Part]]:
     """Sends a rank's share of the files; returns, for each file, the parts that it has sent.
 
-    All ranks of ``group`` must call it. A rank that fails still takes part in all rounds.
+    All ranks of ``group`` must call it. If one of them fails, the others return early: the save
+    fails with the error of that rank, which the ranks exchange afterwards.
 
     Args:
         work: The work of this rank.
@@ -282,26 +279,69 @@ def send_work(
         group: The ranks, or None if this process is alone.
 
     Raises:
-        CloudCheckpointError: If this rank failed to send its share.
+        Exception: If this rank failed to send its share, or to hand over what others send.
     """
     tasks = transfer_group(store, config, "out", name="cloudckpt-save")
     retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
-    largest = max((stretch.part_size for stretch in work.stretches), default=0)
+    runs = [*work.runs, *(one.run for one in work.rounds if one.run is not None)]
+    largest = max((run.part_size for run in runs), default=0)
     pool = StagingPool(max(config.memory_budget, _PARTS_IN_POOL * largest), tasks.cancellation)
     files = [
         FileUpload(store, one.key, one.part_size, tasks, retrier, stats, upload=one)
         for one in uploads
     ]
-    rounds = _Rounds(work.rounds, resolve, group)
+    rounds = _Rounds(len(work.rounds), resolve, group)
+    cutters: dict[int, PartCutter] = {}  # of files whose last part goes on
+
+    def whole(one: TensorPlan, received: Mapping[Chunk, torch.Tensor]) -> torch.Tensor:
+        found = [received[c] if c in received else resolve(c.item) for c in one.chunks]
+        if len(found) == 1:
+            return found[0]
+        tensor = torch.empty(one.shape, dtype=one.dtype, device="cpu")
+        for chunk, data in zip(one.chunks, found, strict=True):
+            box = narrow(tensor, chunk.box)
+            box.copy_(data.reshape(box.shape))
+        return tensor
+
+    def pieces(one: bytes | TensorPlan, received: Mapping[Chunk, torch.Tensor]) -> Iterator[Piece]:
+        if isinstance(one, bytes):
+            yield Piece(memoryview(one))
+            return
+        tensor = whole(one, received)
+        if tensor.dtype == one.dtype and is_plain(tensor):
+            yield Piece(bytes_of(tensor), owner=tensor, item=one.name)
+        else:
+            yield from pool.pieces(tensor, one.dtype)
+
+    def send(run: Run, received: Mapping[Chunk, torch.Tensor]) -> None:
+        file, cutter = files[run.file], cutters.pop(run.file, None) or PartCutter(run.part_size)
+        step = run.part_size if file.upload.part_size == 1 else 1  # see Upload.part_size
+
+        def put(part: PartPlan) -> None:
+            part.number = run.first + (part.number - 1) * step
+            file.send(part)
+
+        for piece in (piece for one in run.content for piece in pieces(one, received)):
+            for part in cutter.push(piece):
+                put(part)
+        if not run.ends:
+            cutters[run.file] = cutter
+        elif (last := cutter.finish()) is not None:
+            put(last)
 
     def produce() -> None:
         try:
-            for stretch in work.stretches:
-                for part in _parts(stretch, rounds, resolve, pool):
-                    files[stretch.file].send(part)
-        except Exception as error:  # noqa: BLE001 - the other ranks need this one in their rounds
-            rounds.failure = rounds.failure or error
-        rounds.finish()
+            for one in work.rounds:
+                received = rounds.take_part(one)
+                if received is None:
+                    return
+                if one.run is not None:
+                    send(one.run, received)
+            for run in work.runs:
+                send(run, {})
+        except Exception:
+            rounds.leave()
+            raise
 
     try:
         tasks.run(produce)
@@ -310,119 +350,68 @@ def send_work(
     return [file.sent for file in files]
 
 
-def _parts(
-    stretch: Stretch, rounds: _Rounds, resolve: Callable[[int], torch.Tensor], pool: StagingPool
-) -> Iterator[PartPlan]:
-    """Yields the parts of a stretch, as soon as this rank has their bytes."""
-
-    def pieces(one: bytes | TensorPlan, received: Mapping[Chunk, torch.Tensor]) -> Iterator[Piece]:
-        if isinstance(one, bytes):
-            yield Piece(memoryview(one))
-            return
-        first, *more = one.chunks
-        if more:
-            whole = torch.empty(one.shape, dtype=one.dtype, device="cpu")
-            for chunk in one.chunks:
-                box = narrow(whole, chunk.box)
-                data = received[chunk] if chunk in received else resolve(chunk.item)
-                box.copy_(data.reshape(box.shape))
-        elif first in received:
-            whole = received[first]
-        else:
-            tensor = resolve(first.item)
-            if tensor.dtype == one.dtype and is_plain(tensor):
-                yield Piece(bytes_of(tensor), owner=tensor, item=one.name)
-            else:
-                yield from pool.pieces(tensor, one.dtype)
-            return
-        yield Piece(bytes_of(whole).toreadonly(), owner=whole)
-
-    cutter = PartCutter(stretch.part_size)
-    numbers = itertools.count(stretch.first, stretch.step)
-    for run in stretch.runs:
-        received = rounds.received(run)
-        for piece in (piece for one in run for piece in pieces(one, received)):
-            for part in cutter.push(piece):
-                part.number = next(numbers)
-                yield part
-    if (last := cutter.finish()) is not None:
-        last.number = next(numbers)
-        yield last
-
-
 class _Rounds:
-    """Hands chunks to the ranks that send them, in rounds in which all ranks take part.
+    """Hands chunks to the ranks that send them, in rounds of all ranks.
 
-    Attributes:
-        failure: The first error of this rank; it does not keep the rank from further rounds.
+    Before each round the ranks tell each other whether they are ready, with all memory that they
+    need. If one is not, no rank takes part in any further round.
     """
 
     def __init__(
-        self,
-        rounds: Sequence[Sequence[tuple[int, Share]]],
-        resolve: Callable[[int], torch.Tensor],
-        group: dist.ProcessGroup | None,
+        self, count: int, resolve: Callable[[int], torch.Tensor], group: dist.ProcessGroup | None
     ) -> None:
-        self.failure: Exception | None = None
-        self._left = deque(rounds)
+        self._left = 0 if group is None else count  # rounds in which others wait for this rank
         self._resolve = resolve
         self._group = group
-        self._rank, self._ranks, self._device = 0, 1, "cpu"
         if group is not None:
             self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
             self._device = device_for_collectives(group)
+            self._failed = torch.zeros(1, dtype=torch.int32, device=self._device)
 
-    def received(self, run: Run) -> dict[Chunk, torch.Tensor]:
-        """Returns the chunks of a run that other ranks have, after a round if there are any.
-
-        Raises:
-            Exception: If this rank has failed.
-        """
-        others = _others(run, self._rank)
-        received = self._exchanged(others) if others else {}
-        if self.failure is not None:
-            raise self.failure
-        return received
-
-    def finish(self) -> None:
-        """Takes part in the remaining rounds.
-
-        Raises:
-            Exception: If this rank has failed.
-        """
-        while self._left:
-            self._exchanged([])
-        if self.failure is not None:
-            raise self.failure
-
-    def _exchanged(self, others: Sequence[Share]) -> dict[Chunk, torch.Tensor]:
-        """Takes part in a round; returns the given chunks of other ranks."""
+    def take_part(self, one: Round) -> dict[Chunk, torch.Tensor] | None:
+        """Returns what other ranks have of this rank's run; None if another rank has failed."""
+        if self._group is None:
+            return {}
         out: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
-        for to, share in self._left.popleft():
-            data = torch.zeros(share.room, dtype=torch.uint8, device=self._device)
-            try:
-                elements = self._resolve(share.chunk.item).reshape(-1)
-                data[: share.nbytes].view(share.dtype).copy_(elements)
-            except Exception as error:  # noqa: BLE001 - raised after the round
-                self.failure = self.failure or error
+        for to, chunk in one.gives:
+            data = torch.zeros(_room(chunk), dtype=torch.uint8, device=self._device)
+            elements = self._resolve(chunk.item).reshape(-1)
+            data[: chunk.nbytes].view(chunk.dtype).copy_(elements)
             out[to].append(data)
+        others = [] if one.run is None else one.run.of_others(self._rank)
         expected: Counter[int] = Counter()
-        for share in others:
-            expected[share.chunk.rank] += share.room
+        for chunk in others:
+            expected[chunk.rank] += _room(chunk)
         into = torch.empty(expected.total(), dtype=torch.uint8, device=self._device)
-        try:
-            dist.all_to_all_single(
-                into,
-                torch.cat([into[:0], *itertools.chain.from_iterable(out)]),
-                [expected[rank] for rank in range(self._ranks)],
-                [sum(data.nbytes for data in each) for each in out],
-                group=self._group,
-            )
-        except BaseException:
-            self._left.clear()  # the group is broken, so no rank waits for this one
-            raise
-        received = torch.split(into.cpu(), [share.room for share in others])
+        given = torch.cat([into[:0], *itertools.chain.from_iterable(out)])
+        left, self._left = self._left - 1, 0  # no rank waits for one whose collective has failed
+        if not self._are_ready(True):
+            return None
+        dist.all_to_all_single(
+            into,
+            given,
+            [expected[rank] for rank in range(self._ranks)],
+            [sum(data.nbytes for data in each) for each in out],
+            group=self._group,
+        )
+        self._left = left
+        received = torch.split(into.cpu(), [_room(chunk) for chunk in others])
         return {
-            share.chunk: data[: share.nbytes].view(share.dtype)
-            for share, data in zip(others, received, strict=True)
+            chunk: data[: chunk.nbytes].view(chunk.dtype)
+            for chunk, data in zip(others, received, strict=True)
         }
+
+    def leave(self) -> None:
+        """Tells the other ranks, if they wait for this one, that it has failed."""
+        if self._left:
+            self._are_ready(False)
+
+    def _are_ready(self, ready: bool) -> bool:
+        self._failed.fill_(not ready)
+        dist.all_reduce(self._failed, dist.ReduceOp.MAX, group=self._group)
+        return not self._failed.item()
+
+
+def _room(chunk: Chunk) -> int:
+    """Returns the bytes of a chunk in a round, in which each is aligned."""
+    return aligned(chunk.nbytes, _GRAIN)

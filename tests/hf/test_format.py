@@ -1,23 +1,46 @@
-"""Headers and indices of others are checked before they are believed."""
+"""Headers and indices are checked before they are believed; files, their sizes and parts."""
 
 import json
 import struct
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloudckpt.checkpoint.safetensors import (
+from cloudckpt import Config
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CloudCheckpointError,
+    ConfigError,
+    UnsupportedTensorError,
+)
+from cloudckpt.hf.safetensors import (
+    Chunk,
+    FilePlan,
+    TensorPlan,
+    bytes_of_size,
     header_bytes,
     header_length,
     index_bytes,
     parse_header,
     parse_index,
+    plan_files,
 )
-from cloudckpt.errors import CheckpointCorruptError, CloudCheckpointError, UnsupportedTensorError
+from cloudckpt.hf.sending import plan_work
+from support.memory_store import MemoryStore
 
 _TYPES = [torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64]
+
+
+def _plan(name: str, shape: tuple[int, ...] = (1,), dtype=torch.uint8, ranks: int = 1):
+    """A tensor of which each rank has some rows."""
+    step = -(-shape[0] // ranks) if shape else 0
+    boxes = [((at, min(step, shape[0] - at)), *((0, n) for n in shape[1:]))
+             for at in range(0, shape[0], step)] if step else []  # fmt: skip
+    chunks = [Chunk(rank, 0, box, dtype) for rank, box in enumerate(boxes)]
+    return TensorPlan(name, dtype, tuple(shape), chunks)
 
 
 def _entry(**changes):
@@ -33,22 +56,22 @@ def _parsed(document, data: int = 24):
     st.lists(
         st.tuples(
             st.text().filter(lambda name: name != "__metadata__"),  # which is no tensor's
-            st.sampled_from(_TYPES),
             st.lists(st.integers(0, 9), max_size=4),
+            st.sampled_from(_TYPES),
         ),
         unique_by=lambda tensor: tensor[0],
     )
 )
 def test_what_is_written_is_read_again(tensors) -> None:
-    tensors = [(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
-    header = header_bytes(tensors)
+    plans = [_plan(name, tuple(shape), dtype) for name, shape, dtype in tensors]
+    header = header_bytes(plans)
     assert len(header) % 64 == 0
-    size = len(header) + sum(
-        torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in tensors
-    )
+    size = len(header) + sum(plan.nbytes for plan in plans)
     assert header_length(header, size, "") == len(header) - 8
-    found = parse_header(header[8:], size, "").tensors
-    assert {(each.name, each.dtype, each.shape) for each in found} == set(tensors)
+    found = parse_header(header[8:], size, "")
+    assert {(each.name, each.shape, each.dtype) for each in found} == {
+        (plan.name, plan.shape, plan.dtype) for plan in plans
+    }
 
 
 @given(st.binary(max_size=300))
@@ -76,6 +99,7 @@ WRONG = {
     "backwards": ({"w": _entry(data_offsets=[24, 0])}, 24, "outside"),
     "other size": ({"w": _entry(shape=[2, 2])}, 24, "do not fit its shape"),
     "truth for a number": ({"w": _entry(shape=[True, 6])}, 24, "described by"),
+    "no number": (b'{"w":{"dtype":"U8","shape":[NaN],"data_offsets":[0,0]}}', 0, "described by"),
     "overflow": ({"w": _entry(shape=[1 << 62, 4, 0], data_offsets=[0, 0])}, 0, "do not fit"),
     "overflow by type": ({"w": _entry(shape=[1 << 61, 0], data_offsets=[0, 0])}, 0, "do not fit"),
     "gap": ({"w": _entry(data_offsets=[4, 28])}, 28, "does not begin"),
@@ -106,8 +130,8 @@ def test_a_type_that_nobody_knows_is_named() -> None:
 
 
 def test_a_header_may_say_that_it_has_no_metadata() -> None:
-    found = _parsed({"__metadata__": None, "w": _entry()})
-    assert (found.metadata, [one.name for one in found.tensors]) == ({}, ["w"])
+    (found,) = _parsed({"__metadata__": None, "w": _entry()})
+    assert (found.name, [*found.aliases]) == ("w", [])
 
 
 @pytest.mark.parametrize(
@@ -123,10 +147,13 @@ def test_a_length_that_no_header_has_is_refused(length: int, size: int) -> None:
 
 
 def test_an_index_stays_in_its_folder() -> None:
-    assert parse_index(index_bytes({"w": "a.safetensors"}, 4, "id"), "") == {"w": "a.safetensors"}
+    def index(name: str) -> bytes:
+        return index_bytes([FilePlan(name, b"", [_plan("w")], 1)], "id")
+
+    assert parse_index(index("a.safetensors"), "") == {"w": "a.safetensors"}
     for name in ("../a.safetensors", "/etc/passwd", "", "a/../b"):
         with pytest.raises(CheckpointCorruptError, match="outside"):
-            parse_index(index_bytes({"w": name}, 4, "id"), "")
+            parse_index(index(name), "")
     for data in (b"{}", b'{"weight_map": []}', b'{"weight_map": {"w": 1}}', b"\xff"):
         with pytest.raises(CheckpointCorruptError, match="index"):
             parse_index(data, "")
@@ -135,4 +162,57 @@ def test_an_index_stays_in_its_folder() -> None:
 def test_names_that_cannot_be_written_are_refused() -> None:
     for names in (["a", "a"], ["__metadata__"], ["\ud800"]):
         with pytest.raises(UnsupportedTensorError):
-            header_bytes([(name, torch.float32, (1,)) for name in names])
+            header_bytes([_plan(name) for name in names])
+
+
+def test_shards_of_rows_are_sent_by_their_ranks() -> None:
+    tensor = _plan("w", (64 * 1024, 4096), torch.float32, ranks=4)  # 1 GiB
+    files = plan_files([tensor], 5 * 10**9, None)
+    limits = MemoryStore("limits").capabilities
+    _, work = plan_work(files, 4, Config(), limits, by_position=False)
+    own = [
+        sum(one.nbytes for run in mine.runs for one in run.content if isinstance(one, TensorPlan))
+        for mine in work
+    ]
+    assert own == [tensor.nbytes // 4] * 4
+    assert not any(mine.rounds for mine in work), "no byte passes another rank"
+
+
+def test_files_are_filled_up_to_their_size_and_named_as_transformers_does() -> None:
+    sizes = {"a": 60, "b": 40, "c": 1, "d": 500, "e": 2}
+    tensors = [_plan(name, (size,)) for name, size in sizes.items()]
+    files = plan_files(tensors, 100, None)
+    assert [file.name for file in files] == [
+        f"model-0000{n}-of-00004.safetensors" for n in range(1, 5)
+    ]
+    assert [{t.name for t in file.tensors} for file in files] == [{"a", "b"}, {"c"}, {"d"}, {"e"}]
+    assert [file.name for file in plan_files(tensors, 1000, None)] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, torch.tensor])
+def test_a_mapping_numbers_the_files(kind) -> None:
+    mapping = {"a": kind(2), "b": kind(1), "c": kind(2), "of no tensor": kind(3)}
+    found = plan_files([_plan("a"), _plan("b"), _plan("c")], 1, mapping)
+    assert [(f.name, [t.name for t in f.tensors]) for f in found] == [
+        ("model-00001-of-00003.safetensors", ["b"]),
+        ("model-00002-of-00003.safetensors", ["a", "c"]),
+    ]
+
+
+@pytest.mark.parametrize("mapping", [{"a": 1}, {"a": 0, "b": 1}, {"a": 1, "b": "y.safetensors"}])
+def test_a_mapping_that_makes_no_files_is_refused(mapping) -> None:
+    with pytest.raises(ConfigError, match="fqn_to_file"):
+        plan_files([_plan("a"), _plan("b")], 1, mapping)
+
+
+@pytest.mark.parametrize("size", [5_000_000_000, np.int64(5_000_000_000), torch.tensor(5 * 10**9)])
+def test_a_size_may_be_a_number_of_numpy_or_torch(size) -> None:
+    assert bytes_of_size(size) == bytes_of_size("5GB")
+
+
+@pytest.mark.parametrize(
+    "size", ["9" * 400, "0.4", "5 parsecs", 0, -1, True, "0GB", np.int64(0), 5e9]
+)
+def test_a_size_that_is_none_is_refused(size) -> None:
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        bytes_of_size(size)

@@ -1,4 +1,4 @@
-"""Encodes and parses the header of a safetensors file, and the index of a model of several files.
+"""The format of models in safetensors files: which tensors are in which file, headers, the index.
 
 A file has eight bytes with the length of its header, the header (JSON: type, shape and byte range
 of each tensor), and the tensors one after the other. Files come from untrusted sources, so
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,25 +19,30 @@ from typing import Any
 import torch
 
 from cloudckpt.checkpoint.objects import checked
-from cloudckpt.errors import CheckpointCorruptError, UnsupportedTensorError
-from cloudckpt.transfer.boxes import ALIGNMENT, aligned
+from cloudckpt.config import whole_number
+from cloudckpt.errors import CheckpointCorruptError, ConfigError, UnsupportedTensorError
+from cloudckpt.transfer.boxes import ALIGNMENT, Box, aligned
 
 __all__ = [
     "INDEX",
     "LENGTH_BYTES",
-    "MOST_HEADER_BYTES",
     "MOST_INDEX_BYTES",
     "SINGLE_FILE",
     "SUFFIX",
-    "FileHeader",
+    "Chunk",
+    "FilePlan",
     "TensorEntry",
+    "TensorPlan",
+    "bytes_of_size",
     "claim_bytes",
     "header_bytes",
     "header_length",
     "index_bytes",
     "is_claim",
+    "natural",
     "parse_header",
     "parse_index",
+    "plan_files",
     "type_name",
 ]
 
@@ -49,42 +55,90 @@ MOST_HEADER_BYTES = 100_000_000
 MOST_INDEX_BYTES = 100_000_000
 """Maximum bytes of a model's index: enough for some million tensors."""
 
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 _METADATA = "__metadata__"
 _FORMAT = "format"
 _CLAIM = b"cloudckpt is writing a model here, which is not complete: "
-_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
-_TYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, of) for name, of in _NAMES.items() if hasattr(torch, of)
+_TYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
 }
 _TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor that a rank has, its item's number in the rank's plan, its type there."""
+
+    rank: int
+    item: int
+    box: Box
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(length for _, length in self.box) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """A tensor of the model as it will be stored.
+
+    Attributes:
+        name: The name of the tensor.
+        dtype: The element type in the file.
+        shape: The shape of the whole tensor.
+        chunks: The boxes of which the tensor consists.
+        aliases: Other names of the same tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: Sequence[Chunk]
+    aliases: Sequence[str] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file of the model: its name, header, tensors in order, and size in bytes."""
+
+    name: str
+    header: bytes
+    tensors: Sequence[TensorPlan]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a safetensors file: its name, element type, shape and byte range.
+    """A tensor in a safetensors file.
 
     Attributes:
         name: The tensor's name.
+        aliases: Its other names, as :func:`header_bytes` writes them.
         dtype: Element type.
         shape: The tensor's shape.
         start: The offset in the file of its first byte.
@@ -92,27 +146,94 @@ class TensorEntry:
     """
 
     name: str
+    aliases: Sequence[str]
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     stop: int
 
 
-@dataclass(frozen=True)
-class FileHeader:
-    """The contents of a file: its tensors in the order of their bytes, and its metadata."""
+def bytes_of_size(size: int | str) -> int:
+    """Converts a size such as ``"5GB"`` to bytes; GB are 10**9, as in transformers, GiB 2**30.
 
-    tensors: Sequence[TensorEntry]
-    metadata: Mapping[str, str]
+    Raises:
+        ConfigError: If ``size`` is not a valid size.
+    """
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None:
+            raise ConfigError(
+                f"max_shard_size={size!r}: write a number of bytes, or a text such as 5GB or 4GiB"
+            )
+        number, unit, binary = match.groups()
+        power = " KMGT".index(unit.upper() or " ")
+        size = int(float(number) * (1024 if binary else 1000) ** power)
+    found = whole_number(size)
+    if found is None or found < 1:
+        raise ConfigError(f"max_shard_size={size!r}: write at least 1 byte")
+    return found
 
-    def aliases(self) -> dict[str, list[str]]:
-        """Returns the aliases of each tensor, by its name, as :func:`header_bytes` writes them."""
-        names = {entry.name for entry in self.tensors}
-        found: dict[str, list[str]] = {}
-        for alias, name in self.metadata.items():
-            if name in names and alias not in names and alias != _FORMAT:
-                found.setdefault(name, []).append(alias)
-        return found
+
+def plan_files(
+    tensors: Sequence[TensorPlan], max_shard_size: int, fqn_to_file: Mapping[str, int] | None
+) -> list[FilePlan]:
+    """Divides tensors among files, and computes their positions there.
+
+    Args:
+        tensors: All tensors, in the order in which they fill the files.
+        max_shard_size: Maximum bytes of tensors in a file; a larger tensor gets a file to itself.
+        fqn_to_file: The number of each tensor's file, from 1, instead of a division by
+            ``max_shard_size``.
+
+    Raises:
+        ConfigError: If ``fqn_to_file`` leaves out a tensor, or has something else than numbers.
+        UnsupportedTensorError: If safetensors files can't hold a tensor.
+    """
+    by_number: dict[int, list[TensorPlan]] = {}
+    number = filled = 0
+    for tensor in tensors:
+        if fqn_to_file is not None:
+            number = _number(fqn_to_file.get(tensor.name), tensor.name)
+        elif not number or filled + tensor.nbytes > max_shard_size:
+            number, filled = number + 1, 0
+        filled += tensor.nbytes
+        by_number.setdefault(number, []).append(tensor)
+    numbers = [_number(given, name) for name, given in (fqn_to_file or {}).items()]
+    count = max([*numbers, *by_number], default=1)
+    named = {_numbered(number, count): group for number, group in sorted(by_number.items())}
+    return [_file(name, group) for name, group in (named or {SINGLE_FILE: []}).items()]
+
+
+def _number(given: object, name: str) -> int:
+    number = whole_number(given)
+    if number is None or number < 1:
+        raise ConfigError(
+            f"fqn_to_file has {given!r} for {name}: give the number of its file, from 1"
+        )
+    return number
+
+
+def _numbered(number: int, count: int) -> str:
+    """Returns the name of file ``number`` (from 1) of ``count``, as transformers expects it."""
+    return SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}{SUFFIX}"
+
+
+def _file(name: str, tensors: Sequence[TensorPlan]) -> FilePlan:
+    """Plans one file."""
+    # larger elements first, so that each tensor is aligned to its elements, for readers that map
+    # the file; then small tensors first, so that few parts consist of several
+    ordered = sorted(tensors, key=lambda one: (-one.dtype.itemsize, one.nbytes))
+    header = header_bytes(ordered)
+    size = len(header) + sum(tensor.nbytes for tensor in ordered)
+    return FilePlan(name, header, ordered, size)
+
+
+def natural(name: str) -> list[tuple[bool, int, str]]:
+    """Returns a sort key that orders names by the numbers in them: layer 2 before layer 10."""
+    parts = re.split(r"(\d+)", name)
+    return [
+        (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part
+    ]
 
 
 def type_name(dtype: torch.dtype, fqn: str) -> str:
@@ -131,35 +252,29 @@ def type_name(dtype: torch.dtype, fqn: str) -> str:
         ) from None
 
 
-def header_bytes(
-    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
-    aliases: Mapping[str, str] | None = None,
-) -> bytes:
+def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
     """Returns the bytes of a file before its tensors, which follow in this order without gaps.
 
-    Args:
-        tensors: Name, type and shape of each.
-        aliases: Other names of tensors, by alias. The format has only one name for a byte range, so
-            they are in the metadata, as the format's own ``save_model`` writes those of tied
-            weights.
+    The format has only one name for a byte range, so aliases are in the metadata, as the format's
+    own ``save_model`` writes those of tied weights.
 
     Raises:
         UnsupportedTensorError: If a name or a type can't be written, or the header would be too
             large.
     """
     # transformers reads no file without a format
-    entries: dict[str, Any] = {_METADATA: {**(aliases or {}), _FORMAT: "pt"}}
+    metadata = {alias: tensor.name for tensor in tensors for alias in tensor.aliases}
+    entries: dict[str, Any] = {_METADATA: {**metadata, _FORMAT: "pt"}}
     position = 0
-    for name, dtype, shape in tensors:
-        if name in entries:
+    for tensor in tensors:
+        if tensor.name in entries:
             raise UnsupportedTensorError(
-                f"two tensors are to be written under the name {name!r}: rename one of them",
-                item=name,
+                f"two tensors are to be written under the name {tensor.name!r}: rename one of them",
+                item=tensor.name,
             )
-        stop = position + math.prod(shape) * dtype.itemsize
+        kind, stop = type_name(tensor.dtype, tensor.name), position + tensor.nbytes
         offsets = [position, stop]
-        kind = type_name(dtype, name)
-        entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": offsets}
+        entries[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets}
         position = stop
     try:
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -202,8 +317,8 @@ def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) ->
     return int(length)
 
 
-def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> FileHeader:
-    """Parses the header of a file of ``size`` bytes.
+def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> list[TensorEntry]:
+    """Returns the tensors of a file of ``size`` bytes, in the order of their bytes.
 
     Raises:
         CheckpointCorruptError: If the header violates the format: a tensor is outside of the file,
@@ -216,39 +331,42 @@ def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> F
         metadata = document.pop(_METADATA, None)
         metadata = {} if metadata is None else metadata  # null, too, means no metadata
         _expect(_is_texts(metadata), "__metadata__ does not map strings to strings")
-        first = LENGTH_BYTES + len(text)
-        found = [_entry(name, entry, first, size, uri) for name, entry in document.items()]
+        aliases: dict[str, list[str]] = {}
+        for alias in metadata.keys() - document.keys() - {_FORMAT}:
+            aliases.setdefault(metadata[alias], []).append(alias)
+        end = LENGTH_BYTES + len(text)
+        found = [
+            _entry(name, entry, aliases.get(name, ()), end, size, uri)
+            for name, entry in document.items()
+        ]
         found.sort(key=lambda entry: (entry.start, entry.stop))
-        expected = first
         for entry in found:
             _expect(
-                entry.start == expected,
-                f"{entry.name} does not begin where the previous tensor ends",
+                entry.start == end, f"{entry.name} does not begin where the previous tensor ends"
             )
-            expected = entry.stop
-        _expect(
-            expected == size, f"the tensors end at byte {expected}, and the file at byte {size}"
-        )
+            end = entry.stop
+        _expect(end == size, f"the tensors end at byte {end}, and the file at byte {size}")
     except ValueError as exc:
         raise CheckpointCorruptError(
             f"the header of the safetensors file is invalid: {exc}. Download or save the file "
             "again",
             uri=uri,
         ) from exc
-    return FileHeader(found, metadata)
+    return found
 
 
-def index_bytes(files: Mapping[str, str], total: int, save_id: str) -> bytes:
+def index_bytes(files: Sequence[FilePlan], save_id: str) -> bytes:
     """Returns the bytes of a model's index.
 
     Args:
-        files: The file of each tensor, by name.
-        total: Bytes of all tensors.
+        files: The files of the model.
         save_id: Distinguishes this index from that of another save of the same tensors: some stores
             derive the version of an object from its bytes alone.
     """
+    total = sum(file.size - len(file.header) for file in files)
     metadata = {"total_size": total, "cloudckpt_save": save_id}
-    document = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    document = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
@@ -286,7 +404,7 @@ def parse_index(data: bytes | bytearray, uri: str) -> dict[str, str]:
 
 def _document(data: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+        document = json.loads(data.decode(), object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
     _expect(isinstance(document, dict), "not a JSON object")
@@ -300,10 +418,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is not a valid number in JSON")
-
-
 def _expect(ok: bool, message: str) -> None:
     if not ok:
         raise ValueError(message)
@@ -313,7 +427,9 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
 
 
-def _entry(name: str, entry: Any, first: int, size: int, uri: str) -> TensorEntry:
+def _entry(
+    name: str, entry: Any, aliases: Sequence[str], first: int, size: int, uri: str
+) -> TensorEntry:
     try:
         kind, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, stop]
@@ -337,4 +453,4 @@ def _entry(name: str, entry: Any, first: int, size: int, uri: str) -> TensorEntr
         strides * dtype.itemsize < 1 << 63 and math.prod(shape) * dtype.itemsize == stop - start,
         f"the data_offsets of {name} do not fit its shape and dtype",
     )
-    return TensorEntry(name, dtype, tuple(shape), first + start, first + stop)
+    return TensorEntry(name, aliases, dtype, tuple(shape), first + start, first + stop)
