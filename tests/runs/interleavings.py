@@ -50,7 +50,6 @@ from cloudckpt.checkpoint.objects import (
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.references import Hold
-from cloudckpt.hf.safetensors import INDEX, is_claim, parse_index
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.trailer import notes_at_end
 from cloudckpt.checkpointer import CheckpointerConfig
@@ -64,6 +63,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
+from cloudckpt.hf.safetensors import INDEX, is_claim, parse_index
 from cloudckpt.integrations.torch_checkpointing import folders
 from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
 from cloudckpt.integrations.torch_checkpointing.manifest import read_manifest
