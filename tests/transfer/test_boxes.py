@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cloudckpt.transfer.boxes import are_apart, plan_boxes, row_major_slices, row_major_strides
@@ -30,19 +30,6 @@ def regions(draw):
     return shape, offsets, lengths
 
 
-PLANS = {
-    "region": regions(),
-    "itemsize": st.sampled_from(sorted(ITEMSIZES)),
-    "limit": st.integers(1, 600) | st.just(10**6),
-    "merge_gap": st.integers(0, 200) | st.just(10**6),
-}
-
-
-def planned(region, itemsize, limit, merge_gap):
-    shape, offsets, lengths = region
-    return list(plan_boxes(shape, offsets, lengths, itemsize, limit=limit, merge_gap=merge_gap))
-
-
 def stored(shape, itemsize):
     """A tensor whose elements are all different, as far as the type goes."""
     return np.arange(math.prod(shape), dtype=ITEMSIZES[itemsize]).reshape(shape)
@@ -59,83 +46,46 @@ def box_of(tensor, box):
 
 
 @settings(max_examples=200)
-@given(**PLANS)
-def test_reading_what_is_planned_makes_the_region(region, itemsize, limit, merge_gap):
+@example(region=([3, 4], [0, 3], [3, 1]), itemsize=1, limit=5, merge_gap=100)
+@given(
+    region=regions(),
+    itemsize=st.sampled_from(sorted(ITEMSIZES)),
+    limit=st.integers(1, 600) | st.just(10**6),
+    merge_gap=st.integers(0, 200) | st.just(10**6),
+)
+def test_planned_reads_make_the_region_within_the_limits(region, itemsize, limit, merge_gap):
     shape, offsets, lengths = region
     source = stored(shape, itemsize)
     raw = source.tobytes()
     target, times = np.zeros(lengths, source.dtype), np.zeros(lengths, int)
+    wanted = np.zeros(shape, bool)
+    part(wanted, offsets, lengths)[...] = True
     strides = [stride * itemsize for stride in row_major_strides(shape)]
-    for read in planned(region, itemsize, limit, merge_gap):
+    reads = list(plan_boxes(shape, offsets, lengths, itemsize, limit=limit, merge_gap=merge_gap))
+    for read in reads:
         assert 0 <= read.start < read.stop <= len(raw)
         elements = np.frombuffer(raw[read.start : read.stop], source.dtype)
         into = box_of(target, read.box)
+        assert read.contiguous == (elements.size == into.size)
         if read.contiguous:
             into[...] = elements.reshape(into.shape)
         else:
+            assert elements.nbytes <= limit
             into[...] = np.lib.stride_tricks.as_strided(elements, into.shape, strides)
         box_of(times, read.box)[...] += 1
-    assert (times == 1).all()
-    assert (target == part(source, offsets, lengths)).all()
-
-
-@settings(max_examples=200)
-@given(**PLANS)
-def test_a_contiguous_read_is_its_box_and_any_other_keeps_the_limit(
-    region, itemsize, limit, merge_gap
-):
-    for read in planned(region, itemsize, limit, merge_gap):
-        nbytes = math.prod(length for _, length in read.box) * itemsize
-        if read.contiguous:
-            assert read.stop - read.start == nbytes
-        else:
-            assert read.stop - read.start <= limit
-
-
-@example(region=([3, 4], [0, 3], [3, 1]), itemsize=1, limit=5, merge_gap=100)
-@given(**PLANS)
-def test_a_read_without_other_bytes_is_contiguous(region, itemsize, limit, merge_gap):
-    for read in planned(region, itemsize, limit, merge_gap):
-        nbytes = math.prod(length for _, length in read.box) * itemsize
-        assert read.contiguous == (read.stop - read.start == nbytes)
-
-
-@settings(max_examples=200)
-@given(**PLANS)
-def test_no_read_goes_through_more_unneeded_bytes_than_merge_gap(
-    region, itemsize, limit, merge_gap
-):
-    """Within one read, between two wanted elements: no longer run of others than ``merge_gap``."""
-    shape, offsets, lengths = region
-    wanted = np.zeros(shape, bool)
-    part(wanted, offsets, lengths)[...] = True
-    flat = wanted.reshape(-1)
-    for read in planned(region, itemsize, limit, merge_gap):
-        inside = flat[read.start // itemsize : read.stop // itemsize]
+        inside = wanted.reshape(-1)[read.start // itemsize : read.stop // itemsize]
         assert inside[0]
         assert inside[-1]
-        runs = [len(list(run)) for value, run in itertools.groupby(inside) if not value]
-        assert all(run * itemsize <= merge_gap for run in runs)
-
-
-@settings(max_examples=200)
-@given(**PLANS)
-def test_reads_come_in_the_order_of_bytes_and_do_not_overlap(region, itemsize, limit, merge_gap):
-    reads = planned(region, itemsize, limit, merge_gap)
+        gaps = [len(list(run)) for value, run in itertools.groupby(inside) if not value]
+        assert all(gap * itemsize <= merge_gap for gap in gaps)
+    assert (times == 1).all()
+    assert (target == part(source, offsets, lengths)).all()
     assert all(one.stop <= next.start for one, next in itertools.pairwise(reads))
-
-
-@settings(max_examples=200)
-@given(**PLANS)
-def test_what_lies_near_enough_is_one_read_if_the_limit_allows(region, itemsize, limit, merge_gap):
-    shape, offsets, lengths = region
-    wanted = np.zeros(shape, bool)
-    part(wanted, offsets, lengths)[...] = True
+    # what lies near enough is one read if the limit allows
     places = np.flatnonzero(wanted.reshape(-1))
     extent = int(places[-1] - places[0] + 1) * itemsize
     largest_gap = int(np.diff(places, prepend=places[0] - 1).max() - 1) * itemsize
-    assume(largest_gap <= merge_gap and extent <= limit)
-    assert len(planned(region, itemsize, limit, merge_gap)) == 1
+    assert len(reads) == 1 or largest_gap > merge_gap or extent > limit
 
 
 @pytest.mark.parametrize(
@@ -213,61 +163,35 @@ def any_segments(draw):
     return segments
 
 
-PACKINGS = {
-    "segments": neighbours() | any_segments(),
-    "limit": st.integers(1, 500),
-    "merge_gap": st.integers(0, 100),
-}
-
-
 @settings(max_examples=200)
-@given(**PACKINGS)
-def test_the_pieces_of_a_segment_are_the_segment(segments, limit, merge_gap):
-    requests = list(pack_requests(segments, limit=limit, merge_gap=merge_gap))
-    pieces = {}
-    for piece in itertools.chain(*requests):
-        pieces.setdefault(name(piece), []).append(piece)
-    assert pieces.keys() == {name(one) for one in segments}
+@given(
+    segments=neighbours() | any_segments(),
+    limit=st.integers(1, 500),
+    merge_gap=st.integers(0, 100),
+)
+def test_requests_have_each_segment_whole_and_exceed_no_limit(segments, limit, merge_gap):
+    by_name, pieces = {name(one): one for one in segments}, {}
+    for request in pack_requests(segments, limit=limit, merge_gap=merge_gap):
+        assert request
+        for one, following in itertools.pairwise(request):
+            assert 0 <= following.start - one.stop <= merge_gap
+        for piece in request:
+            pieces.setdefault(name(piece), []).append(piece)
+            one = by_name[name(piece)]
+            for place in {piece.start, piece.stop} - {one.start, one.stop}:  # cut at its grain
+                assert one.grain > 0
+                assert (place - origin(one)) % one.grain == 0
+        if request[-1].stop - request[0].start > limit:  # one segment that can't be cut
+            (piece,) = request
+            if piece.grain:
+                within = (piece.start + limit - origin(piece)) // piece.grain
+                assert origin(piece) + within * piece.grain <= piece.start
+    assert pieces.keys() == by_name.keys()
     for one in segments:
         found = pieces[name(one)]
         assert (found[0].start, found[-1].stop) == (one.start, one.stop)
         assert all(one.stop == next.start for one, next in itertools.pairwise(found))
         assert all(piece.start < piece.stop for piece in found)
-
-
-@settings(max_examples=200)
-@given(**PACKINGS)
-def test_a_segment_is_cut_at_its_grain_alone(segments, limit, merge_gap):
-    by_name = {name(one): one for one in segments}
-    for piece in itertools.chain(*pack_requests(segments, limit=limit, merge_gap=merge_gap)):
-        one = by_name[name(piece)]
-        for place in {piece.start, piece.stop} - {one.start, one.stop}:
-            assert one.grain > 0
-            assert (place - origin(one)) % one.grain == 0
-
-
-@settings(max_examples=200)
-@given(**PACKINGS)
-def test_the_pieces_of_a_request_follow_each_other_within_merge_gap(segments, limit, merge_gap):
-    for request in pack_requests(segments, limit=limit, merge_gap=merge_gap):
-        assert request
-        for one, following in itertools.pairwise(request):
-            assert 0 <= following.start - one.stop <= merge_gap
-
-
-@settings(max_examples=200)
-@given(**PACKINGS)
-def test_a_request_exceeds_the_limit_only_for_one_segment_that_can_not_be_cut(
-    segments, limit, merge_gap
-):
-    for request in pack_requests(segments, limit=limit, merge_gap=merge_gap):
-        if request[-1].stop - request[0].start <= limit:
-            continue
-        assert len(request) == 1
-        (piece,) = request
-        if piece.grain:
-            within = (piece.start + limit - origin(piece)) // piece.grain
-            assert origin(piece) + within * piece.grain <= piece.start
 
 
 @settings(max_examples=200)

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import uuid
+from unittest import mock
 
 import pytest
 
@@ -59,14 +60,6 @@ class Slow(MemoryStore):
         sent = send()
         self.behind(body, number)
         return sent
-
-
-class Loan:
-    def retain(self):
-        pass
-
-    def release(self):
-        pass
 
 
 def send(store, pieces):
@@ -129,17 +122,9 @@ def test_what_changes_before_it_is_sent_is_named_and_not_kept(size, verifies):
         send(store, pieces_of(data))
     assert caught.value.item == "weight"
     assert caught.value.uri == store.uri(KEY)
-    assert "weight changed while it was saved" in str(caught.value)
+    assert store.tries <= (1 if size < PART else 4)  # not sent again and again
     assert list(store.list("")) == []
     assert list(store.list_uploads("")) == []
-
-
-def test_what_changes_is_not_sent_again_and_again():
-    store, data = Slow(verifies=True), tensor(300)
-    store.before = change
-    with pytest.raises(TensorChangedError):
-        send(store, pieces_of(data))
-    assert store.tries == 1
 
 
 @SIZES
@@ -176,5 +161,5 @@ def test_memory_that_nobody_else_can_write_is_not_looked_at_again(monkeypatch):
 
     seen = dataclasses.replace(CRC32C, of=of)
     store.capabilities = dataclasses.replace(store.capabilities, checksum=seen)
-    send(store, [Piece(memoryview(b"head")), Piece(memoryview(bytearray(100)), lease=Loan())])
+    send(store, [Piece(memoryview(b"head")), Piece(memoryview(bytearray(100)), lease=mock.Mock())])
     assert looked == [4, 100]

@@ -33,14 +33,6 @@ def test_what_is_in_the_range_of_another_tensor_overlaps_it(other, overlaps):
     assert claims.overlap(other, "other") is overlaps
 
 
-def test_boxes_of_one_tensor_are_kept_apart_by_their_owner():
-    claims = Claims()
-    for column in range(10):
-        assert not claims.overlap(BASE[:, column], "one")
-        claims.add(BASE[:, column], "one")
-    assert claims.overlap(BASE[3:4, 3:4], "other")
-
-
 def test_many_claims_are_compared_with_all_before():
     numbers, taken = random.Random(0), torch.zeros(1000, dtype=torch.uint8)
     claims, memory = Claims(), torch.zeros(1000, dtype=torch.uint8)

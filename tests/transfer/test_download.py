@@ -26,9 +26,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.transfer import download as downloads
 from cloudckpt.transfer.download import download
-from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, TensorSink, Wanted
-from cloudckpt.transfer.pool import MemoryPool
 from cloudckpt.transfer.stats import TransferStats
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
@@ -343,51 +341,6 @@ def test_an_error_of_one_request_stops_the_others():
     with pytest.raises(AccessDeniedError, match="object b"):
         download(store, wanted, options(), TransferStats())
     assert stopped == ["a"]
-
-
-# memory for detours
-
-
-def test_loans_stay_within_the_limit_whatever_is_asked_for():
-    limit, lent, most = 16 * MIB, 0, 0
-    pool, lock = MemoryPool(limit, Cancellation()), threading.Lock()
-
-    def work(seed):
-        nonlocal lent, most
-        sizes = random.Random(seed)
-        for _ in range(40):
-            with pool.take(sizes.randint(1, 6 * MIB)) as lease:
-                with lock:
-                    lent += lease.view.nbytes
-                    most = max(most, lent)
-                lease.view[0] = seed
-                with lock:
-                    lent -= lease.view.nbytes
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert 0 < most <= limit
-
-
-def test_a_wait_for_memory_ends_with_the_cancellation():
-    cancellation = Cancellation()
-    pool = MemoryPool(2 * MIB, cancellation)
-    with pool.take(2 * MIB):
-        cancellation.cancel()
-        with pytest.raises(TransferCancelledError), pool.take(MIB):
-            pass
-
-
-def test_an_error_gives_the_memory_back():
-    pool = MemoryPool(2 * MIB, Cancellation())
-    for _ in range(5):
-        with pytest.raises(KeyError), pool.take(2 * MIB):
-            raise KeyError
-    with pool.take(2 * MIB) as lease:
-        assert lease.view.nbytes >= 2 * MIB
 
 
 def resident() -> int:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.checksum import CRC32C, Blocks
@@ -124,7 +124,7 @@ def load(
     return sinks, run_ranks(work, len(stores))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("ranks", [2, 5])
 def test_each_rank_gets_all_and_all_together_read_it_once(ranks):
     name = f"shared-{ranks}"
     contents, sources = stored(name, [3 * 1024 * KIB, 1, 700 * KIB + 3, 12 * 1024 * KIB])
@@ -146,7 +146,7 @@ def test_fewer_bytes_than_ranks_can_share_are_not_shared():
     assert shared_requests(segments_for(wanted, Config()), 2) is None
 
 
-@pytest.mark.parametrize("failing", range(4))
+@pytest.mark.parametrize("failing", [0, 3])
 def test_if_one_rank_fails_all_end_and_it_says_why(failing):
     name = f"failing-{failing}"
     _, sources = stored(name, [8 * 1024 * KIB, 2 * 1024 * KIB])
@@ -188,7 +188,7 @@ def _no_memory(download):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_lacks_threads_or_memory_says_so_and_all_end(ranks, lack):
     name = f"{lack.__name__}-{ranks}"
-    _, sources = stored(name, [40 * 1024 * KIB])
+    _, sources = stored(name, [ranks * 10 * 1024 * KIB])
     stores = [Counting(name) for _ in range(ranks)]
     _, raised = load(stores, sources, starve=lambda rank, download: rank or lack(download))
     assert type(raised[0]) in (RuntimeError, MemoryError)
@@ -330,7 +330,6 @@ def segments_of(numbers) -> list[Segment]:
     wants=st.lists(st.lists(st.integers(0, 12), max_size=12), min_size=1, max_size=5),
     data=st.data(),
 )
-@settings(max_examples=200)
 def test_ranks_share_exactly_what_they_want_alike_and_in_the_same_order(wants, data):
     hosts = data.draw(st.lists(st.integers(0, 1), min_size=len(wants), max_size=len(wants)))
     of_ranks = [digests(segments_of(numbers)) for numbers in wants]

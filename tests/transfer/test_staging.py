@@ -2,6 +2,7 @@
 
 import itertools
 import queue
+import random
 import threading
 import weakref
 
@@ -10,9 +11,8 @@ import pytest
 import torch
 
 from cloudckpt.errors import TransferCancelledError
-from cloudckpt.transfer import staging
 from cloudckpt.transfer.group import Cancellation
-from cloudckpt.transfer.memory import host_buffer
+from cloudckpt.transfer.pool import MemoryPool
 from cloudckpt.transfer.staging import StagingPool
 
 KIB = 1024
@@ -154,21 +154,47 @@ def test_room_is_aligned_and_does_not_overlap(pool):
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(taken))
 
 
-# memory
-
-
-def test_copies_of_host_memory_do_not_start_cuda(monkeypatch):
-    """Pinning would, in a process that has no use for it."""
-    asked = []
-
-    def note(nbytes, *, pinned):
-        asked.append(pinned)
-        return host_buffer(nbytes, pinned=False)
-
+def test_copies_of_host_memory_do_not_start_cuda(monkeypatch, pool):
+    """Pinning would, in a process that has no use for it; here it would raise an error."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(staging, "host_buffer", note)
-    pool = StagingPool(BUDGET, Cancellation())
-    drain(pool, torch.randn(64, 200).t())
-    pool.reserve(100)
-    assert asked
-    assert not any(asked)
+    tensor = torch.randn(64, 200).t()
+    assert drain(pool, tensor) == expected(tensor)
+
+
+# blocks of any size
+
+
+def test_blocks_stay_within_the_budget_whatever_is_asked_for():
+    budget, lent, most = 16 * KIB, 0, 0
+    pool, lock = MemoryPool(budget, Cancellation()), threading.Lock()
+
+    def work(seed):
+        nonlocal lent, most
+        sizes = random.Random(seed)
+        for _ in range(40):
+            with pool.take(sizes.randint(1, 6 * KIB)) as lease:
+                with lock:
+                    lent += lease.view.nbytes
+                    most = max(most, lent)
+                lease.view[0] = seed
+                with lock:
+                    lent -= lease.view.nbytes
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert 0 < most <= budget
+
+
+def test_a_block_that_exceeds_the_budget_is_lent_alone_and_comes_back_after_an_error():
+    pool = MemoryPool(KIB, Cancellation())
+
+    def use():
+        with pool.take(2 * KIB) as lease:
+            lease.view[5 * KIB] = 1
+
+    for _ in range(3):
+        with pytest.raises(IndexError):
+            use()

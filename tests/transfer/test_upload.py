@@ -160,23 +160,6 @@ def test_an_object_arrives_through_any_passing_faults(sizes, seed, share, width)
 # answers that were lost
 
 
-def test_a_completion_whose_answer_was_lost_is_recognized(store):
-    store.fail("complete_upload", ConnectionLostError, calls=[1], when="after")
-    data = some_bytes(2500)
-    upload, stats = send(store, pieces_of(data, 700))
-    assert store.calls["complete_upload"] == 2
-    assert upload.info == store.inner.head(KEY)
-    assert bytes(store.inner.get(KEY)[0]) == data
-    assert stats.retries == 1
-
-
-def test_a_completion_that_was_lost_before_it_took_place_is_made(store):
-    store.fail("complete_upload", ConnectionLostError, calls=[1, 2], when="before")
-    data = some_bytes(2500)
-    send(store, pieces_of(data, 700))
-    assert bytes(store.inner.get(KEY)[0]) == data
-
-
 @pytest.mark.parametrize("there", [None, b"of another size"])
 def test_an_upload_that_someone_else_has_ended_is_no_success(store, there):
     def lose(message):
@@ -234,20 +217,6 @@ def test_an_object_with_a_random_key_replaces_none(store, size):
     store.fail(verb, ConnectionLostError, calls=[store.calls[verb] + 1], when="after")
     upload, _ = send(store, pieces_of(data, 700), create_only=True)  # met its own first try
     assert upload.info == store.inner.head(KEY)
-
-
-@pytest.mark.parametrize("refusal", REFUSALS)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_small_object_whose_answer_was_lost_is_looked_for(store, refusal, when):
-    store.fail("put", ConnectionLostError, calls=[1], when=when)
-    store.fail("put", refusal, calls=[2])
-    data = memoryview(some_bytes(700))
-    retrier = Retrier(AT_ONCE)
-    if when == "after":
-        assert put_whole(store, KEY, data, retrier, if_absent=True) == store.inner.head(KEY)
-    else:
-        with pytest.raises(refusal):
-            put_whole(store, KEY, data, retrier, if_absent=True)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -341,9 +310,6 @@ def test_what_can_not_be_cleaned_up_is_logged_and_hides_no_error(store, caplog, 
         send(store, pieces_of(some_bytes(2500), 700))
     assert "could not be aborted" in caplog.text
     assert store.calls["abort_upload"] <= 5
-
-
-# the faulty store itself
 
 
 def test_few_threads_at_a_time_compute_checksums(store, monkeypatch):

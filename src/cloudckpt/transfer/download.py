@@ -111,24 +111,23 @@ class Shared(Protocol):
 
 
 def segments_for(wanted: Sequence[Wanted], config: Config) -> list[Segment]:
-    """Returns the segments to request, one for each nonempty ``Wanted``."""
+    """Returns the segments to request, one for each nonempty ``Wanted``.
+
+    They have whole rows, and whole blocks if those are verified.
+    """
     with paused_gc():
-        return [
-            _whole_blocks(want, verify=config.verify) for want in wanted if want.stop > want.start
-        ]
+        return [_segment(want, config.verify) for want in wanted if want.stop > want.start]
 
 
-def _whole_blocks(want: Wanted, *, verify: bool) -> Segment:
-    """Returns the segment to request: whole rows, and whole blocks if they are verified."""
+def _segment(want: Wanted, verify: bool) -> Segment:
     source = want.source
     start = want.start // want.row * want.row
-    stop, grain = min(aligned(want.stop, want.row), source.nbytes), _GRAIN
+    stop, grain = aligned(want.stop, want.row), _GRAIN
     if verify and source.blocks is not None:
         grain = source.blocks.size
-        start = start // grain * grain
-        stop = min(aligned(stop, grain), source.nbytes)
-    origin = source.offset
-    return Segment(want, origin + start, origin + stop, grain if want.divisible else 0)
+        start, stop = start // grain * grain, aligned(stop, grain)
+    first, end = source.offset + start, source.offset + min(stop, source.nbytes)
+    return Segment(want, first, end, grain if want.divisible else 0)
 
 
 class Receiver:
@@ -196,27 +195,26 @@ class Receiver:
         try:
             info = self._retrier.call(once)
         except tuple(_REASONS) as error:
-            uri, what = self._store.uri(key), _REASONS[type(error)]
-            raise CheckpointCorruptError(
-                f"{what}: was the checkpoint deleted or overwritten meanwhile? Load another one",
-                uri=uri,
-                item=item,
-                cause=error,
-                damages=[Damage(uri, item, what)],
-            ) from error
+            raise self._changed(_REASONS[type(error)], key, item, error) from error
         with self._lock:
             first = self._seen.setdefault(key, info)
-        if first.version != info.version or size not in (None, info.size):
-            uri = self._store.uri(key)
+        if size not in (None, info.size):
             what = f"the object has {info.size} bytes instead of {size}"
-            if size in (None, info.size):
-                what = "the object was replaced while it was read"
-            raise CheckpointCorruptError(
-                f"{what}; load another checkpoint",
-                uri=uri,
-                item=item,
-                damages=[Damage(uri, item, what)],
-            )
+            raise self._changed(what, key, item)
+        if first.version != info.version:
+            raise self._changed("the object was replaced while it was read", key, item)
+
+    def _changed(
+        self, what: str, key: str, item: str, cause: Exception | None = None
+    ) -> CheckpointCorruptError:
+        uri = self._store.uri(key)
+        return CheckpointCorruptError(
+            f"{what}: was the checkpoint deleted or overwritten meanwhile? Load another one",
+            uri=uri,
+            item=item,
+            cause=cause,
+            damages=[Damage(uri, item, what)],
+        )
 
 
 class Download:

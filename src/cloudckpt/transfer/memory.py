@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ __all__ = [
     "bytes_of",
     "extent",
     "has_memory",
-    "host_buffer",
     "is_plain",
     "memory_at",
     "memory_of",
@@ -132,44 +130,36 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return view
 
 
-def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocates host memory that returns to the system as soon as it is unused.
-
-    It is a mapping of its own, as malloc would keep memory freed by one thread from other threads
-    and from the system.
-
-    Args:
-        nbytes: The size; not 0.
-        pinned: Whether the memory is page-locked; torch keeps such memory for later buffers.
-    """
-    if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
 class Claims:
     """Memory ranges with an owner each; ranges of different owners do not overlap.
 
     A range extends from the first to the last byte of a view, including gaps. Views of the same
-    owner, such as the boxes of one tensor, may overlap.
+    owner, such as the boxes of one tensor, may overlap; their ranges are merged.
     """
 
     def __init__(self) -> None:
-        self._taken: dict[torch.device, _Ranges] = {}
+        # by device: the sorted starts and stops of the ranges, and their owners
+        self._taken: dict[torch.device, tuple[list[int], list[int], list[Hashable]]] = {}
 
     def overlap(self, tensor: torch.Tensor, owner: Hashable) -> bool:
         """Returns whether a tensor shares memory with one that was added for another owner."""
-        ranges = self._taken.get(tensor.device)
-        if ranges is None or not tensor.numel():
+        if tensor.device not in self._taken or not tensor.numel():
             return False
-        first, stop = ranges.within(*_range_of(tensor))
-        return any(other != owner for other in ranges.owners[first:stop])
+        starts, stops, owners = self._taken[tensor.device]
+        start, stop = _range_of(tensor)
+        there = owners[bisect_right(stops, start) : bisect_left(starts, stop)]
+        return any(other != owner for other in there)
 
     def add(self, tensor: torch.Tensor, owner: Hashable) -> None:
         """Adds a tensor, which must not overlap tensors of other owners."""
-        if tensor.numel():
-            self._taken.setdefault(tensor.device, _Ranges()).add(*_range_of(tensor), owner)
+        if not tensor.numel():
+            return
+        starts, stops, owners = self._taken.setdefault(tensor.device, ([], [], []))
+        start, stop = _range_of(tensor)
+        joined = slice(bisect_right(stops, start), bisect_left(starts, stop))
+        starts[joined] = [min([start, *starts[joined]])]
+        stops[joined] = [max([stop, *stops[joined]])]
+        owners[joined] = [owner]
 
 
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -177,24 +167,3 @@ def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
     first, end = extent(tensor)
     start = tensor.data_ptr()
     return start, start + end - first
-
-
-class _Ranges:
-    """Sorted ranges that do not overlap."""
-
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.stops: list[int] = []
-        self.owners: list[Hashable] = []
-
-    def within(self, start: int, stop: int) -> tuple[int, int]:
-        """Returns the start and end index of the ranges that overlap a range."""
-        return bisect_right(self.stops, start), bisect_left(self.starts, stop)
-
-    def add(self, start: int, stop: int, owner: Hashable) -> None:
-        """Adds a range; merges it with the ranges of the same owner that it overlaps."""
-        first, last = self.within(start, stop)
-        joined = slice(first, last)
-        self.starts[joined] = [min([start, *self.starts[joined]])]
-        self.stops[joined] = [max([stop, *self.stops[joined]])]
-        self.owners[joined] = [owner]

@@ -79,7 +79,11 @@ class MemoryPool:
         self._closed = False
 
     def allocate(self, nbytes: int, *, pinned: bool) -> tuple[Any, memoryview]:
-        """Returns new memory: the object that keeps it, and its bytes; `pinned`: page-locked."""
+        """Returns new memory: the object that keeps it, and its bytes; `pinned`: page-locked.
+
+        It is a mapping of its own, which returns to the system as soon as it is unused: malloc
+        would keep memory freed by one thread from other threads and from the system.
+        """
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return mapped, memoryview(mapped)
 

@@ -9,7 +9,7 @@ import torch
 
 from cloudckpt.transfer.boxes import row_major_slices
 from cloudckpt.transfer.group import Cancellation
-from cloudckpt.transfer.memory import bytes_of, host_buffer, narrow
+from cloudckpt.transfer.memory import bytes_of, narrow
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.pool import MemoryPool
 
@@ -29,7 +29,11 @@ class StagingPool(MemoryPool):
         self._pinned = False
 
     def allocate(self, nbytes: int, *, pinned: bool) -> tuple[Any, memoryview]:
-        memory = host_buffer(nbytes, pinned=pinned or self._pinned)
+        if pinned or self._pinned:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        else:
+            mapped, _ = super().allocate(nbytes, pinned=False)
+            memory = torch.frombuffer(mapped, dtype=torch.uint8)
         return memory, bytes_of(memory)
 
     def pieces(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[Piece]:
