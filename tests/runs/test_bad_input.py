@@ -131,23 +131,6 @@ def at(proxy: FaultyProxy, config: Config) -> Config:
     return replace(config, s3=replace(config.s3, endpoint_url=proxy.url))
 
 
-def test_a_denied_deletion_damages_nothing_and_training_goes_on(
-    bucket, s3_url, s3_config, caplog
-) -> None:
-    run = f"s3://{bucket}/run"
-    with FaultyProxy(s3_url) as proxy:
-        config = at(proxy, s3_config)
-        proxy.inject(DENIED, operation="DeleteObject")
-        fill(run, 1, 2, 3, config=config, max_to_keep=1)
-        assert "step 1 could not be deleted, and stays" in caplog.text
-        assert [step for step, whole in listed(run, config) if whole] == [
-            "step-1", "step-2", "step-3",
-        ]  # fmt: skip
-        with pytest.raises(AccessDeniedError):
-            cloudckpt.delete(f"{run}/step-1", config=config)
-        assert cloudckpt.verify(f"{run}/step-1", config=config).items == 2
-
-
 def test_under_a_policy_that_lets_nothing_be_replaced_or_deleted_a_job_goes_on(
     bucket, s3_url, s3_client, s3_config, caplog
 ) -> None:

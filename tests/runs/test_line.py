@@ -327,3 +327,12 @@ def test_a_watch_leaves_out_abandoned_steps_and_yields_those_that_are_saved_anew
             assert [next(watch).step for _ in range(1)] == [2]
             save(new, 5, of=10)
             assert next(watch).step == 5
+
+
+def test_a_watch_from_a_step_beyond_the_line_waits_for_the_line(run, two) -> None:
+    _, new = two
+    watch = cloudckpt.watch(run, interval=0.01, start=6)  # which is abandoned
+    later = threading.Timer(0.5, save, (new, 7))
+    later.start()
+    assert next(watch).step == 7
+    later.join()

@@ -99,17 +99,6 @@ def test_only_steps_whose_turn_it_is_are_saved(run) -> None:
         assert manager.all_steps() == [3, 6, 8]
 
 
-def test_old_steps_are_deleted_behind_the_commit(run) -> None:
-    with managed(run, max_to_keep=2, keep_period=4) as manager:
-        for step in range(1, 11):
-            manager.save(step, state(step))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [4, 8, 9, 10]
-    assert sorted(path.name for path in run.iterdir() if any(path.glob("*"))) == [
-        "step-10", "step-4", "step-8", "step-9",
-    ]  # fmt: skip
-
-
 def damage(run: Path, step: int) -> None:
     [data, *_] = sorted((run / f"step-{step}").glob("*.distcp"))
     content = bytearray(data.read_bytes())

@@ -67,28 +67,19 @@ BEST = Retention(best_to_keep=2, best_metric="loss", best_mode="min")
 HIGHEST = Retention(best_to_keep=2, best_metric="loss", best_mode="max")
 
 
-def test_without_a_limit_all_steps_are_kept() -> None:
-    assert Retention().unneeded(range(100)) == []
+UNNEEDED = [
+    (Retention(), range(9), {}, []),
+    (Retention(max_to_keep=2, keep_period=10), [5, 10, 15, 20, 25, 30, 35], {}, [5, 15, 25]),
+    (BEST, [1, 2, 3, 4], {1: 0.5, 2: 0.1, 3: 0.2, 4: 0.9}, [1]),  # the newest has the worst score
+    (HIGHEST, [1, 2, 3, 4, 5], {1: 0.5, 2: 0.1, 3: 0.2, 4: 0.9}, [2, 3]),
+    (BEST, [1, 2, 3, 4, 5], {1: 1.0, 3: 2.0, 4: math.inf}, [4]),  # without a score all are kept
+    (HIGHEST, [1, 3, 7, 9], {1: 0.5, 3: 0.5, 7: 0.5}, [1]),  # of equal scores the newest is best
+]
 
 
-def test_the_newest_and_every_period_are_kept() -> None:
-    kept = Retention(max_to_keep=2, keep_period=10)
-    assert kept.unneeded([5, 10, 15, 20, 25, 30, 35]) == [5, 15, 25]
-
-
-def test_the_best_are_kept_and_the_newest_whatever_its_score() -> None:
-    scores = {1: 0.5, 2: 0.1, 3: 0.2, 4: 0.9}
-    assert BEST.unneeded([1, 2, 3, 4], scores) == [1]
-    assert HIGHEST.unneeded([1, 2, 3, 4, 5], scores) == [2, 3]
-
-
-def test_what_has_no_score_is_kept() -> None:
-    assert BEST.unneeded([1, 2, 3, 4, 5], {1: 1.0, 3: 2.0, 4: math.inf}) == [4]
-
-
-def test_of_equal_scores_the_newest_is_the_best() -> None:
-    assert BEST.ranked({1: 0.5, 7: 0.5, 3: 0.6}) == [7, 1, 3]
-    assert HIGHEST.ranked({1: 0.5, 7: 0.5, 3: 0.6}) == [3, 7, 1]
+@pytest.mark.parametrize(("rules", "committed", "scores", "unneeded"), UNNEEDED)
+def test_what_no_rule_keeps_is_unneeded(rules, committed, scores, unneeded) -> None:
+    assert rules.unneeded(committed, scores) == unneeded
 
 
 @given(

@@ -251,7 +251,8 @@ class Run:
         decides, and the steps on its line are yielded once more.
 
         Args:
-            steps: The steps that have a folder, oldest first; None lists them.
+            steps: The steps to read, oldest first, the newest of the run among them; None reads
+                all.
             adopt: Commits an uncommitted step if possible; called for each that is newer than the
                 newest committed one on the line. None adopts no step.
         """
@@ -268,6 +269,12 @@ class Run:
             elif notes is not None:
                 is_gone, adopt = False, None if isinstance(notes, Notes) else adopt
                 yield step, notes, True
+        if passed and is_gone and steps is not None:  # the line may have other steps than these
+            others = run._read(sorted({*run.steps(warns=False)} - {*steps}))
+            is_gone = all(
+                notes is None or (isinstance(notes, Notes) and not line.has(step, notes))
+                for step, notes in others
+            )
         line = Line()
         for step, notes in passed if is_gone else ():
             if line.has(step, notes):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from cloudckpt.checkpoint.baseline import Baseline, begin
+from cloudckpt.checkpoint.baseline import begin
 from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.manifest import Manifest
 from cloudckpt.checkpoint.objects import (
@@ -131,7 +131,11 @@ def copy_checkpoint(
     part = read_content(source.uri, source.config)
     if skips_same and _has_the_same(target, part):
         return Copied(already_there=1)
-    baseline, attempt = _baseline(part, source, target), random_suffix()
+    key = target.uri.key(part.commit.info.key.removeprefix(source.uri.key("")))
+    look = partial(target.retrier.call, partial(target.store.look, key))
+    may_replace = target.config.overwrite or source.uri == target.uri
+    baseline = begin(look, key, str(target.uri), overwrite=may_replace)
+    attempt = random_suffix()
     tasks = _tasks(part, source, target, attempt)
     objects = {one.name: one for one in part.commit.objects}  # those not copied keep their names
     for ordinal, (name, task) in enumerate(tasks.items()):
@@ -163,19 +167,6 @@ def copy_checkpoint(
     finally:
         forget_listings()
     return Copied(checkpoints=1, objects=len(tasks), nbytes=nbytes, by_store=by_store)
-
-
-def _baseline(part: ReadContent, source: Place, target: Place) -> Baseline:
-    """Reads the version of the target's commit object, on which the commit is conditioned.
-
-    Raises:
-        CheckpointExistsError: If the target has a checkpoint, and its options forbid to replace it.
-    """
-    uri, store = target.uri, target.store
-    name = part.commit.info.key.removeprefix(source.uri.key(""))
-    look = partial(target.retrier.call, partial(store.look, uri.key(name)))
-    may_replace = target.config.overwrite or source.uri == uri
-    return begin(look, uri.key(name), str(uri), overwrite=may_replace)
 
 
 def _tasks(part: ReadContent, source: Place, target: Place, attempt: str) -> dict[str, CopyTask]:

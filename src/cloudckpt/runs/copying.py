@@ -130,7 +130,13 @@ def copy(
     copied = sum((one for one, _ in of_all), Copied())
     failed = [error for _, errors in of_all for error in errors]
     if damaged := [error for error in failed if isinstance(error, CheckpointCorruptError)]:
-        raise _one_error(damaged, len(copies), copied)
+        error = one_error(damaged)
+        if len(copies) > 1:
+            error.message += (
+                f" | {len(damaged)} damaged checkpoints of the run were not copied; "
+                f"{copied.checkpoints + copied.already_there} were, or are there already"
+            )
+        raise error
     if failed and not copied.checkpoints + copied.already_there:
         raise failed[0]
     return copied
@@ -280,16 +286,3 @@ def _is_run(place: Place) -> bool:
     except AccessDeniedError:  # credentials that allow only writes to the target
         return False
     return any(one.is_committed for one in found)
-
-
-def _one_error(
-    damaged: list[CheckpointCorruptError], copies: int, copied: Copied
-) -> CheckpointCorruptError:
-    """Makes one error of the damaged checkpoints."""
-    error = one_error(damaged)
-    if copies > 1:
-        error.message += (
-            f" | {len(damaged)} damaged checkpoints of the run were not copied; "
-            f"{copied.checkpoints + copied.already_there} were, or are there already"
-        )
-    return error

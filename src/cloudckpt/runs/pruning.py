@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
@@ -318,20 +318,33 @@ class StepsInUse:
     """
 
     def __init__(self) -> None:
-        self._locks = defaultdict[int, threading.Lock](threading.Lock)
+        self._changed = threading.Condition()
+        self._used: Counter[int] = Counter()
+        self._deleted: set[int] = set()
 
     @contextlib.contextmanager
     def kept(self, step: int) -> Iterator[None]:
-        """Marks a step as in use during a ``with`` block, after other uses and deletions of it."""
-        with self._locks[step]:
+        """Marks a step as in use during a ``with`` block, after a deletion of it in progress."""
+        with self._changed:
+            self._changed.wait_for(lambda: step not in self._deleted)
+            self._used[step] += 1
+        try:
             yield
+        finally:
+            with self._changed:
+                self._used[step] -= 1
 
     @contextlib.contextmanager
     def deleted(self, step: int) -> Iterator[bool]:
         """Yields whether a step is unused; if it is, uses of it wait until the block ends."""
-        is_free = self._locks[step].acquire(blocking=False)
+        with self._changed:
+            is_free = not self._used[step]
+            if is_free:
+                self._deleted.add(step)
         try:
             yield is_free
         finally:
             if is_free:
-                self._locks[step].release()
+                with self._changed:
+                    self._deleted.remove(step)
+                    self._changed.notify_all()
