@@ -1,5 +1,6 @@
 """Credentials: never shown, named when they can't be right, looked for anew when refused."""
 
+import contextlib
 import gc
 import html
 import itertools
@@ -21,6 +22,7 @@ from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
+    ConnectionLostError,
     CredentialsError,
     InvalidRequestError,
     StoreError,
@@ -424,45 +426,68 @@ def test_an_error_above_one_that_quotes_a_credential_stands_alone():
 
 
 class Key:
+    """A source of one secret, until it fails."""
+
+    failure = None
+
     def secrets(self):
+        if self.failure is not None:
+            raise self.failure
         return ("one",)
+
+
+def test_issued_credentials_that_fail_before_a_first_success_are_tried_again():
+    key = Key()
+    credentials = Credentials(lambda: key, contextlib.nullcontext)
+    key.failure = CredentialsError("the service refuses")
+    with pytest.raises(CredentialsError):  # none were ever issued: the job is misconfigured
+        credentials.get()
+    key.failure = None
+    credentials.get()
+    key.failure = CredentialsError("the service refuses")
+    with pytest.raises(ConnectionLostError) as caught:
+        credentials.get()
+    assert caught.value.certain
+    key.failure = None
+    assert credentials.get() == (key, ("one",))
 
 
 def test_many_threads_whose_credentials_failed_look_once():
     """One after the other, they would wait far beyond the deadline of their requests."""
-    looks, may_end = [], threading.Event()
+    looks, may_end, key = [], threading.Event(), Key()
 
     def look():
-        if not looks:
-            looks.append("the first")
-            return Key()
-        looks.append("another")
-        may_end.wait(30)
-        raise CredentialsError("the service is silent")
+        looks.append(key)
+        if len(looks) > 1:
+            may_end.wait(30)
+            raise CredentialsError("the service is silent")
+        return key
 
-    credentials = Credentials(look)
-    credentials.have_worked = True
-    credentials.failed(CredentialsError("expired"))
+    credentials = Credentials(look, contextlib.nullcontext)
+    credentials.get()
+    key.failure = CredentialsError("expired")
+    with pytest.raises(ConnectionLostError):
+        credentials.get()
 
     class Counted:
         """The lock, which lets the look end when all have asked."""
 
         turns, lock = itertools.count(1), threading.Lock()
 
-        def __enter__(self):
+        def acquire(self, timeout):
             if next(self.turns) == 8:
                 may_end.set()
-            self.lock.acquire()
+            return self.lock.acquire(timeout=timeout)
 
-        def __exit__(self, *_):
+        def release(self):
             self.lock.release()
 
-    credentials._lock = Counted()
+    credentials._look_again._lock = Counted()
 
-    refused = at_once(8, credentials.source)
+    refused = at_once(8, credentials.get)
     assert len(looks) == 2
     assert len({id(error) for error in refused}) == 8
     assert all(error.certain for error in refused)
-    with pytest.raises(CredentialsError):  # who asks later looks again
-        credentials.source()
+    with pytest.raises(ConnectionLostError):  # who asks later looks again
+        credentials.get()
     assert len(looks) == 3

@@ -5,6 +5,7 @@ import datetime
 import itertools
 import json
 import threading
+import time
 
 import google.auth.credentials
 import google.auth.exceptions
@@ -20,7 +21,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.gcs import access as gcs_access
 from cloudckpt.stores.gcs.store import GCSStore
-from support.dialects import GOOGLE
+from support.dialects import GOOGLE, at_once, resource
 
 VERBS, call = GOOGLE.verbs, GOOGLE.call
 
@@ -144,6 +145,20 @@ def test_a_first_token_that_is_refused_is_final_and_a_refresh_is_tried_again(ope
     ):
         store.head("run/object")
     call(store, secure, "head")
+
+
+def test_many_threads_fetch_the_first_token_once(open_with, secure, monkeypatch):
+    credentials, fetch = FakeCredentials(), FakeCredentials.refresh
+
+    def slowly(self, request):
+        time.sleep(0.3)  # the other threads ask meanwhile
+        fetch(self, request)
+
+    monkeypatch.setattr(FakeCredentials, "refresh", slowly)
+    store = open_with(credentials)
+    secure.respond(lambda request: secure.Answer(body=resource()))
+    found = at_once(8, lambda: store.head("run/object").size)
+    assert (found, credentials.refreshes) == ([4] * 8, 1)
 
 
 # where credentials are found

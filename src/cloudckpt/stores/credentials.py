@@ -7,9 +7,10 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from cloudckpt.errors import (
     CloudCheckpointError,
@@ -23,7 +24,9 @@ from cloudckpt.stores.redaction import raise_alone, reason
 
 __all__ = [
     "Credentials",
+    "Errors",
     "Origin",
+    "SharedCall",
     "Source",
     "fetching",
     "take_over",
@@ -62,6 +65,51 @@ class Source(Protocol):
 
 
 S = TypeVar("S", bound=Source)
+T = TypeVar("T")
+
+Errors = Callable[[], AbstractContextManager[None]]
+"""Makes a context that converts the exceptions of a vendor's SDK, see :func:`fetching`."""
+
+_LONGEST_WAIT = 120.0  # seconds to wait for another thread that looks credentials up
+
+
+class SharedCall(Generic[T]):
+    """A call that one thread makes for all threads that ask meanwhile; they share its outcome.
+
+    The sources of credentials are slow, and refuse many requests at once. If each thread asked in
+    turn, the last one would wait far beyond the deadline of its request.
+    """
+
+    def __init__(self, call: Callable[[], T], errors: Errors) -> None:
+        self._call = call
+        self._errors = errors
+        self._lock = threading.Lock()
+        self._ended = 0.0
+        self._outcome: Any = None
+
+    def __call__(self) -> T:
+        """Makes the call, or waits for that of another thread; returns its result.
+
+        Raises:
+            StoreError: The error of the call, a copy for each thread.
+        """
+        asked = time.monotonic()
+        if not self._lock.acquire(timeout=_LONGEST_WAIT):
+            text = "fetching the credentials takes too long in another thread"
+            raise ConnectionLostError(text, certain=True)
+        try:
+            if self._ended <= asked:
+                try:
+                    with self._errors():
+                        self._outcome = self._call()
+                except StoreError as error:
+                    self._outcome = error
+                self._ended = time.monotonic()
+            if isinstance(self._outcome, StoreError):
+                raise_alone(copy.copy(self._outcome))
+            return cast(T, self._outcome)
+        finally:
+            self._lock.release()
 
 
 class Credentials(Generic[S]):
@@ -77,59 +125,58 @@ class Credentials(Generic[S]):
             new ones yet.
     """
 
-    def __init__(self, look: Callable[[], S]) -> None:
-        """Looks up credentials; `look` returns a source from the current environment and files."""
-        self._look = look
-        self._lock = threading.Lock()
-        self._looked_at = 0.0
-        self._failed = False
-        # of the last lookup, with the time when it ended
-        self._failure: tuple[float, StoreError] | None = None
+    def __init__(self, look: Callable[[], S], errors: Errors) -> None:
+        """Looks up credentials.
+
+        Args:
+            look: Returns a source from the current environment and files.
+            errors: Converts the exceptions of `look` and of the source.
+        """
+
+        def look_again() -> tuple[S, tuple[str, ...]]:
+            found = look()
+            return found, found.secrets()
+
+        self._errors = errors
+        self._look_again = SharedCall(look_again, errors)
+        self._has_failed = False
+        self._were_issued = False
         self.have_worked = False
-        self.current = look()
+        with errors():
+            self.current = look()
 
-    def source(self) -> S:
-        """Returns the credentials for the next request, after another lookup if they were missing.
+    def get(self) -> tuple[S, tuple[str, ...]]:
+        """Returns the source for the next request, and its secrets; renews them if they are due.
 
-        If many threads need the lookup at the same time, one makes it and the others share its
-        result.
+        They are looked up again if they could not be fetched before. Once a source has issued
+        credentials, it may do so again: its failures are then transient, so that the request is
+        retried until its deadline. Otherwise the job is misconfigured, and the error is final.
 
         Raises:
             StoreError: If there are no credentials now; ``certain``, as the request was not sent.
         """
-        if self._failed:
-            asked = time.monotonic()
-            with self._lock:
-                if self._failed and self._failure is not None and self._failure[0] > asked:
-                    raise copy.copy(self._failure[1])
-                if self._failed:
-                    try:
-                        self.current = self._look()
-                    except StoreError as error:
-                        error.certain = True  # nothing was sent
-                        self._failure = time.monotonic(), copy.copy(error)
-                        raise
-                    self._failed = False
-        return self.current
+        try:
+            if self._has_failed:
+                self.current, _ = self._look_again()
+                self._has_failed = False
+            source = self.current
+            with self._errors():
+                secrets = source.secrets()
+            self._were_issued = True
+            return source, secrets
+        except StoreError as error:
+            error.certain = True
+            if not isinstance(error, CredentialsError):
+                raise
+            self._has_failed = True
+            if not self._were_issued:
+                raise
+            text = "the credentials can't be refreshed at the moment; it is tried again"
+            later = ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
+        raise later
 
-    def failed(self, error: CredentialsError) -> StoreError:
-        """Returns the error for a request without credentials; the next request looks them up.
-
-        If credentials have worked before, they may come back: the error is transient, so that the
-        request is retried until its deadline, each time with a lookup. Otherwise the error is
-        final: the job is misconfigured.
-        """
-        self._failed = True
-        if not self.have_worked:
-            return error
-        text = "the credentials can't be refreshed at the moment; it is tried again"
-        return ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
-
-    def renew(self, refused: S, secrets: Iterable[str]) -> bool:
+    def renew(self, refused: S, secrets: tuple[str, ...]) -> bool:
         """Looks refused credentials up again; returns whether the store now has different ones.
-
-        If many threads are refused at the same time, one makes the lookup and the others share its
-        result.
 
         Args:
             refused: The source of the refused credentials.
@@ -138,24 +185,18 @@ class Credentials(Generic[S]):
         Raises:
             TransientStoreError: If new credentials can't be fetched for the moment.
         """
-        asked = time.monotonic()
-        with self._lock:
-            if self.current is not refused:
-                return True
-            if self._looked_at > asked:
-                return False
-            try:
-                found = self._look()
-                if found.secrets() == tuple(secrets):
-                    return False
-            except TransientStoreError:
-                raise
-            except CloudCheckpointError:
-                return False  # the store's refusal explains more
-            finally:
-                self._looked_at = time.monotonic()
-            self.current = found
+        if self.current is not refused:
             return True
+        try:
+            found, issued = self._look_again()
+        except TransientStoreError:
+            raise
+        except CloudCheckpointError:
+            return False  # the store's refusal explains more
+        if issued == secrets:
+            return False
+        self.current = found
+        return True
 
 
 @contextlib.contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
 from cloudckpt.errors import (
@@ -109,16 +109,34 @@ class Signed:
     secrets: tuple[str, ...]
 
 
-class Access(Protocol):
-    """The endpoint and credentials of one bucket."""
+class Access(ABC):
+    """The endpoint and credentials of one bucket.
 
-    credentials: Credentials[Any]
+    Attributes:
+        url: The URL of the bucket.
+        endpoint_from: The setting that supplied the endpoint.
+        http_options: The options of connections to it.
+        credentials: The credentials that authorize requests.
+    """
+
+    url: str
+    endpoint_from: str
     http_options: HttpOptions
+    credentials: Credentials[Any]
 
+    @abstractmethod
     def authorize(
-        self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
+        self, request: Request, headers: dict[str, str], source: Any, secrets: tuple[str, ...]
     ) -> tuple[str, Mapping[str, str]]:
-        """Signs a request; returns the URL and headers to send, given its other headers."""
+        """Signs a request by a source of credentials, whose secrets are given.
+
+        Returns:
+            The URL and all headers to send, given the other headers.
+        """
+
+    def route(self) -> Route:
+        """Returns the bucket's URL, and the settings that it comes from."""
+        return Route(url=self.url, endpoint_from=self.endpoint_from, http=self.http_options)
 
 
 class RestStore(ObjectStore):
@@ -140,6 +158,7 @@ class RestStore(ObjectStore):
 
     def __init__(self, root: str, access: Access) -> None:
         self.root = root
+        self.route = access.route
         self._http = HttpClient(access.http_options)
         self._credentials = access.credentials
         self._authorize = access.authorize
@@ -278,9 +297,7 @@ class RestStore(ObjectStore):
         """Signs a request, after fetching credentials if necessary.
 
         Raises:
-            CredentialsError: If there are no credentials and never were.
-            StoreError: If they can't be fetched or refreshed for now. Both are certain: nothing was
-                sent.
+            StoreError: As :meth:`Credentials.get`; certain, as nothing was sent.
         """
         if not {".", ".."}.isdisjoint(request.key.split("/")):
             raise InvalidRequestError(
@@ -289,23 +306,17 @@ class RestStore(ObjectStore):
         size, given = nbytes(request.body), dict(request.headers)
         if request.body or request.method in ("PUT", "POST"):
             given = {"Content-Length": str(size), **given}
+        source, secrets = self._credentials.get()
         try:
-            source = self._credentials.source()
-            secrets = source.secrets()
             with fetching("store's", None, is_passing=lambda exc: False, said=_class_of):
-                url, headers = self._authorize(request, given, secrets)
+                url, headers = self._authorize(request, given, source, secrets)
         except StoreError as error:
             error.certain = True  # nothing was sent
-            if not isinstance(error, CredentialsError):
-                raise
-            meaning = self._credentials.failed(error)
-        else:
-            # the body is then sent only after the server's 100 Continue, see http.expect
-            is_busy = self._knows_expect and time.monotonic() < self._busy_until
-            if is_busy and size >= _LARGE:
-                headers = {**headers, **EXPECT}  # not signed: proxies may drop it
-            return Signed(url, headers, source, secrets)
-        raise meaning
+            raise
+        # the body is then sent only after the server's 100 Continue, see http.expect
+        if self._knows_expect and size >= _LARGE and time.monotonic() < self._busy_until:
+            headers = {**headers, **EXPECT}  # not signed: proxies may drop it
+        return Signed(url, headers, source, secrets)
 
     def recover(self, refused: StoreError, signed: Signed | None) -> bool:
         """Returns whether a refused request may succeed if it is signed and sent again.
@@ -479,18 +490,13 @@ class RestStore(ObjectStore):
     def _delete(self, key: str, if_version: str | None) -> None:
         """Deletes an object; a missing object is not an error. The store may ignore the version."""
 
-    @abstractmethod
-    def route(self) -> Route:
-        """Returns the bucket's URL, and the settings that it comes from."""
-
     def origin(self) -> Origin:
         """Returns where the credentials come from, after fetching them if necessary.
 
         Raises:
             StoreError: If they can't be fetched.
         """
-        source = self._credentials.source()
-        source.secrets()
+        source, _ = self._credentials.get()
         origin: Origin = source.origin()
         return origin
 

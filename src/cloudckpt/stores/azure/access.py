@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import email.utils
 import hmac
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from cloudckpt._version import __version__
@@ -19,16 +21,15 @@ from cloudckpt.config import Config
 from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
     ConfigError,
-    ConnectionLostError,
     CredentialsError,
     MissingDependencyError,
     StoreError,
 )
-from cloudckpt.stores.credentials import Credentials, Origin, fetching
+from cloudckpt.stores.credentials import Credentials, Errors, Origin, SharedCall, fetching
 from cloudckpt.stores.http.bodies import iso_date
 from cloudckpt.stores.http.options import HttpOptions, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone, told
-from cloudckpt.stores.rest import Request
+from cloudckpt.stores.rest import Access, Request
 
 try:
     from azure.core.credentials import AccessTokenInfo
@@ -68,7 +69,6 @@ _LONGEST_COPY = datetime.timedelta(hours=2)
 
 _SCOPE = "https://storage.azure.com/.default"
 _CLI_TIMEOUT = 60  # seconds; `az` starts slowly on a busy machine
-_LONGEST_WAIT = 120.0  # seconds to wait for another thread that fetches the token
 _MARGIN = 300.0  # seconds before its end at which a token is renewed, if its issuer names no time
 _PAUSE = 30.0  # seconds between renewals of a valid token
 _LONGEST_TEXT = 3000  # characters of the messages of all sources of tokens
@@ -88,22 +88,17 @@ _SIGNED = (  # signed in this order, whether sent or not
 )
 
 
-class ContainerAccess:
+class ContainerAccess(Access):
     """The endpoint and credentials of a container, determined as Azure's SDKs do.
 
     Attributes:
         container: The container's name.
-        endpoint: The account's endpoint, without a trailing slash.
-        url: The URL of the container.
-        endpoint_from: The setting that supplied the account.
         is_azure: Whether the endpoint is Azure's own, in any of its clouds.
-        http_options: The options of connections to it.
-        credentials: The credentials that authorize requests.
     """
 
     def __init__(self, container: str, host: str, config: Config, uri: str) -> None:
         self._place = place = _locate(host, config, _from_environment(container, uri), uri)
-        self.container, self.endpoint = container, place.endpoint
+        self.container = container
         self.url = f"{place.endpoint}/{quote(container)}"
         self.endpoint_from = (
             ("the URI" if host else "")
@@ -151,24 +146,19 @@ class ContainerAccess:
                     f"names: set AZURE_STORAGE_ACCOUNT={place.account} if it belongs to that "
                     "account)"
                 )
-            tokens = _Tokens(config, uri, note)
+            tokens = _Tokens(config, uri, note, errors)
             return _Source(token=tokens.get, found=tokens.origin)
 
-        self.credentials = Credentials(look)
+        errors = partial(fetching, "Azure", uri, is_passing=_is_passing)
+        self.credentials = Credentials(look, errors)
 
     def authorize(
-        self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
+        self, request: Request, headers: dict[str, str], source: Any, secrets: tuple[str, ...]
     ) -> tuple[str, dict[str, str]]:
-        """Implements :meth:`cloudckpt.stores.rest.Access.authorize`.
-
-        Raises:
-            CredentialsError: If there are no credentials, or they can't be renewed.
-            TransientStoreError: If they temporarily can't be renewed.
-        """
+        """Implements :meth:`cloudckpt.stores.rest.Access.authorize`."""
         method, url = request.method, request.url
         headers["x-ms-version"] = API_VERSION
         headers["x-ms-date"] = email.utils.formatdate(usegmt=True)
-        source = self.credentials.current
         if source.sas:
             return f"{url}{'&' if '?' in url else '?'}{source.sas}", headers
         if source.sign is not None:
@@ -194,9 +184,9 @@ class ContainerAccess:
             StoreError: If there are no credentials, or they can't be renewed.
         """
         url = f"{self.url}/{quote(key, safe='/-._~')}"
-        source = self.credentials.source()
+        source, secrets = self.credentials.get()
         if source.token is not None:
-            return url, f"Bearer {source.token()}"
+            return url, f"Bearer {secrets[0]}"
         sas = source.sas
         if source.sign is not None:
             sas = generate_blob_sas(
@@ -245,19 +235,18 @@ class _Tokens:
     with a managed identity.
     """
 
-    def __init__(self, config: Config, uri: str, note: str) -> None:
+    def __init__(self, config: Config, uri: str, note: str, errors: Errors) -> None:
         """Finds the sources; `note` is added to the message if none has credentials."""
         self._uri, self._note = uri, note
-        self._lock = threading.Lock()
+        self._fetch = SharedCall(self._fetched, errors)
         self._held = AccessTokenInfo("", 0)
         self._due = 0.0  # when the token is to be renewed, in seconds since 1970
-        with fetching("Azure", uri, is_passing=_is_passing):
-            self._credential = DefaultAzureCredential(
-                process_timeout=_CLI_TIMEOUT,
-                connection_timeout=config.connect_timeout,
-                read_timeout=config.read_timeout,
-                user_agent=f"cloudckpt/{__version__}",
-            )
+        self._credential = DefaultAzureCredential(
+            process_timeout=_CLI_TIMEOUT,
+            connection_timeout=config.connect_timeout,
+            read_timeout=config.read_timeout,
+            user_agent=f"cloudckpt/{__version__}",
+        )
 
     def get(self) -> str:
         """Returns a valid token.
@@ -266,33 +255,22 @@ class _Tokens:
             CredentialsError: If no source has credentials, or they are refused.
             ConnectionLostError: If a source does not respond.
         """
-        if time.time() < self._due:
-            return self._held.token
-        is_valid = time.time() < self._held.expires_on
-        if not self._lock.acquire(timeout=0.0 if is_valid else _LONGEST_WAIT):
-            if is_valid:
-                return self._held.token
-            text = "fetching the access token takes too long in another thread"
-            raise ConnectionLostError(text, uri=self._uri, certain=True)
-        try:
-            if time.time() >= self._due:  # no other thread has renewed it meanwhile
-                self._renew()
-        finally:
-            self._lock.release()
+        now = time.time()
+        if now >= self._held.expires_on:
+            self._fetch()
+        elif now >= self._due:
+            self._due = now + _PAUSE  # the other threads use the valid token meanwhile
+            with contextlib.suppress(StoreError):
+                self._fetch()
         return self._held.token
 
-    def _renew(self) -> None:
+    def _fetched(self) -> None:
         try:
-            with fetching("Azure", self._uri, is_passing=_is_passing):
-                try:
-                    self._held = self._credential.get_token_info(_SCOPE)
-                except ClientAuthenticationError as exc:
-                    raise_alone(self._none(exc))
-        except StoreError:
-            if time.time() >= self._held.expires_on:
-                raise
-        wanted = self._held.refresh_on or self._held.expires_on - _MARGIN
-        self._due = min(max(wanted, time.time() + _PAUSE), self._held.expires_on)
+            held = self._credential.get_token_info(_SCOPE)
+        except ClientAuthenticationError as exc:
+            raise_alone(self._none(exc))
+        wanted = held.refresh_on or held.expires_on - _MARGIN
+        self._held, self._due = held, max(wanted, time.time() + _PAUSE)
 
     def _none(self, exc: Exception) -> CredentialsError:
         return CredentialsError(

@@ -45,7 +45,6 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.http.bodies import Reply, http_date
-from cloudckpt.stores.http.options import Route
 from cloudckpt.stores.redaction import told
 from cloudckpt.stores.rest import UNRESERVED, Marks, Page, RestStore, encode_query
 from cloudckpt.stores.xml_api import text, unqualified
@@ -330,13 +329,6 @@ class AzureStore(RestStore):
                 raise
 
     # building requests
-
-    def route(self) -> Route:
-        return Route(
-            url=self._access.url,
-            endpoint_from=self._access.endpoint_from,
-            http=self._access.http_options,
-        )
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         check_blob(key, self.uri(key))

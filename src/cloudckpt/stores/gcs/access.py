@@ -10,7 +10,9 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timezone
+from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 from cloudckpt.config import Config, GCSOptions
 from cloudckpt.config.options import check_endpoint
@@ -21,12 +23,12 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores.credentials import Credentials, Origin, fetching
+from cloudckpt.stores.credentials import Credentials, Errors, Origin, SharedCall, fetching
 from cloudckpt.stores.http.options import HttpOptions, first_set, named_by
 from cloudckpt.stores.http.tls_errors import causes
 from cloudckpt.stores.redaction import raise_alone, told
 from cloudckpt.stores.refusals import kind_of
-from cloudckpt.stores.rest import Request
+from cloudckpt.stores.rest import Access, Request
 
 try:
     import google.auth
@@ -46,19 +48,17 @@ _INVALID = google.auth.credentials.TokenState.INVALID
 _PAUSE = 15.0  # seconds between refreshes of a valid token that fail
 
 
-class BucketAccess:
+class BucketAccess(Access):
     """The endpoint of a bucket, and the credentials that authorize its requests.
 
     Attributes:
         endpoint: The URL that paths are appended to.
-        endpoint_from: The setting that supplied the endpoint.
         is_google: Whether the endpoint is Google's own.
-        http_options: The options of connections to it.
-        credentials: The credentials that authorize requests.
     """
 
-    def __init__(self, config: Config, uri: str) -> None:
+    def __init__(self, bucket: str, config: Config, uri: str) -> None:
         self.endpoint, is_trusted = _endpoint(config.gcs)
+        self.url = f"{self.endpoint}/{quote(bucket, safe='')}"
         host = self.endpoint.split("/")[2].partition(":")[0]
         self.is_google = is_trusted and host.endswith(f".{_universe()}")
         self.endpoint_from = (
@@ -76,26 +76,21 @@ class BucketAccess:
         def look() -> _Token | _NoToken:
             if not is_wanted:
                 return _NoToken()
-            found = _Token(config, uri)
+            found = _Token(config, uri, errors)
             _check_universe(found.universe, self.endpoint, host, uri)
             return found
 
-        self.credentials = Credentials(look)
+        errors = partial(_errors, uri)
+        self.credentials = Credentials(look, errors)
 
     def shares_realm(self, other: BucketAccess) -> bool:
         """Returns whether one request may involve both buckets: same endpoint, same user."""
         return (self.endpoint, self._is_anonymous) == (other.endpoint, other._is_anonymous)
 
     def authorize(
-        self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
+        self, request: Request, headers: dict[str, str], source: Any, secrets: tuple[str, ...]
     ) -> tuple[str, Mapping[str, str]]:
-        """Implements :meth:`cloudckpt.stores.rest.Access.authorize`.
-
-        Raises:
-            CredentialsError: If the credentials can't be refreshed.
-            ConnectionLostError: If they temporarily can't be refreshed.
-        """
-        source = self.credentials.current
+        """Implements :meth:`cloudckpt.stores.rest.Access.authorize`."""
         if isinstance(source, _Token):
             source.apply(request.method, request.url, headers)
         return request.url, {**headers, **self._payer}
@@ -168,21 +163,16 @@ class _Request(google.auth.transport.requests.Request):
 class _Token:
     """An access token; google-auth refreshes it in the background before it expires."""
 
-    def __init__(self, config: Config, uri: str) -> None:
-        """Finds the application default credentials.
-
-        Raises:
-            CredentialsError: If there are no usable credentials.
-            ConnectionLostError: If the metadata server does not respond or is overloaded.
-        """
-        self._uri = uri
+    def __init__(self, config: Config, uri: str, errors: Errors) -> None:
+        """Finds the application default credentials; `errors` converts google-auth's exceptions."""
+        self._uri, self._errors = uri, errors
         self._request = _Request()
         self._request.timeout = config.connect_timeout, config.read_timeout
         self._next_refresh = 0.0  # of a valid token, by the monotonic clock
-        with self._fetching():
-            self._credentials = _find(uri)
-            self._credentials.with_non_blocking_refresh()
-            self.universe = self._credentials.universe_domain  # may ask the metadata server
+        self._credentials = _find(uri)
+        self._credentials.with_non_blocking_refresh()
+        self.universe = self._credentials.universe_domain  # may ask the metadata server
+        self._fetch = SharedCall(self._fetched, errors)
 
     def apply(self, method: str, url: str, headers: dict[str, str]) -> None:
         """Adds google-auth's headers to a request: the token, and others that it determines.
@@ -190,23 +180,20 @@ class _Token:
         ``before_request`` is google-auth's hook for this. It refreshes the token in the background
         before it expires, looks up from where the account may be used (regional access boundaries),
         and adds a header about that. If the background has failed, the hook itself refreshes; if
-        that fails too, the token is used as long as it is valid.
+        that fails too, the token is used, which `secrets` has just found to be valid.
         """
         if time.monotonic() >= self._next_refresh:
             try:
-                with self._fetching():
+                with self._errors():
                     self._credentials.before_request(self._request, method, url, headers)
                 return
             except StoreError:
-                if self._credentials.token_state is _INVALID:
-                    raise
                 self._next_refresh = time.monotonic() + _PAUSE
         self._credentials.apply(headers)
 
     def secrets(self) -> tuple[str, ...]:
-        with self._fetching():
-            if self._credentials.token_state is _INVALID:
-                self._credentials.refresh(self._request)
+        if self._credentials.token_state is _INVALID:
+            self._fetch()
         token = self._credentials.token or ""
         if not token.isprintable():  # google-auth would log it
             text = "Google's access token contains a line break or another control character"
@@ -223,20 +210,26 @@ class _Token:
             ends=ends.replace(tzinfo=timezone.utc).timestamp() if ends else None,
         )
 
-    @contextlib.contextmanager
-    def _fetching(self) -> Iterator[None]:
-        try:
-            with fetching("Google", self._uri, is_passing=_is_passing, said=_said):
-                yield
-        except CredentialsError as error:
-            # refused for the time in a service account's signature
-            if "reasonable timeframe" in (error.cause or ""):
-                text = (
-                    "this machine's clock is wrong by minutes, so Google issues no access "
-                    "token: set the clock by NTP"
-                )
-                raise_alone(ClockError(text, uri=self._uri, cause=error.cause, certain=True))
-            raise
+    def _fetched(self) -> None:
+        if self._credentials.token_state is _INVALID:
+            self._credentials.refresh(self._request)
+
+
+@contextlib.contextmanager
+def _errors(uri: str) -> Iterator[None]:
+    """Converts google-auth's exceptions, see :func:`fetching`."""
+    try:
+        with fetching("Google", uri, is_passing=_is_passing, said=_said):
+            yield
+    except CredentialsError as error:
+        # refused for the time in a service account's signature
+        if "reasonable timeframe" in (error.cause or ""):
+            text = (
+                "this machine's clock is wrong by minutes, so Google issues no access "
+                "token: set the clock by NTP"
+            )
+            raise_alone(ClockError(text, uri=uri, cause=error.cause, certain=True))
+        raise
 
 
 def _find(uri: str) -> google.auth.credentials.Credentials:

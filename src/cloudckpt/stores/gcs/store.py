@@ -54,7 +54,6 @@ from cloudckpt.stores.gcs.json_api import (
     resource_of,
 )
 from cloudckpt.stores.http.bodies import Reply, http_date
-from cloudckpt.stores.http.options import Route
 from cloudckpt.stores.rest import UNRESERVED, Marks, Page, encode_query
 from cloudckpt.stores.xml_api import XmlStore
 
@@ -83,13 +82,13 @@ class GCSStore(XmlStore):
             "Content-Type": "application/octet-stream",
             **creation_headers(options),
         }
-        self._access = BucketAccess(config, root)
+        self._access = BucketAccess(bucket, config, root)
         super().__init__(root, self._access)
         endpoint, is_google = self._access.endpoint, self._access.is_google
         checksums = is_google if config.checksum == "auto" else config.checksum == "on"
         self._options, self._checksums, self._endpoint = options, checksums, endpoint
         self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"  # of the JSON API
-        self.bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
+        self.bucket_url = self._access.url  # of the XML API
         self._tokens: dict[tuple[object, ...], str] = {}  # the rewrite tokens of copies under way
         self.capabilities = Capabilities(
             conditional_writes=is_google or None,
@@ -285,13 +284,6 @@ class GCSStore(XmlStore):
             given["userProject"] = self._options.user_project
         url = self._endpoint + path
         return f"{url}?{encode_query(given)}" if given else url
-
-    def route(self) -> Route:
-        return Route(
-            url=self.bucket_url,
-            endpoint_from=self._access.endpoint_from,
-            http=self._access.http_options,
-        )
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         url = f"{self.bucket_url}/{quote(key, safe=UNRESERVED)}"

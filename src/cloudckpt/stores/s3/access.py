@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
@@ -30,7 +31,7 @@ from cloudckpt.stores.base import Body, nbytes
 from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.http.options import HttpOptions, Route, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone, reason
-from cloudckpt.stores.rest import Request
+from cloudckpt.stores.rest import Access, Request
 from cloudckpt.stores.s3.dialects import DIALECTS, S3Dialect, dialect_of
 from cloudckpt.stores.s3.errors import REGION
 
@@ -72,7 +73,7 @@ class _Place(NamedTuple):
     region: str
 
 
-class BucketAccess:
+class BucketAccess(Access):
     """The endpoint and credentials of a bucket, as boto3 determines them.
 
     Attributes:
@@ -116,7 +117,8 @@ class BucketAccess:
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
         self._place = _Place(self.bucket_url, region)
-        self.credentials: Credentials[Any] = Credentials(lambda: self._look(config, unused))
+        self._errors = partial(fetching_keys, uri)
+        self.credentials = Credentials(lambda: self._look(config, unused), self._errors)
         self._has_moved = False
         self._moving = threading.Lock()
         # whether the profile wants all bodies signed, or none; None if it has no such setting
@@ -145,10 +147,9 @@ class BucketAccess:
 
         if not self.dialect.sessions:
             return Keys(made, self._uri)
-        with fetching_keys(self._uri):
-            session = made()
-            client = _session_client(session, config, self.region)
-        return Sessions(session, client, self.bucket, self._uri)
+        session = made()
+        client = _session_client(session, config, self.region)
+        return Sessions(session, client, self.bucket, self._uri, self._errors)
 
     @property
     def region(self) -> str:
@@ -233,14 +234,11 @@ class BucketAccess:
         return digest.hexdigest()
 
     def authorize(
-        self, request: Request, headers: dict[str, str], secrets: tuple[str, ...]
+        self, request: Request, headers: dict[str, str], source: Any, secrets: tuple[str, ...]
     ) -> tuple[str, Mapping[str, str]]:
         """Implements :meth:`cloudckpt.stores.rest.Access.authorize`.
 
         Content-Length is not signed: gateways drop it if it is zero, and HTTP/2 does not need it.
-
-        Raises:
-            CredentialsError: If the credentials can't be refreshed.
         """
         place, url = self._place, request.url
         if self._has_moved:
@@ -249,7 +247,7 @@ class BucketAccess:
             headers["x-amz-request-payer"] = "requester"
         if not secrets:
             return url, headers
-        source, copies = self.credentials.current, "x-amz-copy-source" in headers
+        copies = "x-amz-copy-source" in headers
         if isinstance(source, Sessions) and copies:
             secrets = source.identity.secrets()
         length = {name: headers.pop(name) for name in ("Content-Length",) if name in headers}

@@ -5,16 +5,15 @@ botocore refreshes both by its own rules.
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import botocore.exceptions
 from botocore.credentials import RefreshableCredentials
 
 from cloudckpt.errors import AccessDeniedError, CredentialsError, TransientStoreError
-from cloudckpt.stores.credentials import Origin, fetching
+from cloudckpt.stores.credentials import Errors, Origin, SharedCall, fetching
 from cloudckpt.stores.http.tls_errors import causes
 from cloudckpt.stores.redaction import raise_alone
 from cloudckpt.stores.s3.errors import from_code
@@ -39,15 +38,12 @@ class Keys:
             uri: The bucket, for messages.
 
         Raises:
-            CredentialsError: If boto3 finds no usable credentials.
-            ConnectionLostError: If the service that issues them does not respond or is overloaded.
+            CredentialsError: If boto3 finds no credentials.
         """
-        self._uri = uri
         self._found: Any = None
         if session is None:
             return
-        with fetching_keys(self._uri):
-            self._found = session().get_credentials()
+        self._found = session().get_credentials()
         if self._found is None:
             raise CredentialsError(
                 "no AWS credentials were found: neither in the environment "
@@ -59,16 +55,10 @@ class Keys:
             )
 
     def secrets(self) -> tuple[str, ...]:
-        """Returns access key, secret key and session token (may be empty); refreshes them if due.
-
-        Raises:
-            CredentialsError: If they can't be used.
-            ConnectionLostError: If they can't be refreshed for the moment.
-        """
+        """Returns access key, secret key and session token (may be empty)."""
         if self._found is None:
             return ()
-        with fetching_keys(self._uri):
-            frozen = self._found.get_frozen_credentials()
+        frozen = self._found.get_frozen_credentials()
         return frozen.access_key, frozen.secret_key, frozen.token or ""
 
     def origin(self) -> Origin:
@@ -105,11 +95,9 @@ def _is_passing(exc: Exception) -> bool:
     return False
 
 
-fetching_keys = partial(fetching, "AWS", is_passing=_is_passing)
-"""Converts boto3's errors while it finds or refreshes credentials; a context manager.
-
-See :func:`~cloudckpt.stores.credentials.fetching`.
-"""
+def fetching_keys(uri: str) -> contextlib.AbstractContextManager[None]:
+    """Converts boto3's errors while it finds or refreshes credentials; see :func:`fetching`."""
+    return fetching("AWS", uri, is_passing=_is_passing)
 
 
 class Sessions:
@@ -119,7 +107,7 @@ class Sessions:
     and botocore renews them, as for its own clients; this class keeps them.
     """
 
-    def __init__(self, session: Any, client: Any, bucket: str, uri: str) -> None:
+    def __init__(self, session: Any, client: Any, bucket: str, uri: str, errors: Errors) -> None:
         """Stores the session's client; a session begins with the first `secrets`.
 
         Args:
@@ -127,6 +115,7 @@ class Sessions:
             client: An S3 client of that session, which requests the bucket's keys.
             bucket: The bucket's name.
             uri: The bucket, for messages.
+            errors: Converts boto3's exceptions.
 
         Raises:
             StoreError: If there are no credentials, as in :class:`Keys`.
@@ -135,8 +124,8 @@ class Sessions:
         self.identity = Keys(lambda: session, uri)
         """The credentials that sign copies, which may read buckets that no session covers."""
         self._client = client
-        self._lock = threading.Lock()
         self._keys: Any = None
+        self._start = SharedCall(self._started, errors)
 
     def secrets(self) -> tuple[str, ...]:
         """Returns access key, secret key and token of a valid session.
@@ -147,18 +136,20 @@ class Sessions:
             BucketNotFoundError: If the bucket does not exist.
             ConnectionLostError: If S3 does not respond or is overloaded.
         """
-        with fetching("S3 Express session's", self._uri, is_passing=_is_passing):
-            with self._lock:
-                if self._keys is None:
-                    self._keys = RefreshableCredentials.create_from_metadata(
-                        metadata=self._begin(),
-                        refresh_using=self._begin,
-                        method="s3express",
-                        advisory_timeout=_RENEWED,
-                        mandatory_timeout=_AWAITED,
-                    )
-            frozen = self._keys.get_frozen_credentials()
-            return frozen.access_key, frozen.secret_key, frozen.token
+        if self._keys is None:
+            self._keys = self._start()
+        frozen = self._keys.get_frozen_credentials()
+        return frozen.access_key, frozen.secret_key, frozen.token
+
+    def _started(self) -> Any:
+        """Begins the first session; returns its keys, which botocore renews."""
+        return RefreshableCredentials.create_from_metadata(
+            metadata=self._begin(),
+            refresh_using=self._begin,
+            method="s3express",
+            advisory_timeout=_RENEWED,
+            mandatory_timeout=_AWAITED,
+        )
 
     def _begin(self) -> dict[str, str]:
         """Begins a session; returns its keys in the form in which botocore keeps credentials."""

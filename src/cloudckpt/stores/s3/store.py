@@ -32,7 +32,6 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.http.bodies import Reply, iso_date
-from cloudckpt.stores.http.options import Route
 from cloudckpt.stores.rest import UNRESERVED, Marks, Page, Signed, encode_query
 from cloudckpt.stores.s3.access import (
     BucketAccess,
@@ -269,9 +268,6 @@ class S3Store(XmlStore):
         if signed is None or refused.region is None:
             return False
         return self._access.follow(refused.region, signed.url, signed.headers)
-
-    def route(self) -> Route:
-        return self._access.route()
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         url = self._access.base + quote(key, safe=UNRESERVED)
