@@ -539,14 +539,6 @@ def test_blocks_of_another_program_are_an_upload_too(store, server):
 # listing and deleting
 
 
-@pytest.mark.parametrize("verb", ["put", "complete_upload"])
-def test_a_success_that_names_no_version_proves_nothing(store, server, verb):
-    server.answer(status=201)
-    with pytest.raises(ConnectionLostError, match="no ETag") as caught:
-        VERBS[verb](store)
-    assert not caught.value.certain
-
-
 def test_names_are_decoded_if_they_are_encoded(store, server):
     server.answer(
         body=page(blob("100%25"), blob("a%EF%BF%BEb+c", attributes=' Encoded="true"'), blob(" s "))

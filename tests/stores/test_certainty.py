@@ -61,7 +61,7 @@ S3, GCS, AZURE = s3_errors.from_answer, gcs_errors.from_answer, azure_errors.fro
         ),
         (AZURE, 412, {"x-ms-error-code": "ConditionNotMet"}, b""),
         (AZURE, 409, {}, xml("BlobAlreadyExists")),
-        (AZURE, 403, {"X-Ms-Error-Code": "AuthorizationFailure"}, HTML),
+        (AZURE, 403, {"x-ms-error-code": "AuthorizationFailure"}, HTML),
         (AZURE, 503, {"x-ms-error-code": "ServerBusy"}, b""),
         (AZURE, 409, {"x-ms-error-code": "SomethingNew"}, b""),
     ],

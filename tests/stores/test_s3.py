@@ -311,10 +311,9 @@ def test_on_aws_the_bucket_is_followed_to_another_host(anonymous):
     options = S3Options(region="us-east-1", anonymous=anonymous)
     access = BucketAccess("bucket", Config(s3=options), "s3://bucket")
     urls = [f"{access.base}run/object?partNumber=1", f"{access.bucket_url}?delete"]
-    secrets = () if anonymous else ("id", "secret", "")
 
     def sent(url):
-        return access.authorize(Request("GET", url, {}), {}, secrets)
+        return access.authorize(Request("GET", url, {}), {}, *access.credentials.get())
 
     assert [sent(url)[0] for url in urls] == urls
     assert access.follow("eu-west-3", *sent(urls[0]))

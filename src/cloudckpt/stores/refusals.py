@@ -10,27 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from cloudckpt.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
-    ClockError,
-    CredentialsError,
-    InvalidRequestError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    RangeNotSatisfiableError,
-    ServerError,
-    StorageFullError,
-    StoreError,
-    ThrottledError,
-    TLSError,
-    TransientStoreError,
-    WrongRegionError,
-)
+from cloudckpt import errors
+from cloudckpt.errors import StoreError
 from cloudckpt.stores.http.bodies import http_date
 from cloudckpt.stores.redaction import told
 
-__all__ = ["DAMAGED", "Meaning", "kind_of", "refusal", "retry_after"]
+__all__ = ["DAMAGED", "Meaning", "Refusal", "kind_of", "refusal", "retry_after"]
 
 
 class Meaning(NamedTuple):
@@ -64,43 +49,45 @@ _REQUEST_IDS = ("x-amz-request-id", "x-amz-id-2", "x-guploader-uploadid", "x-ms-
 _TIMEOUTS = {"requesttimeout", "requesttimeoutexception", "operationtimedout"}  # in lower case
 
 _TEXTS: Mapping[type[StoreError], str] = {
-    AccessDeniedError: "access denied; check the policies for these credentials",
-    BucketNotFoundError: "the bucket does not exist; check its name and the endpoint",
-    ClockError: "this machine's clock is wrong by minutes",
-    CredentialsError: "the store does not accept these credentials; correct or renew them",
-    InvalidRequestError: "the store rejected the request; see the code in the cause",
-    ObjectNotFoundError: "the object does not exist",
-    PreconditionFailedError: (
+    errors.AccessDeniedError: "access denied; check the policies for these credentials",
+    errors.BucketNotFoundError: "the bucket does not exist; check its name and the endpoint",
+    errors.ClockError: "this machine's clock is wrong by minutes",
+    errors.CredentialsError: "the store does not accept these credentials; correct or renew them",
+    errors.InvalidRequestError: "the store rejected the request; see the code in the cause",
+    errors.ObjectNotFoundError: "the object does not exist",
+    errors.PreconditionFailedError: (
         "the object is not in the expected state: it was written, replaced or deleted meanwhile"
     ),
-    RangeNotSatisfiableError: "the object ends before the requested range",
-    ServerError: "the store had an internal error",
-    StorageFullError: "the disks of the store or a quota are full; free space, or raise the quota",
-    ThrottledError: "the store is overloaded or unavailable at the moment",
-    TLSError: "the store demands a newer version of TLS than this machine has",
-    WrongRegionError: "the bucket is in another region",
+    errors.RangeNotSatisfiableError: "the object ends before the requested range",
+    errors.ServerError: "the store had an internal error",
+    errors.StorageFullError: (
+        "the disks of the store or a quota are full; free space, or raise the quota"
+    ),
+    errors.ThrottledError: "the store is overloaded or unavailable at the moment",
+    errors.TLSError: "the store demands a newer version of TLS than this machine has",
+    errors.WrongRegionError: "the bucket is in another region",
 }
 _BY_STATUS: Mapping[int, type[StoreError]] = {
-    200: ServerError,  # an error in the body of a 200
-    401: CredentialsError,
-    403: AccessDeniedError,
-    404: ObjectNotFoundError,
-    408: ServerError,
-    409: ServerError,  # conflict with another operation on the same object
-    412: PreconditionFailedError,
-    416: RangeNotSatisfiableError,
-    421: ServerError,  # misdirected request: the connection leads to another host
-    425: ServerError,  # too early: sent before the TLS handshake was complete
-    429: ThrottledError,
-    499: ServerError,  # from a gateway that considers the client gone
-    501: InvalidRequestError,
-    503: ThrottledError,
-    507: StorageFullError,
+    200: errors.ServerError,  # an error in the body of a 200
+    401: errors.CredentialsError,
+    403: errors.AccessDeniedError,
+    404: errors.ObjectNotFoundError,
+    408: errors.ServerError,
+    409: errors.ServerError,  # conflict with another operation on the same object
+    412: errors.PreconditionFailedError,
+    416: errors.RangeNotSatisfiableError,
+    421: errors.ServerError,  # misdirected request: the connection leads to another host
+    425: errors.ServerError,  # too early: sent before the TLS handshake was complete
+    429: errors.ThrottledError,
+    499: errors.ServerError,  # from a gateway that considers the client gone
+    501: errors.InvalidRequestError,
+    503: errors.ThrottledError,
+    507: errors.StorageFullError,
 }
 _OF_ALL = (
     Meaning(
         "407",
-        InvalidRequestError,
+        errors.InvalidRequestError,
         "a proxy requires a user and a password; write them into its URL (HTTP_PROXY, HTTPS_PROXY)",
     ),
 )
@@ -108,20 +95,36 @@ _OF_ALL = (
 
 def kind_of(status: int) -> type[StoreError]:
     """Returns the exception class for an HTTP status without a more specific error code."""
-    return _BY_STATUS.get(status, ServerError if status >= 500 else InvalidRequestError)
+    return _BY_STATUS.get(
+        status, errors.ServerError if status >= 500 else errors.InvalidRequestError
+    )
+
+
+class Refusal(NamedTuple):
+    """An error response in its vendor's words.
+
+    Attributes:
+        code: The error code in the vendor's format; empty if the response has none.
+        words: Further texts of the response, for the message.
+        means: An error code to look up in place of `code`, for responses with a misleading code.
+        is_foreign: Whether stores of this vendor never send such a response without an error code.
+        lists: The permission without which the vendor denies reads of missing objects.
+    """
+
+    code: str
+    words: Sequence[str] = ()
+    means: str = ""
+    is_foreign: bool = False
+    lists: str = ""
 
 
 def refusal(
     table: Sequence[Meaning],
+    said: Refusal,
     status: int,
-    code: str,
-    words: Sequence[str],
+    headers: Mapping[str, str],
     action: str,
     uri: str,
-    headers: Mapping[str, str],
-    *,
-    means: str = "",
-    is_foreign: bool = False,
 ) -> StoreError:
     """Returns the exception for an error response: by its error code, else by its HTTP status.
 
@@ -132,17 +135,16 @@ def refusal(
 
     Args:
         table: The vendor's error codes.
+        said: The response's error code and texts.
         status: The HTTP status; 0 if unknown.
-        code: The error code in the vendor's format; empty if the response has none.
-        words: Further texts of the response, for the message.
+        headers: The headers of the response, such as ``retry-after`` and request IDs; they are
+            asked in lower case.
         action: The operation that failed, for the message.
         uri: The object or bucket of the request.
-        headers: The headers of the response, such as ``Retry-After`` and request IDs.
-        means: An error code to look up in place of `code`, for responses with a misleading code.
-        is_foreign: Whether stores of this vendor never send such a response without an error code.
     """
-    if status == 404 and is_foreign and not _CODE.fullmatch(code):
-        foreign = ServerError(
+    code = said.code
+    if status == 404 and said.is_foreign and not _CODE.fullmatch(code):
+        foreign = errors.ServerError(
             "something between this machine and the store has answered in its place; check the "
             "endpoint and the proxy (cloudckpt doctor)",
             uri=uri,
@@ -150,23 +152,27 @@ def refusal(
         )
         foreign.status = status
         return foreign
-    known = None if status == 429 else _find(table, means or code, status)
+    known = None if status == 429 else _find(table, said.means or code, status)
     meaning = known or _find((*table, *_OF_ALL), str(status), status)
     kind = (meaning and meaning.kind) or kind_of(400 if known and status == 200 else status)
     text = (meaning and meaning.text) or _TEXTS[kind]
-    is_known = known is not None and (known.is_certain or kind is not ServerError)
-    given = {name.lower(): value.strip() for name, value in headers.items()}
-    said = " ".join(filter(None, (told(code), f"HTTP {status}" if status else "")))
-    cause = ": ".join(filter(None, (action, said, *map(told, words))))
-    identity = " ".join(told(given[name]) for name in _REQUEST_IDS if given.get(name))
+    is_known = known is not None and (known.is_certain or kind is not errors.ServerError)
+    shown = " ".join(filter(None, (told(code), f"HTTP {status}" if status else "")))
+    cause = ": ".join(filter(None, (action, shown, *map(told, said.words))))
+    identity = " ".join(told(headers[name].strip()) for name in _REQUEST_IDS if headers.get(name))
     if identity:
         cause += f"; request {identity}"
     certain = _is_certain(code, status, is_known=is_known)
     error = kind(text, uri=uri, cause=cause, certain=certain)
     error.status = status or None
-    if isinstance(error, TransientStoreError):
-        error.retry_after = retry_after(given)
-    if isinstance(error, ClockError) and (ahead := _ahead(given)) is not None:
+    if isinstance(error, errors.TransientStoreError):
+        error.retry_after = retry_after(headers)
+    if isinstance(error, errors.AccessDeniedError) and said.lists and action in ("GET", "HEAD"):
+        error.message += (
+            f"; without the permission {said.lists}, the store gives the same answer for an "
+            "object that does not exist"
+        )
+    if isinstance(error, errors.ClockError) and (ahead := _ahead(headers)) is not None:
         error.ahead = ahead
         minutes, where = round(abs(ahead) / 60), "ahead of" if ahead > 0 else "behind"
         error.message += f": it is {minutes} minutes {where} the store's"
@@ -181,9 +187,12 @@ def _find(table: Sequence[Meaning], code: str, status: int) -> Meaning | None:
     For a 5xx status, entries with lasting errors are skipped: a store that fails internally may
     report a reason that goes away with the failure.
     """
-    passes = kind_of(status) in (ServerError, ThrottledError) and status not in (200, 409)
+    passes = kind_of(status) in (errors.ServerError, errors.ThrottledError) and status not in (
+        200,
+        409,
+    )
     for meaning in table:
-        if passes and meaning.kind and not issubclass(meaning.kind, TransientStoreError):
+        if passes and meaning.kind and not issubclass(meaning.kind, errors.TransientStoreError):
             continue
         if re.fullmatch(meaning.codes, code):
             return meaning
@@ -214,7 +223,7 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
     ``Date`` header, as this machine's clock may be wrong. The names of `headers` are in lower case.
     """
     for name, a_second in (("x-ms-retry-after-ms", 1000), ("retry-after", 1)):
-        wait = headers.get(name, "")
+        wait = headers.get(name, "").strip()
         if wait.isascii() and wait.isdigit():
             return float(wait) / a_second
     if (date := http_date(wait)) is None:

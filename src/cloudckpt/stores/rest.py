@@ -164,12 +164,13 @@ class RestStore(ObjectStore):
         self._authorize = access.authorize
         self._busy_until = 0.0  # by the monotonic clock
         self._knows_expect = True
+        self._tags_sent = set[str]()
 
     @abstractmethod
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        """Returns the exception for an error response."""
+        """Returns the exception for an error response; `headers` are asked in lower case."""
 
     def belated(self, headers: Mapping[str, str], body: bytes, action: str, uri: str) -> StoreError:
         """Returns the exception for an error in the body of a 200, sent before the work ended."""
@@ -212,15 +213,25 @@ class RestStore(ObjectStore):
         """Returns the metadata header that stores the write's name; empty if `attempt` is."""
         return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
 
-    def tag_of(self, tag: str | None, key: str) -> str:
-        """Returns an ETag.
+    def tag_of(self, tag: str | None, key: str, name: str = "ETag") -> str:
+        """Returns an object's version, given by the field `name` of a response.
 
         Raises:
-            ConnectionLostError: If the answer has none: what it confirms may be something else's.
+            ConnectionLostError: If this response has none, although others of this store have: what
+                it confirms may be something else's.
+            StoreError: If no response has had one: this store, or a proxy, never sends it.
         """
-        if not tag:
-            raise ConnectionLostError("the answer has no ETag", uri=self.uri(key))
-        return tag
+        if tag:
+            self._tags_sent.add(name)
+            return tag
+        uri, missing = self.uri(key), f"the answer has no {name}"
+        if name in self._tags_sent:
+            raise ConnectionLostError(missing, uri=uri)
+        raise StoreError(
+            f"{missing}, by which a checkpoint is told from one that replaced it: use a store "
+            "that sends it, or configure the proxy on the way not to remove it",
+            uri=uri,
+        )
 
     @contextlib.contextmanager
     def exchange(

@@ -9,73 +9,61 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cloudckpt.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
-    ClockError,
-    CredentialsError,
-    InvalidRequestError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    ServerError,
-    StoreError,
-    ThrottledError,
-    TLSError,
-)
-from cloudckpt.stores.refusals import DAMAGED, Meaning, refusal
+from cloudckpt import errors
+from cloudckpt.errors import StoreError
+from cloudckpt.stores.refusals import DAMAGED, Meaning, Refusal, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["from_answer"]
 
 _MEANINGS = (
-    Meaning("(Container|Filesystem)NotFound", BucketNotFoundError),
+    Meaning("(Container|Filesystem)NotFound", errors.BucketNotFoundError),
     Meaning(
         "InvalidBlockList",
-        ObjectNotFoundError,
+        errors.ObjectNotFoundError,
         "the blocks of this upload are gone: it was completed or aborted, another write of the "
         "same blob discarded them, or a week has passed",
     ),
-    Meaning("(Blob|Resource|Path)AlreadyExists", PreconditionFailedError),
+    Meaning("(Blob|Resource|Path)AlreadyExists", errors.PreconditionFailedError),
     Meaning(
         "AuthenticationFailed|InvalidAuthenticationInfo|KeyBasedAuthenticationNotPermitted|401",
-        CredentialsError,
+        errors.CredentialsError,
         "Azure refuses the credentials: the key belongs to another account or was replaced, or the "
         "account allows no keys; the shared access signature is malformed or has expired, the "
         "token is of another tenant (AZURE_TENANT_ID, 'az login --tenant') or cloud "
         "(AZURE_AUTHORITY_HOST), or this machine's clock is wrong by minutes",
     ),
-    Meaning("DateHeaderTooOld", ClockError),
-    Meaning("PublicAccessNotPermitted|.*(Immutab|LegalHold).*", AccessDeniedError),
+    Meaning("DateHeaderTooOld", errors.ClockError),
+    Meaning("PublicAccessNotPermitted|.*(Immutab|LegalHold).*", errors.AccessDeniedError),
     Meaning(
         "KeyVault.*",
-        AccessDeniedError,
+        errors.AccessDeniedError,
         "the account can't use the key vault that has its encryption key: check the vault and "
         "its firewall, the key, and the permissions of the account's managed identity there",
     ),
-    Meaning(".*Lease.*", InvalidRequestError),
-    Meaning("TlsVersionNotPermitted", TLSError),
-    Meaning("ServerBusy", ThrottledError),
-    Meaning("(Container|Filesystem)BeingDeleted|AccountBeingCreated", ServerError),
-    Meaning("(Md5|Crc64)Mismatch", ServerError, DAMAGED),
+    Meaning(".*Lease.*", errors.InvalidRequestError),
+    Meaning("TlsVersionNotPermitted", errors.TLSError),
+    Meaning("ServerBusy", errors.ThrottledError),
+    Meaning("(Container|Filesystem)BeingDeleted|AccountBeingCreated", errors.ServerError),
+    Meaning("(Md5|Crc64)Mismatch", errors.ServerError, DAMAGED),
     Meaning(
         "403",
-        AccessDeniedError,
+        errors.AccessDeniedError,
         "access denied; the identity needs the role 'Storage Blob Data Contributor' on the "
         "container or the account ('Storage Blob Data Reader' to load only), a shared access "
         "signature the permissions rwdl, and t if tags are set; or the account's firewall does not "
         "let this network in; with a hierarchical namespace the access control lists count too",
     ),
-    Meaning("409", InvalidRequestError),
+    Meaning("409", errors.InvalidRequestError),
 )
 
 
 def from_answer(
     status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
 ) -> StoreError:
-    """Returns the exception for an error response: by its error code, else by its HTTP status."""
-    given = {name.lower(): value for name, value in headers.items()}
+    """Returns the exception for an error response; `headers` are asked in lower case."""
     fields = error_fields(body)
-    code = given.get("x-ms-error-code") or fields.get("Code", "")
+    code = headers.get("x-ms-error-code") or fields.get("Code", "")
     detail, means = fields.get("AuthenticationErrorDetail", ""), ""
     if "date header too old" in detail.lower():
         means = "DateHeaderTooOld"
@@ -85,14 +73,6 @@ def from_answer(
         detail = ""
     named = fields.get("HeaderName") or fields.get("QueryParameterName") or ""
     words = [" ".join(text.split()) for text in (fields.get("Message", ""), named, detail)]
-    return refusal(
-        _MEANINGS,
-        status,
-        code,
-        words,
-        action,
-        uri,
-        headers,
-        means=means,
-        is_foreign=True,  # Azure and Azurite name a code in a header, also in responses to HEAD
-    )
+    # foreign: Azure and Azurite name a code in a header, also in responses to HEAD
+    said = Refusal(code, words, means, is_foreign=True)
+    return refusal(_MEANINGS, said, status, headers, action, uri)

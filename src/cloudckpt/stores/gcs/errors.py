@@ -12,18 +12,9 @@ import re
 import zlib
 from collections.abc import Mapping
 
-from cloudckpt.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
-    ClockError,
-    CredentialsError,
-    InvalidRequestError,
-    ServerError,
-    StorageFullError,
-    StoreError,
-    ThrottledError,
-)
-from cloudckpt.stores.refusals import DAMAGED, Meaning, refusal
+from cloudckpt import errors
+from cloudckpt.errors import StoreError
+from cloudckpt.stores.refusals import DAMAGED, Meaning, Refusal, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["from_answer"]
@@ -39,22 +30,22 @@ nested in another.
 """
 
 _MEANINGS = (
-    Meaning("orgPolicyConstraintFailed", AccessDeniedError),
-    Meaning("noSuchBucket", BucketNotFoundError),
-    Meaning("expiredToken", CredentialsError),
-    Meaning("requestTimeTooSkewed", ClockError),
+    Meaning("orgPolicyConstraintFailed", errors.AccessDeniedError),
+    Meaning("noSuchBucket", errors.BucketNotFoundError),
+    Meaning("expiredToken", errors.CredentialsError),
+    Meaning("requestTimeTooSkewed", errors.ClockError),
     Meaning(
         "userProjectMissing",
-        InvalidRequestError,
+        errors.InvalidRequestError,
         "this is a requester-pays bucket: name the project to bill in GCSOptions(user_project=…)",
     ),
-    Meaning("quotaExceeded", StorageFullError),
+    Meaning("quotaExceeded", errors.StorageFullError),
     Meaning(
         "badDigest|crcMismatch|invalidDigest|incompleteBody|uploadBrokenConnection",
-        ServerError,
+        errors.ServerError,
         DAMAGED,
     ),
-    Meaning(".*[rR]ateLimitExceeded|slowDown|serviceUnavailable", ThrottledError),
+    Meaning(".*[rR]ateLimitExceeded|slowDown|serviceUnavailable", errors.ThrottledError),
 )
 # errors without a specific reason are recognized by their message, as the API references word it
 _BY_WORDS = (
@@ -73,7 +64,7 @@ def from_answer(
     *,
     is_google: bool = True,
 ) -> StoreError:
-    """Returns the exception for an error response of either API.
+    """Returns the exception for an error response of either API; `headers` are asked in lower case.
 
     `is_google` tells whether the endpoint is Google's own rather than an emulator.
     """
@@ -83,23 +74,9 @@ def from_answer(
     means = next(found, reason[:1].lower() + reason[1:])
     if status == 503 and reason == "backendError":  # with 500 it is an internal error
         means = "serviceUnavailable"
-    error = refusal(
-        _MEANINGS,
-        status,
-        reason,
-        [message],
-        action,
-        uri,
-        headers,
-        means=means,
-        is_foreign=_is_foreign(body.strip(), message, is_google=is_google),
-    )
-    if isinstance(error, AccessDeniedError) and action in ("GET", "HEAD"):
-        error.message += (
-            "; without the permission storage.objects.list, Google gives the same answer for "
-            "an object that does not exist"
-        )
-    return error
+    is_foreign = _is_foreign(body.strip(), message, is_google=is_google)
+    said = Refusal(reason, [message], means, is_foreign, lists="storage.objects.list")
+    return refusal(_MEANINGS, said, status, headers, action, uri)
 
 
 def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:
@@ -117,9 +94,7 @@ def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:
 
 def _decompressed(headers: Mapping[str, str], body: bytes) -> bytes:
     """Decompresses a body that was compressed for the transfer, as requests for content allow."""
-    if any(
-        (name.lower(), value) == ("content-encoding", "gzip") for name, value in headers.items()
-    ):
+    if headers.get("content-encoding") == "gzip":
         with contextlib.suppress(zlib.error):
             return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(body, _LONGEST_BODY)
     return body

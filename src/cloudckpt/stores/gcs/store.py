@@ -18,7 +18,6 @@ from urllib.parse import quote
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
-    ConnectionLostError,
     InvalidRequestError,
     PreconditionFailedError,
     StoreError,
@@ -319,9 +318,8 @@ class GCSStore(XmlStore):
         return from_answer(status, headers, body, action, uri, is_google=is_google)
 
     def _version(self, reply: Reply, key: str) -> str:
-        if version := reply.headers.get("x-goog-generation"):
-            return version
-        raise ConnectionLostError("the answer has no generation", uri=self.uri(key))
+        name = "x-goog-generation"
+        return self.tag_of(reply.headers.get(name), key, name)
 
 
 def _check_encoding(reply: Reply, uri: str) -> None:

@@ -16,6 +16,7 @@ from cloudckpt.errors import AccessDeniedError, CredentialsError, TransientStore
 from cloudckpt.stores.credentials import Errors, Origin, SharedCall, fetching
 from cloudckpt.stores.http.tls_errors import causes
 from cloudckpt.stores.redaction import raise_alone
+from cloudckpt.stores.refusals import Refusal
 from cloudckpt.stores.s3.errors import from_code
 
 __all__ = ["Keys", "Sessions", "fetching_keys"]
@@ -88,7 +89,7 @@ def _is_passing(exc: Exception) -> bool:
         if isinstance(inner, botocore.exceptions.ClientError):  # of STS, Identity Center or sign-in
             error, meta = inner.response["Error"], inner.response.get("ResponseMetadata", {})
             code, status = str(error.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
-            return isinstance(from_code(code, status, "", "", ""), TransientStoreError)
+            return isinstance(from_code(Refusal(code), status, {}), TransientStoreError)
         # HTTPClientError itself also wraps invalid requests, such as a token with a line break
         if isinstance(inner, _SILENT) and type(inner) is not botocore.exceptions.HTTPClientError:
             return True
@@ -160,15 +161,10 @@ class Sessions:
             if _is_passing(exc):
                 raise
             told, meta = exc.response["Error"], exc.response["ResponseMetadata"]
-            error = from_code(
-                str(told.get("Code", "")),
-                int(meta.get("HTTPStatusCode", 0)),
-                str(told.get("Message", "")),
-                "CreateSession",
-                self._uri,
-                meta.get("HTTPHeaders"),
-                is_foreign=True,  # no object was requested
-            )
+            code, words = str(told.get("Code", "")), [str(told.get("Message", ""))]
+            said = Refusal(code, words, is_foreign=True)  # no object was requested
+            status, headers = int(meta.get("HTTPStatusCode", 0)), meta.get("HTTPHeaders") or {}
+            error = from_code(said, status, headers, "CreateSession", self._uri)
             if isinstance(error, AccessDeniedError):
                 error.message += "; a directory bucket needs s3express:CreateSession"
             raise_alone(error)

@@ -9,21 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from cloudckpt.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
-    ClockError,
-    CredentialsError,
-    InvalidRequestError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    ServerError,
-    StorageFullError,
-    StoreError,
-    ThrottledError,
-    WrongRegionError,
-)
-from cloudckpt.stores.refusals import DAMAGED, Meaning, refusal
+from cloudckpt import errors
+from cloudckpt.errors import StoreError
+from cloudckpt.stores.refusals import DAMAGED, Meaning, Refusal, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["REGION", "from_answer", "from_code"]
@@ -33,45 +21,48 @@ REGION = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
 # codes that may come in the body of a 200 (of copies and completions) need an explicit class
 _MEANINGS = (
-    Meaning("NoSuchBucket|NoSuchAccessPoint", BucketNotFoundError),
-    Meaning("NoSuchKey|NoSuchUpload", ObjectNotFoundError),
-    Meaning("PreconditionFailed", PreconditionFailedError),
-    Meaning("AccessDenied", AccessDeniedError),
-    Meaning("NotImplemented", InvalidRequestError),
+    Meaning("NoSuchBucket|NoSuchAccessPoint", errors.BucketNotFoundError),
+    Meaning("NoSuchKey|NoSuchUpload", errors.ObjectNotFoundError),
+    Meaning("PreconditionFailed", errors.PreconditionFailedError),
+    Meaning("AccessDenied", errors.AccessDeniedError),
+    Meaning("NotImplemented", errors.InvalidRequestError),
     Meaning(
         "InvalidObjectState",
-        InvalidRequestError,
+        errors.InvalidRequestError,
         "the object is archived; restore it from its storage class first",
     ),
     Meaning(
         "ExpiredToken(Exception)?|TokenRefreshRequired|InvalidToken|InvalidSecurity"
         "|InvalidAccessKeyId|InvalidClientTokenId|UnrecognizedClientException"
         "|SignatureDoesNotMatch",
-        CredentialsError,
+        errors.CredentialsError,
     ),
-    Meaning("RequestTimeTooSkewed|RequestExpired", ClockError),
+    Meaning("RequestTimeTooSkewed|RequestExpired", errors.ClockError),
     Meaning(
-        "AuthorizationHeaderMalformed|IllegalLocationConstraintException|301|307", WrongRegionError
+        "AuthorizationHeaderMalformed|IllegalLocationConstraintException|301|307",
+        errors.WrongRegionError,
     ),
-    Meaning("QuotaExceeded|XMinioStorageFull", StorageFullError),
+    Meaning("QuotaExceeded|XMinioStorageFull", errors.StorageFullError),
     Meaning(
         "KMS.ThrottlingException|SlowDown.*|.*Throttl.*|TooManyRequestsException"
         "|RequestLimitExceeded|BandwidthLimitExceeded|PriorRequestNotComplete|ServiceUnavailable",
-        ThrottledError,
+        errors.ThrottledError,
     ),
-    Meaning("BadDigest|XAmzContent(SHA256|Checksum)Mismatch|IncompleteBody", ServerError, DAMAGED),
+    Meaning(
+        "BadDigest|XAmzContent(SHA256|Checksum)Mismatch|IncompleteBody", errors.ServerError, DAMAGED
+    ),
     Meaning(
         "RequestTimeout(Exception)?|IDPCommunicationError|KMS.DependencyTimeoutException",
-        ServerError,
+        errors.ServerError,
     ),
     # documented to leave the object unchanged, also in the body of a 200
     Meaning(
         "ConditionalRequestConflict|OperationAborted",
-        ServerError,
+        errors.ServerError,
         "not written: another write of the same object is in progress",
         is_certain=True,
     ),
-    Meaning("KMS.AccessDeniedException", AccessDeniedError),
+    Meaning("KMS.AccessDeniedException", errors.AccessDeniedError),
     Meaning(
         "KMS\\..*",
         None,
@@ -81,42 +72,23 @@ _MEANINGS = (
 
 
 def from_code(
-    code: str,
+    said: Refusal,
     status: int,
-    message: str,
-    action: str,
-    uri: str,
-    headers: Mapping[str, str] | None = None,
-    *,
+    headers: Mapping[str, str],
+    action: str = "",
+    uri: str = "",
     region: str = "",
-    is_foreign: bool = False,
 ) -> StoreError:
     """Returns the exception for an S3 error code; for an unknown code, for the HTTP status.
 
-    `region` is the bucket's region according to the body; `is_foreign` as in :func:`refusal`.
+    `region` is the bucket's region according to the body.
     """
-    given = {name.lower(): value for name, value in (headers or {}).items()}
-    region = given.get("x-amz-bucket-region") or region
+    region = headers.get("x-amz-bucket-region") or region
     region = region if REGION.fullmatch(region) else ""
-    # a HEAD response has no body with the code
-    means = "AuthorizationHeaderMalformed" if status == 400 and not code and region else ""
-    error = refusal(
-        _MEANINGS,
-        status,
-        code,
-        [message],
-        action,
-        uri,
-        given,
-        means=means,
-        is_foreign=is_foreign,
-    )
-    if isinstance(error, AccessDeniedError) and action in ("GET", "HEAD"):
-        error.message += (
-            "; without the permission s3:ListBucket, S3 gives the same answer for an object "
-            "that does not exist"
-        )
-    if isinstance(error, WrongRegionError) and region:
+    if status == 400 and not said.code and region:  # a HEAD response has no body with the code
+        said = said._replace(means="AuthorizationHeaderMalformed")
+    error = refusal(_MEANINGS, said, status, headers, action, uri)
+    if isinstance(error, errors.WrongRegionError) and region:
         error.message += f"; set AWS_REGION={region}"
         error.region = region
     return error
@@ -125,11 +97,12 @@ def from_code(
 def from_answer(
     status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
 ) -> StoreError:
-    """Returns the exception for an error response of S3."""
+    """Returns the exception for an error response of S3; `headers` are asked in lower case."""
     fields = error_fields(body)
-    code, message = fields.get("Code", ""), fields.get("Message", "")
-    region = fields.get("Region", "")
-    has_page = bool(body.strip())  # responses to HEAD have no body, and those of some stores
-    return from_code(
-        code, status, message, action, uri, headers, region=region, is_foreign=has_page
+    said = Refusal(
+        fields.get("Code", ""),
+        [fields.get("Message", "")],
+        is_foreign=bool(body.strip()),  # responses to HEAD, and of some stores, have no body
+        lists="s3:ListBucket",
     )
+    return from_code(said, status, headers, action, uri, fields.get("Region", ""))

@@ -24,7 +24,7 @@ from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.http.bodies import Reply
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.redaction import conceal, told
-from cloudckpt.stores.refusals import Meaning, refusal
+from cloudckpt.stores.refusals import Meaning, Refusal, refusal
 from cloudckpt.stores.rest import SUCCESS, RestStore
 
 __all__ = ["redirected_read"]
@@ -92,7 +92,9 @@ def redirected_read(
                 if answer.status not in (200, 206):
                     host = told(urlsplit(target).hostname or "")
                     action = f"GET from {host}, to which the store redirected"
-                    raise refusal(_NOT_THERE, answer.status, "", [], action, uri, answer.headers)
+                    raise refusal(
+                        _NOT_THERE, Refusal(""), answer.status, answer.headers, action, uri
+                    )
                 headers = HTTPHeaderDict(answer.headers)  # case-insensitive names
                 headers["ETag"] = version
                 answer.headers = headers
