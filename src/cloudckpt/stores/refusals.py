@@ -143,6 +143,7 @@ def refusal(
         uri: The object or bucket of the request.
     """
     code = said.code
+    headers = {name.lower(): value.strip() for name, value in headers.items()}
     if status == 404 and said.is_foreign and not _CODE.fullmatch(code):
         foreign = errors.ServerError(
             "something between this machine and the store has answered in its place; check the "
@@ -159,7 +160,7 @@ def refusal(
     is_known = known is not None and (known.is_certain or kind is not errors.ServerError)
     shown = " ".join(filter(None, (told(code), f"HTTP {status}" if status else "")))
     cause = ": ".join(filter(None, (action, shown, *map(told, said.words))))
-    identity = " ".join(told(headers[name].strip()) for name in _REQUEST_IDS if headers.get(name))
+    identity = " ".join(told(headers[name]) for name in _REQUEST_IDS if headers.get(name))
     if identity:
         cause += f"; request {identity}"
     certain = _is_certain(code, status, is_known=is_known)
@@ -223,7 +224,7 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
     ``Date`` header, as this machine's clock may be wrong. The names of `headers` are in lower case.
     """
     for name, a_second in (("x-ms-retry-after-ms", 1000), ("retry-after", 1)):
-        wait = headers.get(name, "").strip()
+        wait = headers.get(name, "")
         if wait.isascii() and wait.isdigit():
             return float(wait) / a_second
     if (date := http_date(wait)) is None:
